@@ -1,5 +1,5 @@
 from .base import FORMATS as FORMATS
-from .base import File as File
+from .base import ExportFolder as ExportFolder
 from .base import Format as Format
 from .base import FormatMember as FormatMember
 from .run import describe_export as describe_export

@@ -2,60 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+import h5py
 
 from featx.base import Member, Registry
 from featx.config import Config, ExportConfig, Positive, options
 from featx.errors import ConfigError, FeatxError
 from featx.export.selection import ExportSelection
+from featx.storage import AtomicFolder
 
 
-@dataclass(frozen=True)
-class File:
-    """One file of an export, which appears under its name when it is complete.
+class ExportFolder:
+    """Folder in which a format writes its files, which get their final names together at the end.
 
-    Attributes:
-        name: path below the folder of the export, with '/'.
-        write: function that fills the open binary file.
-        start: first row of the selection that the file holds.
-        stop: row after the last one.
-        reserved_bytes: largest size in bytes of a file that h5py writes, or None. HDF5 may crash
-            when a disk is full, so the space is reserved first, and `write` gets a file object for
-            h5py.
-    """
-
-    name: str
-    write: Callable[[BinaryIO], object]
-    start: int
-    stop: int
-    reserved_bytes: int | None = None
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class Folder:
-    """One folder of an export, for formats whose unit is a folder.
+    Args:
+        root: empty folder.
 
     Attributes:
-        name: path below the folder of the export, with '/'.
-        write: function that fills an empty folder, whose path it gets.
-        start: first row of the selection that the folder holds.
-        stop: row after the last one.
+        names: names of the files and folders so far.
     """
 
-    name: str
-    write: Callable[[Path], object]
-    start: int
-    stop: int
+    def __init__(self, root: Path) -> None:
+        self.names: list[str] = []
+        self._disk = AtomicFolder(root)
 
-    def __len__(self) -> int:
-        return self.stop - self.start
+    @contextlib.contextmanager
+    def file(self, name: str) -> Iterator[BinaryIO]:
+        """File of any size, which the block fills from its beginning to its end.
+
+        Args:
+            name: path below the folder, with '/'.
+        """
+        with self._disk.stream_file(self._path(name)) as file:
+            yield file
+
+    @contextlib.contextmanager
+    def hdf5_file(
+        self, name: str, most_bytes: int, libver: tuple[str, str] | None = None
+    ) -> Iterator[h5py.File]:
+        """Empty HDF5 file; its space is reserved first, because HDF5 may crash on a full disk.
+
+        Args:
+            name: path below the folder, with '/'.
+            most_bytes: largest size of the file in bytes.
+            libver: as of `h5py.File`.
+        """
+        with (
+            self._disk.reserve_file(self._path(name), most_bytes) as reserved,
+            h5py.File(reserved, "w", libver=libver) as file,
+        ):
+            yield file
+
+    @contextlib.contextmanager
+    def folder(self, name: str) -> Iterator[Path]:
+        """Empty folder, which the block fills; it counts as one file of the export."""
+        with self._disk.fill_folder(self._path(name)) as folder:
+            yield folder
+
+    def _path(self, name: str) -> Path:
+        path = self._disk.root / name
+        self._disk.make_folder(path.parent)
+        self.names.append(name)
+        return path
 
 
 class Format(ABC):
@@ -74,8 +88,8 @@ class Format(ABC):
         self.config = config
 
     @abstractmethod
-    def files(self) -> Sequence[File | Folder]:
-        """Return files and folders in the order of writing, always the same for the same rows."""
+    def write(self, folder: ExportFolder) -> None:
+        """Write all files, the same for the same rows and options."""
 
     @abstractmethod
     def opening(self, out: Path) -> str:
@@ -84,11 +98,6 @@ class Format(ABC):
         Args:
             out: folder of the export.
         """
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Options of the format that change the content of its files, as JSON types."""
-        return {}
 
     @property
     def num_bytes(self) -> int:
@@ -112,30 +121,26 @@ class ShardOptions(ExportConfig):
 class ShardedFormat(Format):
     """A format whose options are `ShardOptions`."""
 
-    def shards(
-        self, stem: str, ending: str, row_bytes: float, write: Callable[[BinaryIO, int, int], None]
-    ) -> list[File]:
-        """Divide the rows into shards of export.shard_gib, named stem-00000-of-00003.ending."""
-        ranges = self.ranges(row_bytes)
-        files = []
-        for number, (start, stop) in enumerate(ranges):
-            name = f"{stem}-{number:05d}-of-{len(ranges):05d}.{ending}"
+    def shards(self, row_bytes: float, name: str = "{}") -> list[tuple[str, int, int]]:
+        """Divide the rows into shards of about export.shard_gib; there is at least one.
 
-            # Default arguments bind start and stop of this iteration.
-            def fill(file: BinaryIO, start: int = start, stop: int = stop) -> None:
-                write(file, start, stop)
+        Args:
+            row_bytes: approximate bytes of a row.
+            name: name of a file, such as 'data-{}.parquet', for '00000-of-00003'.
 
-            files.append(File(name, fill, start, stop))
-        return files
-
-    def ranges(self, row_bytes: float) -> list[tuple[int, int]]:
-        """Return start and stop of shards of about export.shard_gib; at least one."""
+        Returns:
+            name, first row of the selection and row after the last one of each shard.
+        """
         options = self.config.export
         if not isinstance(options, ShardOptions):
             raise FeatxError(f"export.format={options.format} was registered without ShardOptions.")
         num_rows = len(self.selection)
         each = max(1, int(options.shard_bytes / max(1.0, row_bytes)))
-        return [(start, min(num_rows, start + each)) for start in range(0, num_rows, each)]
+        starts = range(0, num_rows, each)
+        return [
+            (name.format(f"{i:05d}-of-{len(starts):05d}"), start, min(num_rows, start + each))
+            for i, start in enumerate(starts)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ The layout is that of `clip_retrieval.clip_inference.writer`
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +15,7 @@ from featx.base import import_extra
 from featx.export import arrow
 from featx.export.base import (
     FORMATS,
-    File,
+    ExportFolder,
     FormatMember,
     ShardedFormat,
     ShardOptions,
@@ -27,6 +26,8 @@ from featx.export.base import (
 from featx.export.selection import unit_rows
 
 _LISTING = ("key", "row", "label", "class")
+_VECTORS = "img_emb/img_emb_{}.npy"
+_METADATA = "metadata/metadata_{}.parquet"
 
 
 class ClipRetrieval(ShardedFormat):
@@ -43,37 +44,26 @@ class ClipRetrieval(ShardedFormat):
         refuse_maps(self.selection, "clip-retrieval holds one vector per image")
         import_extra("pyarrow.parquet", option, "the package pyarrow", "export")
         self._columns = self.selection.named_columns(["image_path", *_LISTING[1:]])
+        self._width = self.selection.row_shape(self._layer)[0]
+        shards = self.shards(2 * self._width)
+        digits = len(str(len(shards) - 1))
+        self._shards = [
+            (f"{i:0{digits}d}", start, stop) for i, (_, start, stop) in enumerate(shards)
+        ]
 
-    def files(self) -> list[File]:
-        """Return the shards, vectors before metadata."""
-        ranges = self.ranges(2 * self._width)
-        digits = len(str(len(ranges) - 1))
-        files = []
-        for number, (start, stop) in enumerate(ranges):
-            shard = f"{number:0{digits}d}"
-            for name, write in (
-                (f"img_emb/img_emb_{shard}.npy", self._write_vectors),
-                (f"metadata/metadata_{shard}.parquet", self._write_metadata),
-            ):
-                fill = functools.partial(write, start, stop)
-                files.append(File(name, fill, start, stop))
-        return files
-
-    @property
-    def _width(self) -> int:
-        """Number of values of one row."""
-        return self.selection.row_shape(self._layer)[0]
-
-    def _write_vectors(self, start: int, stop: int, file: BinaryIO) -> None:
-        """Write rows [start, stop) as (n, D) float16."""
-        shape = (stop - start, self._width)
-        header = {"descr": "<f2", "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for _, _, values in self.selection.blocks(start, stop):
-            file.write(unit_rows(values[self._layer]).astype("<f2").data)
+    def write(self, folder: ExportFolder) -> None:
+        """Write the shards, vectors before metadata."""
+        for number, start, stop in self._shards:
+            with folder.file(_VECTORS.format(number)) as file:
+                shape = (stop - start, self._width)
+                header = {"descr": "<f2", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for _, _, values in self.selection.blocks(start, stop):
+                    file.write(unit_rows(values[self._layer]).astype("<f2").data)
+            with folder.file(_METADATA.format(number)) as file:
+                self._write_metadata(start, stop, file)
 
     def _write_metadata(self, start: int, stop: int, file: BinaryIO) -> None:
-        """Write the table of rows [start, stop)."""
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -82,11 +72,11 @@ class ClipRetrieval(ShardedFormat):
 
     def opening(self, out: Path) -> str:
         """Return lines that read vectors and paths with embedding_reader."""
-        files = self.files()
+        first = self._shards[0][0]
         return (
             "import numpy as np, pandas as pd  # or embedding_reader, autofaiss, clip-retrieval\n"
-            f"X = np.load({literal(f'{out}/{files[0].name}')})\n"
-            f"paths = pd.read_parquet({literal(f'{out}/{files[1].name}')})['image_path']"
+            f"X = np.load({literal(f'{out}/{_VECTORS.format(first)}')})\n"
+            f"paths = pd.read_parquet({literal(f'{out}/{_METADATA.format(first)}')})['image_path']"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +14,7 @@ from featx.errors import ConfigError, FeatxError, RunError, counted
 from featx.export import arrow
 from featx.export.base import (
     FORMATS,
-    File,
+    ExportFolder,
     Format,
     FormatMember,
     literal,
@@ -32,7 +31,6 @@ _ROWS_OF_A_LIST = 64
 """Rows to train on for each list of an inverted file; faiss warns below 39."""
 
 _ID_BYTES = 8
-
 
 _OPQ_CENTROIDS = 256
 """Centroids of each part of the product quantizer that OPQ trains, whatever the index has."""
@@ -68,19 +66,17 @@ class Faiss(Format):
         for layer in self.selection.layers:
             self._check_training(self._empty_index(layer), layer)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Kind of index and metric."""
-        return {"index": self._options.index, "metric": self._options.metric}
+    def write(self, folder: ExportFolder) -> None:
+        """Write one index per layer, and the map of keys."""
+        from pyarrow import parquet
 
-    def files(self) -> list[File]:
-        """Return one index per layer, and the map of keys."""
-        n = len(self.selection)
-        files = [
-            File(f"{layer}.index", functools.partial(self._write_index, layer), 0, n)
-            for layer in self.selection.layers
-        ]
-        return [*files, File("keys.parquet", self._write_keys, 0, n)]
+        selection = self.selection
+        for layer in selection.layers:
+            with folder.file(f"{layer}.index") as file:
+                self._write_index(layer, file)
+        columns = arrow.listing(selection, 0, len(selection), _LISTING, self._columns)
+        with folder.file("keys.parquet") as file:
+            parquet.write_table(arrow.table(selection, columns, metric=self._options.metric), file)
 
     def _empty_index(self, layer: str) -> Any:
         """Make the index of a layer, without vectors."""
@@ -198,14 +194,6 @@ class Faiss(Format):
                 "memory are free. Choose a smaller one, such as export.index=IVF4096,PQ64 or "
                 "SQfp16."
             )
-
-    def _write_keys(self, file: BinaryIO) -> None:
-        """Write one line per id."""
-        from pyarrow import parquet
-
-        selection = self.selection
-        columns = arrow.listing(selection, 0, len(selection), _LISTING, self._columns)
-        parquet.write_table(arrow.table(selection, columns, metric=self._options.metric), file)
 
     def opening(self, out: Path) -> str:
         """Return lines that read index and keys."""

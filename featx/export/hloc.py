@@ -6,18 +6,16 @@ The layout is that of `extract_features` and `pairs_from_retrieval` of hloc
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import h5py
+from typing import Any
 
 from featx.base import log_message, name_text
 from featx.errors import ConfigError, counted
-from featx.export.base import FORMATS, File, Format, FormatMember, literal, refuse_maps
+from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
 from featx.export.selection import unit_rows
 
 _NAME = "global_descriptor"
+_FILE = "global-feats-{}.h5"
 
 _GROUP_BYTES = 2048
 """Largest size of the group and the dataset of one image, without key and values; HDF5 needs about
@@ -48,30 +46,23 @@ class Hloc(Format):
                 level="warning",
             )
 
-    def files(self) -> list[File]:
-        """Return one file per layer."""
+    def write(self, folder: ExportFolder) -> None:
+        """Write one file per layer, with the descriptors in the order of the store."""
         selection, n = self.selection, len(self.selection)
-        files = []
+        # Groups of this version of the format take 0.6 instead of 3 KB; HDF5 reads it since 1.10.
+        libver = ("v110", "v110")
         for layer in selection.layers:
             row_bytes = 2 * selection.row_shape(layer)[0] + 4 * selection.keys.dtype.itemsize
-            reserved = n * (row_bytes + _GROUP_BYTES) + (1 << 20)
-            write = functools.partial(self._write, layer)
-            files.append(File(f"global-feats-{layer}.h5", write, 0, n, reserved_bytes=reserved))
-        return files
-
-    def _write(self, layer: str, file: BinaryIO) -> None:
-        """Write the descriptors of a layer in the order of the store."""
-        selection = self.selection
-        # Groups of this version of the format take 0.6 instead of 3 KB; HDF5 reads it since 1.10.
-        with h5py.File(file, "w", libver=("v110", "v110")) as output:
-            for start, stop, values in selection.blocks(0, len(selection), [layer]):
-                rows = unit_rows(values[layer]).astype("f2")
-                for key, row in zip(selection.keys[start:stop].tolist(), rows, strict=True):
-                    output.create_group(key).create_dataset(_NAME, data=row)
+            most_bytes = n * (row_bytes + _GROUP_BYTES) + (1 << 20)
+            with folder.hdf5_file(_FILE.format(layer), most_bytes, libver) as file:
+                for start, stop, values in selection.blocks(0, n, [layer]):
+                    rows = unit_rows(values[layer]).astype("f2")
+                    for key, row in zip(selection.keys[start:stop].tolist(), rows, strict=True):
+                        file.create_group(key).create_dataset(_NAME, data=row)
 
     def opening(self, out: Path) -> str:
         """Return lines that read a descriptor as hloc does."""
-        path = literal(f"{out}/{self.files()[0].name}")
+        path = literal(f"{out}/{_FILE.format(self.selection.layers[0])}")
         key = literal(self.selection.key_texts(0, 1)[0])
         return (
             "import h5py  # or hloc.pairs_from_retrieval.main(descriptors=..., output=..., ...)\n"

@@ -8,7 +8,14 @@ from typing import Any, BinaryIO
 
 from featx.base import digest, import_extra
 from featx.export import arrow
-from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
+from featx.export.base import (
+    FORMATS,
+    ExportFolder,
+    FormatMember,
+    ShardedFormat,
+    ShardOptions,
+    literal,
+)
 
 _LISTING = ("key", "row", "label", "status")
 
@@ -27,21 +34,20 @@ class HuggingFace(ShardedFormat):
         import_extra("datasets", "export.format=huggingface", "the package datasets", "huggingface")
         self._columns = self.selection.named_columns(_LISTING)
 
-    def files(self) -> list[File]:
-        """Return the Arrow shards and the two JSON files."""
+    def write(self, folder: ExportFolder) -> None:
+        """Write the Arrow shards and the two JSON files."""
         row_bytes = self.selection.row_bytes() + arrow.OTHER_ROW_BYTES
-        shards = self.shards("data", "arrow", row_bytes, self._write)
+        shards = self.shards(row_bytes, "data-{}.arrow")
+        for name, start, stop in shards:
+            with folder.file(name) as file:
+                self._write_shard(file, start, stop)
         texts = {
             "dataset_info.json": self._info(),
-            "state.json": self._state([shard.name for shard in shards]),
+            "state.json": self._state([name for name, _, _ in shards]),
         }
         for name, text in texts.items():
-
-            def save(file: BinaryIO, text: str = text) -> None:
+            with folder.file(name) as file:
                 file.write(text.encode())
-
-            shards.append(File(name, save, 0, len(self.selection)))
-        return shards
 
     def _features(self) -> Any:
         """Return the description of the columns for `datasets`; rows of a map are nested lists."""
@@ -61,7 +67,7 @@ class HuggingFace(ShardedFormat):
             columns[name] = kind
         return Features(columns)
 
-    def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+    def _write_shard(self, file: BinaryIO, start: int, stop: int) -> None:
         """Write rows [start, stop) as an Arrow stream."""
         import pyarrow as pa
 

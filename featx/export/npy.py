@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from featx.export.base import FORMATS, File, Format, FormatMember, literal
+from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
 from featx.export.selection import BLOCK_BYTES
 
 
@@ -21,11 +20,15 @@ class Npy(Format):
     of reduce=sample have positions/<layer>.npy as well, (n, k) int32.
     """
 
-    def files(self) -> list[File]:
-        """Return one file per layer and per column of the listing."""
-        selection, n = self.selection, len(self.selection)
-        files = [self._layer(name) for name in selection.layers]
-        files += [self._positions(name) for name in selection.layers if selection.is_sampled(name)]
+    def write(self, folder: ExportFolder) -> None:
+        """Write one file per layer and per column of the listing."""
+        selection = self.selection
+        for name in selection.layers:
+            with folder.file(f"features/{name}.npy") as file:
+                selection.write_npy(file, name)
+            if selection.is_sampled(name):
+                with folder.file(f"positions/{name}.npy") as file:
+                    self._write_positions(file, name)
         columns = {
             "keys": selection.keys,
             "labels": selection.labels,
@@ -34,34 +37,20 @@ class Npy(Format):
             **{f"columns/{name}": values for name, values in selection.column_arrays.items()},
         }
         for name, column in columns.items():
-
-            def save(file: BinaryIO, column: Any = column) -> None:
+            with folder.file(f"{name}.npy") as file:
                 np.lib.format.write_array(file, column, allow_pickle=False)
+        with folder.file("classes.json") as file:
+            file.write(json.dumps(selection.classes, ensure_ascii=False).encode())
 
-            files.append(File(f"{name}.npy", save, 0, n))
-        text = json.dumps(selection.classes, ensure_ascii=False).encode()
-        files.append(File("classes.json", lambda file: file.write(text), 0, n))
-        return files
-
-    def _layer(self, name: str) -> File:
-        """Return the file of a layer."""
-        write = functools.partial(self.selection.write_npy, layer=name)
-        return File(f"features/{name}.npy", write, 0, len(self.selection))
-
-    def _positions(self, name: str) -> File:
-        """Return the file of the positions of sampled tokens."""
+    def _write_positions(self, file: BinaryIO, layer: str) -> None:
         selection, n = self.selection, len(self.selection)
-
-        def write(file: BinaryIO) -> None:
-            shape = (n, selection.row_shape(name)[0])
-            header = {"descr": "<i4", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            step = max(1, BLOCK_BYTES // (8 * shape[1]))
-            for start in range(0, n, step):
-                positions = selection.positions(name, start, min(n, start + step))
-                file.write(positions.astype("<i4").data)
-
-        return File(f"positions/{name}.npy", write, 0, n)
+        shape = (n, selection.row_shape(layer)[0])
+        header = {"descr": "<i4", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        step = max(1, BLOCK_BYTES // (8 * shape[1]))
+        for start in range(0, n, step):
+            positions = selection.positions(layer, start, min(n, start + step))
+            file.write(positions.astype("<i4").data)
 
     def opening(self, out: Path) -> str:
         """Return lines that load the arrays with numpy."""

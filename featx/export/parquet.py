@@ -5,11 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from featx.base import import_extra
 from featx.export import arrow
-from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
+from featx.export.base import (
+    FORMATS,
+    ExportFolder,
+    FormatMember,
+    ShardedFormat,
+    ShardOptions,
+    literal,
+)
 
 _LISTING = ("key", "row", "label", "class", "status")
 
@@ -28,25 +35,24 @@ class Parquet(ShardedFormat):
         positions = [f"{name}.positions" for name in self._sampled]
         self._columns = selection.named_columns([*_LISTING, *positions])
 
-    def files(self) -> list[File]:
-        """Return the shards."""
-        row_bytes = self.selection.row_bytes() + arrow.OTHER_ROW_BYTES
-        return self.shards("data/features", "parquet", row_bytes, self._write)
-
-    def _write(self, file: BinaryIO, start: int, stop: int) -> None:
-        """Write rows [start, stop), one row group per block."""
+    def write(self, folder: ExportFolder) -> None:
+        """Write the shards, one row group per block."""
         from pyarrow import parquet
 
         # Dictionary encoding pays off for repeated values, which features seldom have.
         options = {"use_dictionary": ["class", "label", "status"], "compression": "snappy"}
-        tables = (self._table(*block) for block in self.selection.blocks(start, stop))
-        first = next(tables)
-        with parquet.ParquetWriter(file, first.schema, **options) as writer:
-            for table in itertools.chain([first], tables):
-                writer.write_table(table, row_group_size=len(table))
+        row_bytes = self.selection.row_bytes() + arrow.OTHER_ROW_BYTES
+        for name, start, stop in self.shards(row_bytes, "data/features-{}.parquet"):
+            tables = (self._table(*block) for block in self.selection.blocks(start, stop))
+            first = next(tables)
+            with (
+                folder.file(name) as file,
+                parquet.ParquetWriter(file, first.schema, **options) as writer,
+            ):
+                for table in itertools.chain([first], tables):
+                    writer.write_table(table, row_group_size=len(table))
 
     def _table(self, start: int, stop: int, values: dict[str, Any]) -> Any:
-        """Return the table of rows [start, stop)."""
         selection = self.selection
         columns = arrow.listing(selection, start, stop, _LISTING, self._columns)
         columns |= {name: arrow.lists(rows) for name, rows in values.items()}

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 
 from featx.base import CountProgress, differences, facts, log_message, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
-from featx.export.base import FORMATS, File, Folder, Format
+from featx.export.base import FORMATS, ExportFolder, Format
 from featx.export.selection import ExportSelection
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
 from featx.store import FeatureStore, layout, matching_layers
@@ -69,20 +70,21 @@ def run_export(config: Config) -> dict[str, Any]:
 def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) -> dict[str, Any]:
     """Write the export unless it is complete; the caller holds the lock of the folder."""
     started_at = time.perf_counter()
-    selection, config, files = export_format.selection, export_format.config, export_format.files()
-    fingerprint = _fingerprint_of(export_format, files)
-    old_sizes, already = {}, False
+    selection, config = export_format.selection, export_format.config
+    fingerprint = _fingerprint_of(export_format)
+    record: dict[str, Any] = {"files": {}}
+    already = False
     if (path := disk.root / RECORD).exists():
         record = _read(path)
-        old_sizes = record["files"]
         if not config.overwrite:
             _refuse_other_export(disk.root, record["fingerprint"], fingerprint)
-            already = old_sizes == _sizes(disk.root, files)
+            already = record["files"] == _sizes(disk.root, record["files"])
     if not already:
         _check_room(disk, export_format.num_bytes)
         _warn_of_odd_keys(selection)
         progress.begin(len(selection) * selection.row_bytes())
-        _write_all(disk, files, old_sizes, {"fingerprint": fingerprint, "about": selection.about})
+        new_record = {"fingerprint": fingerprint, "about": selection.about}
+        record = _write_all(disk, export_format, record["files"], new_record)
     return {
         "folder": str(disk.root),
         "format": config.export.format,
@@ -91,8 +93,8 @@ def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) 
         "rows": len(selection),
         "failures": int((~with_features(selection.status)).sum()),
         "left_out": len(selection.store) - len(selection),
-        "files": len(files),
-        "bytes": sum(_sizes(disk.root, files).values()),
+        "files": len(record["files"]),
+        "bytes": sum(record["files"].values()),
         "seconds": time.perf_counter() - started_at,
         "already": already,
         "opening": export_format.opening(disk.root),
@@ -113,19 +115,18 @@ def _refuse_other_folders(out: Path) -> None:
             )
 
 
-def _fingerprint_of(export_format: Format, files: Sequence[File | Folder]) -> dict[str, Any]:
+def _fingerprint_of(export_format: Format) -> dict[str, Any]:
     """Return the description that two exports with the same content share.
 
     It is converted to JSON and back, so that tuples and NumPy numbers compare equal to those of a
     record.
     """
-    entries = {
-        "format": export_format.config.export.format,
-        **export_format.selection.fingerprint,
-        **({"options": settings} if (settings := export_format.settings) else {}),
-        "files": {file.name: [file.start, file.stop] for file in files},
-    }
-    fingerprint: dict[str, Any] = json.loads(json.dumps(entries))
+    options = asdict(export_format.config.export)
+    # What these say is in the rows.
+    options = {name: options[name] for name in options if name not in ("ok_only", "incomplete")}
+    fingerprint: dict[str, Any] = json.loads(
+        json.dumps({**options, **export_format.selection.fingerprint})
+    )
     return fingerprint
 
 
@@ -143,32 +144,36 @@ def _refuse_other_export(root: Path, old: dict[str, Any], fingerprint: dict[str,
 
 def _write_all(
     disk: AtomicFolder,
-    files: Sequence[File | Folder],
+    export_format: Format,
     old_names: Iterable[str],
     record: dict[str, Any],
-) -> None:
-    """Write files into a temporary folder, and put them in the place of those of an old export."""
-    root = disk.root
-    temporary = AtomicFolder(root / f"{TEMPORARY_PREFIX}export")
+) -> dict[str, Any]:
+    """Write a temporary folder, put its files in the place of those of an old export.
+
+    Returns the record with the sizes of all files.
+    """
+    root, temporary = disk.root, disk.root / f"{TEMPORARY_PREFIX}export"
     for left_by_killed in list(root.glob(f"{TEMPORARY_PREFIX}*")):
         disk.remove(left_by_killed)
     try:
-        for file in files:
-            temporary.make_folder((temporary.root / file.name).parent)
-            _write(temporary, file)
+        disk.make_folder(temporary)
+        folder = ExportFolder(temporary)
+        export_format.write(folder)
         # The old files go before the record changes, and the new ones come after: a process that is
         # killed here leaves a record whose files are missing, and never one of other files.
         for name in old_names:
             disk.remove(root / name)
-        record = {**record, "files": _sizes(temporary.root, files)}
+        record = {**record, "files": _sizes(temporary, folder.names)}
         disk.replace(root / RECORD, json.dumps(record, indent=2).encode())
-        for file in files:
-            disk.make_folder((root / file.name).parent)
-            (temporary.root / file.name).rename(root / file.name)
-        for folder in {(root / file.name).parent for file in files}:
-            disk.sync_folder(folder)
+        paths = [root / name for name in folder.names]
+        for name, path in zip(folder.names, paths, strict=True):
+            disk.make_folder(path.parent)
+            (temporary / name).rename(path)
+        for parent in {path.parent for path in paths}:
+            disk.sync_folder(parent)
     finally:
-        disk.remove(temporary.root)
+        disk.remove(temporary)
+    return record
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -189,31 +194,16 @@ def _read(path: Path) -> dict[str, Any]:
     return record
 
 
-def _sizes(root: Path, files: Iterable[File | Folder]) -> dict[str, int]:
+def _sizes(root: Path, names: Iterable[str]) -> dict[str, int]:
     """Return name -> bytes of files and folders; -1 for those that do not exist."""
     sizes = {}
-    for file in files:
-        path = root / file.name
+    for name in names:
+        path = root / name
         if path.is_dir():
-            sizes[file.name] = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+            sizes[name] = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
         else:
-            sizes[file.name] = path.stat().st_size if path.is_file() else -1
+            sizes[name] = path.stat().st_size if path.is_file() else -1
     return sizes
-
-
-def _write(folder: AtomicFolder, file: File | Folder) -> None:
-    """Write one file or folder of the export."""
-    path = folder.root / file.name
-    if isinstance(file, Folder):
-        with folder.fill_folder(path) as unfinished:
-            file.write(unfinished)
-    elif file.reserved_bytes is not None:
-        with folder.reserve_file(path, file.reserved_bytes) as reserved:
-            # h5py calls the methods of a file that ReservedFile has.
-            file.write(cast(BinaryIO, reserved))
-    else:
-        with folder.stream_file(path) as stream:
-            file.write(stream)
 
 
 def _check_room(disk: AtomicFolder, needed: float) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
+from featx.export.base import (
+    FORMATS,
+    ExportFolder,
+    FormatMember,
+    ShardedFormat,
+    ShardOptions,
+    literal,
+)
 from featx.export.selection import about_text
 
 _LISTING_BYTES = 8 + 8 + 1
@@ -30,16 +37,20 @@ class Safetensors(ShardedFormat):
         names = zip(self.selection.named_columns(_TAKEN), arrays, strict=True)
         self._columns = {column_name: arrays[name] for column_name, name in names}
 
-    def files(self) -> list[File]:
-        """Return the shards."""
         row_bytes = self.selection.row_bytes() + _LISTING_BYTES + self.selection.keys.dtype.itemsize
         row_bytes += sum(values.dtype.itemsize for values in self._columns.values())
-        return self.shards("features", "safetensors", row_bytes, self._write)
+        self._shards = self.shards(row_bytes, "features-{}.safetensors")
 
-    def _write(self, file: BinaryIO, start: int, stop: int) -> None:
-        """Write rows [start, stop), which are held in memory twice."""
+    def write(self, folder: ExportFolder) -> None:
+        """Write the shards, each of which is held in memory twice."""
         from safetensors.numpy import save
 
+        for name, start, stop in self._shards:
+            with folder.file(name) as file:
+                metadata = {"featx": about_text(self.selection)}
+                file.write(save(self._tensors(start, stop), metadata))
+
+    def _tensors(self, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
         selection = self.selection
         tensors: dict[str, npt.NDArray[Any]] = {
             "row": selection.rows[start:stop],
@@ -56,11 +67,11 @@ class Safetensors(ShardedFormat):
         for first, last, block in selection.blocks(start, stop):
             for name, rows in block.items():
                 tensors[name][first - start : last - start] = rows
-        file.write(save(tensors, {"featx": about_text(selection)}))
+        return tensors
 
     def opening(self, out: Path) -> str:
         """Return lines that load the first shard."""
-        first = self.files()[0].name
+        first, _, _ = self._shards[0]
         return (
             "from safetensors.numpy import load_file\n"
             f"shard = load_file({literal(f'{out}/{first}')})\n"

@@ -7,13 +7,11 @@ and `coords_to_h5`), and with export.clam=true that of CLAM (https://github.com/
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +20,7 @@ from featx.config import ExportConfig, NaturalNumber, Positive, options
 from featx.errors import ConfigError, FeatxError
 from featx.export.base import (
     FORMATS,
-    File,
+    ExportFolder,
     Format,
     FormatMember,
     literal,
@@ -107,16 +105,6 @@ class Trident(Format):
             )
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Magnifications and overlap, which are attributes of the files."""
-        options = self._options
-        return {
-            "magnification": options.magnification,
-            "target_magnification": options.target_magnification,
-            "overlap": options.overlap,
-        }
-
-    @property
     def num_bytes(self) -> int:
         """Approximate size of the export in bytes."""
         size = super().num_bytes + _INDEX_BYTES * len(self.selection)
@@ -124,20 +112,22 @@ class Trident(Format):
             size += 2 * 4 * len(self.selection) * self._width(self.selection.layers[0])
         return size + _HEADER_BYTES * len(self._slides)
 
-    def files(self) -> list[File]:
-        """Return the files, slide by slide for each layer."""
-        files = []
+    def write(self, folder: ExportFolder) -> None:
+        """Write the files, slide by slide for each layer."""
         for layer in self.selection.layers:
-            folder = f"features_{self._options.encoder or layer}"
+            encoder = self._options.encoder or layer
+            name = f"features_{encoder}"
             dtype = self.selection.dtype(layer)
-            files += [self._h5_file(folder, layer, slide, dtype, True) for slide in self._slides]
-            if self._options.clam:
-                for slide in self._slides:
-                    dtype_of_clam = np.dtype(np.float32)
-                    files.append(self._h5_file("h5_files", layer, slide, dtype_of_clam, False))
-                    write = functools.partial(self._write_pt, slide, layer)
-                    files.append(File(f"pt_files/{slide.name}.pt", write, *slide.bounds))
-        return files
+            for slide in self._slides:
+                attributes = {
+                    "features": {"name": slide.name, "savetodir": name, "encoder": encoder},
+                    "coords": {**slide.attributes, "savetodir": name},
+                }
+                self._write_h5(folder, name, slide, layer, dtype, attributes)
+            for slide in self._slides if self._options.clam else ():
+                self._write_h5(folder, "h5_files", slide, layer, np.dtype(np.float32), {})
+                with folder.file(f"pt_files/{slide.name}.pt") as file:
+                    self._write_pt(slide, layer, file)
 
     def _tiles(self) -> dict[bytes, tuple[list[int], list[Box]]]:
         """Return the indices and boxes of the rows of each image."""
@@ -218,33 +208,19 @@ class Trident(Format):
             )
         return float(distinct[0])
 
-    def _h5_file(
-        self, folder: str, layer: str, slide: _Slide, dtype: np.dtype[Any], has_attributes: bool
-    ) -> File:
-        """Return the HDF5 file of a slide."""
-        attributes: dict[str, dict[str, Any]] = {}
-        if has_attributes:
-            encoder = self._options.encoder or layer
-            attributes = {
-                "features": {"name": slide.name, "savetodir": folder, "encoder": encoder},
-                "coords": {**slide.attributes, "savetodir": folder},
-            }
-        write = functools.partial(self._write_h5, slide, layer, dtype, attributes)
-        row_bytes = self._width(layer) * dtype.itemsize + 16 + _INDEX_BYTES
-        reserved = len(slide.places) * row_bytes + _HEADER_BYTES
-        return File(f"{folder}/{slide.name}.h5", write, *slide.bounds, reserved_bytes=reserved)
-
     def _write_h5(
         self,
+        folder: ExportFolder,
+        name: str,
         slide: _Slide,
         layer: str,
         dtype: np.dtype[Any],
         attributes: dict[str, dict[str, Any]],
-        file: BinaryIO,
     ) -> None:
-        """Write features and coordinates; arguments as of `_h5_file`."""
+        """Write features and coordinates of a slide, with the attributes of both."""
         n, width = len(slide.places), self._width(layer)
-        with h5py.File(file, "w") as made:
+        most_bytes = n * (width * dtype.itemsize + 16 + _INDEX_BYTES) + _HEADER_BYTES
+        with folder.hdf5_file(f"{name}/{slide.name}.h5", most_bytes) as made:
             # Chunks of one row and unlimited rows, as TRIDENT's save_h5 makes them. A chunk is
             # written whole at its place, so that rows can be read in the order of the store.
             features = made.create_dataset(
@@ -261,8 +237,8 @@ class Trident(Format):
             )
             coords = made.create_dataset("coords", (n, 2), "i8", chunks=(1, 2), maxshape=(None, 2))
             coords[:] = slide.coords
-            for name, values in attributes.items():
-                made[name].attrs.update(values)
+            for dataset, values in attributes.items():
+                made[dataset].attrs.update(values)
 
     def _write_pt(self, slide: _Slide, layer: str, file: BinaryIO) -> None:
         """Write the features of a slide as a float32 tensor; the slide is held in memory."""
@@ -292,7 +268,8 @@ class Trident(Format):
 
     def opening(self, out: Path) -> str:
         """Return lines that read the first slide as TRIDENT does."""
-        first = self.files()[0].name
+        encoder = self._options.encoder or self.selection.layers[0]
+        first = f"features_{encoder}/{self._slides[0].name}.h5"
         return (
             "import h5py\n"
             f"with h5py.File({literal(f'{out}/{first}')}) as file:\n"

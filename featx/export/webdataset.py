@@ -13,7 +13,14 @@ import numpy.typing as npt
 
 from featx.base import name_text
 from featx.errors import ConfigError, DataError
-from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
+from featx.export.base import (
+    FORMATS,
+    ExportFolder,
+    FormatMember,
+    ShardedFormat,
+    ShardOptions,
+    literal,
+)
 from featx.export.selection import ExportSelection, as_utf8, data_of_store
 from featx.sources import open_source
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, ImageFault, Status, image_checksum
@@ -23,7 +30,6 @@ _SAMPLED = 64
 
 _HEADERS = 512 * 6
 """Approximate bytes of the tar headers and padding of a row."""
-
 
 _EXPANDED = ("{", "}", "$", "\\", "::")
 """Texts that webdataset interprets in a path string; paths in a list are used as they are."""
@@ -57,21 +63,19 @@ class WebDataset(ShardedFormat):
                 "Choose another export.format, in which keys name video and time."
             )
         self._source = open_source(data)
-        self._image_bytes = self._mean_bytes()
+        self._row_bytes = selection.row_bytes() + self._mean_bytes() + _HEADERS
+        self._shards = self.shards(self._row_bytes, "shards-{}.tar")
 
     @property
     def num_bytes(self) -> int:
         """Approximate size of the export in bytes."""
         return int(len(self.selection) * self._row_bytes)
 
-    def files(self) -> list[File]:
-        """Return the shards."""
-        return self.shards("shards", "tar", self._row_bytes, self._write)
-
-    @property
-    def _row_bytes(self) -> float:
-        """Approximate bytes of one row in a shard."""
-        return self.selection.row_bytes() + self._image_bytes + _HEADERS
+    def write(self, folder: ExportFolder) -> None:
+        """Write the shards."""
+        for name, start, stop in self._shards:
+            with folder.file(name) as file:
+                self._write_shard(file, start, stop)
 
     def _mean_bytes(self) -> float:
         """Return the mean size of a few evenly spaced images; reading all would take too long."""
@@ -103,7 +107,7 @@ class WebDataset(ShardedFormat):
             )
         return encoded
 
-    def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+    def _write_shard(self, file: BinaryIO, start: int, stop: int) -> None:
         """Write rows [start, stop) as a tar."""
         selection = self.selection
         with tarfile.TarFile.open(fileobj=file, mode="w") as tar:
@@ -137,11 +141,10 @@ class WebDataset(ShardedFormat):
 
     def opening(self, out: Path) -> str:
         """Return lines that iterate over the shards with webdataset."""
-        files = self.files()
-        shards = files[0].name
+        shards, num_shards = self._shards[0][0], len(self._shards)
         layer = literal(f"{self.selection.layers[0].lower()}.npy")
-        if len(files) > 1:
-            shards = f"shards-{{00000..{len(files) - 1:05d}}}-of-{len(files):05d}.tar"
+        if num_shards > 1:
+            shards = f"shards-{{00000..{num_shards - 1:05d}}}-of-{num_shards:05d}.tar"
         imports, shards_text = "import webdataset as wds\n", literal(f"{out}/{shards}")
         if any(sign in str(out) for sign in _EXPANDED):
             imports += "from pathlib import Path\n"

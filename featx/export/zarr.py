@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy.typing as npt
 
 from featx.base import import_extra
 from featx.errors import ConfigError
-from featx.export.base import FORMATS, Folder, Format, FormatMember, literal
+from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
@@ -36,16 +34,15 @@ class Zarr(Format):
                 "of that name. Choose another export.format."
             )
 
-    def files(self) -> list[Folder]:
-        """Return the single folder."""
-        return [Folder(_NAME, self._write, 0, len(self.selection))]
-
-    def _write(self, folder: Path) -> None:
-        """Write the group into an empty folder."""
+    def write(self, folder: ExportFolder) -> None:
+        """Write the group."""
         import zarr
 
+        with folder.folder(_NAME) as path:
+            self._fill(zarr.open_group(path, mode="w", zarr_format=3))
+
+    def _fill(self, group: Any) -> None:
         selection, n = self.selection, len(self.selection)
-        group = zarr.open_group(folder, mode="w", zarr_format=3)
         group.attrs["featx"] = selection.about
         for name in selection.layers:
             rows = selection.store[name].chunk_rows
@@ -69,19 +66,20 @@ class Zarr(Format):
         }
         for name, column in columns.items():
             if column.dtype.kind == "U":
-                self._write_texts(group, name, functools.partial(_texts, column))
+                self._write_texts(group, name, column)
                 continue
             array = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=column.dtype)
             array[:] = column
-        self._write_texts(group, "key", selection.key_texts)
+        self._write_texts(group, "key", None)
 
-    def _write_texts(self, group: Any, name: str, texts: Callable[[int, int], list[str]]) -> None:
-        """Write an array of texts."""
+    def _write_texts(self, group: Any, name: str, texts: npt.NDArray[np.str_] | None) -> None:
+        """Write an array of texts block by block; None writes the keys."""
         n = len(self.selection)
         array = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=str)
         for start in range(0, n, _COLUMN_ROWS):
             stop = min(n, start + _COLUMN_ROWS)
-            array[start:stop] = np.array(texts(start, stop), np.dtypes.StringDType())
+            block = self.selection.key_texts(start, stop) if texts is None else texts[start:stop]
+            array[start:stop] = np.array(list(block), np.dtypes.StringDType())
 
     def opening(self, out: Path) -> str:
         """Return lines that open the group with zarr."""
@@ -90,11 +88,6 @@ class Zarr(Format):
             f'group = zarr.open_group({literal(f"{out}/{_NAME}")}, mode="r")\n'
             f'X, y = group[{literal(f"features/{self.selection.layers[0]}")}], group["label"][:]'
         )
-
-
-def _texts(column: npt.NDArray[np.str_], start: int, stop: int) -> list[str]:
-    """Return the texts [start, stop) of a column."""
-    return list(column[start:stop])
 
 
 def _chunks(num_rows: int) -> tuple[int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from featx.types import Status
+
 
 @dataclass
 class Table:
@@ -42,6 +44,30 @@ def npy(out: Path) -> Table:
             path.stem: _as_texts(np.load(path, mmap_mode="r"))
             for path in (out / "columns").glob("*.npy")
         },
+    )
+
+
+def csv(out: Path) -> Table:
+    import pandas as pd
+
+    rows = pd.read_csv(out / "rows.csv", keep_default_na=False, na_values={"class": ""})
+    words = {status.label: int(status) for status in Status}
+    listing = ("row", "key", "label", "class", "status")
+    about = json.loads((out / "_export.json").read_text())["about"]["layers"]
+    layers = {
+        name: pd.read_csv(out / f"features/{name}.csv", index_col=0, dtype={0: str})
+        .to_numpy(of_layer["dtype"])
+        .reshape(-1, *of_layer["shape"])
+        for name, of_layer in about.items()
+    }
+    return Table(
+        [key.removeprefix("'") for key in rows["key"].astype(str)],
+        rows["row"].tolist(),
+        rows["label"].tolist(),
+        [words[word] for word in rows["status"]],
+        layers,
+        [None if isinstance(name, float) else str(name) for name in rows["class"]],
+        columns={name: rows[name].tolist() for name in rows if name not in listing},
     )
 
 
@@ -232,6 +258,7 @@ def trident(out: Path) -> Table:
 
 READERS = {
     "npy": npy,
+    "csv": csv,
     "parquet": parquet,
     "safetensors": safetensors,
     "zarr": zarr,

@@ -31,6 +31,10 @@ class TestNpy(_Format):
     kind = "npy"
 
 
+class TestCsv(_Format):
+    kind = "csv"
+
+
 class TestParquet(_Format):
     kind = "parquet"
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -20,8 +22,7 @@ from tiny_model import run_job
 
 import featx
 from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
-from featx.export import selection
-from featx.export.parquet import Parquet
+from featx.export import ExportFolder, selection
 from featx.storage import AtomicFolder, exclusive_lock
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "small_blocks")
@@ -270,15 +271,17 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_half(
         full.setattr(AtomicFolder, "free_bytes", lambda _: 100)
         with pytest.raises(RunError, match=r"needs about .* and 100 B are free"):
             export()
-    write = Parquet._write
+    opened = ExportFolder.file
 
-    def fails(self: Any, file: Any, start: int, stop: int) -> None:
-        write(self, file, start, stop)
-        if start:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    @contextlib.contextmanager
+    def fails(self: Any, name: str) -> Iterator[BinaryIO]:
+        with opened(self, name) as file:
+            yield file
+            if "-00001-" in name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(Parquet, "_write", fails)
+        full.setattr(ExportFolder, "file", fails)
         with pytest.raises(
             RunError, match="Free some space and give the same command again"
         ) as failed:
@@ -288,7 +291,7 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_half(
     assert temporary_files(Path("out")) == []
     export("npy")
     with monkeypatch.context() as full:
-        full.setattr(Parquet, "_write", fails)
+        full.setattr(ExportFolder, "file", fails)
         before = digests()
         with pytest.raises(RunError, match="No space left"):
             export("parquet", overwrite=True)

@@ -21,7 +21,7 @@ from featx.export import selection
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "small_blocks")
 
-OF_ANY_STORE = ("npy", "parquet", "safetensors", "zarr", "huggingface")
+OF_ANY_STORE = ("npy", "csv", "parquet", "safetensors", "zarr", "huggingface")
 SHARDED = ("parquet", "safetensors", "huggingface")
 FAILED = (3, 10, 20)
 
@@ -116,7 +116,7 @@ def test_layers_are_named_or_globbed() -> None:
         export("npy", layers="a.x", overwrite=True)
 
 
-@pytest.mark.parametrize("kind", OF_ANY_STORE)
+@pytest.mark.parametrize("kind", [kind for kind in OF_ANY_STORE if kind != "csv"])
 def test_keys_that_are_not_utf8_stay_apart(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(4, 4)
     keys = np.array([b"a\n b.jpg", b"c/\xc3\xa9.jpg", b"c/\xfe.jpg", b"c/\xff.jpg"])
@@ -127,6 +127,19 @@ def test_keys_that_are_not_utf8_stay_apart(kind: str, capsys: pytest.CaptureFixt
     assert "2 keys are not UTF-8" in capsys.readouterr().err
     if kind == "npy":
         assert np.load("out/keys.npy").tolist() == keys.tolist()
+
+
+def test_cells_of_csv_are_text_in_one_line_and_no_formulas() -> None:
+    run = make_run(4, 4)
+    keys = np.array([b"=cmd.jpg", b"a\n,b.jpg", b"c/\xfe.jpg", b"d"])
+    replace(run, listing=replace(run.listing, keys=keys)).write(Path("store"))
+    export("csv")
+    lines = Path("out/rows.csv").read_text("utf-8").splitlines()
+    assert lines[0] == "row,key,label,class,status"
+    assert [line.rsplit(",", 3)[0] for line in lines[1:]] == [
+        "0,'=cmd.jpg", r'1,"a\n,b.jpg"', r"2,c/\xfe.jpg", "3,d"
+    ]  # fmt: skip
+    assert len(Path("out/features/flat.csv").read_text("utf-8").splitlines()) == 5
 
 
 def test_bfloat16_comes_as_float32() -> None:

@@ -343,7 +343,7 @@ class TestTrident:
         with pytest.raises(ConfigError, match="expected a whole number"):
             export("trident", magnification=40, target_magnification=7)
         export("trident", magnification=40)
-        with pytest.raises(StoreMismatchError, match="options"):
+        with pytest.raises(StoreMismatchError, match=r"magnification: 40.0, now 20"):
             export("trident", magnification=20)
 
     @pytest.mark.parametrize(

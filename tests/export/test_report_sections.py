@@ -7,6 +7,7 @@ import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,27 +15,31 @@ from made_store import make_labelled, make_run
 from PIL import Image
 
 import featx
-from featx.export.report.charts import class_errors, line_plot
-from featx.export.report.embedding_plots import (
-    LayerPlot,
+from featx.export.report.charts import (
+    class_errors,
+    colours,
+    confusion_map,
+    heat_map,
+    ink_on,
+    line_plot,
+    luminance,
+)
+from featx.export.report.html import without_folders, without_folders_in_yaml
+from featx.export.report.layers import (
     layer_plot,
+    layer_statistics,
     principal_scores,
     row_vectors,
     same_class_shares,
 )
-from featx.export.report.failures import reasons_of
-from featx.export.report.heat_maps import HeatMap, colours, confusion_map, ink_on, luminance
-from featx.export.report.layer_statistics import layer_statistics
-from featx.export.report.near_duplicates import similar_pairs
-from featx.export.report.nearest_neighbours import (
-    Queries,
+from featx.export.report.probe_results import Probes, probes_of
+from featx.export.report.provenance import reasons_of, speed_of
+from featx.export.report.similar_rows import (
     hard_queries,
     neighbours_of,
     random_queries,
+    similar_pairs,
 )
-from featx.export.report.probe_results import Probes, probes_of
-from featx.export.report.redaction import without_folders, without_folders_in_yaml
-from featx.export.report.throughput import speed_of
 from featx.export.report.thumbnails import readable_part
 from featx.store import layout
 from featx.types import ImageFault
@@ -51,16 +56,14 @@ def test_statistics_of_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
     values[:, 0] = 2.0
     values[2, 1, 5, 5] = -3.0  # the third channel is dead
     store = store_of({"map": values}, [0, 1, 0, 1])
-    monkeypatch.setattr(
-        "featx.export.report.layer_statistics.BLOCK_BYTES", 2 * 3 * 64 * 4
-    )  # two blocks
+    monkeypatch.setattr("featx.export.report.layers.BLOCK_BYTES", 2 * 3 * 64 * 4)  # two blocks
     found = layer_statistics(store, "map", np.arange(4))
-    assert (found.channels, found.dead, found.what) == (3, 1, "channels")
-    assert found.zeros == pytest.approx((values == 0).mean())
-    assert found.mean == pytest.approx(values.mean())
-    assert found.std == pytest.approx(values.std())
-    assert (found.smallest, found.largest, found.nonfinite) == (-3, 2, 0)
-    assert found.norms == pytest.approx((16, 16, 16, np.quantile([16, 16, 16, 265**0.5], 0.75),
+    assert (found["channels"], found["dead"], found["what"]) == (3, 1, "channels")
+    assert found["zeros"] == pytest.approx((values == 0).mean())
+    assert found["mean"] == pytest.approx(values.mean())
+    assert found["std"] == pytest.approx(values.std())
+    assert (found["smallest"], found["largest"], found["nonfinite"]) == (-3, 2, 0)
+    assert found["norms"] == pytest.approx((16, 16, 16, np.quantile([16, 16, 16, 265**0.5], 0.75),
                                          265**0.5))  # fmt: skip
 
 
@@ -68,16 +71,16 @@ def test_channels_that_cannot_be_told_are_numbers() -> None:
     values = np.zeros((3, 2, 3, 4), np.float32)
     values[:, 1] = 1
     found = layer_statistics(store_of({"odd": values}, [0, 0, 1]), "odd", np.arange(3))
-    assert (found.channels, found.dead, found.what) == (24, 12, "numbers")
+    assert (found["channels"], found["dead"], found["what"]) == (24, 12, "numbers")
 
 
 def test_values_that_are_not_finite_are_counted() -> None:
     values = np.ones((3, 4), np.float32)
     values[1, 2:] = np.inf
     found = layer_statistics(store_of({"flat": values}, [0, 0, 1]), "flat", np.arange(3))
-    assert found.nonfinite == 2
-    assert found.norms == (2, 2, 2, 2, 2)
-    assert found.largest == found.mean == 1
+    assert found["nonfinite"] == 2
+    assert found["norms"] == (2, 2, 2, 2, 2)
+    assert found["largest"] == found["mean"] == 1
 
 
 @pytest.mark.parametrize("shape", [(40, 7), (12, 30)])
@@ -92,7 +95,7 @@ def test_principal_components_are_those_of_an_svd(shape: tuple[int, int]) -> Non
 
 def plot_of(
     store: featx.FeatureStore, layer: str, rows: np.ndarray, seed: int = 0, tsne: bool = False
-) -> LayerPlot:
+) -> dict[str, Any]:
     return layer_plot(row_vectors(store, layer, rows), store.labels[rows], seed, tsne)
 
 
@@ -102,36 +105,36 @@ def test_a_plot_of_two_groups_keeps_them_apart() -> None:
     x = rng.normal(size=(40, 6)).astype(np.float32) + 20 * labels[:, None]
     store = store_of({"flat": x}, labels.tolist())
     found = plot_of(store, "flat", np.arange(40), seed=3, tsne=True)
-    assert found.pca is not None
-    assert found.tsne is not None
-    assert found.explained[0] > 0.9
-    assert found.directions == 1
-    assert found.mean_same_class is not None
-    assert found.mean_same_class > 0.8
-    assert ((found.pca[:, 0] > 0) == labels).all() or ((found.pca[:, 0] < 0) == labels).all()
-    middle = [found.tsne[labels == kind].mean(0) for kind in (0, 1)]
-    nearer = np.linalg.norm(found.tsne[:, None] - np.array(middle), axis=2).argmin(1)
+    assert found["pca"] is not None
+    assert found["tsne"] is not None
+    assert found["explained"][0] > 0.9
+    assert found["directions"] == 1
+    assert found["mean_same_class"] is not None
+    assert found["mean_same_class"] > 0.8
+    assert ((found["pca"][:, 0] > 0) == labels).all() or ((found["pca"][:, 0] < 0) == labels).all()
+    middle = [found["tsne"][labels == kind].mean(0) for kind in (0, 1)]
+    nearer = np.linalg.norm(found["tsne"][:, None] - np.array(middle), axis=2).argmin(1)
     assert (nearer == labels).all()
     again = plot_of(store, "flat", np.arange(40), seed=3, tsne=True)
-    assert np.array_equal(again.tsne, found.tsne)
+    assert np.array_equal(again["tsne"], found["tsne"])
 
 
 def test_large_maps_are_averaged_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).normal(size=(11, 9, 32, 32)).astype(np.float32)
     store = store_of({"map": values}, [0, 1] * 5 + [0])
-    monkeypatch.setattr("featx.export.report.embedding_plots.BLOCK_BYTES", 4 * 4 * 9 * 32 * 32)
+    monkeypatch.setattr("featx.export.report.layers.READ_BYTES", 4 * 4 * 9 * 32 * 32)
     found = plot_of(store, "map", np.arange(11))
     expected, shares = principal_scores(values.mean((2, 3)), 2)
-    assert found.pooled
-    assert found.width == 9
-    assert found.directions == 1 + np.searchsorted(np.cumsum(shares), 0.9)
-    assert found.pca == pytest.approx(expected, abs=1e-5)
+    assert found["pooled"]
+    assert found["width"] == 9
+    assert found["directions"] == 1 + np.searchsorted(np.cumsum(shares), 0.9)
+    assert found["pca"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_layer_without_a_plot_says_why() -> None:
     store = store_of({"flat": np.ones((9, 3), np.float32)}, [0] * 9)
-    assert "the same vector" in plot_of(store, "flat", np.arange(9), tsne=True).note
-    assert "3 rows are too few" in plot_of(store, "flat", np.arange(3), tsne=True).note
+    assert "the same vector" in plot_of(store, "flat", np.arange(9), tsne=True)["note"]
+    assert "3 rows are too few" in plot_of(store, "flat", np.arange(3), tsne=True)["note"]
 
 
 def test_shares_of_the_same_class_among_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +149,7 @@ def test_shares_of_the_same_class_among_the_nearest(monkeypatch: pytest.MonkeyPa
         expected[row] = (labels[others] == labels[row]).mean()
     expected[7] = np.nan
     assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
-    monkeypatch.setattr("featx.export.report.embedding_plots._BLOCK_NUMBERS", 100)
+    monkeypatch.setattr("featx.export.report.layers._BLOCK_NUMBERS", 100)
     assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
 
 
@@ -159,7 +162,7 @@ def test_pairs_of_near_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [(i, j) for i, j, _ in pairs] == [(8, 9), (2, 31)]
         assert count == 2
         assert pairs[0][2] == pytest.approx(1)
-        monkeypatch.setattr("featx.export.report.near_duplicates._BLOCK_NUMBERS", 120)
+        monkeypatch.setattr("featx.export.report.similar_rows._BLOCK_NUMBERS", 120)
     assert similar_pairs(x, 0.9, 1) == (pairs[:1], 2)
 
 
@@ -170,19 +173,19 @@ def test_neighbours_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyPat
     labels = [i % 2 for i in range(30)]
     labels[12] = -1
     store = store_of({"flat": x}, labels)
-    found = neighbours_of(store, "flat", np.arange(30), Queries([4], [12]), 0, "cpu")
-    ((row, nearest),), ((_, of_unlabelled),) = found.hard, found.random
-    assert (row, nearest[0].row, nearest[0].same) == (4, 7, False)
-    assert nearest[0].cosine == pytest.approx(1)
+    found = neighbours_of(store, "flat", np.arange(30), [4], [12], 0, "cpu")
+    ((row, nearest),), ((_, of_unlabelled),) = found["hard"], found["random"]
+    assert (row, nearest[0]["row"], nearest[0]["same"]) == (4, 7, False)
+    assert nearest[0]["cosine"] == pytest.approx(1)
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
     order = np.argsort(-(unit @ unit[12]))[1:7]
-    assert [each.row for each in of_unlabelled] == order.tolist()
-    assert all(each.same is None for each in of_unlabelled)
-    assert (found.among, found.whole) == (30, True)
-    monkeypatch.setattr("featx.export.report.nearest_neighbours.KEEP_BYTES", 10 * 5 * 4)
-    part = neighbours_of(store, "flat", np.arange(30), Queries([4], [12]), 0, "cpu")
-    assert 10 <= part.among <= 12
-    assert not part.whole
+    assert [each["row"] for each in of_unlabelled] == order.tolist()
+    assert all(each["same"] is None for each in of_unlabelled)
+    assert (found["among"], found["whole"]) == (30, True)
+    monkeypatch.setattr("featx.export.report.similar_rows.KEEP_BYTES", 10 * 5 * 4)
+    part = neighbours_of(store, "flat", np.arange(30), [4], [12], 0, "cpu")
+    assert 10 <= part["among"] <= 12
+    assert not part["whole"]
 
 
 def test_random_queries_take_the_classes_in_turn() -> None:
@@ -205,13 +208,13 @@ def test_hard_queries_are_test_rows_with_few_neighbours_of_their_class() -> None
 
 def test_failures_are_grouped_by_reason() -> None:
     store = featx.open(make_run(21, failed=[0, 3, 4, 8, 11, 14]).write(Path("store")))
-    found = {reason.status: reason for reason in reasons_of(store)}
-    assert {status: reason.count for status, reason in found.items()} == {
+    found = {reason["status"]: reason for reason in reasons_of(store)}
+    assert {status: reason["count"] for status, reason in found.items()} == {
         "missing": 2, "decode error": 1, "non finite": 3,
     }  # fmt: skip
-    assert found["non finite"].shown == [8, 11, 14]
-    assert found["missing"].messages[0] == ("row 0: bröken, \n 'x'", 1)
-    assert found["missing"].title == "Missing"
+    assert found["non finite"]["shown"] == [8, 11, 14]
+    assert found["missing"]["messages"][0] == ("row 0: bröken, \n 'x'", 1)
+    assert found["missing"]["title"] == "Missing"
 
 
 def test_speed_of_parts_and_of_packed_stores() -> None:
@@ -220,19 +223,18 @@ def test_speed_of_parts_and_of_packed_stores() -> None:
     for number in range(4):
         when = 1_700_000_000 + 60 * number
         os.utime(root / "parts" / layout.part_name(number), (when, when))
-    assert speed_of(featx.open(root)).parts == [(0, 8), (1, 16), (2, 24), (3, 30)]
+    assert speed_of(featx.open(root))["parts"] == [(0, 8), (1, 16), (2, 24), (3, 30)]
     entry = {"images_per_second": 12.5, "seconds": {"model": 2.0}, "finished": "then"}
-    run.session(root).write_summary({**entry, "share_of_trial": 0.5, "below_trial": "why"})
+    run.session(root).write_summary(entry)
     run.session(root).write_summary({**entry, "images_per_second": None})
     found = speed_of(featx.open(root))
-    assert [each["images_per_second"] for each in found.runs] == [12.5, None]
-    assert [each.get("share_of_trial") for each in found.runs] == [0.5, None]
+    assert [each["images_per_second"] for each in found["runs"]] == [12.5, None]
     packed = speed_of(featx.open(run.write(Path("packed"), packed=True)))
-    assert packed.parts == []
-    assert "packed" in packed.parts_missing
-    assert "no summary.json" in packed.missing
+    assert packed["parts"] == []
+    assert "packed" in packed["parts_missing"]
+    assert "no summary.json" in packed["missing"]
     (root / "summary.json").write_text("[]")
-    assert "cannot be read" in speed_of(featx.open(root)).missing
+    assert "cannot be read" in speed_of(featx.open(root))["missing"]
 
 
 def test_a_probe_of_another_state_says_so() -> None:
@@ -292,14 +294,16 @@ def test_only_the_classes_with_most_errors_are_in_the_matrix() -> None:
     counts[7, 31] = 4
     found = confusion_map(probed(names, counts))
     assert found is not None
-    assert len(found.names) == 20
-    (((row, column), wrong),) = [item for item in found.cells.items() if item[1].kind == "wrong"]
-    assert wrong.title == "7 predicted as 31: 4 of 12"
-    assert (found.names[row], found.names[column]) == ("7", "31")
+    assert len(found["names"]) == 20
+    (((row, column), wrong),) = [
+        item for item in found["cells"].items() if item[1]["kind"] == "wrong"
+    ]
+    assert wrong["title"] == "7 predicted as 31: 4 of 12"
+    assert (found["names"][row], found["names"][column]) == ("7", "31")
     first, second = class_errors(probed(names, counts))
-    assert (first.name, first.recall, first.precision) == ("7", 8 / 12, 1)
-    assert first.predicted == [("31", 4)]
-    assert (second.name, second.recall, second.precision) == ("31", 1, 32 / 36)
+    assert (first["name"], first["recall"], first["precision"]) == ("7", 8 / 12, 1)
+    assert first["predicted"] == [("31", 4)]
+    assert (second["name"], second["recall"], second["precision"]) == ("31", 1, 32 / 36)
 
 
 def test_texts_in_cells_have_enough_contrast() -> None:
@@ -319,11 +323,11 @@ def test_texts_in_cells_have_enough_contrast() -> None:
 def test_labels_of_lines_do_not_overlap_and_long_names_are_cut() -> None:
     curves = [(f"layer{i}", i == 0, [(0.5, 0.1), (0.9, 0.0)]) for i in range(4)]
     found = line_plot(["1", "all"], curves, 0.1)
-    ends = sorted(line.label_y for line in found.lines)
+    ends = sorted(line["label_y"] for line in found["lines"])
     assert np.diff(ends).min() == pytest.approx(15)
-    assert found.lines[0].points == [(50.0, 122.0), (336.0, 35.6)]
-    assert found.lines[0].spreads == [(50.0, 143.6, 100.4)]
-    assert HeatMap(["a" * 10 + "b" * 10], [""], {}).labels == ["a" * 8 + "…" + "b" * 7]
+    assert found["lines"][0]["points"] == [(50.0, 122.0), (336.0, 35.6)]
+    assert found["lines"][0]["spreads"] == [(50.0, 143.6, 100.4)]
+    assert heat_map(["a" * 10 + "b" * 10], [""], {})["labels"] == ["a" * 8 + "…" + "b" * 7]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,14 @@
-"""Contents of the page's charts and tables: what templates draw of the probe's results."""
+"""Charts, heat maps and tables of the page: what templates draw of the results."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from featx.export.report.predictions_file import ValuePredictions
-from featx.export.report.probe_results import Probes
+from featx.export.report.probe_results import Probes, ValuePredictions
 
 LAYERS_CHARTED = 20
 """Maximum number of layers in the chart of the result."""
@@ -27,24 +25,31 @@ LABELS_SHOWN = 40
 _LABEL_THRESHOLD = 0.5
 """Score from which a label counts as predicted."""
 
+CLASSES_SHOWN = 20
+"""Maximum number of classes in the confusion matrix, and of classes in the table next to it."""
 
-@dataclass(frozen=True)
-class ClassErrors:
-    """One class with errors, for the table next to the confusion matrix.
+LAYERS_IN_CKA = 24
+"""Maximum number of layers in the CKA matrix."""
 
-    `recall` is None without a test row, `precision` without a prediction; `predicted` has the other
-    classes with their numbers of rows, the most frequent first.
+LABEL_LENGTH = 16
+"""Maximum number of characters of a label."""
+
+_CELL = 34
+"""Side of a cell, in units of the style sheet, as all lengths here."""
+
+Colour = tuple[int, int, int]
+
+_LIGHT = {"right": ((214, 230, 245), (10, 74, 134)), "wrong": ((247, 214, 200), (176, 50, 26))}
+_DARK = {"right": ((31, 51, 72), (130, 188, 245)), "wrong": ((74, 42, 30), (255, 157, 133))}
+"""Colours of the smallest and the largest value; in dark mode small values are dark."""
+
+
+def class_errors(probes: Probes) -> list[dict[str, Any]]:
+    """Return the classes with an error, those with the lowest recall first.
+
+    Each has name, rows, recall (None without a test row), precision (None without a prediction),
+    and predicted: the other classes with their numbers of rows, the most frequent first.
     """
-
-    name: str
-    rows: int
-    recall: float | None
-    precision: float | None
-    predicted: list[tuple[str, int]]
-
-
-def class_errors(probes: Probes) -> list[ClassErrors]:
-    """Return the classes with an error, those with the lowest recall first."""
     counts = probes.confusion
     if probes.result is None or counts is None:
         return []
@@ -56,15 +61,15 @@ def class_errors(probes: Probes) -> list[ClassErrors]:
             continue
         others = [j for j in np.argsort(-counts[i]).tolist() if j != i and counts[i, j]]
         errors.append(
-            ClassErrors(
-                name,
-                rows,
-                right / rows if rows else None,
-                right / predicted if predicted else None,
-                [(classes[j], int(counts[i, j])) for j in others],
-            )
+            {
+                "name": name,
+                "rows": rows,
+                "recall": right / rows if rows else None,
+                "precision": right / predicted if predicted else None,
+                "predicted": [(classes[j], int(counts[i, j])) for j in others],
+            }
         )
-    return sorted(errors, key=lambda each: 1 if each.recall is None else each.recall)
+    return sorted(errors, key=lambda each: 1 if each["recall"] is None else each["recall"])
 
 
 def compared_layers(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -93,38 +98,7 @@ def charted_layers(probes: Probes, layers: Sequence[str]) -> list[str]:
     return sorted(ranked[:LAYERS_CHARTED], key=lambda layer: place.get(layer, -1))
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of the few-shot chart.
-
-    `spreads` has (x, low y, high y) of each standard deviation, `label_y` the place of the name.
-    """
-
-    name: str
-    best: bool
-    points: list[tuple[float, float]]
-    spreads: list[tuple[float, float, float]]
-    label_y: float
-
-
-@dataclass(frozen=True)
-class LinePlot:
-    """Accuracy over the number of training rows per class.
-
-    `ticks` and `levels` have the place and the text of each mark on the axes, `chance` is the y of
-    guessing.
-    """
-
-    ticks: list[tuple[float, str]]
-    levels: list[tuple[float, str]]
-    lines: list[Line]
-    chance: float
-
-    left, right, top, bottom = 40, 346, 14, 230
-    width, height = 450, 272
-
-
-def few_shot_plot(probes: Probes) -> LinePlot | None:
+def few_shot_plot(probes: Probes) -> dict[str, Any] | None:
     """Arrange the few-shot chart of the first method; None without few-shot results."""
     results = {
         name: entry for name, entry in probes.of_best_method.items() if entry.get("few_shot")
@@ -145,47 +119,63 @@ def line_plot(
     ticks: Sequence[str],
     curves: Sequence[tuple[str, bool, Sequence[tuple[float, float]]]],
     chance: float,
-) -> LinePlot:
-    """Arrange the few-shot chart, with labels that do not overlap."""
-    frame = LinePlot
-    step = (frame.right - frame.left - 20) / max(1, len(ticks) - 1)
+) -> dict[str, Any]:
+    """Arrange the few-shot chart, with labels that do not overlap.
+
+    Args:
+        ticks: numbers of training rows per class, as text.
+        curves: name, whether it is the best, and mean and standard deviation at each tick.
+        chance: accuracy of guessing.
+
+    Returns:
+        the frame (left, right, bottom, width, height); ticks and levels with the place and the text
+        of each mark on the axes; chance, the y of guessing; and lines. A line has name, best,
+        points, spreads ((x, low y, high y) of each standard deviation) and label_y.
+    """
+    left, right, top, bottom = 40, 346, 14, 230
+    step = (right - left - 20) / max(1, len(ticks) - 1)
 
     def y_of(share: float) -> float:
-        return round(frame.bottom - (frame.bottom - frame.top) * min(1.0, max(0.0, share)), 1)
+        return round(bottom - (bottom - top) * min(1.0, max(0.0, share)), 1)
 
-    xs = [round(frame.left + 10 + step * i, 1) for i in range(len(ticks))]
+    xs = [round(left + 10 + step * i, 1) for i in range(len(ticks))]
     label_y: dict[str, float] = {}
     previous = -math.inf
     for y, name in sorted((y_of(values[-1][0]), name) for name, _, values in curves):
         previous = label_y[name] = max(y, previous + 15)
-    lines = []
-    for name, best, values in curves:
-        points = [(x, y_of(mean)) for x, (mean, _) in zip(xs, values, strict=True)]
-        spreads = [
-            (x, y_of(mean - spread), y_of(mean + spread))
-            for x, (mean, spread) in zip(xs, values, strict=True)
-            if spread
-        ]
-        lines.append(Line(name, best, points, spreads, label_y[name] + 4))
-    levels = [(y_of(share), f"{100 * share:.0f}") for share in (0, 0.25, 0.5, 0.75, 1)]
-    return LinePlot(list(zip(xs, ticks, strict=True)), levels, lines, y_of(chance))
+    lines = [
+        {
+            "name": name,
+            "best": best,
+            "points": [(x, y_of(mean)) for x, (mean, _) in zip(xs, values, strict=True)],
+            "spreads": [
+                (x, y_of(mean - spread), y_of(mean + spread))
+                for x, (mean, spread) in zip(xs, values, strict=True)
+                if spread
+            ],
+            "label_y": label_y[name] + 4,
+        }
+        for name, best, values in curves
+    ]
+    return {
+        "left": left,
+        "right": right,
+        "bottom": bottom,
+        "width": 450,
+        "height": 272,
+        "ticks": list(zip(xs, ticks, strict=True)),
+        "levels": [(y_of(share), f"{100 * share:.0f}") for share in (0, 0.25, 0.5, 0.75, 1)],
+        "lines": lines,
+        "chance": y_of(chance),
+    }
 
 
-@dataclass(frozen=True)
-class Scatter:
-    """Predicted against true values of test rows.
+def scatter_plot(values: ValuePredictions) -> dict[str, Any] | None:
+    """Arrange predicted against true numbers on axes of one scale; None without predictions.
 
-    Points are (x, y) in [0, 100], y downwards; at most POINTS_SHOWN of the rows are drawn.
+    Returns points as (x, y) in [0, 100], y downwards, of at most POINTS_SHOWN of the rows; low and
+    high, the ends of the axes; and rows, the number of all.
     """
-
-    points: list[tuple[float, float]]
-    low: float
-    high: float
-    rows: int
-
-
-def scatter_plot(values: ValuePredictions) -> Scatter | None:
-    """Arrange predicted against true numbers on axes of one scale; None without predictions."""
     truth, predicted = values.truth[:, 0], values.predicted[:, 0]
     if not len(truth):
         return None
@@ -196,7 +186,7 @@ def scatter_plot(values: ValuePredictions) -> Scatter | None:
         rows = np.sort(np.random.default_rng(0).choice(rows, POINTS_SHOWN, replace=False))
     x, y = (100 * (each[rows] - low) / ((high - low) or 1) for each in (truth, predicted))
     points = list(zip(x.round(2).tolist(), (100 - y).round(2).tolist(), strict=True))
-    return Scatter(points, low, high, len(truth))
+    return {"points": points, "low": low, "high": high, "rows": len(truth)}
 
 
 def label_results(names: Sequence[str], values: ValuePredictions) -> list[dict[str, Any]]:
@@ -210,3 +200,107 @@ def label_results(names: Sequence[str], values: ValuePredictions) -> list[dict[s
         recall, precision = (right / count if count else None for count in (rows, predicted))
         results.append({"name": name, "rows": rows, "recall": recall, "precision": precision})
     return sorted(results, key=lambda each: -each["rows"])[:LABELS_SHOWN]
+
+
+def heat_map(
+    names: list[str], below: list[str], cells: Mapping[tuple[int, int], dict[str, str]]
+) -> dict[str, Any]:
+    """Arrange a square heat map, which is a table.
+
+    Args:
+        names: names of its rows, and of its columns.
+        below: second lines of the row labels.
+        cells: row and column -> text, title, kind ('right' is blue, 'wrong' orange) and style (CSS
+            variables of the colours). Others are empty.
+
+    Returns:
+        the same, with labels (names of at most LABEL_LENGTH characters, without the middle of
+        longer ones) and style (CSS variables of the geometry).
+    """
+    half = (LABEL_LENGTH - 1) // 2
+    labels = [
+        name if len(name) <= LABEL_LENGTH else f"{name[: LABEL_LENGTH - 1 - half]}…{name[-half:]}"
+        for name in names
+    ]
+    longest = max(map(len, (*labels, *below)), default=0)
+    left, top = 16 + 8 * longest, 20 + 7 * longest
+    # The rotated label of the last column reaches beyond the cells.
+    beyond = max(8, int(0.7 * top) - _CELL // 2)
+    style = f"--left:{left};--top:{top};--width:{left + _CELL * len(names) + beyond}"
+    return {"names": names, "below": below, "cells": cells, "labels": labels, "style": style}
+
+
+def _cell(kind: str, text: str, title: str, share: float) -> dict[str, str]:
+    return {"kind": kind, "text": text, "title": title, "style": colours(kind, share)}
+
+
+def confusion_map(probes: Probes) -> dict[str, Any] | None:
+    """Arrange the confusion matrix; with many classes, only those with most errors."""
+    counts = probes.confusion
+    if probes.result is None or counts is None or not counts.size:
+        return None
+    wrong = counts.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-(wrong.sum(0) + wrong.sum(1)), kind="stable")
+    chosen = np.sort(order[:CLASSES_SHOWN]).tolist()
+    names = [probes.result["classes"][i] for i in chosen]
+    tested, largest = counts.sum(1), max(1, int(wrong.max()))
+    cells = {}
+    for row, i in enumerate(chosen):
+        for column, j in enumerate(chosen):
+            if count := int(counts[i, j]):
+                title = f"{names[row]} predicted as {names[column]}: {count} of {tested[i]}"
+                kind = "right" if i == j else "wrong"
+                share = count / tested[i] if i == j else 0.25 + 0.75 * count / largest
+                cells[row, column] = _cell(kind, str(count), title, float(share))
+    return heat_map(names, [f"{counts[i, i]} of {tested[i]}" for i in chosen], cells)
+
+
+def cka_map(similarity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Arrange debiased CKA; colours span the values that occur, and the diagonal is empty.
+
+    None if nothing was compared or there are too many layers.
+    """
+    layers = similarity["layers"]
+    if not similarity["debiased"] or len(layers) > LAYERS_IN_CKA:
+        return None
+    values = {
+        (i, j): value
+        for i, row in enumerate(similarity["debiased"])
+        for j, value in enumerate(row)
+        if i != j and value is not None
+    }
+    low, high = min(values.values(), default=0.0), max(values.values(), default=1.0)
+    cells = {}
+    for (i, j), value in values.items():
+        share = (value - low) / (high - low) if high > low else 0.5
+        title = f"{layers[i]} and {layers[j]}: {value:.2f}"
+        cells[i, j] = _cell("right", f"{value:.2f}".lstrip("0"), title, share)
+    return heat_map(list(layers), [""] * len(layers), cells)
+
+
+def colours(kind: str, share: float) -> str:
+    """Return the CSS variables of a cell, whose colour has a strength in [0, 1], in both modes."""
+    share = min(1.0, max(0.0, share))
+    variables = []
+    for mode, ramps in (("l", _LIGHT), ("d", _DARK)):
+        low, high = ramps[kind]
+        red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
+        ink = ink_on((red, green, blue))
+        variables.append(f"--{mode}:#{red:02x}{green:02x}{blue:02x};--{mode}t:{ink}")
+    return ";".join(variables)
+
+
+def ink_on(colour: Colour) -> str:
+    """Return black or white, whichever has more contrast to a colour: at least 4.58."""
+    light = luminance(colour)
+    return "#000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#fff"
+
+
+def luminance(colour: Colour) -> float:
+    """Return the relative luminance of an sRGB colour in [0, 255], as WCAG 2.2 defines it."""
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in (channel / 255 for channel in colour)
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -2,7 +2,7 @@
 
 Jinja escapes all texts of a page. Data for its scripts are JSON in a script element that is not
 executed. The content security policy allows the page's own scripts, by their checksums, and no
-requests.
+requests. A page may be sent to others, so absolute paths are removed from its texts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,19 @@ DASH = "\u2013"
 
 _FILES = Path(__file__).parent / "page"
 """Folder of the templates, the style sheet and the scripts."""
+
+_START = r"(?<![\w.~:<…/\\-])"
+"""Position that is not inside a relative path, a URL or an expression."""
+
+_ABSOLUTE = re.compile(
+    _START
+    + r"""
+        (?:~|[A-Za-z]:)?            # home folder, drive of Windows
+        (?:[/\\][^\s/\\'"`,;:()\[\]{}<>|=]+)+ [/\\]?
+    """,
+    re.VERBOSE,
+)
+"""An absolute path without spaces in a text."""
 
 
 def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any) -> str:
@@ -157,3 +171,38 @@ def _text(name: str) -> str:
 def _checksum(script: str) -> str:
     """Return the checksum of a script as a content security policy names it."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def without_folders(text: str, folders: Iterable[str] = ()) -> str:
+    """Replace every absolute path in a text by its last part: '/home/me/a.png' -> '…/a.png'."""
+    for folder in sorted(folders, key=len, reverse=True):
+        if len(folder) > 1:
+            pattern = _START + re.escape(folder.rstrip("/\\"))
+            last = _last_part(folder).replace("\\", r"\\")
+            text = re.sub(rf"{pattern}(?=[/\\]\S)", "…", text)
+            text = re.sub(rf"{pattern}(?![\w.-])", last, text)
+    return _ABSOLUTE.sub(lambda match: _last_part(match.group()), text)
+
+
+def without_folder(path: str) -> str:
+    """Return the last part of an absolute path, and a relative one unchanged."""
+    return _last_part(path) if re.match(r"(~|[A-Za-z]:)?[/\\]", path) else path
+
+
+def without_folders_in_yaml(text: str, folders: Iterable[str] = ()) -> str:
+    """Replace absolute paths in the values of a YAML text; a whole value may contain spaces."""
+    known_folders = list(folders)
+    lines = []
+    for line in text.splitlines():
+        name, separator, value = line.partition(": ")
+        bare = value.strip().strip("'\"")
+        if separator:
+            line = f"{name}: {without_folder(bare)}" if without_folder(bare) != bare else line
+        lines.append(without_folders(line, known_folders))
+    return "\n".join(lines)
+
+
+def _last_part(path: str) -> str:
+    """Return the last part of a path, with an ellipsis for the others."""
+    parts = [part for part in re.split(r"[/\\]+", path) if part]
+    return f"…/{parts[-1]}" if parts else path

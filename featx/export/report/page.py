@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.statistics import TokenNorms
+from featx.analysis.statistics import explain_missing_norms, token_norms
+from featx.base import csv_cell
+from featx.config import Config, DataConfig
+from featx.errors import FeatxError, StoreError, counted
 from featx.export.report.charts import (
+    CLASSES_SHOWN,
     LABELS_SHOWN,
     charted_layers,
+    cka_map,
     class_errors,
     compared_layers,
+    confusion_map,
     few_shot_plot,
     label_results,
     scatter_plot,
 )
-from featx.export.report.embedding_plots import LayerPlot, Matrix, perplexity_of
-from featx.export.report.failures import Reason
-from featx.export.report.heat_maps import (
-    CLASSES_SHOWN,
-    LayerSimilaritySection,
-    cka_map,
-    confusion_map,
+from featx.export.report.html import render_page, without_folder, without_folders
+from featx.export.report.layers import (
+    Matrix,
+    Rows,
+    layer_plot,
+    layer_statistics,
+    perplexity_of,
+    row_vectors,
+    same_class_shares,
+    similarity_of,
 )
-from featx.export.report.html import render_page
-from featx.export.report.layer_statistics import LayerStatistics
-from featx.export.report.near_duplicates import Duplicates
-from featx.export.report.nearest_neighbours import Neighbours
-from featx.export.report.predictions_file import ROLES, ErrorRow
-from featx.export.report.probe_results import Probes, malformed
-from featx.export.report.provenance import Provenance
-from featx.export.report.redaction import without_folder, without_folders
-from featx.export.report.throughput import STAGES, Speed
-from featx.export.report.thumbnails import UNDECODED, UNREAD, Sprite, Thumbnails
-from featx.export.selection import as_utf8
+from featx.export.report.probe_results import ROLES, Probes, malformed, probes_of
+from featx.export.report.provenance import STAGES, provenance_of, reasons_of, speed_of
+from featx.export.report.similar_rows import (
+    find_duplicates,
+    hard_queries,
+    neighbours_of,
+    random_queries,
+)
+from featx.export.report.thumbnails import UNDECODED, UNREAD, Thumbnails
+from featx.export.selection import as_utf8, data_of_store
 from featx.store import FeatureStore
 
 GENERATOR = '<meta name="generator" content="featx job=report">'
@@ -44,58 +55,64 @@ GENERATOR = '<meta name="generator" content="featx job=report">'
 ERRORS_SHOWN = 24
 """Maximum number of misclassified images."""
 
+MAX_LAYERS = 8
+"""Maximum number of layers with embedding plots; the last ones and the best one are used."""
 
-@dataclass
+_TEST = ROLES.index("test")
+
+
 class Page:
-    """Contents of a report.
+    """Contents of a report; the templates read its attributes.
 
-    Attributes:
+    Args:
+        config: checked config with job=report.
         store: open store.
-        seed: seed of all random choices.
-        layers: requested layers.
-        plotted: layers with embedding plots.
-        rows: (n,) int64 rows that plots and statistics use.
-        num_ok: number of rows that they were chosen from.
-        folders: absolute paths that the page does not contain.
-        provenance: origin of the store.
-        speed: speed of the runs.
-        reasons: failed rows by reason.
-        statistics: statistics of each layer.
-        token_norms: norms of the tokens of each layer that has all of them.
-        no_token_norms: layer and reason why it has no norms of tokens, where they are expected.
-        plots: embedding plots of each layer of `plotted`.
-        neighbours: nearest neighbours in one layer, or None with fewer than two ok rows.
-        duplicates: near-duplicates.
-        probes: contents of the probe's files.
-        similarity: similarity of layers.
-        thumbnails: thumbnails of rows in any section.
-        test_images: key -> thumbnail of an error on a row of another store, as a data URI.
-        sprite: tiles of the rows in the embedding plots.
-        seconds: seconds that the computation of all this took.
+        layers: layers to describe.
+        log: called with a line of text before slow steps, and about missing contents.
     """
 
-    store: FeatureStore
-    seed: int
-    layers: tuple[str, ...]
-    plotted: tuple[str, ...]
-    rows: npt.NDArray[np.int64]
-    num_ok: int
-    folders: tuple[str, ...]
-    provenance: Provenance
-    speed: Speed
-    reasons: list[Reason]
-    statistics: list[LayerStatistics]
-    token_norms: list[TokenNorms]
-    no_token_norms: list[tuple[str, str]]
-    plots: list[LayerPlot]
-    neighbours: Neighbours | None
-    duplicates: Duplicates
-    probes: Probes
-    similarity: LayerSimilaritySection
-    thumbnails: Thumbnails
-    test_images: dict[str, str]
-    sprite: Sprite
-    seconds: float = 0.0
+    def __init__(
+        self,
+        config: Config,
+        store: FeatureStore,
+        layers: tuple[str, ...],
+        log: Callable[[str], None],
+    ) -> None:
+        self.store, self.layers, self.seed = store, layers, config.seed
+        self.seconds = 0.0
+        self._log = log
+        ok = np.flatnonzero(store.ok)
+        self.num_ok = len(ok)
+        self.rows = _random_rows(ok, config.report.rows, self.seed)
+        self.probes, self.reasons = probes_of(store), reasons_of(store)
+        self.plotted = _layers_to_plot(layers, self.probes)
+        self.duplicates = find_duplicates(store, self.plotted, self.rows, self.probes)
+        # Images are read before the slow steps, because one that crashes its decoder restarts the
+        # job.
+        self.neighbours = self._neighbours(ok, config) if len(ok) > 1 else None
+        self.thumbnails = self._thumbnails(config)
+        log(f"statistics of {len(layers)} layers over {len(self.rows)} of {len(ok)} ok rows")
+        self.statistics = {
+            layer: layer_statistics(store, layer, self.rows) for layer in layers if len(self.rows)
+        }
+        self.plots = {}
+        for layer in self.plotted:
+            log(f"embedding plot of {layer}")
+            # Vectors are read again here, so that those of a single layer are in memory at a time.
+            vectors = row_vectors(store, layer, self.rows)
+            labels = store.labels[self.rows]
+            self.plots[layer] = layer_plot(vectors, labels, self.seed, config.report.tsne)
+        self.folders = _folders(config, store)
+        norms = [token_norms(store, layer, self.rows) for layer in layers]
+        self.token_norms = [each for each in norms if each is not None]
+        self.no_token_norms = self._layers_without_norms()
+        predicted = self.probes.predicted
+        roles = None if predicted is None else predicted.roles
+        self.provenance = provenance_of(store, roles, self.folders)
+        self.speed = speed_of(store)
+        self.similarity = similarity_of(store, layers, config.report.rows, self.seed, config.device)
+        self.test_images = self._test_images(config)
+        self.sprite = self.thumbnails.sprite(self.rows.tolist())
 
     def key(self, row: int) -> str:
         """Return the key of a row as UTF-8 text."""
@@ -111,18 +128,18 @@ class Page:
         predicted = self.probes.predicted
         return "" if predicted is None else ROLES[int(predicted.roles[row])]
 
-    def image_of_error(self, error: ErrorRow) -> str:
+    def image_of_error(self, error: dict[str, Any]) -> str:
         """Return the thumbnail of a misclassified image as a data URI, or ''."""
-        if error.row is None:
-            return self.test_images.get(error.cell, "")
-        return self.thumbnails.uris.get(error.row, "")
+        if error["row"] is None:
+            return self.test_images.get(error["cell"], "")
+        return self.thumbnails.uris.get(error["row"], "")
 
     def redact(self, text: str) -> str:
         """Return a text without absolute paths."""
         return without_folders(text, self.folders)
 
     @property
-    def errors(self) -> list[ErrorRow]:
+    def errors(self) -> list[dict[str, Any]]:
         """Misclassified test rows, the most confident error first."""
         return [] if self.probes.predicted is None else self.probes.predicted.errors
 
@@ -136,13 +153,119 @@ class Page:
         """Number of rows that did not fail in the run, but whose image cannot be read now."""
         return sum(bool(self.store.ok[row]) for row in self.thumbnails.rows_that(UNREAD))
 
-    def plot_of(self, layer: str) -> LayerPlot | None:
-        """Return the embedding plot of a layer, or None."""
-        return next((each for each in self.plots if each.name == layer), None)
+    def _neighbours(self, ok: Rows, config: Config) -> dict[str, Any]:
+        """Choose the queries and search their neighbours."""
+        store, rows, probes = self.store, self.rows, self.probes
+        layer = probes.layer if probes.layer in self.plotted else self.plotted[-1]
+        self._log(f"nearest neighbours in {layer}")
+        labels, shares = store.labels[rows], None
+        vectors = row_vectors(store, layer, rows)
+        if vectors.x is not None and (labels >= 0).any():
+            shares = same_class_shares(vectors.x, labels)
+        tested = np.ones(len(rows), bool)
+        if probes.predicted is not None and (probes.predicted.roles == _TEST).any():
+            tested = probes.predicted.roles[rows] == _TEST
+        hard = hard_queries(rows, shares, tested)
+        remaining = np.setdiff1d(rows, hard)
+        random = random_queries(store, remaining if len(remaining) else rows, config.seed)
+        return neighbours_of(store, layer, ok, hard, random, config.seed, config.device)
 
-    def statistics_of(self, layer: str) -> LayerStatistics | None:
-        """Return the statistics of a layer, or None."""
-        return next((each for each in self.statistics if each.name == layer), None)
+    def _thumbnails(self, config: Config) -> Thumbnails:
+        """Make the thumbnails of all sections, then tiles of the plotted rows as far as they fit.
+
+        Each section has its rows, and whether parts of truncated images are shown.
+        """
+        store = self.store
+        errors = [error["row"] for error in self.errors[:ERRORS_SHOWN]]
+        sections = [([row for row in errors if row is not None], False)]
+        sections += [(each["shown"], each["partial"]) for each in self.reasons if each["opened"]]
+        sections += [([each["first"], each["second"]], False) for each in self.duplicates["pairs"]]
+        near = self.neighbours or {"hard": [], "random": []}
+        sections += [
+            ([row, *(each["row"] for each in nearest)], False)
+            for row, nearest in (*near["hard"], *near["random"])
+        ]
+        with Thumbnails(store.key_bytes, config.report.thumbnails) as thumbnails:
+            if not thumbnails.why_none:
+                self._log("thumbnails")
+                try:
+                    thumbnails.open(data_of_store(store, config.data))
+                except FeatxError as error:
+                    thumbnails.why_none = str(error)
+            for section_rows, partial in sections:
+                thumbnails.add(section_rows, partial)
+            thumbnails.add_tiles(self.rows.tolist())
+            thumbnails.finish()
+        undecoded = [row for row in thumbnails.rows_that(UNDECODED) if store.ok[row]]
+        if thumbnails.why_none and config.report.thumbnails:
+            self._log(f"no thumbnails: {thumbnails.why_none}")
+        elif undecoded:
+            first = as_utf8(str(store.keys[undecoded[0]]))
+            self._log(f"{counted(len(undecoded), 'image')} cannot be decoded now, such as {first}")
+        return thumbnails
+
+    def _test_images(self, config: Config) -> dict[str, str]:
+        """Make thumbnails of errors on rows of another store; key -> data URI."""
+        predicted = self.probes.predicted
+        if predicted is None or predicted.test_store is None or not config.report.thumbnails:
+            return {}
+        cells = [error["cell"] for error in predicted.errors[:ERRORS_SHOWN]]
+        try:
+            # A stranger's file may name anything, and featx connects to no server because of it.
+            if "://" in predicted.test_store:
+                raise StoreError(f"{predicted.test_store} is a URL")
+            store = FeatureStore(predicted.test_store, verify="rows")
+            row_of = {csv_cell(key): row for row, key in enumerate(store.keys.tolist())}
+            rows = {cell: row_of[cell] for cell in cells if cell in row_of}
+            limit = min(len(rows), config.report.thumbnails)
+            with Thumbnails(store.key_bytes, limit) as thumbnails:
+                thumbnails.open(data_of_store(store, DataConfig()))
+                thumbnails.add(rows.values())
+                thumbnails.finish()
+            reason = thumbnails.why_none
+        except FeatxError as error:
+            reason = str(error)
+        if cells and reason:
+            self._log(f"no thumbnails of probe.test_store: {reason}")
+            return {}
+        return {key: thumbnails.uris[row] for key, row in rows.items() if row in thumbnails.uris}
+
+    def _layers_without_norms(self) -> list[tuple[str, str]]:
+        """Return the layers whose tokens have no known places, each with the reason."""
+        found = []
+        for layer in self.layers:
+            array = self.store[layer]
+            reason = explain_missing_norms(array.shape[1:], array.attrs)
+            if array.tokens is None and reason:
+                found.append((layer, reason))
+                self._log(f"{layer}: no norms of tokens, as {reason}")
+        return found
+
+
+def _layers_to_plot(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:
+    """Return at most MAX_LAYERS layers, among them the best one of the probe."""
+    if len(layers) <= MAX_LAYERS:
+        return layers
+    if probes.layer in layers[:-MAX_LAYERS]:
+        return (probes.layer, *layers[1 - MAX_LAYERS :])
+    return layers[-MAX_LAYERS:]
+
+
+def _folders(config: Config, store: FeatureStore) -> tuple[str, ...]:
+    """Return the absolute paths that texts of the page could contain."""
+    folders = [store.root, store.root.parent, Path.cwd(), Path.home()]
+    roots = [config.data.root]
+    with contextlib.suppress(FeatxError):  # the store may not record where its images are
+        roots.append(data_of_store(store, config.data).root)
+    folders += [Path(root).absolute() for root in roots if root and "://" not in root]
+    return tuple({as_utf8(str(path)) for path in folders if path.is_absolute()})
+
+
+def _random_rows(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return at most `count` random rows, (n,) int64, increasing."""
+    if len(ok) <= count:
+        return ok
+    return np.sort(np.random.default_rng(seed).choice(ok, count, replace=False))
 
 
 def render(page: Page) -> str:
@@ -184,7 +307,7 @@ def _render(page: Page) -> str:
         scatter=scatter_plot(probes.values) if task == "regression" and probes.values else None,
         labels=label_results(result["targets"], probes.values) if probes.values else [],
         labels_shown=LABELS_SHOWN,
-        fails=page.provenance.num_failed,
+        fails=page.provenance["num_failed"],
         stages=STAGES,
         perplexity=f"{perplexity_of(len(page.rows)):.0f}",
     )
@@ -195,7 +318,20 @@ def _data(page: Page) -> dict[str, object]:
     rows = page.rows.tolist()
     predicted = page.probes.predicted
     number = {row: place for place, row in enumerate(rows)}
-    wrong = {} if predicted is None else predicted.wrong
+    plots = [each for each in page.plots.values() if each["pca"] is not None]
+    layers = []
+    for each in plots:
+        wrong = {} if predicted is None else predicted.wrong.get(each["name"], {})
+        planes = {kind: each[kind] for kind in ("pca", "tsne")}
+        layers.append(
+            {
+                "name": each["name"],
+                "wrong": {str(number[row]): name for row, name in wrong.items() if row in number},
+                **{kind: None if plane is None else _points(plane)
+                   for kind, plane in planes.items()},
+            }
+        )  # fmt: skip
+    names = [each["name"] for each in plots]
     return {
         "rows": rows,
         "keys": [page.key(row) for row in rows],
@@ -203,7 +339,8 @@ def _data(page: Page) -> dict[str, object]:
         "classes": [as_utf8(name) for name in page.store.classes],
         "roles": [] if predicted is None else predicted.roles[page.rows].tolist(),
         "role_names": ROLES,
-        "best": _best_plotted(page),
+        # The layer that is plotted first: the best one of the probe, else the last one.
+        "best": page.probes.layer if page.probes.layer in names else (names or [""])[-1],
         "sprite": {
             "uri": page.sprite.uri,
             "columns": page.sprite.columns,
@@ -215,28 +352,7 @@ def _data(page: Page) -> dict[str, object]:
             for row, why_not in page.thumbnails.unread.items()
             if row in number
         },
-        "layers": [
-            _layer_data(each, {number[row]: name for row, name in wrong.get(each.name, {}).items()
-                               if row in number})
-            for each in page.plots
-            if each.pca is not None
-        ],
-    }  # fmt: skip
-
-
-def _best_plotted(page: Page) -> str:
-    """Return the layer that is plotted first: the best one of the probe, else the last one."""
-    plotted = [each.name for each in page.plots if each.pca is not None]
-    return page.probes.layer if page.probes.layer in plotted else (plotted or [""])[-1]
-
-
-def _layer_data(each: LayerPlot, wrong: dict[int, str]) -> dict[str, object]:
-    """Return one layer's plots as JSON types."""
-    planes = {"pca": each.pca, "tsne": each.tsne}
-    return {
-        "name": each.name,
-        "wrong": {str(place): name for place, name in wrong.items()},
-        **{kind: None if plane is None else _points(plane) for kind, plane in planes.items()},
+        "layers": layers,
     }
 
 

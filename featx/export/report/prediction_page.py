@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,7 @@ import numpy.typing as npt
 from featx.analysis import Predictions
 from featx.base import name_bytes
 from featx.config import DataConfig
-from featx.export.report.html import render_page
-from featx.export.report.redaction import without_folder, without_folders
+from featx.export.report.html import render_page, without_folder, without_folders
 from featx.export.report.thumbnails import Thumbnails
 from featx.export.selection import as_utf8
 
@@ -32,50 +31,6 @@ BINS = 10
 """Number of bins of the histogram of probabilities."""
 
 
-@dataclass(frozen=True)
-class Card:
-    """One image of the page.
-
-    Probabilities are None without one; `second` is the class with the second largest score.
-    """
-
-    row: int
-    key: str
-    label: str
-    probability: float | None
-    second: str
-    second_probability: float | None
-
-
-@dataclass(frozen=True)
-class PredictionPage:
-    """Contents of the page.
-
-    Attributes:
-        title: title of the page.
-        layer: layer of the head.
-        accuracy: accuracy of the head on the test rows of its probe.
-        num_images: number of images.
-        cards: the most doubtful predictions.
-        classes: (class, number of images), the most frequent first.
-        bins: number of images by probability, in BINS bins of [0, 1]; empty without probabilities.
-        failures: (key, status, reason) of the first images that failed.
-        num_failed: number of them.
-        thumbnails: thumbnails by number of the image.
-    """
-
-    title: str
-    layer: str
-    accuracy: float
-    num_images: int
-    cards: list[Card]
-    classes: list[tuple[str, int]]
-    bins: list[int]
-    failures: list[tuple[str, str, str]]
-    num_failed: int
-    thumbnails: Thumbnails
-
-
 def render_predictions(predictions: Predictions, data: DataConfig, title: str) -> str:
     """Write predictions as HTML, with thumbnails of images that are read again.
 
@@ -92,7 +47,11 @@ def render_predictions(predictions: Predictions, data: DataConfig, title: str) -
         thumbnails.finish()
     failed = [row for row in predictions.rows if row.label is None]
     probabilities = [row.probability for row in predictions.rows if row.probability is not None]
-    page = PredictionPage(
+    return render_page(
+        "predictions.html",
+        ["classes.js"],
+        {},
+        generator=GENERATOR,
         title=as_utf8(title),
         layer=predictions.layer,
         accuracy=predictions.accuracy,
@@ -107,14 +66,7 @@ def render_predictions(predictions: Predictions, data: DataConfig, title: str) -
             for row in failed[:FAILURES_SHOWN]
         ],
         num_failed=len(failed),
-        thumbnails=thumbnails,
-    )
-    return render_page(
-        "predictions.html",
-        ["classes.js"],
-        {},
-        page=page,
-        generator=GENERATOR,
+        page={"thumbnails": thumbnails},
         without=without_folders(thumbnails.why_none),
     )
 
@@ -131,16 +83,16 @@ def most_doubtful(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return rows[np.argsort(gap, kind="stable")]
 
 
-def _card(predictions: Predictions, row: int) -> Card:
-    """Return the card of an image that did not fail."""
+def _card(predictions: Predictions, row: int) -> dict[str, Any]:
+    """Describe an image that did not fail, with its two most likely classes."""
     each, scores = predictions.rows[row], predictions.scores[row]
     second = int(np.argsort(-scores, kind="stable")[1]) if len(scores) > 1 else None
     is_known = each.probability is not None and second is not None
-    return Card(
-        row,
-        without_folder(as_utf8(each.key)),
-        as_utf8(each.label or ""),
-        each.probability,
-        "" if second is None else as_utf8(predictions.classes[second]),
-        float(scores[second]) if is_known else None,
-    )
+    return {
+        "row": row,
+        "key": without_folder(as_utf8(each.key)),
+        "label": as_utf8(each.label or ""),
+        "probability": each.probability,
+        "second": "" if second is None else as_utf8(predictions.classes[second]),
+        "second_probability": float(scores[second]) if is_known else None,
+    }

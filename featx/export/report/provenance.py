@@ -1,129 +1,71 @@
-"""Origin of a store, its runs and its rows, without reading features."""
+"""Origin of a store, its rows, the speed of its runs, and the rows that failed.
+
+Features are not read. All functions return JSON types, which the templates read.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import size_text
-from featx.export.report.predictions_file import ROLES
-from featx.export.report.redaction import without_folders, without_folders_in_yaml
+from featx.export.report.html import without_folders, without_folders_in_yaml
+from featx.export.report.probe_results import ROLES
 from featx.export.selection import as_utf8
-from featx.store import FeatureStore, Run, layout, load_manifest
+from featx.store import FeatureStore, Run, layout, load_manifest, read_result
 from featx.types import Status
 
 CLASSES_SHOWN = 40
 """Maximum number of classes in the table of rows by class."""
 
+STAGES = {
+    "read": "reading the files, all decoders together",
+    "decode": "decoding and resizing, all decoders together",
+    "wait": "the model waited for images",
+    "model": "the forward passes",
+    "copy": "values from the device",
+    "statistics": "summing up",
+    "write": "building and committing parts",
+    "pack": "the parts into one file",
+}
+"""Stage of a run -> its description."""
 
-@dataclass(frozen=True)
-class RunFacts:
-    """One run that wrote to a store.
+_NUMBERS = ("images_per_second", "peak_memory_mib")
+"""Entries of a run in summary.json that are numbers or absent."""
 
-    `config` is YAML without secrets and absolute paths; `resolved` has each option that was `auto`.
-    """
+FAILURES_SHOWN = 8
+"""Maximum number of rows that are shown per reason."""
 
-    layers: tuple[str, ...]
-    rows: str
-    config: str
-    resolved: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class ClassRows:
-    """Rows of one class.
-
-    `roles` has the number of rows in each role of a probe's split, in the order of ROLES.
-    """
-
-    name: str
-    rows: int
-    ok: int
-    roles: tuple[int, ...]
+NOT_OPENED = frozenset({"crashes decoder", "timeout", "too large"})
+"""Labels of statuses whose images are not opened again, because that could crash or hang."""
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Origin of a store, and counts of its rows.
+_EXPLAINED = {
+    Status.MISSING: ("Missing", "The file is listed and cannot be found."),
+    Status.EMPTY: ("Empty", "The file has no bytes."),
+    Status.UNSUPPORTED: ("Not an image", "The file has no known image format."),
+    Status.DECODE_ERROR: ("Not decodable", "The format is known, its data are damaged."),
+    Status.TRUNCATED: (
+        "Truncated",
+        "The file ends early, as after an interrupted download or copy. The missing part is grey.",
+    ),
+    Status.TOO_LARGE: ("Too large", "The image has more pixels than data.max_pixels allows."),
+    Status.TRANSFORM_ERROR: ("Not preprocessed", "The transform of the model failed."),
+    Status.NON_FINITE: ("Not finite", "The model returned NaN or infinity for this image."),
+    Status.TIMEOUT: ("Too slow", "Decoding took longer than data.timeout_s."),
+    Status.CRASHES_DECODER: ("Crashes the decoder", "Decoding ended the process."),
+}
+"""Status -> title and explanation for people."""
 
-    Attributes:
-        model: (name, value) of the model, its weights and preprocessing.
-        versions: versions of the packages, as text.
-        size: size and form of the store on the disk, as text.
-        runs: runs in the manifest, or one entry from the store's attributes without a manifest.
-        num_rows: number of rows.
-        num_ok: rows that did not fail.
-        num_failed: rows that failed.
-        num_absent: rows that are not computed yet.
-        classes: the largest classes, at most CLASSES_SHOWN.
-        num_classes: number of all classes.
-        num_unlabelled: rows without a label.
-        pending: layers of an unfinished run, which are not readable yet.
-    """
-
-    model: list[tuple[str, str]]
-    versions: str
-    size: str
-    runs: list[RunFacts]
-    num_rows: int
-    num_ok: int
-    num_failed: int
-    num_absent: int
-    classes: list[ClassRows]
-    num_classes: int
-    num_unlabelled: int
-    pending: list[str]
-
-
-def provenance_of(
-    store: FeatureStore, roles: npt.NDArray[np.int8] | None, folders: Sequence[str]
-) -> Provenance:
-    """Collect everything that is known without reading features."""
-    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
-    runs = [_run_facts(run, folders) for run in manifest.runs] if manifest else []
-    if not runs:
-        config = _redacted_config(str(store.attrs.get("config", "")), folders)
-        runs = [RunFacts(store.layers, "all", config, [])]
-    ok, absent = store.ok, store.status == Status.ABSENT
-    labelled = store.labels >= 0
-    num_classes = len(store.classes)
-    rows = np.bincount(store.labels[labelled], minlength=num_classes)
-    fine = np.bincount(store.labels[labelled & ok], minlength=num_classes)
-    rows_of_role = [
-        np.bincount(store.labels[labelled & (roles == role)], minlength=num_classes)
-        for role in range(len(ROLES) if roles is not None else 0)
-    ]
-    order = np.argsort(-rows, kind="stable")[:CLASSES_SHOWN]
-    return Provenance(
-        model=_model_facts(store, folders),
-        versions=_versions(store.attrs),
-        size=_size(store),
-        runs=runs,
-        num_rows=len(store),
-        num_ok=int(ok.sum()),
-        num_failed=int((~ok & ~absent).sum()),
-        num_absent=int(absent.sum()),
-        classes=[
-            ClassRows(
-                as_utf8(store.classes[i]),
-                int(rows[i]),
-                int(fine[i]),
-                tuple(int(counts[i]) for counts in rows_of_role),
-            )
-            for i in order.tolist()
-        ],
-        num_classes=num_classes,
-        num_unlabelled=int((~labelled).sum()),
-        pending=[name for run in runs for name in run.layers if name not in store],
-    )
-
+_PLAIN = frozenset({"empty", "unsupported", "truncated"})
+"""Labels of statuses whose messages add nothing to the explanation."""
 
 _MODEL = {
     "model": "Model",
@@ -135,27 +77,91 @@ _MODEL = {
 """Attribute of the store -> its name for people."""
 
 
-def _model_facts(store: FeatureStore, folders: Sequence[str]) -> list[tuple[str, str]]:
-    """Return names and values of the model and its preprocessing."""
-    return [
-        (shown, without_folders(as_utf8(str(store.attrs.get(name, "unknown"))), folders))
-        for name, shown in _MODEL.items()
+def provenance_of(
+    store: FeatureStore, roles: npt.NDArray[np.int8] | None, folders: Sequence[str]
+) -> dict[str, Any]:
+    """Collect the origin of a store and counts of its rows.
+
+    Args:
+        store: open store.
+        roles: (N,) index into ROLES of each row, or None without a probe.
+        folders: paths that the page does not contain.
+
+    Returns:
+        model (name and value of the model, its weights and preprocessing), versions and size as
+        text; runs of the manifest, or one made of the store's attributes; num_rows, num_ok,
+        num_failed, num_absent (not computed yet), num_unlabelled, num_classes; classes (the largest
+        ones with their rows by role); and pending (layers of an unfinished run).
+    """
+    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
+    runs = [_run_facts(run, folders) for run in manifest.runs] if manifest else []
+    if not runs:
+        config = _redacted_config(str(store.attrs.get("config", "")), folders)
+        runs = [{"layers": store.layers, "rows": "all", "config": config, "resolved": []}]
+    ok, absent, labelled = store.ok, store.status == Status.ABSENT, store.labels >= 0
+    num_classes = len(store.classes)
+
+    def count_by_class(chosen: npt.NDArray[np.bool_]) -> list[int]:
+        counts: list[int] = np.bincount(store.labels[chosen], minlength=num_classes).tolist()
+        return counts
+
+    rows, fine = count_by_class(labelled), count_by_class(labelled & ok)
+    rows_of_role = [
+        count_by_class(labelled & (roles == role))
+        for role in range(len(ROLES) if roles is not None else 0)
     ]
+    order = np.argsort(-np.array(rows, np.int64), kind="stable")[:CLASSES_SHOWN].tolist()
+    return {
+        "model": [
+            (shown, without_folders(as_utf8(str(store.attrs.get(name, "unknown"))), folders))
+            for name, shown in _MODEL.items()
+        ],
+        "versions": _versions(store.attrs),
+        "size": _size(store),
+        "runs": runs,
+        "num_rows": len(store),
+        "num_ok": int(ok.sum()),
+        "num_failed": int((~ok & ~absent).sum()),
+        "num_absent": int(absent.sum()),
+        "num_unlabelled": int((~labelled).sum()),
+        "num_classes": num_classes,
+        "classes": [
+            {
+                "name": as_utf8(store.classes[i]),
+                "rows": rows[i],
+                "ok": fine[i],
+                "roles": [counts[i] for counts in rows_of_role],
+            }
+            for i in order
+        ],
+        "pending": [name for run in runs for name in run["layers"] if name not in store],
+    }
+
+
+def _run_facts(run: Run, folders: Sequence[str]) -> dict[str, Any]:
+    """Convert a run of the manifest; `resolved` has each option that was `auto`."""
+    return {
+        "layers": [spec.name for spec in run.layers],
+        "rows": f"{run.grid.first_row} to {run.grid.stop_row - 1}",
+        "config": _redacted_config(run.header.config, folders),
+        "resolved": [(name, without_folders(str(v), folders)) for name, v in run.resolved.items()],
+    }
+
+
+def _redacted_config(config: str, folders: Sequence[str]) -> str:
+    """Return the YAML of a config without data.root and without absolute paths."""
+    without_root = re.sub(r"(?m)^(data:\n(?: .*\n)*?  root): .*$", r"\1: (left out)", config)
+    return without_folders_in_yaml(without_root, folders)
 
 
 def _size(store: FeatureStore) -> str:
     """Describe the size and the form of a store on the disk."""
-    packed = store.root.is_file() or (store.root / layout.PACKED).exists()
-    files = [store.root] if store.root.is_file() else _files(store)
-    kind = "one packed file" if packed else f"{len(files)} parts, not packed"
-    return f"{size_text(sum(f.stat().st_size for f in files))}, {kind}"
-
-
-def _files(store: FeatureStore) -> list[Path]:
-    """Return the packed file of a store, or the files of its parts."""
-    if (packed := store.root / layout.PACKED).exists():
-        return [packed]
-    return sorted((store.root / layout.PARTS).glob(layout.PART_GLOB))
+    packed = store.root if store.root.is_file() else store.root / layout.PACKED
+    if packed.exists():
+        return f"{size_text(packed.stat().st_size)}, one packed file"
+    parts = list((store.root / layout.PARTS).glob(layout.PART_GLOB))
+    size = size_text(sum(path.stat().st_size for path in parts))
+    return f"{size}, {len(parts)} parts, not packed"
 
 
 def _versions(attrs: Mapping[str, Any]) -> str:
@@ -167,17 +173,95 @@ def _versions(attrs: Mapping[str, Any]) -> str:
         return "unknown"
 
 
-def _redacted_config(config: str, folders: Sequence[str]) -> str:
-    """Return the YAML of a config without data.root and without absolute paths."""
-    without_root = re.sub(r"(?m)^(data:\n(?: .*\n)*?  root): .*$", r"\1: (left out)", config)
-    return without_folders_in_yaml(without_root, folders)
+def speed_of(store: FeatureStore) -> dict[str, Any]:
+    """Collect the speed of the runs of a store.
+
+    Returns:
+        runs (as in summary.json), missing (why there are none), parts (minutes since the first
+        part by modification time, and rows so far) and parts_missing (why there are none).
+    """
+    if store.root.is_file():
+        alone = "A single file records no times; summary.json is in the folder of the store."
+        return {"runs": [], "missing": alone, "parts": [], "parts_missing": ""}
+    runs, missing = _runs(store)
+    parts, parts_missing = _parts(store)
+    return {"runs": runs, "missing": missing, "parts": parts, "parts_missing": parts_missing}
 
 
-def _run_facts(run: Run, folders: Sequence[str]) -> RunFacts:
-    """Convert a run of the manifest."""
-    return RunFacts(
-        layers=tuple(spec.name for spec in run.layers),
-        rows=f"{run.grid.first_row} to {run.grid.stop_row - 1}",
-        config=_redacted_config(run.header.config, folders),
-        resolved=[(name, without_folders(str(v), folders)) for name, v in run.resolved.items()],
-    )
+def _runs(store: FeatureStore) -> tuple[list[Mapping[str, Any]], str]:
+    """Read summary.json; returns the runs, and the reason if there are none."""
+    try:
+        runs = read_result(store.root / layout.SUMMARY)["runs"]
+        for run in runs:
+            numbers = [*run["seconds"].values(), *(run.get(name) for name in _NUMBERS)]
+            sum(0.0 if number is None else float(number) for number in numbers)
+        return runs, ""
+    except FileNotFoundError:
+        return [], "There is no summary.json yet: a run writes it when it ends."
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return [], f"summary.json cannot be read: {error}."
+
+
+def _parts(store: FeatureStore) -> tuple[list[tuple[float, int]], str]:
+    """Read the modification times of parts; returns the curve, and the reason if there is none."""
+    manifest, _ = load_manifest(store.root)
+    parts = [part for run in manifest.runs for part in run.parts()] if manifest else []
+    times = []
+    for part in parts:
+        path = store.root / layout.PARTS / layout.part_name(part.index)
+        with contextlib.suppress(FileNotFoundError):
+            times.append((path.stat().st_mtime, part.stop - part.start))
+    if not times:
+        return [], (
+            "The parts were packed, which drops their times: the speed is known for each run as a "
+            "whole."
+        )
+    if len(times) < 3:
+        return [], "There are too few parts for a curve."
+    times.sort()
+    found, rows = [], 0
+    for modified, count in times:
+        rows += count
+        found.append((round((modified - times[0][0]) / 60, 4), rows))
+    return found, ""
+
+
+def reasons_of(store: FeatureStore) -> list[dict[str, Any]]:
+    """Return the reasons of all failed rows, the most frequent first.
+
+    Each has status, title and explanation for people, count, opened (whether the images may be read
+    again), partial (whether a part of them may be readable), plain (whether the explanation says
+    all that the messages say), the most frequent messages with their counts, and the rows shown.
+    """
+    failures = store.failures
+    # Merged files may have a status without a message.
+    with_message = {failure["row"] for failure in failures}
+    failed = np.flatnonzero(~store.ok & (store.status != Status.ABSENT))
+    failures += [
+        {"row": row, "status": _label(store, row), "error": "", "message": ""}
+        for row in failed.tolist()
+        if row not in with_message
+    ]
+    reasons, titles = [], {status.label: texts for status, texts in _EXPLAINED.items()}
+    for status, count in Counter(failure["status"] for failure in failures).most_common():
+        rows = [failure for failure in failures if failure["status"] == status]
+        title, explanation = titles.get(status, (status.capitalize(), ""))
+        messages = Counter(str(row["message"] or row["error"]) for row in rows)
+        reasons.append({
+            "status": status,
+            "title": title,
+            "explanation": explanation,
+            "count": count,
+            "opened": status not in NOT_OPENED,
+            "partial": status == Status.TRUNCATED.label,
+            "plain": status in _PLAIN,
+            "messages": messages.most_common(3),
+            "shown": [row["row"] for row in rows[:FAILURES_SHOWN]],
+        })  # fmt: skip
+    return reasons
+
+
+def _label(store: FeatureStore, row: int) -> str:
+    """Return the label of a row's status, also of a status that a later version of featx wrote."""
+    value = int(store.status[row])
+    return Status(value).label if value in set(Status) else f"status {value}"

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from featx.analysis.statistics import explain_missing_norms, token_norms
-from featx.base import csv_cell
-from featx.config import Config, DataConfig
-from featx.errors import FeatxError, MissingExtraError, StoreError, counted
-from featx.export.report.embedding_plots import (
-    LayerPlot,
-    RowVectors,
-    layer_plot,
-    row_vectors,
-    same_class_shares,
-)
-from featx.export.report.failures import Reason, reasons_of
-from featx.export.report.heat_maps import similarity_of
-from featx.export.report.layer_statistics import layer_statistics
-from featx.export.report.near_duplicates import Duplicates, find_duplicates
-from featx.export.report.nearest_neighbours import (
-    Neighbours,
-    Queries,
-    hard_queries,
-    neighbours_of,
-    random_queries,
-)
-from featx.export.report.page import (
-    ERRORS_SHOWN,
-    GENERATOR,
-    Page,
-    render,
-)
-from featx.export.report.predictions_file import ROLES
-from featx.export.report.probe_results import Probes, probes_of
-from featx.export.report.provenance import provenance_of
-from featx.export.report.throughput import speed_of
-from featx.export.report.thumbnails import UNDECODED, Thumbnails
-from featx.export.selection import as_utf8, data_of_store
+from featx.config import Config
+from featx.errors import MissingExtraError, StoreError
+from featx.export.report.page import GENERATOR, Page, render
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, load_manifest, matching_layers
 
 NAME = "report.html"
 """Default file name."""
-
-MAX_LAYERS = 8
-"""Maximum number of layers with embedding plots; the last ones and the best one are used."""
-
-_TEST = ROLES.index("test")
 
 
 def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
@@ -81,7 +41,7 @@ def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     disk.make_folder(path.parent)  # first, so that an unusable path fails early
     if not store.complete:
         log(f"{store.root} is not complete; the page says so and shows the existing rows")
-    page = _contents(config, store, layers, log)
+    page = Page(config, store, layers, log)
     page.seconds = time.perf_counter() - started
     text = render(page).encode()
     disk.replace_unlocked(path, text)
@@ -96,195 +56,6 @@ def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
         "complete": store.complete,
         "seconds": round(time.perf_counter() - started, 3),
     }
-
-
-def _contents(
-    config: Config, store: FeatureStore, layers: tuple[str, ...], log: Callable[[str], None]
-) -> Page:
-    """Compute the contents of the page."""
-    options, seed = config.report, config.seed
-    ok = np.flatnonzero(store.ok)
-    rows = _random_rows(ok, options.rows, seed)
-    probes, reasons = probes_of(store), reasons_of(store)
-    plotted = _layers_to_plot(layers, probes)
-    duplicates = find_duplicates(store, plotted, rows, probes)
-    main = probes.layer if probes.layer in plotted else plotted[-1]
-    # Images are read before the slow steps, because one that crashes its decoder restarts the job.
-    neighbours = None
-    if len(ok) > 1:
-        log(f"nearest neighbours in {main}")
-        neighbours = _neighbours(store, row_vectors(store, main, rows), rows, ok, probes, config)
-    sections = _images_of_sections(probes, reasons, duplicates, neighbours)
-    thumbnails = _thumbnails_of(config, store, sections, rows, log)
-    log(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
-    statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
-    plots: list[LayerPlot] = []
-    for layer in plotted:
-        log(f"embedding plot of {layer}")
-        # Vectors are read again here, so that those of a single layer are in memory at a time.
-        vectors = row_vectors(store, layer, rows)
-        plots.append(layer_plot(vectors, store.labels[rows], seed, options.tsne))
-    folders = _folders(config, store)
-    without_norms = _layers_without_norms(store, layers)
-    for layer, reason in without_norms:
-        log(f"{layer}: no norms of tokens, as {reason}")
-    return Page(
-        store=store,
-        seed=seed,
-        layers=layers,
-        plotted=plotted,
-        rows=rows,
-        num_ok=len(ok),
-        folders=folders,
-        provenance=provenance_of(
-            store, None if probes.predicted is None else probes.predicted.roles, folders
-        ),
-        speed=speed_of(store),
-        reasons=reasons,
-        statistics=statistics,
-        token_norms=[
-            norms for layer in layers if (norms := token_norms(store, layer, rows)) is not None
-        ],
-        no_token_norms=without_norms,
-        plots=plots,
-        neighbours=neighbours,
-        duplicates=duplicates,
-        probes=probes,
-        similarity=similarity_of(store, layers, options.rows, seed, config.device),
-        thumbnails=thumbnails,
-        test_images=_test_images(config, probes, log),
-        sprite=thumbnails.sprite(rows.tolist()),
-    )
-
-
-def _layers_without_norms(store: FeatureStore, layers: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the layers whose tokens have no known places, each with the reason."""
-    found = []
-    for layer in layers:
-        array = store[layer]
-        if array.tokens is None and (reason := explain_missing_norms(array.shape[1:], array.attrs)):
-            found.append((layer, reason))
-    return found
-
-
-def _layers_to_plot(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:
-    """Return at most MAX_LAYERS layers, among them the best one of the probe."""
-    if len(layers) <= MAX_LAYERS:
-        return layers
-    if probes.layer in layers[:-MAX_LAYERS]:
-        return (probes.layer, *layers[1 - MAX_LAYERS :])
-    return layers[-MAX_LAYERS:]
-
-
-def _neighbours(
-    store: FeatureStore,
-    vectors: RowVectors,
-    rows: npt.NDArray[np.int64],
-    ok: npt.NDArray[np.int64],
-    probes: Probes,
-    config: Config,
-) -> Neighbours:
-    """Choose the queries and search their neighbours."""
-    labels = store.labels[rows]
-    shares = None
-    if vectors.x is not None and (labels >= 0).any():
-        shares = same_class_shares(vectors.x, labels)
-    tested = np.ones(len(rows), bool)
-    if probes.predicted is not None and (probes.predicted.roles == _TEST).any():
-        tested = probes.predicted.roles[rows] == _TEST
-    hard = hard_queries(rows, shares, tested)
-    remaining = np.setdiff1d(rows, hard)
-    random = random_queries(store, remaining if len(remaining) else rows, config.seed)
-    queries = Queries(hard, random)
-    return neighbours_of(store, vectors.layer, ok, queries, config.seed, config.device)
-
-
-def _images_of_sections(
-    probes: Probes,
-    reasons: list[Reason],
-    duplicates: Duplicates,
-    neighbours: Neighbours | None,
-) -> list[tuple[list[int], bool]]:
-    """Return the rows that each section shows, and whether parts of truncated images are shown."""
-    errors = [] if probes.predicted is None else probes.predicted.errors[:ERRORS_SHOWN]
-    sections = [([error.row for error in errors if error.row is not None], False)]
-    sections += [(reason.shown, reason.partial) for reason in reasons if reason.opened]
-    sections += [([pair.first, pair.second], False) for pair in duplicates.pairs]
-    strips = [] if neighbours is None else [*neighbours.hard, *neighbours.random]
-    sections += [([row, *(each.row for each in nearest)], False) for row, nearest in strips]
-    return sections
-
-
-def _thumbnails_of(
-    config: Config,
-    store: FeatureStore,
-    sections: list[tuple[list[int], bool]],
-    rows: npt.NDArray[np.int64],
-    log: Callable[[str], None],
-) -> Thumbnails:
-    """Make the thumbnails of the sections, then tiles of the plotted rows as far as they fit."""
-    with Thumbnails(store.key_bytes, config.report.thumbnails) as thumbnails:
-        if not thumbnails.why_none:
-            log("thumbnails")
-            try:
-                thumbnails.open(data_of_store(store, config.data))
-            except FeatxError as error:
-                thumbnails.why_none = str(error)
-        for section_rows, partial in sections:
-            thumbnails.add(section_rows, partial)
-        thumbnails.add_tiles(rows.tolist())
-        thumbnails.finish()
-    undecoded = [row for row in thumbnails.rows_that(UNDECODED) if store.ok[row]]
-    if thumbnails.why_none and config.report.thumbnails:
-        log(f"no thumbnails: {thumbnails.why_none}")
-    elif undecoded:
-        first = as_utf8(str(store.keys[undecoded[0]]))
-        log(f"{counted(len(undecoded), 'image')} cannot be decoded now, such as {first}")
-    return thumbnails
-
-
-def _test_images(config: Config, probes: Probes, log: Callable[[str], None]) -> dict[str, str]:
-    """Make thumbnails of errors on rows of another store; key -> data URI."""
-    predicted = probes.predicted
-    if predicted is None or predicted.test_store is None or not config.report.thumbnails:
-        return {}
-    errors = predicted.errors[:ERRORS_SHOWN]
-    try:
-        # A stranger's file may name anything, and featx connects to no server because of it.
-        if "://" in predicted.test_store:
-            raise StoreError(f"{predicted.test_store} is a URL")
-        store = FeatureStore(predicted.test_store, verify="rows")
-        row_of = {csv_cell(key): row for row, key in enumerate(store.keys.tolist())}
-        rows = {e.cell: row_of[e.cell] for e in errors if e.cell in row_of}
-        limit = min(len(rows), config.report.thumbnails)
-        with Thumbnails(store.key_bytes, limit) as thumbnails:
-            thumbnails.open(data_of_store(store, DataConfig()))
-            thumbnails.add(rows.values())
-            thumbnails.finish()
-        reason = thumbnails.why_none
-    except FeatxError as error:
-        reason = str(error)
-    if errors and reason:
-        log(f"no thumbnails of probe.test_store: {reason}")
-        return {}
-    return {key: thumbnails.uris[row] for key, row in rows.items() if row in thumbnails.uris}
-
-
-def _folders(config: Config, store: FeatureStore) -> tuple[str, ...]:
-    """Return the absolute paths that texts of the page could contain."""
-    folders = [store.root, store.root.parent, Path.cwd(), Path.home()]
-    roots = [config.data.root]
-    with contextlib.suppress(FeatxError):  # the store may not record where its images are
-        roots.append(data_of_store(store, config.data).root)
-    folders += [Path(root).absolute() for root in roots if root and "://" not in root]
-    return tuple({as_utf8(str(path)) for path in folders if path.is_absolute()})
-
-
-def _random_rows(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return at most `count` random rows, (n,) int64, increasing."""
-    if len(ok) <= count:
-        return ok
-    return np.sort(np.random.default_rng(seed).choice(ok, count, replace=False))
 
 
 def _sort_by_execution(store: FeatureStore, layers: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,21 +1,17 @@
 """export.format=keys: the keys of the rows as a text file."""
 
 from pathlib import Path
-from typing import BinaryIO
 
-from featx.export import File, Format, FormatMember
+from featx.export import ExportFolder, Format, FormatMember
 
 
 class Keys(Format):
     """keys.txt with the key of each row on a line of its own."""
 
-    def files(self) -> list[File]:
-        """Return the one file."""
-
-        def write(file: BinaryIO) -> None:
+    def write(self, folder: ExportFolder) -> None:
+        """Write the one file."""
+        with folder.file("keys.txt") as file:
             file.writelines(bytes(key) + b"\n" for key in self.selection.keys)
-
-        return [File("keys.txt", write, 0, len(self.selection))]
 
     def opening(self, out: Path) -> str:
         """Return a line that reads the file."""

@@ -1,0 +1,83 @@
+"""export.format=csv: one table of the rows, and one table of values for each layer."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from featx.base import csv_line
+from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
+from featx.types import Status
+
+_LISTING = ("row", "key", "label", "class", "status")
+
+_VALUE_BYTES = 12
+"""Approximate bytes of a number as text, with its comma."""
+
+
+class Csv(Format):
+    """rows.csv and features/<layer>.csv, in UTF-8 with a header, for spreadsheets and pandas.
+
+    rows.csv has the columns row, key, label (-1 without one), class, status (a word) and those of
+    the data set. A table of features has the key and one column per value, numbered from 0 in the
+    order of the flattened row. Numbers read back in the dtype of the layer without a difference;
+    missing numbers and the values of failed rows are empty.
+    """
+
+    def write(self, folder: ExportFolder) -> None:
+        """Write the table of rows, then the tables of the layers block by block."""
+        selection, n = self.selection, len(self.selection)
+        columns = selection.named_columns(_LISTING)
+        listing = [
+            selection.rows.tolist(),
+            selection.key_texts(0, n),
+            selection.labels.tolist(),
+            selection.class_texts(0, n),
+            [Status(status).label for status in selection.status.tolist()],
+            *(["" if x != x else x for x in values.tolist()] for values in columns.values()),
+        ]
+        with folder.file("rows.csv") as file:
+            _write(file, [(*_LISTING, *columns), *zip(*listing, strict=True)])
+        for layer in selection.layers:
+            with folder.file(f"features/{layer}.csv") as file:
+                width = math.prod(selection.row_shape(layer))
+                _write(file, [("key", *range(width))])
+                for start, stop, values in selection.blocks(0, n, [layer]):
+                    texts = values[layer].reshape(stop - start, width).astype(str)
+                    texts[texts == "nan"] = ""
+                    keys = selection.key_texts(start, stop)
+                    rows = zip(keys, texts.tolist(), strict=True)
+                    _write(file, ((key, *row) for key, row in rows))
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size of the tables in bytes."""
+        shapes = map(self.selection.row_shape, self.selection.layers)
+        return _VALUE_BYTES * len(self.selection) * sum(map(math.prod, shapes))
+
+    def opening(self, out: Path) -> str:
+        """Return lines that read both tables with pandas."""
+        layer = self.selection.layers[0]
+        return (
+            "import pandas as pd\n"
+            f"rows = pd.read_csv({literal(f'{out}/rows.csv')})\n"
+            f"X = pd.read_csv({literal(f'{out}/features/{layer}.csv')}, index_col=0)"
+            f'.to_numpy("{self.selection.dtype(layer)}")'
+        )
+
+
+def _write(file: BinaryIO, lines: Iterable[Iterable[Any]]) -> None:
+    """Append lines to a CSV file."""
+    text = io.TextIOWrapper(file, "utf-8", newline="")
+    csv.writer(text).writerows(map(csv_line, lines))
+    text.flush()
+    text.detach()
+
+
+FORMATS.register(
+    FormatMember("csv", "Tables for spreadsheets and pandas: rows, and values of layers.", make=Csv)
+)

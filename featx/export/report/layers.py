@@ -1,0 +1,307 @@
+"""What the report says of layers: statistics of their values, embedding plots, and similarity."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe import BLOCK_BYTES as READ_BYTES
+from featx.analysis.probe import LabelledRows, layer_vectors
+from featx.analysis.similarity import layer_similarity
+from featx.errors import ConfigError, ReduceError, StoreError
+from featx.layers import RowLayout, channel_axis
+from featx.store import FeatureStore, check_rows_present
+
+BLOCK_BYTES = 64 << 20
+"""Bytes of float32 values that are read at a time for statistics."""
+
+COMPONENTS = 50
+"""Maximum number of principal components that t-SNE uses as input."""
+
+PERPLEXITY = 30
+"""Perplexity of t-SNE for 91 rows or more."""
+
+NEAREST = 10
+"""Number of neighbours of which the share with the same class is computed."""
+
+CKA_ROWS = 1000
+"""Maximum number of images of which layers are compared; the work grows with its square."""
+
+_BLOCK_NUMBERS = 1 << 24
+"""Number of cosines in memory at a time."""
+
+Matrix = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.int64]
+
+
+def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, Any]:
+    """Compute the statistics of the finite values of a layer over some rows, in float64.
+
+    Returns:
+        name, shape (of a row), stored (dtype, capture and reduction as text), norms (minimum,
+        quartiles and maximum of the L2 norms of finite rows, or None), mean, std, smallest,
+        largest, zeros (share of values that are exactly 0), channels, dead (channels that are 0 at
+        every position of every row), what ('channels', or 'numbers' if the channel axis is unknown)
+        and nonfinite (count).
+    """
+    features = store[layer]
+    axis, kind_of_channels = _channels(store, layer)
+    width = int(np.prod(features.shape[1:], dtype=np.int64))
+    count, zeros, nonfinite, total, squares = 0, 0, 0, 0.0, 0.0
+    smallest, largest = np.inf, -np.inf
+    alive = np.zeros(features.shape[axis] if axis else width, bool)
+    norms = []
+    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+    for start in range(0, len(rows), step):
+        read = features[rows[start : start + step]]
+        check_rows_present(store, layer, rows[start : start + step], read)
+        values = read.astype(np.float32, copy=False)
+        finite = np.isfinite(values)
+        bad = values.size - int(finite.sum())
+        nonfinite += bad
+        wide = (values[finite] if bad else values).astype(np.float64).ravel()
+        count += wide.size
+        zeros += int((wide == 0).sum())
+        total += float(wide.sum())
+        squares += float(wide @ wide)
+        if wide.size:
+            smallest, largest = min(smallest, wide.min()), max(largest, wide.max())
+        channel_values = np.moveaxis(values, axis, -1) if axis else values.reshape(len(values), -1)
+        alive |= (channel_values != 0).reshape(-1, channel_values.shape[-1]).any(0)
+        is_finite = finite.reshape(len(values), -1).all(1)
+        flat = values.reshape(len(values), -1)[is_finite].astype(np.float64)
+        norms.append(np.sqrt(np.einsum("nd,nd->n", flat, flat)))
+    all_norms = np.concatenate(norms)
+    mean = total / count if count else float("nan")
+    variance = max(0.0, squares / count - mean**2) if count else float("nan")
+    quartiles = [0, 0.25, 0.5, 0.75, 1]
+    return {
+        "name": layer,
+        "shape": tuple(features.shape[1:]),
+        "stored": _stored(store, layer),
+        "norms": tuple(np.quantile(all_norms, quartiles).tolist()) if len(all_norms) else None,
+        "mean": mean,
+        "std": variance**0.5,
+        "smallest": float(smallest),
+        "largest": float(largest),
+        "zeros": zeros / count if count else float("nan"),
+        "channels": len(alive),
+        "dead": int((~alive).sum()),
+        "what": kind_of_channels,
+        "nonfinite": nonfinite,
+    }
+
+
+def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
+    """Return the channel axis of (n, ...) rows and 'channels', or 0 and 'numbers' if unknown."""
+    shape = tuple(store[layer].shape[1:])
+    crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
+    if len(shape) == 3 and crop is None:
+        return 0, "numbers"
+    size = (int(crop.group(1)), int(crop.group(2))) if crop else (1, 1)
+    reduced = str(store[layer].attrs.get("reduce", ""))
+    try:
+        return channel_axis(reduced, RowLayout(layer, shape, size)), "channels"
+    except ReduceError:
+        return 0, "numbers"
+
+
+def _stored(store: FeatureStore, layer: str) -> str:
+    """Describe dtype, capture and reduction of a layer."""
+    attrs = store[layer].attrs
+    capture, reduced = str(attrs.get("capture", "")), str(attrs.get("reduce", ""))
+    parts = [str(store[layer].dtype)]
+    parts += [capture] if capture not in ("", "output") else []
+    parts += [reduced] if reduced not in ("", "none") else []
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class RowVectors:
+    """Vectors of some rows of a layer, made as in job=probe.
+
+    Attributes:
+        layer: name of the layer.
+        x: (n, D) float32, or None if there are none.
+        width: D, or the number of values of a row without vectors.
+        pooled: whether rows were averaged over their positions.
+        note: reason why there are none, or ''.
+    """
+
+    layer: str
+    x: npt.NDArray[np.float32] | None
+    width: int
+    pooled: bool
+    note: str
+
+
+def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) -> RowVectors:
+    """Read the vectors of some rows."""
+    width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
+    if len(rows) < 4:
+        return RowVectors(layer, None, width, False, f"{len(rows)} rows are too few for a plot.")
+    try:
+        vectors = layer_vectors(
+            LabelledRows(store, rows, store.labels[rows], store.classes, ()), layer
+        )
+        # Blocks are limited by the size of stored rows, which may be much larger than the vectors.
+        step = max(1, READ_BYTES // (4 * max(1, width)))
+        blocks = np.array_split(np.arange(len(rows)), -(-len(rows) // step))
+        x = np.concatenate([vectors.read(places).numpy() for places in blocks])
+    except (ReduceError, StoreError) as error:
+        return RowVectors(layer, None, width, False, str(error))
+    return RowVectors(layer, x, vectors.width, vectors.pooled is not None, "")
+
+
+def layer_plot(
+    vectors: RowVectors, labels: npt.NDArray[np.int64], seed: int, tsne: bool
+) -> dict[str, Any]:
+    """Compute the embedding plot of a layer.
+
+    Returns:
+        name, width and pooled as of `vectors`; pca ((n, 2) float64 scores of the first two
+        components, or None), explained (share of the variance of each), directions (number of
+        components that hold 90 % of the variance, or None), tsne ((n, 2) float64, or None),
+        mean_same_class (mean of `same_class_shares`, or None) and note (why something is missing).
+    """
+    plot = {
+        "name": vectors.layer,
+        "width": vectors.width,
+        "pooled": vectors.pooled,
+        "pca": None,
+        "explained": (0, 0),
+        "directions": None,
+        "tsne": None,
+        "mean_same_class": None,
+        "note": vectors.note,
+    }
+    if vectors.x is None:
+        return plot
+    scores, shares = principal_scores(vectors.x, COMPONENTS)
+    if not shares.sum() > 0:
+        return {**plot, "note": "All selected rows have the same vector."}
+    plane = np.zeros((len(scores), 2))
+    plane[:, : scores.shape[1]] = scores[:, :2]
+    same_class = same_class_shares(vectors.x, labels)
+    return {
+        **plot,
+        "pca": plane,
+        "explained": (float(shares[0]), float(shares[1]) if len(shares) > 1 else 0.0),
+        # The last sum of the shares may miss 1 by rounding errors.
+        "directions": min(len(shares), int(np.searchsorted(np.cumsum(shares), 0.9)) + 1),
+        "tsne": _tsne(scores, plane, seed) if tsne else None,
+        "mean_same_class": (None if np.isnan(same_class).all() else float(np.nanmean(same_class))),
+    }
+
+
+def same_class_shares(
+    x: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Return the share of the NEAREST labelled rows, by cosine, that have the class of each row.
+
+    A row without a label, which is -1, has NaN.
+    """
+    shares = np.full(len(labels), np.nan)
+    labelled = np.flatnonzero(labels >= 0)
+    count = min(NEAREST, len(labelled) - 1)
+    if count < 1:
+        return shares
+    unit = x[labelled].astype(np.float64)
+    lengths = np.linalg.norm(unit, axis=1, keepdims=True)
+    unit /= np.where(lengths > 0, lengths, 1)
+    classes = labels[labelled]
+    step = max(1, _BLOCK_NUMBERS // len(labelled))
+    for start in range(0, len(labelled), step):
+        cosines = unit[start : start + step] @ unit.T
+        places = np.arange(len(cosines))
+        cosines[places, start + places] = -np.inf
+        nearest = np.argpartition(-cosines, count - 1, axis=1)[:, :count]
+        same = classes[nearest] == classes[start : start + step, None]
+        shares[labelled[start : start + step]] = same.mean(1)
+    return shares
+
+
+def principal_scores(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:
+    """Compute the scores of the rows of a matrix on its first principal components, in float64.
+
+    Returns (n, k) scores, and the shares of the variance of all components.
+
+    They come from the eigenvectors of the smaller of X^T X and X X^T. A plot needs no directions;
+    `featx.analysis.statistics.covariance` computes these from moments, and makes the largest entry
+    of each positive. Here the score of largest magnitude of each component is positive.
+    """
+    centred = x.astype(np.float64)
+    centred -= centred.mean(0)
+    n, width = centred.shape
+    k = min(count, n, width)
+    if width <= n:
+        values, vectors = np.linalg.eigh(centred.T @ centred)
+        scores = centred @ vectors[:, ::-1][:, :k]
+    else:
+        values, vectors = np.linalg.eigh(centred @ centred.T)
+        scores = vectors[:, ::-1][:, :k] * np.sqrt(values[::-1][:k].clip(0))
+    values = values[::-1].clip(0)
+    scale = float((x.astype(np.float64) ** 2).sum())
+    if values.sum() <= 1e-20 * scale:  # rounding errors only
+        return np.zeros((n, k)), np.zeros(min(n, width))
+    largest = scores[np.abs(scores).argmax(0), np.arange(k)]
+    return scores * np.where(largest < 0, -1.0, 1.0), values[: min(n, width)] / values.sum()
+
+
+def perplexity_of(num_rows: int) -> float:
+    """Return the perplexity of t-SNE, which has to be below the number of rows."""
+    return min(PERPLEXITY, (num_rows - 1) / 3)
+
+
+def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
+    """Compute (n, 2) t-SNE with scikit-learn from principal components.
+
+    The first two components are the initial positions.
+
+    L. van der Maaten, G. Hinton, Visualizing Data using t-SNE, JMLR 9 (2008).
+    """
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    start = plane / max(float(plane[:, 0].std()), 1e-300) * 1e-4
+    model = TSNE(
+        perplexity=perplexity_of(len(scores)), init=start.astype(np.float32), random_state=seed
+    )
+    # t-SNE takes a thousand short steps. On a busy machine, threads that wait for each other take 2
+    # to 18 times as long as a single one.
+    with threadpool_limits(1):
+        embedded = model.fit_transform(scores.astype(np.float32))
+    return np.asarray(embedded, np.float64)
+
+
+def similarity_of(
+    store: FeatureStore, layers: tuple[str, ...], rows: int, seed: int, device: str
+) -> dict[str, Any]:
+    """Compare layers by debiased linear CKA over random images.
+
+    Returns layers, debiased (table of the values, None if undefined), rows, and note (why there is
+    no comparison).
+    """
+    if len(layers) < 2:
+        note = "There is only one layer, so none can be compared."
+        return {"layers": layers, "debiased": [], "rows": 0, "note": note}
+    try:
+        similarity = layer_similarity(
+            store, None, layers, num_rows=min(rows, CKA_ROWS), seed=seed, device=device
+        )
+    except ConfigError as error:
+        return {"layers": layers, "debiased": [], "rows": 0, "note": str(error)}
+    debiased = [
+        [None if np.isnan(value) else round(value, 4) for value in row]
+        for row in similarity.measures["cka_debiased"].tolist()
+    ]
+    return {
+        "layers": similarity.layers,
+        "debiased": debiased,
+        "rows": similarity.num_rows,
+        "note": "",
+    }

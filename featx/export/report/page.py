@@ -282,7 +282,6 @@ def render(page: Page) -> str:
 
 
 def _render(page: Page) -> str:
-    """Render a page as HTML."""
     probes, task = page.probes, page.probes.task
     result = probes.result or {}
     is_scored = task == "classification"

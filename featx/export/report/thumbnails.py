@@ -294,7 +294,6 @@ class _ThumbnailMaker:
 
 
 def _unpacked(packed: npt.NDArray[np.uint8]) -> Image.Image:
-    """The image that a `_ThumbnailMaker` has written."""
     width, height = packed[:_SIZE_BYTES].copy().view("<u4").tolist()
     pixels = packed[_SIZE_BYTES : _SIZE_BYTES + 3 * width * height]
     return Image.fromarray(pixels.reshape(height, width, 3).copy())

@@ -2,5 +2,4 @@ from .base import FORMATS as FORMATS
 from .base import ExportFolder as ExportFolder
 from .base import Format as Format
 from .base import FormatMember as FormatMember
-from .run import describe_export as describe_export
 from .run import run_export as run_export

@@ -110,7 +110,6 @@ class Faiss(Format):
         return np.ascontiguousarray(rows, np.float32)
 
     def _write_index(self, layer: str, file: BinaryIO) -> None:
-        """Build the index of a layer and write it."""
         faiss, selection = self._faiss, self.selection
         index = self._empty_index(layer)
         self._check_memory(index, layer)

@@ -41,13 +41,27 @@ class HuggingFace(ShardedFormat):
         for name, start, stop in shards:
             with folder.file(name) as file:
                 self._write_shard(file, start, stop)
-        texts = {
-            "dataset_info.json": self._info(),
-            "state.json": self._state([name for name, _, _ in shards]),
+        about = self.selection.about
+        info = {
+            "citation": "",
+            "description": f"{', '.join(self.selection.layers)} of {about['model']}, "
+            f"{about['weights']}",
+            "features": self._features().to_dict(),
+            "homepage": "",
+            "license": "",
         }
-        for name, text in texts.items():
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": name} for name, _, _ in shards],
+            "_fingerprint": digest(self.selection.fingerprint)[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        for name, values in (("dataset_info.json", info), ("state.json", state)):
             with folder.file(name) as file:
-                file.write(text.encode())
+                file.write(json.dumps(values, indent=2).encode())
 
     def _features(self) -> Any:
         """Return the description of the columns for `datasets`; rows of a map are nested lists."""
@@ -68,7 +82,6 @@ class HuggingFace(ShardedFormat):
         return Features(columns)
 
     def _write_shard(self, file: BinaryIO, start: int, stop: int) -> None:
-        """Write rows [start, stop) as an Arrow stream."""
         import pyarrow as pa
 
         schema = self._features().arrow_schema
@@ -77,32 +90,6 @@ class HuggingFace(ShardedFormat):
                 columns = arrow.listing(self.selection, first, last, _LISTING, self._columns)
                 columns |= {name: arrow.lists(rows, nested=True) for name, rows in values.items()}
                 writer.write_table(pa.table(columns).cast(schema))
-
-    def _info(self) -> str:
-        """Return the text of dataset_info.json."""
-        about = self.selection.about
-        description = f"{', '.join(self.selection.layers)} of {about['model']}, {about['weights']}"
-        info = {
-            "citation": "",
-            "description": description,
-            "features": self._features().to_dict(),
-            "homepage": "",
-            "license": "",
-        }
-        return json.dumps(info, indent=2)
-
-    def _state(self, shards: list[str]) -> str:
-        """Return the text of state.json."""
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": name} for name in shards],
-            "_fingerprint": digest(self.selection.fingerprint)[:16],
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": None,
-        }
-        return json.dumps(state, indent=2, sort_keys=True)
 
     def opening(self, out: Path) -> str:
         """Return lines that load the data set with `datasets`."""

@@ -27,15 +27,7 @@ _LINE = "overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
 
 @dataclass(frozen=True)
 class Tile:
-    """One row of a grid.
-
-    Attributes:
-        row: position in the store.
-        key: key of the row.
-        class_name: name of its class, or '' without a label.
-        uri: data URI of the image, or '' if there is none.
-        reason: why there is no image, or ''.
-    """
+    """One row of a grid: its image as a data URI, or the reason why there is none."""
 
     row: int
     key: str

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from featx.base import CountProgress, differences, facts, log_message, size_text
+from featx.base import CountProgress, differences, log_message, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import FORMATS, ExportFolder, Format
@@ -80,7 +80,11 @@ def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) 
             _refuse_other_export(disk.root, record["fingerprint"], fingerprint)
             already = record["files"] == _sizes(disk.root, record["files"])
     if not already:
-        _check_room(disk, export_format.num_bytes)
+        if (free := disk.free_bytes()) < export_format.num_bytes:
+            raise RunError(
+                f"{disk.root} needs about {size_text(export_format.num_bytes)} and "
+                f"{size_text(free)} are free. Make room, or choose another out=DIR."
+            )
         _warn_of_odd_keys(selection)
         progress.begin(len(selection) * selection.row_bytes())
         new_record = {"fingerprint": fingerprint, "about": selection.about}
@@ -177,7 +181,6 @@ def _write_all(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a record."""
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
         if not all(isinstance(record[entry], dict) for entry in ("fingerprint", "files")):
@@ -206,18 +209,7 @@ def _sizes(root: Path, names: Iterable[str]) -> dict[str, int]:
     return sizes
 
 
-def _check_room(disk: AtomicFolder, needed: float) -> None:
-    """Check that the free space is sufficient, as far as the size is known."""
-    free = disk.free_bytes()
-    if free < needed:
-        raise RunError(
-            f"{disk.root} needs about {size_text(needed)} and {size_text(free)} are free. Make "
-            "room, or choose another out=DIR."
-        )
-
-
 def _warn_of_odd_keys(selection: ExportSelection) -> None:
-    """Warn if keys are not UTF-8."""
     num_odd = 0
     for key in selection.keys.tolist():
         try:
@@ -233,29 +225,5 @@ def _warn_of_odd_keys(selection: ExportSelection) -> None:
 
 
 def _shorten(value: object) -> str:
-    """Return a value as text of limited length."""
     text = str(value)
     return text if len(text) <= 100 else f"{text[:100]} ..."
-
-
-def describe_export(summary: dict[str, Any]) -> str:
-    """Format the result of `run_export` for people."""
-    failed, left_out = summary["failures"], summary["left_out"]
-    about_rows = f"{summary['rows']}"
-    if failed:
-        about_rows += f", {failed} of them failed: NaN"
-    if left_out:
-        about_rows += f"; {counted(left_out, 'row', 'rows')} without features left out"
-    rows = [
-        ("format", summary["format"]),
-        ("layers", ", ".join(summary["layers"])),
-        *([("columns", ", ".join(columns))] if (columns := summary["columns"]) else []),
-        ("rows", about_rows),
-        ("files", f"{summary['files']}, {size_text(summary['bytes'])}"),
-        (
-            "seconds",
-            "already complete" if summary["already"] else f"{summary['seconds']:.1f}",
-        ),
-        ("folder", summary["folder"]),
-    ]
-    return f"{facts(rows)}\n\n{summary['opening']}"

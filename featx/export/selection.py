@@ -182,6 +182,11 @@ class ExportSelection:
     def about(self) -> dict[str, Any]:
         """Origin of the rows, which every export contains, as JSON types."""
         attrs = self.store.attrs
+        # A format may store texts as bytes.
+        columns = {
+            name: "text" if values.dtype.kind == "U" else values.dtype.name
+            for name, values in self.columns.items()
+        }
         return {
             "store": str(self.store.root),
             **{key: str(attrs.get(key, "")) for key in _OF_THE_STORE},
@@ -198,42 +203,31 @@ class ExportSelection:
                 for name in self.layers
             },
             "status": {int(status): status.label for status in Status},
-            **({"columns": self._column_types} if self.columns else {}),
-        }
-
-    @property
-    def _column_types(self) -> dict[str, str]:
-        """Name -> 'int64', 'float64', 'bool' or 'text', which a format may store as bytes."""
-        return {
-            name: "text" if values.dtype.kind == "U" else values.dtype.name
-            for name, values in self.columns.items()
+            **({"columns": columns} if columns else {}),
         }
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Description of the rows as JSON types, equal for two exports with the same rows."""
-        sha = hashlib.sha256()
-        for column in (self.rows, self.keys, self.labels, self.status):
-            sha.update(f"{column.dtype.str} {column.shape} ".encode())
-            sha.update(np.ascontiguousarray(column).tobytes())
-        layers = {name: f"{self.row_shape(name)} {self.dtype(name)}" for name in self.layers}
-        images = hashlib.sha256(self.image_checksums.tobytes()).hexdigest()
+        listing = (self.rows, self.keys, self.labels, self.status)
+        columns = [(repr(name), values) for name, values in self.column_arrays.items()]
         return {
             "store's fingerprint": str(self.store.attrs.get("fingerprint", "")),
-            "layers": layers,
+            "layers": {name: f"{self.row_shape(name)} {self.dtype(name)}" for name in self.layers},
             "number of rows": len(self),
-            "sha256 of rows, keys, labels and status": sha.hexdigest(),
-            "sha256 of the checksums of images": images,
-            **({"sha256 of columns": self._columns_sha256()} if self.columns else {}),
+            "sha256 of rows, keys, labels and status": _sha256([("", each) for each in listing]),
+            "sha256 of the checksums of images": _sha256([("", self.image_checksums)]),
+            **({"sha256 of columns": _sha256(columns)} if columns else {}),
         }
 
-    def _columns_sha256(self) -> str:
-        """Return the SHA-256 of all columns."""
-        sha = hashlib.sha256()
-        for name, values in self.column_arrays.items():
-            sha.update(f"{name!r} {values.dtype.str} ".encode())
-            sha.update(values.tobytes())
-        return sha.hexdigest()
+
+def _sha256(columns: Sequence[tuple[str, npt.NDArray[Any]]]) -> str:
+    """Return the SHA-256 of named columns of equal length."""
+    sha = hashlib.sha256()
+    for name, values in columns:
+        sha.update(f"{name} {values.dtype.str} {values.shape} ".encode())
+        sha.update(np.ascontiguousarray(values).tobytes())
+    return sha.hexdigest()
 
 
 def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:

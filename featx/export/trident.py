@@ -7,10 +7,9 @@ and `coords_to_h5`), and with export.clam=true that of CLAM (https://github.com/
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,11 +73,6 @@ class _Slide:
     coords: npt.NDArray[np.int64]
     attributes: dict[str, Any]
 
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """Range of the selection that contains all tiles."""
-        return int(self.places[0]), int(self.places[-1]) + 1
-
 
 class Trident(Format):
     """features_<encoder>/<slide>.h5 for each layer and slide; with clam, h5_files and pt_files."""
@@ -107,27 +101,31 @@ class Trident(Format):
     @property
     def num_bytes(self) -> int:
         """Approximate size of the export in bytes."""
-        size = super().num_bytes + _INDEX_BYTES * len(self.selection)
+        row_bytes = _INDEX_BYTES
         if self._options.clam:
-            size += 2 * 4 * len(self.selection) * self._width(self.selection.layers[0])
+            row_bytes += 2 * 4 * self.selection.row_shape(self.selection.layers[0])[0]
+        size = super().num_bytes + len(self.selection) * row_bytes
         return size + _HEADER_BYTES * len(self._slides)
 
     def write(self, folder: ExportFolder) -> None:
-        """Write the files, slide by slide for each layer."""
+        """Write the files, slide by slide for each layer; a slide is held in memory."""
         for layer in self.selection.layers:
             encoder = self._options.encoder or layer
             name = f"features_{encoder}"
-            dtype = self.selection.dtype(layer)
             for slide in self._slides:
+                rows = self._rows(slide, layer)
                 attributes = {
                     "features": {"name": slide.name, "savetodir": name, "encoder": encoder},
                     "coords": {**slide.attributes, "savetodir": name},
                 }
-                self._write_h5(folder, name, slide, layer, dtype, attributes)
-            for slide in self._slides if self._options.clam else ():
-                self._write_h5(folder, "h5_files", slide, layer, np.dtype(np.float32), {})
-                with folder.file(f"pt_files/{slide.name}.pt") as file:
-                    self._write_pt(slide, layer, file)
+                self._write_h5(folder, name, slide, rows, attributes)
+                if self._options.clam:
+                    import torch
+
+                    rows = rows.astype(np.float32)
+                    self._write_h5(folder, "h5_files", slide, rows, {})
+                    with folder.file(f"pt_files/{slide.name}.pt") as file:
+                        torch.save(torch.from_numpy(rows), file)
 
     def _tiles(self) -> dict[bytes, tuple[list[int], list[Box]]]:
         """Return the indices and boxes of the rows of each image."""
@@ -208,63 +206,33 @@ class Trident(Format):
             )
         return float(distinct[0])
 
+    def _rows(self, slide: _Slide, layer: str) -> npt.NDArray[Any]:
+        """Return the features of a slide in the order of its file."""
+        shape = (len(slide.places), *self.selection.row_shape(layer))
+        rows = np.empty(shape, self.selection.dtype(layer))
+        bounds = int(slide.places[0]), int(slide.places[-1]) + 1
+        for start, stop, values in self.selection.blocks(*bounds, [layer]):
+            first, last = np.searchsorted(slide.places, (start, stop))
+            rows[slide.order[first:last]] = values[layer][slide.places[first:last] - start]
+        return rows
+
     def _write_h5(
         self,
         folder: ExportFolder,
         name: str,
         slide: _Slide,
-        layer: str,
-        dtype: np.dtype[Any],
+        rows: npt.NDArray[Any],
         attributes: dict[str, dict[str, Any]],
     ) -> None:
         """Write features and coordinates of a slide, with the attributes of both."""
-        n, width = len(slide.places), self._width(layer)
-        most_bytes = n * (width * dtype.itemsize + 16 + _INDEX_BYTES) + _HEADER_BYTES
-        with folder.hdf5_file(f"{name}/{slide.name}.h5", most_bytes) as made:
-            # Chunks of one row and unlimited rows, as TRIDENT's save_h5 makes them. A chunk is
-            # written whole at its place, so that rows can be read in the order of the store.
-            features = made.create_dataset(
-                "features", (n, width), dtype, chunks=(1, width), maxshape=(None, width)
-            )
-            self._each_block(
-                slide,
-                layer,
-                dtype,
-                lambda places, rows: [
-                    features.id.write_direct_chunk((place, 0), row.tobytes())
-                    for place, row in zip(places.tolist(), rows, strict=True)
-                ],
-            )
-            coords = made.create_dataset("coords", (n, 2), "i8", chunks=(1, 2), maxshape=(None, 2))
-            coords[:] = slide.coords
-            for dataset, values in attributes.items():
-                made[dataset].attrs.update(values)
-
-    def _write_pt(self, slide: _Slide, layer: str, file: BinaryIO) -> None:
-        """Write the features of a slide as a float32 tensor; the slide is held in memory."""
-        import torch
-
-        dtype = np.dtype(np.float32)
-        rows = np.empty((len(slide.places), self._width(layer)), dtype)
-        self._each_block(slide, layer, dtype, rows.__setitem__)
-        torch.save(torch.from_numpy(rows), file)
-
-    def _each_block(
-        self,
-        slide: _Slide,
-        layer: str,
-        dtype: np.dtype[Any],
-        use: Callable[[npt.NDArray[np.int64], npt.NDArray[Any]], object],
-    ) -> None:
-        """Read the features of a slide in the order of the store."""
-        for start, stop, values in self.selection.blocks(*slide.bounds, [layer]):
-            first, last = np.searchsorted(slide.places, (start, stop))
-            rows = values[layer][slide.places[first:last] - start]
-            use(slide.order[first:last], rows.astype(dtype, copy=False))
-
-    def _width(self, layer: str) -> int:
-        """Return the number of values of one row."""
-        return self.selection.row_shape(layer)[0]
+        most_bytes = rows.nbytes + len(rows) * (16 + _INDEX_BYTES) + _HEADER_BYTES
+        with folder.hdf5_file(f"{name}/{slide.name}.h5", most_bytes) as file:
+            # Chunks of one row and unlimited rows, as TRIDENT's save_h5 makes them.
+            for dataset, values in (("features", rows), ("coords", slide.coords)):
+                width = values.shape[1]
+                file.create_dataset(dataset, data=values, chunks=(1, width), maxshape=(None, width))
+            for dataset, about in attributes.items():
+                file[dataset].attrs.update(about)
 
     def opening(self, out: Path) -> str:
         """Return lines that read the first slide as TRIDENT does."""

@@ -108,7 +108,6 @@ class WebDataset(ShardedFormat):
         return encoded
 
     def _write_shard(self, file: BinaryIO, start: int, stop: int) -> None:
-        """Write rows [start, stop) as a tar."""
         selection = self.selection
         with tarfile.TarFile.open(fileobj=file, mode="w") as tar:
             for first, last, values in selection.blocks(start, stop):
@@ -173,7 +172,6 @@ def _as_json_values(column: npt.NDArray[Any]) -> list[Any]:
 
 
 def _as_npy(values: Any) -> bytes:
-    """Return an array as the bytes of an .npy file."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
     return buffer.getvalue()

@@ -91,7 +91,6 @@ class Zarr(Format):
 
 
 def _chunks(num_rows: int) -> tuple[int]:
-    """Return the chunk shape of an array with one value per row."""
     return (max(1, min(_COLUMN_ROWS, num_rows)),)
 
 

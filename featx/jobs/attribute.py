@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -26,12 +25,6 @@ MAX_SHEETS = 50
 def run(config: Config, config_yaml: str) -> int:
     """Compute heat maps, draw contact sheets and print a summary; returns the exit code."""
     summary = run_extraction(config, config_yaml, ATTRIBUTIONS, observe=ContactSheets)
-    print_result(describe_end(summary, config.out, _usage_lines(config, summary)))
-    return store_exit_code(config, summary)
-
-
-def _usage_lines(config: Config, summary: dict[str, Any]) -> list[str]:
-    """Return lines of Python that show a heat map and its score, and the path of the sheets."""
     method = next(name for name in METHODS if name in summary["layers"])
     lines = [
         f'store["{method}"][0]      # heat map of the image store.keys[0], NaN where it failed',
@@ -39,7 +32,8 @@ def _usage_lines(config: Config, summary: dict[str, Any]) -> list[str]:
     ]
     if config.attribute.per_class:
         lines.append(f"# the sheets: {parse_path(config.out) / layout.SHEETS}/*.png")
-    return lines
+    print_result(describe_end(summary, config.out, lines))
+    return store_exit_code(config, summary)
 
 
 class ContactSheets(RunObserver):
@@ -60,31 +54,25 @@ class ContactSheets(RunObserver):
         store = FeatureStore(session.root, verify="rows")
         methods = [method for method in METHODS if method in store]
         labels = np.unique(store.labels[store.ok]).tolist()
-        sheets = []
         for label in labels[:MAX_SHEETS]:
-            name, rows = _group(store, label, config.attribute.per_class)
-            tiles = _tiles(context, store, methods, rows)
+            name = store.classes[label] if label >= 0 else ""
+            rows = np.flatnonzero(store.ok & (store.labels == label))[: config.attribute.per_class]
+            tiles = _tiles(context, store, methods, rows.tolist())
             if not tiles:
                 continue
             title = name or "images without a label"
             sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
-            sheets.append((f"{_file_name(name)}.png", sheet))
-            if config.attribute.feature_map_layer is not None:
-                sheets.append(_feature_maps(context, name, rows[0], tiles[0]))
-            for file_name, image in sheets:
+            sheets = {f"{_file_name(name)}.png": sheet}
+            if (layer := config.attribute.feature_map_layer) is not None:
+                maps = f"maps-{_file_name(str(layer))}-{_file_name(name)}.png"
+                sheets[maps] = _feature_maps(context, int(rows[0]), tiles[0])
+            for file_name, image in sheets.items():
                 data = io.BytesIO()
                 image.save(data, "PNG")
                 session.disk.replace(folder / file_name, data.getvalue())
-            log_message(f"drawn {', '.join(str(folder / file_name) for file_name, _ in sheets)}")
-            sheets.clear()
+            log_message(f"drawn {', '.join(str(folder / file_name) for file_name in sheets)}")
         if len(labels) > MAX_SHEETS:
             log_message(f"drawn: the first {MAX_SHEETS} of {len(labels)} classes.")
-
-
-def _group(store: FeatureStore, label: int, most: int) -> tuple[str, list[int]]:
-    """Return the name of a class, or "" for rows without a label, and its first ok rows."""
-    rows = np.flatnonzero(store.ok & (store.labels == label))[:most]
-    return store.classes[label] if label >= 0 else "", rows.tolist()
 
 
 def _tiles(
@@ -98,16 +86,12 @@ def _tiles(
     for row in rows:
         images = context.loader.load([row])
         if len(images):
+            x = context.engine.backbone.preprocess.as_uint8(images[0])
+            pixels = x.permute(1, 2, 0).contiguous().numpy()
             maps = [np.asarray(store[method][row], np.float32) for method in methods]
             key = name_bytes(str(store.keys[row])).decode("utf-8", "replace")
-            tiles.append(Tile(_pixels(context, images), maps, (key, _caption(context, store, row))))
+            tiles.append(Tile(pixels, maps, (key, _caption(context, store, row))))
     return tiles
-
-
-def _pixels(context: RunContext, images: Any) -> Any:
-    """Convert the (1, 3, H, W) of a loader to (H, W, 3) uint8."""
-    x = context.engine.backbone.preprocess.as_uint8(images[0])
-    return x.permute(1, 2, 0).contiguous().numpy()
 
 
 def _caption(context: RunContext, store: FeatureStore, row: int) -> str:
@@ -137,18 +121,15 @@ def _subtitle(context: RunContext, store: FeatureStore) -> str:
     return f"{context.header.model}{of_layer}: {explained}"
 
 
-def _feature_maps(context: RunContext, name: str, row: int, tile: Tile) -> tuple[str, Image.Image]:
-    """Return file name and grid of the feature maps of attribute.feature_map_layer for a row."""
-    layer = context.config.attribute.feature_map_layer
+def _feature_maps(context: RunContext, row: int, tile: Tile) -> Image.Image:
+    """Draw the feature maps of attribute.feature_map_layer for a row."""
     from featx.analysis.attribution import Attributor  # which imports torch
 
     if not isinstance(context.engine, Attributor):
         raise InternalError(f"heat maps were asked of a {type(context.engine).__qualname__}")
     maps = context.engine.feature_maps(context.loader.load([row]))[0].numpy()
-    title = f"{layer} of {context.header.model}"
-    subtitle = f"{tile.caption[0]}."
-    file_name = f"maps-{_file_name(str(layer))}-{_file_name(name)}.png"
-    return file_name, feature_map_grid(title, subtitle, tile.pixels, maps)
+    title = f"{context.config.attribute.feature_map_layer} of {context.header.model}"
+    return feature_map_grid(title, f"{tile.caption[0]}.", tile.pixels, maps)
 
 
 def _file_name(name: str) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from featx.base import Member, Registry, print_result
+from featx.base import Member, Registry, facts, print_result, table
 from featx.config import (
     Config,
     from_keywords,
@@ -41,6 +41,19 @@ CUSTOM_CODE = ("model.name", "model.library", "model.factory", "model.entry")
 
 _ALWAYS_READ = ("job.name", "log.json")
 """Options that every job reads."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a result; the first `left` columns are flush left, the others flush right."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+
+Section = str | Table | Sequence[tuple[str, str | None]]
+"""A part of the result of a job: text, a table, or facts, which are left out if they are None."""
 
 
 class Input(Enum):
@@ -150,15 +163,15 @@ def unread(config: Config, names: Collection[str]) -> dict[str, str]:
     """
     job = JOBS.get(config.job.name)
     names = {_option_of(config, name) for name in names}
-    also_read, not_read = set(job.reads_with(config)), set()
-    if job.input is Input.STORE_OR_OUT and config.store is not None:
-        not_read.add("out")
-    elif job.input is Input.STORE_OR_OUT and "out" not in names:
+    also_read = set(job.reads_with(config))
+    has_store = job.input is Input.STORE_OR_OUT and config.store is not None
+    if job.input is Input.STORE_OR_OUT and not has_store and "out" not in names:
         # out=runs/<data>/<model>, and the options that name these two
         also_read |= {"data.name", "data.root", "data.dataset", *CUSTOM_CODE}
     sentences = {}
     for name in sorted(names):
-        if name not in not_read and (job.may_read(name) or _is_within(name, also_read)):
+        is_read = job.may_read(name) or _is_within(name, also_read)
+        if is_read and not (has_store and name == "out"):
             continue
         option = name.removesuffix(".name")
         if _is_within(name, RUN_OPTIONS):
@@ -217,13 +230,25 @@ def run(config: Config, config_yaml: str) -> int:
     return JOBS.get(config.job.name).run(config, config_yaml)
 
 
-def print_summary(config: Config, summary: Mapping[str, Any], text: str) -> None:
-    """Print the result of a job: `summary` as JSON with job.json=true, else `text`."""
-    print_result(json.dumps(summary, indent=2) if config.job.json else text)
+def print_summary(config: Config, summary: Mapping[str, Any], *sections: Section | None) -> None:
+    """Print the result of a job: `summary` as JSON with job.json=true, else its sections."""
+    print_result(json.dumps(summary, indent=2) if config.job.json else as_text(*sections))
+
+
+def as_text(*sections: Section | None) -> str:
+    """Format the sections of a result for people, with an empty line between them."""
+    texts = []
+    for section in sections:
+        if isinstance(section, str):
+            texts.append(section)
+        elif isinstance(section, Table):
+            texts.append(table(section.header, section.rows, section.left))
+        elif section is not None:
+            texts.append(facts([(name, text) for name, text in section if text is not None]))
+    return "\n\n".join(texts)
 
 
 def _check_object_store(config: Config, job: Job) -> None:
-    """Check what `out` in an object store excludes."""
     if not is_url(config.out) or job.input is Input.STORE_OR_OUT:
         return
     if not job.makes_store:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import WIDTH, CountProgress, facts, shown_path, table
+from featx.base import WIDTH, CountProgress, shown_path, table
 from featx.config import CkaConfig, Config
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import open_input, result_folder
@@ -81,27 +81,15 @@ def run(config: Config, config_yaml: str) -> int:
     disk.replace_unlocked(path, json.dumps(summary, indent=2).encode())
     is_complete = similarity.num_rows == similarity.num_common
     rows_text = "all" if is_complete else f"chosen of {similarity.num_common}, seed {config.seed}"
-    rows = [("rows", f"{similarity.num_rows}, {rows_text}"), ("wrote", shown_path(path))]
-    if other is not None:
-        stores = (("down", shown_path(store.root)), ("across", shown_path(other.root)))
-        rows = [*stores, *rows]
-    if notes:
-        rows.append(("notes", "\n".join(notes)))
-    print_summary(config, summary, "\n\n".join([*_tables(similarity), facts(rows)]))
+    rows = [
+        ("down", None if other is None else shown_path(store.root)),
+        ("across", None if other is None else shown_path(other.root)),
+        ("rows", f"{similarity.num_rows}, {rows_text}"),
+        ("wrote", shown_path(path)),
+        ("notes", "\n".join(notes) if notes else None),
+    ]
+    print_summary(config, summary, *_tables(similarity), rows)
     return 0
-
-
-JOBS.register(
-    Job(
-        "cka",
-        "Compare the layers of one or two stores by CKA, RSA, SVCCA or the Procrustes distance.",
-        CkaConfig,
-        run=run,
-        input=Input.STORE,
-        reads=("job.json", "out", "layers", "device", "seed"),
-        why="it reads an existing store; `layers` selects its layers",
-    )
-)
 
 
 def _notes(
@@ -109,11 +97,14 @@ def _notes(
 ) -> list[str]:
     """Return what the scores cannot show: layers that are too wide, or without a score."""
     notes = []
-    names = _shown_names(store, similarity.layers, other is not None)
-    widths = _widths(store, similarity.layers)
+    stores = [(store, similarity.layers)]
     if other is not None:
-        names += _shown_names(other, similarity.others, True)
-        widths += _widths(other, similarity.others)
+        stores.append((other, similarity.others))
+    layers = [(each, name) for each, names in stores for name in names]
+    names = [
+        name if other is None else f"{name} of {shown_path(each.root)}" for each, name in layers
+    ]
+    widths = [int(np.prod(each[name].shape[1:])) for each, name in layers]
     if similarity.num_different:
         notes.append(
             f"{similarity.num_different} of the {similarity.num_rows} images have other bytes in "
@@ -140,16 +131,6 @@ def _notes(
     return notes
 
 
-def _shown_names(store: FeatureStore, layers: Sequence[str], is_one_of_two: bool) -> list[str]:
-    """Return the names of layers; of one of two stores with the path of the store."""
-    return [f"{name} of {shown_path(store.root)}" if is_one_of_two else name for name in layers]
-
-
-def _widths(store: FeatureStore, layers: Sequence[str]) -> list[int]:
-    """Return the number of values in a row of each layer."""
-    return [int(np.prod(store[name].shape[1:])) for name in layers]
-
-
 def _without_score(matrix: npt.NDArray[np.float64], names: Sequence[str]) -> list[str]:
     """Return the layers that have no score with any other layer."""
     has_none = [bool(np.isnan(row).all()) for row in matrix]
@@ -161,7 +142,6 @@ def _without_score(matrix: npt.NDArray[np.float64], names: Sequence[str]) -> lis
 
 
 def _tables(similarity: LayerSimilarity) -> list[str]:
-    """Format one table per measure."""
     tables = []
     for name, values in similarity.measures.items():
         cells = [
@@ -187,3 +167,16 @@ def _tables(similarity: LayerSimilarity) -> list[str]:
 def _as_json(values: npt.NDArray[np.float64]) -> list[list[float | None]]:
     """Convert a matrix to lists, with None for NaN, which JSON does not have."""
     return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]
+
+
+JOBS.register(
+    Job(
+        "cka",
+        "Compare the layers of one or two stores by CKA, RSA, SVCCA or the Procrustes distance.",
+        CkaConfig,
+        run=run,
+        input=Input.STORE,
+        reads=("job.json", "out", "layers", "device", "seed"),
+        why="it reads an existing store; `layers` selects its layers",
+    )
+)

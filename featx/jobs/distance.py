@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.base import CountProgress, facts, shown_path, table
+from featx.base import CountProgress, shown_path
 from featx.config import Config, DistanceConfig
 from featx.errors import ConfigError
-from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.base import JOBS, Input, Job, Table, print_summary
 from featx.jobs.similarity_files import open_input
 from featx.store import FeatureStore, matching_layers
 
@@ -50,17 +50,26 @@ def run(config: Config, config_yaml: str) -> int:
         "layers": [asdict(each) for each in distances],
         "notes": notes,
     }
+    cells = [
+        (
+            each.layer,
+            "-" if each.frechet is None else f"{each.frechet:.4g}",
+            f"{each.kid:.4g}",
+            f"{each.kid_std:.2g}",
+        )
+        for each in distances
+    ]
+    first = distances[0]
     rows = [
-        ("store", f"{shown_path(store.root)}, {distances[0].rows} rows"),
-        ("other store", f"{shown_path(other.root)}, {distances[0].other_rows} rows"),
-        ("KID", f"mean of {options.subsets} subsets of {distances[0].subset_rows} rows of each "
-         "store"),
-        *((f"{each.layer}", f"no Fréchet distance: {each.not_available}")
+        ("store", f"{shown_path(store.root)}, {first.rows} rows"),
+        ("other store", f"{shown_path(other.root)}, {first.other_rows} rows"),
+        ("KID", f"mean of {options.subsets} subsets of {first.subset_rows} rows of each store"),
+        *((each.layer, f"no Fréchet distance: {each.not_available}")
           for each in distances if each.not_available is not None),
+        ("notes", "\n".join(notes) if notes else None),
     ]  # fmt: skip
-    if notes:
-        rows.append(("notes", "\n".join(notes)))
-    print_summary(config, summary, f"{_table(distances)}\n\n{facts(rows)}")
+    header = ("layer", "Fréchet distance, squared", "KID", "std over subsets")
+    print_summary(config, summary, Table(header, cells), rows)
     return 0
 
 
@@ -104,22 +113,7 @@ def _common_layers(store: FeatureStore, other: FeatureStore, config: Config) -> 
     return common
 
 
-def _table(found: list[DataSetDistance]) -> str:
-    """Format one line per layer."""
-    cells = [
-        (
-            each.layer,
-            "-" if each.frechet is None else f"{each.frechet:.4g}",
-            f"{each.kid:.4g}",
-            f"{each.kid_std:.2g}",
-        )
-        for each in found
-    ]
-    return table(("layer", "Fréchet distance, squared", "KID", "std over subsets"), cells)
-
-
 def _check(config: Config) -> None:
-    """Raise ConfigError unless the second store is named."""
     if config.distance.other_store is None:
         raise ConfigError("job=distance needs distance.other_store=DIR, the store to compare with.")
 

@@ -8,12 +8,11 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from featx.base import facts, free_memory, installed_version, num_cpus, size_text
+from featx.base import free_memory, installed_version, num_cpus, size_text
 from featx.base.version import __version__
 from featx.config import Config
 from featx.jobs.base import JOBS, Input, Job, print_summary
@@ -22,59 +21,38 @@ _SPACE_GIB = 1.0
 """Free space on a disk, in GiB, below which the job warns."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the result.
-
-    Attributes:
-        name: what was checked.
-        text: what is there.
-        advice: what to do, or '' if nothing has to be done.
-    """
-
-    name: str
-    text: str
-    advice: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the finding as JSON types."""
-        return {"name": self.name, "found": self.text, "advice": self.advice}
-
-
 def run(config: Config, config_yaml: str) -> int:
     """Look at the machine and print a line for each finding; returns the exit code 0."""
-    findings = [_finding(name, check, config) for name, check in _CHECKS.items()]
+    findings = {name: _finding(check, config) for name, check in _CHECKS.items()}
     rows = [
-        (finding.name, finding.text + (f"\n-> {finding.advice}" if finding.advice else ""))
-        for finding in findings
+        (name, f"{text}\n-> {advice}" if advice else text)
+        for name, (text, advice) in findings.items()
     ]
-    num_advised = sum(bool(finding.advice) for finding in findings)
+    summary = {
+        name: {"name": name, "found": text, "advice": advice}
+        for name, (text, advice) in findings.items()
+    }
+    num_advised = sum(bool(advice) for _, advice in findings.values())
     verdict = f"{num_advised} to look at" if num_advised else "Nothing is missing."
-    print_summary(
-        config,
-        {finding.name: finding.as_dict() for finding in findings},
-        f"{facts(rows)}\n\n{verdict}",
-    )
+    print_summary(config, summary, rows, verdict)
     return 0
 
 
-def _finding(name: str, check: Callable[[Config], tuple[str, str]], config: Config) -> Finding:
-    """Return one finding; a package that fails on import is a finding too."""
+def _finding(check: Callable[[Config], tuple[str, str]], config: Config) -> tuple[str, str]:
+    """Return a finding and its advice; a package that fails on import is a finding too."""
     try:
-        return Finding(name, *check(config))
+        return check(config)
     except Exception as error:  # noqa: BLE001 - it is asked because something does not work
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Finding(name, text, "reinstall the package that the error names")
+        return text, "reinstall the package that the error names"
 
 
 def _versions(config: Config) -> tuple[str, str]:
-    """Return the versions of featx, Python and the operating system."""
     system = f"{platform.system()} {platform.machine()}"
     return f"{__version__}, Python {platform.python_version()}, {system}", ""
 
 
 def _torch(config: Config) -> tuple[str, str]:
-    """Return the versions of torch and of the model libraries, which have to fit together."""
     import timm
     import torch
     import torchvision
@@ -114,7 +92,6 @@ def _cpu_name() -> str:
 
 
 def _threads(config: Config) -> tuple[str, str]:
-    """Return the number of CPUs that this process may use."""
     num_usable, num_all = num_cpus(), os.cpu_count() or 1
     limit = os.environ.get("OMP_NUM_THREADS")
     advice = ""
@@ -124,13 +101,11 @@ def _threads(config: Config) -> tuple[str, str]:
 
 
 def _memory(config: Config) -> tuple[str, str]:
-    """Return the memory that this process may still allocate."""
     free = free_memory()
     return ("unknown" if free is None else f"{size_text(free)} free"), ""
 
 
 def _decoders(config: Config) -> tuple[str, str]:
-    """Return the decoders of images."""
     import PIL
 
     installed = [
@@ -149,14 +124,10 @@ def _decoders(config: Config) -> tuple[str, str]:
             not_installed.append(f'{kind}: pip install "featx[{extra}]"')
         else:
             installed.append(f"{package} {version} ({kind})")
-    text = ", ".join(installed) + (
-        f"; not installed: {'; '.join(not_installed)}" if not_installed else ""
-    )
-    return text, ""
+    return _both(", ".join(installed), "; ".join(not_installed)), ""
 
 
 def _store(config: Config) -> tuple[str, str]:
-    """Return the versions of HDF5 and of the codecs."""
     import h5py
 
     plugin = installed_version("hdf5plugin")
@@ -179,8 +150,12 @@ def _extras(config: Config) -> tuple[str, str]:
         ]
         is_installed = all(installed_version(name) is not None for name in packages)
         (installed if is_installed else not_installed).append(extra)
-    text = f"installed: {', '.join(installed) or 'none'}"
-    return text + (f"; not installed: {', '.join(not_installed)}" if not_installed else ""), ""
+    found = f"installed: {', '.join(installed) or 'none'}"
+    return _both(found, ", ".join(not_installed)), ""
+
+
+def _both(found: str, not_installed: str) -> str:
+    return f"{found}; not installed: {not_installed}" if not_installed else found
 
 
 def _weights(config: Config) -> tuple[str, str]:
@@ -196,7 +171,6 @@ def _weights(config: Config) -> tuple[str, str]:
 
 
 def _folder_text(folder: Path) -> str:
-    """Return a folder with the number and size of its files."""
     # Snapshots of the Hugging Face Hub are links to blobs: each file is counted once.
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     size = size_text(sum(path.stat().st_size for path in files))
@@ -204,7 +178,6 @@ def _folder_text(folder: Path) -> str:
 
 
 def _disk(config: Config) -> tuple[str, str]:
-    """Return the free space in the current folder."""
     free = shutil.disk_usage(Path.cwd()).free
     advice = "" if free > _SPACE_GIB * (1 << 30) else "make room, or write elsewhere with out=DIR"
     return f"{Path.cwd()}: {size_text(free)} free", advice

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import CountProgress, facts
+from featx.base import CountProgress
 from featx.config import Config, DuplicatesConfig
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
@@ -46,47 +46,41 @@ def run(config: Config, config_yaml: str) -> int:
         write_csv(file, header, members)
     num_copies = sum(1 for member in members if member[-1])
     mixed = [group for group in groups if len(set(store.labels[group].tolist())) > 1]
+    num_ok, num_in_groups = int(store.ok.sum()), sum(map(len, groups))
     summary = {
         "layer": layer,
         "threshold": threshold,
         "standardised": options.standardise,
-        "rows": int(store.ok.sum()),
+        "rows": num_ok,
         "groups": len(groups),
-        "rows_in_groups": sum(map(len, groups)),
+        "rows_in_groups": num_in_groups,
         "copies_of_files": num_copies,
         "groups_of_several_classes": len(mixed),
         "file": str(path),
     }
+    of_several = counted(len(mixed), "group has", "groups have")
     rows = [
         ("layer", layer),
         (
             "threshold",
             f"a cosine of {threshold:g}{' of standardised values' if options.standardise else ''}",
         ),
-        (
-            "rows",
-            f"{summary['rows_in_groups']} of {summary['rows']} in {counted(len(groups), 'group')}",
-        ),
-        (
-            "classes",
-            f"{counted(len(mixed), 'group has', 'groups have')} images of several classes",
-        ),
+        ("rows", f"{num_in_groups} of {num_ok} in {counted(len(groups), 'group')}"),
+        ("classes", f"{of_several} images of several classes"),
         ("copies", f"{counted(num_copies, 'row')} of the same file as the first of its group"),
         ("file", str(path)),
     ]
-    largest = sorted(groups, key=len, reverse=True)[:5]
     lines = [
         f"{len(group)} rows: {', '.join(store.keys[group[:3]])}{', ...' if len(group) > 3 else ''}"
-        for group in largest
+        for group in sorted(groups, key=len, reverse=True)[:5]
     ]
-    print_summary(config, summary, "\n".join([facts(rows), *([""] if lines else []), *lines]))
+    print_summary(config, summary, rows, "\n".join(lines) if lines else None)
     return 0
 
 
 def _members(
     store: FeatureStore, vectors: LayerVectors, groups: list[npt.NDArray[np.int64]]
 ) -> Iterable[tuple[Any, ...]]:
-    """Yield the lines of duplicates.csv, one per row of a group."""
     from featx.analysis.similarity import cosines_to_first
 
     images = store.image_checksums

@@ -6,8 +6,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Unpack
 
+from featx.base import size_text
 from featx.config import Config, ExportConfig
-from featx.export import describe_export, run_export
+from featx.errors import counted
+from featx.export import run_export
 from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary, with_keywords
 from featx.jobs.keywords import ExportOptions
 
@@ -34,7 +36,21 @@ def export_store(**keys: Unpack[ExportOptions]) -> Path:
 def run(config: Config, config_yaml: str) -> int:
     """Write the export and print how to open it; returns the exit code 0."""
     summary = run_export(config)
-    print_summary(config, summary, describe_export(summary))
+    rows = f"{summary['rows']}"
+    if failed := summary["failures"]:
+        rows += f", {failed} of them failed: NaN"
+    if left_out := summary["left_out"]:
+        rows += f"; {counted(left_out, 'row', 'rows')} without features left out"
+    about = [
+        ("format", summary["format"]),
+        ("layers", ", ".join(summary["layers"])),
+        ("columns", ", ".join(summary["columns"]) or None),
+        ("rows", rows),
+        ("files", f"{summary['files']}, {size_text(summary['bytes'])}"),
+        ("seconds", "already complete" if summary["already"] else f"{summary['seconds']:.1f}"),
+        ("folder", summary["folder"]),
+    ]
+    print_summary(config, summary, about, summary["opening"])
     return 0
 
 

@@ -75,12 +75,7 @@ JOBS.register(
         input=Input.IMAGES,
         reads=(
             *RUN_OPTIONS,
-            "executor",
-            "retry_failed",
-            "refresh",
-            "log.metrics",
-            "tensorboard",
-            "profile",
+            *("executor", "retry_failed", "refresh", "log.metrics", "tensorboard", "profile"),
         ),
         makes_store=True,
     )

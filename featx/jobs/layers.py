@@ -111,7 +111,11 @@ def _names(config: Config, engine: Engine, traced: Trace) -> list[str]:
     row_names = []
     for name, _ in [] if config.layers is None else layer_requests(config):
         if name.partition(":")[0] in PRESETS:
-            row_names += [_row_name(point) for point in _points(name, engine, traced)]
+            for point in _points(name, engine, traced):
+                # The embedding is that of another layer, whose row is listed.
+                is_output = point.capture == "output"
+                layer = point.layer if is_output else f"{point.layer}:{point.capture}"
+                row_names.append(layer if point.name == "embedding" else point.name)
         else:
             row_names.append(name)
     return row_names
@@ -125,13 +129,6 @@ def _points(request: str, engine: Engine, traced: Trace) -> list[CapturePoint]:
     requests = [(request, ReduceConfig())]
     chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
     return [point for point, _ in chosen]
-
-
-def _row_name(point: CapturePoint) -> str:
-    """Return the name of the row of a capture point; the embedding is that of another layer."""
-    if point.name != "embedding":
-        return point.name
-    return point.layer if point.capture == "output" else f"{point.layer}:{point.capture}"
 
 
 def _table_contents(
@@ -205,12 +202,10 @@ def _first_image(
 
 
 def _where(config: Config) -> str:
-    """Return the path of the data set, or its kind."""
     return config.data.root or f"data={config.data.name}"
 
 
 def _heading(config: Config, engine: Engine, image: str) -> list[tuple[str, str]]:
-    """Describe model, image and computation."""
     backbone, compute = engine.backbone, engine.compute
     height, width = backbone.preprocess.crop
     auto = " (precision=auto stays fp32 here)" if config.precision == "auto" else ""
@@ -238,7 +233,6 @@ def _trace(engine: Engine, config: Config) -> Trace:
 
 
 def _watch(engine: Engine, images: torch.Tensor) -> None:
-    """Print every call during one forward pass."""
     from featx.layers import log_forward
 
     print_result(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from featx.base import command_text, facts, size_text, table
+from featx.base import command_text, facts, size_text
 from featx.config import Config, ModelsConfig
 from featx.errors import counted, nearest
-from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.base import JOBS, Input, Job, Table, print_summary
 from featx.models import (
     LIBRARIES,
     RECOMMENDED,
@@ -30,39 +30,33 @@ def run(config: Config, config_yaml: str) -> int:
     """Print recommended models, or the models that match a query; returns the exit code 0."""
     disk = WeightsOnDisk()
     models = listed_models(disk.transformers_models())
-    result = (
-        _overview(models, disk)
-        if config.models.query is None
-        else _search(config.models.query, config.models.limit, models, disk)
-    )
-    print_summary(config, *result)
+    if config.models.query is None:
+        print_summary(config, *_overview(models, disk))
+    else:
+        print_summary(config, *_search(config.models.query, config.models.limit, models, disk))
     return 0
 
 
-def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> tuple[dict[str, Any], str]:
-    """Return the libraries and the recommended models, in JSON types and as text."""
+def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> Iterator[Any]:
+    """Yield the libraries and the recommended models as JSON types, and sections that show them."""
     libraries = {library.name: _library_text(library.name, models) for library in LIBRARIES}
     libraries = {name: text for name, text in libraries.items() if text}
     entry_of_option = {entry.option: entry for entry in models}
     entries = [entry_of_option[option] for option in RECOMMENDED if option in entry_of_option]
-    summary = {
+    yield {
         "libraries": libraries,
         "recommended": [
             {**_as_json(entry, disk), "when": RECOMMENDED[entry.option]} for entry in entries
         ],
     }
-    search = [
+    yield list(libraries.items())
+    yield _table(entries, disk)
+    yield _notes(entries) or None
+    yield [
         ("search", command_text("job=models", "models.query=dino")),
         ("layers", command_text("job=layers", "model=resnet50")),
         ("when", "docs/backbones.md says which model fits which task"),
     ]
-    text = [
-        facts(list(libraries.items())),
-        _table(entries, disk),
-        *_facts(_notes(entries)),
-        facts(search),
-    ]
-    return summary, "\n\n".join(text)
 
 
 def _library_text(name: str, models: Sequence[CatalogueEntry]) -> str:
@@ -81,39 +75,38 @@ def _library_text(name: str, models: Sequence[CatalogueEntry]) -> str:
 
 def _search(
     query: str, limit: int, models: Sequence[CatalogueEntry], disk: WeightsOnDisk
-) -> tuple[dict[str, Any], str]:
-    """Return the models that match a query, in JSON types and as text."""
+) -> Iterator[Any]:
+    """Yield the models that match a query as JSON types, and sections that show them."""
     names = {entry.name for entry in models}
     matches, families = search_models(query, models), search_families(query)
     hint_text = "" if query in names else hint(query).strip()
-    summary = {
+    yield {
         "query": query,
         "hint": hint_text,
         "families": families,
         "models": [_as_json(entry, disk) for entry in matches],
     }
-    wrapped = [facts([("", hint_text)]).strip()] if hint_text else []
+    yield facts([("", hint_text)]).strip() if hint_text else None
     notes = [("transformers", _families_text(families))] if families else []
     if not matches:
         near = "" if hint_text or families else nearest(query, sorted(names))
-        answer = f"No {'listed model' if families else 'model'} matches {query!r}.{near}"
-        return summary, "\n\n".join([*wrapped, answer, *_facts(notes)])
+        yield f"No {'listed model' if families else 'model'} matches {query!r}.{near}"
+        yield notes or None
+        return
     count = counted(len(matches), "model matches", "models match")
     first_matches = matches[:limit]
     more = f"; the first {limit} of them, all with models.limit={len(matches)}"
-    title = f"{count} {query!r}{more if len(matches) > limit else ''}"
-    notes = [*_notes(first_matches), *notes]
-    return summary, "\n\n".join([*wrapped, title, _table(first_matches, disk), *_facts(notes)])
+    yield f"{count} {query!r}{more if len(matches) > limit else ''}"
+    yield _table(first_matches, disk)
+    yield [*_notes(first_matches), *notes] or None
 
 
-def _table(entries: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> str:
-    """Format the figures of models."""
+def _table(entries: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> Table:
     header = ("model=", "library", "embedding", "input", "parameters", "on disk", "licence")
-    return table(header, [_cells(entry, disk) for entry in entries], left=2)
+    return Table(header, [_cells(entry, disk) for entry in entries], left=2)
 
 
 def _cells(entry: CatalogueEntry, disk: WeightsOnDisk) -> tuple[str, ...]:
-    """Return the cells of one row."""
     height, width = entry.input_size or (0, 0)
     side = "" if not height else str(height) if height == width else f"{height}x{width}"
     millions = "" if entry.parameters is None else f"{entry.parameters / 1e6:.1f} M"
@@ -147,11 +140,6 @@ def _families_text(families: Sequence[str]) -> str:
         f"{one} {', '.join(families)}: model=transformers model.name=FOLDER, a folder of "
         "save_pretrained, or owner/model of the Hugging Face Hub"
     )
-
-
-def _facts(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Return rows as one paragraph; none without rows."""
-    return [facts(rows)] if rows else []
 
 
 def _notes(entries: Sequence[CatalogueEntry]) -> list[tuple[str, str]]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import CountProgress, facts, table
+from featx.base import CountProgress
 from featx.config import Config, OutliersConfig
-from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.base import JOBS, Input, Job, Table, print_summary
 from featx.jobs.similarity_files import (
     chosen_layer,
     class_name,
@@ -55,11 +55,11 @@ def run(config: Config, config_yaml: str) -> int:
         ("rows", f"{len(found.rows)}"),
         ("file", str(path)),
     ]
-    tables = [facts(rows), _table("far from all rows", "distance", summary["farthest"])]
+    tables = [_table("far from all rows", "distance", summary["farthest"])]
     if len(set(store.labels[found.rows].tolist())) > 1:
         title = "far from their class"
         tables.append(_table(title, "class_distance", summary["farthest_in_class"]))
-    print_summary(config, summary, "\n\n".join(tables))
+    print_summary(config, summary, rows, *tables)
     return 0
 
 
@@ -94,13 +94,13 @@ def _described(
     return described
 
 
-def _table(title: str, distance: str, described: list[dict[str, Any]]) -> str:
-    """Format the first rows of a ranking."""
+def _table(title: str, distance: str, described: list[dict[str, Any]]) -> Table:
+    """Return the first rows of a ranking."""
     cells = [
         (one["key"], one["class"] or "-", f"{one[distance]:.4f}", one["nearest_key"])
         for one in described
     ]
-    return table((title, "class", "distance", "nearest row"), cells, left=2)
+    return Table((title, "class", "distance", "nearest row"), cells, left=2)
 
 
 JOBS.register(

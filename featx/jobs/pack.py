@@ -23,7 +23,6 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _check(config: Config) -> None:
-    """Refuse a store in an object store."""
     root = config.store or config.out
     if is_url(root):
         raise ConfigError(

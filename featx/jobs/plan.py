@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from featx.analysis import FEATURES
-from featx.base import facts, shown_path, size_text, time_text
+from featx.base import shown_path, size_text, time_text
 from featx.config import Config
 from featx.errors import counted
-from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, Section, print_summary
 from featx.pipeline import (
     FeatureOutput,
     RunContext,
@@ -31,7 +30,7 @@ def run(config: Config, config_yaml: str) -> int:
     """Print time, disk space, memory and what they rest on; returns the exit code 0."""
     with build_run_context(config, config_yaml, FEATURES, FeatureOutput(config)) as context:
         plan = _plan(config, context)
-        print_summary(config, plan, _text(context, plan))
+        print_summary(config, plan, *_sections(context, plan))
     return 0
 
 
@@ -48,6 +47,11 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
     batch = compute.batch_size * 3 * height * width * 4
     is_small = stored <= LARGEST_PACKED_BYTES
     packs = config.pack is True or (config.pack == "auto" and is_small)
+    disk_free = None
+    if not is_url(config.out):
+        root = parse_path(config.out)
+        # The run deletes what earlier ones have left over.
+        disk_free = AtomicFolder(root).free_bytes() + leftover_bytes(root)
     return {
         "rows": num_rows,
         "layers": {
@@ -58,17 +62,12 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
         "part_rows": context.part_rows,
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
-        "disk_free": None if is_url(config.out) else _free_bytes(parse_path(config.out)),
+        "disk_free": disk_free,
         "memory": context.engine.weight_bytes + held + 6 * batch,
         "images_per_second_model": 1 / context.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
         "seconds": num_rows * max(context.model_s, seconds_read or 0.0),
     }
-
-
-def _free_bytes(root: Path) -> int:
-    """Return the bytes available to a store, including leftovers that the run will delete."""
-    return AtomicFolder(root).free_bytes() + leftover_bytes(root)
 
 
 def _seconds_per_image_read(context: RunContext) -> float | None:
@@ -80,58 +79,39 @@ def _seconds_per_image_read(context: RunContext) -> float | None:
     return (time.perf_counter() - started_at) / count
 
 
-def _text(context: RunContext, plan: dict[str, Any]) -> str:
-    """Format the plan for people: the answer, what it rests on, and the command that follows."""
-    out = context.config.out
-    device, *others = describe_computation(context)
+def _sections(context: RunContext, plan: dict[str, Any]) -> list[Section]:
+    """Describe the plan for people: the answer, what it rests on, and the command that follows."""
+    needed, free, peak = (
+        None if plan[name] is None else size_text(plan[name])
+        for name in ("disk_needed", "disk_free", "disk_needed_while_packing")
+    )
+    answer = (
+        f"{counted(plan['rows'], 'image')}: about {time_text(plan['seconds'])} after the start, "
+        f"{needed} of features."
+    )
+    # The disk has to hold the parts and the packed file.
+    if free is not None and plan["disk_free"] <= plan["disk_needed_while_packing"]:
+        answer += "\nNOT ENOUGH disk space: choose another out=DIR, a reduction, or pack=false."
+    disk = f"{needed}, in an object store"
+    if free is not None:
+        disk = f"{needed}, {peak} at the peak; {free} free"
+    model, read = plan["images_per_second_model"], plan["images_per_second_read"]
+    if read is None:
+        speed = f"model {model:.1f} images/s; no image could be read"
+    else:
+        limit = "the model" if model <= read else "reading images"
+        speed = f"model {model:.1f} images/s, reading {read:.1f} images/s: limited by {limit}"
     rows = [
         *describe_request(context),
         ("layers", layers_text(context)),
-        *([("left out", "\n".join(context.left_out))] if context.left_out else []),
-        ("disk", _disk_text(plan)),
+        ("left out", "\n".join(context.left_out) or None),
+        ("disk", disk),
         ("memory", f"about {size_text(plan['memory'])} besides PyTorch"),
-        ("speed", _speed_text(plan)),
-        device,
-        *others,
-        ("output", f"{shown_path(parse_path(out))}, nothing was written"),
+        ("speed", speed),
+        *describe_computation(context),
+        ("output", f"{shown_path(parse_path(context.config.out))}, nothing was written"),
     ]
-    return f"{_answer(plan)}\n\n{facts(rows)}\n\nThe same command without job=plan runs it."
-
-
-def _answer(plan: dict[str, Any]) -> str:
-    """Return a sentence on time and disk space, and one on what is in the way."""
-    answer = (
-        f"{counted(plan['rows'], 'image')}: about {time_text(plan['seconds'])} after the start, "
-        f"{size_text(plan['disk_needed'])} of features."
-    )
-    if plan["disk_free"] is None or _fits(plan):
-        return answer
-    return f"{answer}\nNOT ENOUGH disk space: choose another out=DIR, a reduction, or pack=false."
-
-
-def _fits(plan: dict[str, Any]) -> bool:
-    """Return whether the disk has room for the parts and the packed file."""
-    return bool(plan["disk_free"] > plan["disk_needed_while_packing"])
-
-
-def _disk_text(plan: dict[str, Any]) -> str:
-    """Describe the disk space needed and free."""
-    needed = size_text(plan["disk_needed"])
-    if plan["disk_free"] is None:
-        return f"{needed}, in an object store"
-    return (
-        f"{needed}, {size_text(plan['disk_needed_while_packing'])} at the peak; "
-        f"{size_text(plan['disk_free'])} free"
-    )
-
-
-def _speed_text(plan: dict[str, Any]) -> str:
-    """Describe the speed of model and reading, and which of them is the limit."""
-    model, read = plan["images_per_second_model"], plan["images_per_second_read"]
-    if read is None:
-        return f"model {model:.1f} images/s; no image could be read"
-    limit = "the model" if model <= read else "reading images"
-    return f"model {model:.1f} images/s, reading {read:.1f} images/s: limited by {limit}"
+    return [answer, rows, "The same command without job=plan runs it."]
 
 
 JOBS.register(

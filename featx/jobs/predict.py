@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from featx.base import csv_bytes, facts, log_message, shown_path, table
+from featx.base import csv_bytes, facts, log_message, shown_path
 from featx.config import Config
 from featx.errors import ConfigError, counted
-from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
+from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, Section, Table, print_summary
 from featx.pipeline import exit_code
 from featx.storage import AtomicFolder
 
 if TYPE_CHECKING:
-    from featx.analysis import Prediction, Predictions
+    from featx.analysis import Predictions
 
 PREDICTIONS_CSV, PREDICTIONS_HTML = "predictions.csv", "predictions.html"
 _SEPARATOR = ";"
@@ -50,22 +49,21 @@ def run(config: Config, config_yaml: str) -> int:
     disk.make_folder(disk.root)
     path = disk.root / PREDICTIONS_CSV
     disk.replace_unlocked(path, image_predictions_csv(predictions))
-    page: Path | None = disk.root / PREDICTIONS_HTML
-    if predictions.task == "classification":
+    page = disk.root / PREDICTIONS_HTML
+    has_page = predictions.task == "classification"
+    if has_page:
         html = render_predictions(predictions, config.data, disk.root.name)
-        disk.replace_unlocked(disk.root / PREDICTIONS_HTML, html.encode())
+        disk.replace_unlocked(page, html.encode())
     else:
-        disk.remove(disk.root / PREDICTIONS_HTML)  # the page of an earlier run
-        page = None
-    summary = _summary(predictions, path, page)
-    print_summary(config, summary, _text(summary))
+        disk.remove(page)  # the page of an earlier run
+    summary = _summary(predictions, path, page if has_page else None)
+    print_summary(config, summary, *_sections(summary))
     return exit_code(
         config, summary["rows"], summary["failures"], f"They have their reason in {path}."
     )
 
 
 def _layer(config: Config) -> str | None:
-    """Return the layer whose head is used; None takes the best one."""
     layer = config.layers
     if isinstance(layer, list | tuple) and len(layer) == 1:
         layer = layer[0]
@@ -97,23 +95,22 @@ def image_predictions_csv(predictions: Predictions) -> bytes:
             scores: list[Any] = []
             if has_scores:
                 scores = [""] * len(names) if np.isnan(row_scores).any() else list(row_scores)
-            columns = _predicted_columns(predictions.task, row, row_scores)
+            # Columns of what was predicted are empty if the image failed.
+            if predictions.task == "regression":
+                columns = ["" if row.value is None else str(row_scores[0])]
+            elif predictions.task == "multilabel":
+                columns = [_SEPARATOR.join(row.labels)]
+            else:
+                columns = [
+                    row.label or "",
+                    "" if row.probability is None else str(row_scores.max()),
+                ]
             yield [row.key, *columns, row.status, row.reason, *scores]
 
     return csv_bytes(lines())
 
 
-def _predicted_columns(task: str, row: Prediction, scores: npt.NDArray[np.float32]) -> list[str]:
-    """Return the columns of what was predicted for an image, empty ones if it failed."""
-    if task == "regression":
-        return ["" if row.value is None else str(scores[0])]
-    if task == "multilabel":
-        return [_SEPARATOR.join(row.labels)]
-    return [row.label or "", "" if row.probability is None else str(scores.max())]
-
-
 def _summary(predictions: Predictions, path: Path, page: Path | None) -> dict[str, Any]:
-    """Return counts and speed in JSON types."""
     counts = Counter(row.label for row in predictions.rows if row.label is not None)
     counts.update(label for row in predictions.rows for label in row.labels)
     values = [row.value for row in predictions.rows if row.value is not None]
@@ -137,27 +134,25 @@ def _summary(predictions: Predictions, path: Path, page: Path | None) -> dict[st
     }
 
 
-def _text(summary: dict[str, Any]) -> str:
-    """Format the summary for people."""
+def _sections(summary: dict[str, Any]) -> list[Section]:
     rate = summary["images_per_second"]
     speed = f", {rate:.1f} images/s" if rate else ""
     images = counted(summary["rows"], "image")
-    parts = [f"Done: {images}, {summary['failures']} failed{speed}."]
+    sections: list[Section] = [f"Done: {images}, {summary['failures']} failed{speed}."]
     cells = [(name, str(count)) for name, count in summary["classes"].items()]
-    if len(cells) > _SHOWN_CLASSES:
+    if (num_others := len(cells) - _SHOWN_CLASSES) > 0:
         num_rest = sum(list(summary["classes"].values())[_SHOWN_CLASSES:])
-        cells = [*cells[:_SHOWN_CLASSES], (f"{len(cells) - _SHOWN_CLASSES} others", str(num_rest))]
+        cells = [*cells[:_SHOWN_CLASSES], (f"{num_others} others", str(num_rest))]
     if cells:
         heading = "label" if summary["task"] == "multilabel" else "class"
-        parts.append(table((heading, "images"), cells))
+        sections.append(Table((heading, "images"), cells))
     if values := summary["values"]:
         cells = [(name, f"{values[name]:.6g}") for name in ("min", "mean", "max")]
-        parts.append(table((f"predicted {values['column']}", ""), cells))
-    files = [shown_path(summary["file"])]
+        sections.append(Table((f"predicted {values['column']}", ""), cells))
+    files = shown_path(summary["file"])
     if summary["page"] is not None:
-        files.append(f"{shown_path(summary['page'])}  doubtful images first")
-    parts.append(facts([("wrote", "\n".join(files))]))
-    return "\n\n".join(parts)
+        files += f"\n{shown_path(summary['page'])}  doubtful images first"
+    return [*sections, [("wrote", files)]]
 
 
 def _check(config: Config) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
-from featx.base import facts, log_message, size_text
+from featx.base import log_message, size_text
 from featx.config import Config, ReportConfig
 from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary, with_keywords
 from featx.jobs.keywords import ReportOptions
@@ -38,12 +38,6 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.export.report import run_report  # which imports torch
 
     summary = run_report(config, log_message)
-    print_summary(config, summary, _text(summary))
-    return 0
-
-
-def _text(summary: dict[str, Any]) -> str:
-    """Format the result for people."""
     thumbnails = str(summary["thumbnails"])
     if undecoded := summary["thumbnails_not_decoded"]:
         thumbnails += f"; {undecoded} cannot be decoded now"
@@ -53,12 +47,13 @@ def _text(summary: dict[str, Any]) -> str:
         ("layers", ", ".join(summary["layers"])),
         ("rows", f"{summary['rows_used']} used"),
         ("thumbnails", thumbnails),
-        *([] if summary["complete"] else [("warning", "the store is not complete")]),
+        ("warning", None if summary["complete"] else "the store is not complete"),
         ("seconds", f"{summary['seconds']:.1f}"),
         ("size", size_text(summary["bytes"])),
         ("file", summary["file"]),
     ]
-    return facts(rows)
+    print_summary(config, summary, rows)
+    return 0
 
 
 JOBS.register(

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from featx.base import (
     WIDTH,
     announcements,
-    facts,
     is_notebook,
     percent_text,
     print_result,
     shown_path,
-    table,
 )
 from featx.config import Config, StatsConfig, given_by_value, without_object
 from featx.errors import ConfigError, counted
@@ -24,6 +22,9 @@ from featx.jobs.base import (
     RUN_OPTIONS,
     Input,
     Job,
+    Section,
+    Table,
+    as_text,
     config_of_call,
     print_summary,
     with_keywords,
@@ -71,7 +72,7 @@ def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Stati
         else:
             summary = stats_of_store(config)
     if is_verbose:
-        print_result(_text(summary))
+        print_result(as_text(*_sections(summary)))
     return Statistics(summary["file"])
 
 
@@ -85,10 +86,10 @@ def run(config: Config, config_yaml: str) -> int:
 
     if config.store is not None:
         summary = stats_of_store(config)
-        print_summary(config, summary, _text(summary))
+        print_summary(config, summary, *_sections(summary))
         return 0
     summary = run_stats(config, config_yaml)
-    print_summary(config, summary, _text(summary))
+    print_summary(config, summary, *_sections(summary))
     failures = Path(config.out) / FAILURES_CSV
     return exit_code(
         config,
@@ -99,14 +100,17 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 _VALUES = ("layer", "rows", "features", "smallest", "largest", "mean", "std from", "to")
+_NORMS = (
+    "layer", "patches", "norm of patches:\nmedian", "99 %", "largest", "outlier\nfrom",
+    "share of\noutliers", "norm of\nprefix tokens",
+)  # fmt: skip
 _SPREAD = (
     "layer", "total variance", "participation\nratio", "\nRankMe",
     "share of variance in\n10 / 50 / 100 directions",
 )  # fmt: skip
 
 
-def _text(summary: dict[str, Any]) -> str:
-    """Format the result for people, with three lines of code that open it."""
+def _sections(summary: dict[str, Any]) -> list[Section]:
     done_text = (
         f"Done: {counted(summary['rows'], 'image')}, {summary['failures']} failed and left out"
     )
@@ -115,53 +119,26 @@ def _text(summary: dict[str, Any]) -> str:
         done_text += f", {rate:.1f} images/s" if rate else ", nothing was left to do"
     limit = summary.get("bottleneck")
     done_text += f". Limited by {limit}." if limit else "."
-    layers = summary["layers"].items()
-    parts = [
-        textwrap.fill(done_text, WIDTH),
-        table(_VALUES, [_values(name, layer) for name, layer in layers]),
-        table(_SPREAD, [_spread(name, layer) for name, layer in layers]),
-    ]
-    norms = [(name, layer["token_norms"]) for name, layer in layers if layer["token_norms"]]
-    if norms:
-        parts.append(_norms_table(norms))
-    parts += [
-        textwrap.fill(f"{name}: no norms of tokens, as {layer['no_token_norms']}", WIDTH)
-        for name, layer in layers
-        if layer["no_token_norms"]
-    ]
-    distances = [
-        f"Fréchet distance of {layer}: {_number(distance)}"
-        for layer, distance in summary["frechet"].items()
-    ]
-    path = shown_path(summary["file"])
-    layer = next(iter(summary["layers"]))
-    opening = (
-        "import featx\n"
-        f"stats = featx.open_stats({json.dumps(path, ensure_ascii=False)})\n"
-        f"stats[{json.dumps(layer)}].mean\n"
-        "# (D,) float64; also .covariance(), .second_moment, .count"
-    )
-    rows = facts([("file", path)])
-    return "\n\n".join([*parts, *(["\n".join(distances)] if distances else []), rows, opening])
-
-
-def _values(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
-    """Return one row of the table of values."""
+    layers = summary["layers"]
     numbers = ("smallest", "largest", "mean", "std_min", "std_max")
-    counts = (str(layer["rows"]), str(layer["features"]))
-    return (name, *counts, *(_number(layer[key]) for key in numbers))
-
-
-def _spread(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
-    """Return one row of the table of variances."""
-    shares = [percent_text(share) for share in (layer["first"] or {}).values()]
-    numbers = (_number(layer[key]) for key in ("total_variance", "participation_ratio", "rank_me"))
-    return (name, *numbers, " / ".join(shares) or "-")
-
-
-def _norms_table(layers: list[tuple[str, dict[str, Any]]]) -> str:
-    """Format a table of the norms of tokens, with one row per layer."""
-    rows = [
+    values = [
+        (
+            name,
+            str(about["rows"]),
+            str(about["features"]),
+            *(_number(about[key]) for key in numbers),
+        )
+        for name, about in layers.items()
+    ]
+    of_variance = ("total_variance", "participation_ratio", "rank_me")
+    spreads = []
+    for name, about in layers.items():
+        shares = " / ".join(percent_text(share) for share in (about["first"] or {}).values())
+        spreads.append((name, *(_number(about[key]) for key in of_variance), shares or "-"))
+    sections: list[Section] = [
+        textwrap.fill(done_text, WIDTH), Table(_VALUES, values), Table(_SPREAD, spreads),
+    ]  # fmt: skip
+    norms = [
         (
             name,
             "{} x {}".format(*norms["grid"]),
@@ -169,19 +146,30 @@ def _norms_table(layers: list[tuple[str, dict[str, Any]]]) -> str:
             f"{_number(100 * norms['share'])} %",
             ", ".join(_number(each["mean"]) for each in norms["prefix"]) or "-",
         )
-        for name, norms in layers
+        for name, about in layers.items()
+        if (norms := about["token_norms"])
     ]
-    header = (
-        "layer",
-        "patches",
-        "norm of patches:\nmedian",
-        "99 %",
-        "largest",
-        "outlier\nfrom",
-        "share of\noutliers",
-        "norm of\nprefix tokens",
+    if norms:
+        sections.append(Table(_NORMS, norms))
+    sections += [
+        textwrap.fill(f"{name}: no norms of tokens, as {about['no_token_norms']}", WIDTH)
+        for name, about in layers.items()
+        if about["no_token_norms"]
+    ]
+    distances = [
+        f"Fréchet distance of {layer}: {_number(distance)}"
+        for layer, distance in summary["frechet"].items()
+    ]
+    if distances:
+        sections.append("\n".join(distances))
+    path = shown_path(summary["file"])
+    opening = (
+        "import featx\n"
+        f"stats = featx.open_stats({json.dumps(path, ensure_ascii=False)})\n"
+        f"stats[{json.dumps(next(iter(layers)))}].mean\n"
+        "# (D,) float64; also .covariance(), .second_moment, .count"
     )
-    return table(header, rows)
+    return [*sections, [("file", path)], opening]
 
 
 def _number(value: float | None) -> str:

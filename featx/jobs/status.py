@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from featx.base import facts, time_text
+from featx.base import time_text
 from featx.config import Config, StatusConfig
 from featx.errors import StoreError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
@@ -31,47 +31,45 @@ def run(config: Config, config_yaml: str) -> int:
     for i, status in enumerate(statuses(root) if config.status.watch else [store_status(root)]):
         if i and not config.job.json:
             sys.stdout.write(_CLEAR if sys.stdout.isatty() else "\n")
-        print_summary(config, status.as_dict(), status_text(status))
+        print_summary(config, status.as_dict(), _facts(status))
     return 0
 
 
 def statuses(root: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[StoreStatus]:
     """Read the status every INTERVAL_S seconds, the last time when the run has ended."""
     yield (status := store_status(root))
-    while not has_ended(status):
+    while not _has_ended(status):
         sleep(INTERVAL_S)
         yield (status := store_status(root))
 
 
-def has_ended(status: StoreStatus) -> bool:
+def _has_ended(status: StoreStatus) -> bool:
     """Return whether every part is committed and no process is at work any more, as in packing."""
     return status.complete and not any(record.is_alive for record in status.workers)
 
 
-def status_text(status: StoreStatus) -> str:
-    """Format the status for people."""
+def _facts(status: StoreStatus) -> list[tuple[str, str | None]]:
     share = status.rows_done / status.rows if status.rows else 1.0
-    rows = [
+    speed, left, age = status.rows_per_second, status.seconds_left, status.last_commit_age_s
+    queues = [("queue", _queue_text(record)) for record in status.workers if record.queue]
+    return [
         ("store", str(status.root)),
         ("rows", f"{status.rows_done} of {status.rows}, {share:.1%}"),
         ("parts", f"{status.parts_done} of {status.parts}" + (", packed" if status.packed else "")),
         ("failures", str(status.failures)),
+        *(
+            []
+            if status.complete
+            else [
+                ("rows/s", "not known yet" if speed is None else f"{speed:.1f}"),
+                ("left", "not known" if left is None else time_text(left)),
+            ]
+        ),
+        ("last part", None if age is None else f"{time_text(age)} ago"),
+        *queues,
+        ("workers", "\n".join(map(_worker_text, status.workers)) or None),
+        ("stuck", "\n".join(status.stuck) or None),
     ]
-    if not status.complete:
-        speed = status.rows_per_second
-        rows.append(("rows/s", "not known yet" if speed is None else f"{speed:.1f}"))
-        seconds_left = status.seconds_left
-        left_text = "not known" if seconds_left is None else time_text(seconds_left)
-        rows.append(("left", left_text))
-    if (age := status.last_commit_age_s) is not None:
-        rows.append(("last part", f"{time_text(age)} ago"))
-    for driver in (record for record in status.workers if record.queue):
-        rows.append(("queue", _queue_text(driver)))
-    if status.workers:
-        rows.append(("workers", "\n".join(map(_worker_text, status.workers))))
-    if status.stuck:
-        rows.append(("stuck", "\n".join(status.stuck)))
-    return facts(rows)
 
 
 def _queue_text(driver: HeartbeatRecord) -> str:
@@ -84,7 +82,6 @@ def _queue_text(driver: HeartbeatRecord) -> str:
 
 
 def _worker_text(record: HeartbeatRecord) -> str:
-    """Describe one process that writes the store."""
     values = record.values
     state = "alive" if record.is_alive else "silent"
     text = f"{values['what']}  pid {values['pid']} on {values['host']}  {state}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,9 @@ def run(config: Config, config_yaml: str) -> int:
     if config.verify.reextract_rows and not report.damages:
         reextracted = recheck_rows(config, root, _manifest(root), config.verify.reextract_rows)
         summary["reextracted"] = reextracted.as_dict()
-    code = _code_of(root) if report.damages else None
-    print_summary(config, summary, _text(report, images, reextracted, code))
+    rows = _facts(report, images, reextracted)
+    conclusion = _conclusion(report, images, reextracted)
+    print_summary(config, summary, f"{facts(rows)}\n{conclusion}")
     if report.damages or images.changed or (reextracted is not None and reextracted.different):
         return EXIT_DAMAGED
     return EXIT_INCOMPLETE if report.missing else 0
@@ -122,13 +123,9 @@ def _manifest(root: Path) -> Manifest:
     return manifest
 
 
-def _text(
-    report: DamageReport,
-    images: ImagesReport,
-    reextracted: ReproducibilityReport | None,
-    code: str | None,
-) -> str:
-    """Format the result for people."""
+def _facts(
+    report: DamageReport, images: ImagesReport, reextracted: ReproducibilityReport | None
+) -> list[tuple[str, str]]:
     rows = [
         ("store", str(report.root)),
         ("rows", str(report.num_rows)),
@@ -139,8 +136,8 @@ def _text(
         ),
     ]
     if report.missing:
-        names = ", ".join(report.missing[:3]) + (", ..." if len(report.missing) > 3 else "")
-        rows.append(("missing", f"{counted(len(report.missing), 'part')}: {names}"))
+        parts = counted(len(report.missing), "part")
+        rows.append(("missing", f"{parts}: {_first(report.missing, 3)}"))
     if report.damages:
         lines = [f"{damage.path.name}: {damage.what}" for damage in report.damages[:20]]
         if more := len(report.damages) - len(lines):
@@ -154,7 +151,12 @@ def _text(
             f"{len(reextracted.different)} different"
         )
         rows.append(("reextracted", "\n".join([text, *reextracted.different[:20]])))
-    return f"{facts(rows)}\n{_conclusion(report, images, reextracted, code)}"
+    return rows
+
+
+def _first(names: Sequence[str], most: int) -> str:
+    """Return the first names, with an ellipsis for the others."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _images_text(images: ImagesReport) -> str:
@@ -168,22 +170,19 @@ def _images_text(images: ImagesReport) -> str:
         (images.gone, "not there any more, so their rows were not compared"),
     ):
         if keys:
-            names = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
-            lines.append(f"{len(keys)} {state}: {names}")
+            lines.append(f"{len(keys)} {state}: {_first(keys, 10)}")
     if images.unknown:
         lines.append(unknown_images_text(images.unknown))
     return "\n".join(lines)
 
 
 def _conclusion(
-    report: DamageReport,
-    images: ImagesReport,
-    reextracted: ReproducibilityReport | None,
-    code: str | None,
+    report: DamageReport, images: ImagesReport, reextracted: ReproducibilityReport | None
 ) -> str:
     """Return one sentence on the state of the store, and what to do."""
     if report.damages:
-        options = " ".join(["verify.repair=true", *([] if code is None else [code])])
+        code = _code_of(report.root)
+        options = "verify.repair=true" if code is None else f"verify.repair=true {code}"
         return (
             f"The store is damaged. {options} moves damaged files to quarantine and extracts those "
             "rows again."

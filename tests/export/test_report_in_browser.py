@@ -31,6 +31,15 @@ EVIL = "<script>document.title='broken into'<"
 
 CONTRAST = Path(__file__).with_name("contrast.js").read_text(encoding="utf-8")
 
+COLOUR_CELLS = """([kind, share]) => {
+  const cells = document.querySelectorAll(".cell");
+  for (const cell of cells) {
+    cell.className = `cell ${kind}`;
+    cell.style.setProperty("--share", share);
+  }
+  return getComputedStyle(cells[0]).backgroundColor;
+}"""
+
 OVERFLOWING = """() => [...document.querySelectorAll("main *")].filter((e) =>
   e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".scroll, pre, .top, svg")
 ).map((e) => e.tagName + "." + e.className)"""
@@ -199,6 +208,19 @@ def test_a_cell_of_the_confusion_matrix_filters_the_errors(browser: Any, folder:
         assert predicted in page.locator("#gallery-filter").inner_text()
         page.click("#gallery-filter button")
         assert images.filter(visible=True).count() == every
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_in_cells_have_enough_contrast_to_every_colour(
+    browser: Any, folder: Path, scheme: str
+) -> None:
+    with opened(browser, folder / "report.html", scheme, 1360) as page:
+        grounds = set()
+        for step in range(21):
+            for kind in ("right", "wrong"):
+                grounds.add(page.evaluate(COLOUR_CELLS, [kind, step / 20]))
+                assert page.evaluate(CONTRAST) == []
+        assert len(grounds) == 42
 
 
 def test_a_class_filters_the_predictions(browser: Any, folder: Path) -> None:

@@ -17,12 +17,9 @@ from PIL import Image
 import featx
 from featx.export.report.charts import (
     class_errors,
-    colours,
     confusion_map,
     heat_map,
-    ink_on,
     line_plot,
-    luminance,
 )
 from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.layers import (
@@ -304,20 +301,6 @@ def test_only_the_classes_with_most_errors_are_in_the_matrix() -> None:
     assert (first["name"], first["recall"], first["precision"]) == ("7", 8 / 12, 1)
     assert first["predicted"] == [("31", 4)]
     assert (second["name"], second["recall"], second["precision"]) == ("31", 1, 32 / 36)
-
-
-def test_texts_in_cells_have_enough_contrast() -> None:
-    for kind in ("right", "wrong"):
-        for share in np.linspace(0, 1, 21):
-            style = dict(part.split(":") for part in colours(kind, float(share)).split(";"))
-            for ground, ink in (("--l", "--lt"), ("--d", "--dt")):
-                colour = tuple(int(style[ground][i : i + 2], 16) for i in (1, 3, 5))
-                light = luminance(colour)  # type: ignore[arg-type]
-                other = 0.0 if style[ink] == "#000" else 1.0
-                ratio = (max(light, other) + 0.05) / (min(light, other) + 0.05)
-                assert ratio >= 4.5
-    assert ink_on((255, 255, 255)) == "#000"
-    assert luminance((255, 255, 255)) == pytest.approx(1)
 
 
 def test_labels_of_lines_do_not_overlap_and_long_names_are_cut() -> None:

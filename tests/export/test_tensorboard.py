@@ -24,7 +24,7 @@ import featx
 from featx.base import digest
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError
-from featx.export.tensorboard.histogram import Histogram
+from featx.export.tensorboard.events import Histogram
 from featx.pipeline import Interrupted, feature_output
 from featx.sources import FolderSource
 from featx.store import load_manifest

@@ -37,12 +37,6 @@ LABEL_LENGTH = 16
 _CELL = 34
 """Side of a cell, in units of the style sheet, as all lengths here."""
 
-Colour = tuple[int, int, int]
-
-_LIGHT = {"right": ((214, 230, 245), (10, 74, 134)), "wrong": ((247, 214, 200), (176, 50, 26))}
-_DARK = {"right": ((31, 51, 72), (130, 188, 245)), "wrong": ((74, 42, 30), (255, 157, 133))}
-"""Colours of the smallest and the largest value; in dark mode small values are dark."""
-
 
 def class_errors(probes: Probes) -> list[dict[str, Any]]:
     """Return the classes with an error, those with the lowest recall first.
@@ -211,7 +205,7 @@ def heat_map(
         names: names of its rows, and of its columns.
         below: second lines of the row labels.
         cells: row and column -> text, title, kind ('right' is blue, 'wrong' orange) and style (CSS
-            variables of the colours). Others are empty.
+            variable of the strength of the colour). Others are empty.
 
     Returns:
         the same, with labels (names of at most LABEL_LENGTH characters, without the middle of
@@ -231,7 +225,8 @@ def heat_map(
 
 
 def _cell(kind: str, text: str, title: str, share: float) -> dict[str, str]:
-    return {"kind": kind, "text": text, "title": title, "style": colours(kind, share)}
+    """Describe a cell; the style sheet has the colours of the smallest and the largest share."""
+    return {"kind": kind, "text": text, "title": title, "style": f"--share:{share:.4g}"}
 
 
 def confusion_map(probes: Probes) -> dict[str, Any] | None:
@@ -277,30 +272,3 @@ def cka_map(similarity: Mapping[str, Any]) -> dict[str, Any] | None:
         title = f"{layers[i]} and {layers[j]}: {value:.2f}"
         cells[i, j] = _cell("right", f"{value:.2f}".lstrip("0"), title, share)
     return heat_map(list(layers), [""] * len(layers), cells)
-
-
-def colours(kind: str, share: float) -> str:
-    """Return the CSS variables of a cell, whose colour has a strength in [0, 1], in both modes."""
-    share = min(1.0, max(0.0, share))
-    variables = []
-    for mode, ramps in (("l", _LIGHT), ("d", _DARK)):
-        low, high = ramps[kind]
-        red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
-        ink = ink_on((red, green, blue))
-        variables.append(f"--{mode}:#{red:02x}{green:02x}{blue:02x};--{mode}t:{ink}")
-    return ";".join(variables)
-
-
-def ink_on(colour: Colour) -> str:
-    """Return black or white, whichever has more contrast to a colour: at least 4.58."""
-    light = luminance(colour)
-    return "#000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#fff"
-
-
-def luminance(colour: Colour) -> float:
-    """Return the relative luminance of an sRGB colour in [0, 255], as WCAG 2.2 defines it."""
-    linear = [
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-        for value in (channel / 255 for channel in colour)
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

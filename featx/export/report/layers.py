@@ -111,7 +111,6 @@ def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
 
 
 def _stored(store: FeatureStore, layer: str) -> str:
-    """Describe dtype, capture and reduction of a layer."""
     attrs = store[layer].attrs
     capture, reduced = str(attrs.get("capture", "")), str(attrs.get("reduce", ""))
     parts = [str(store[layer].dtype)]

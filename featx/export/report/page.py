@@ -282,7 +282,6 @@ def render(page: Page) -> str:
 
 
 def _render(page: Page) -> str:
-    """Render a page as HTML."""
     probes, task = page.probes, page.probes.task
     result = probes.result or {}
     is_scored = task == "classification"
@@ -341,12 +340,7 @@ def _data(page: Page) -> dict[str, object]:
         "role_names": ROLES,
         # The layer that is plotted first: the best one of the probe, else the last one.
         "best": page.probes.layer if page.probes.layer in names else (names or [""])[-1],
-        "sprite": {
-            "uri": page.sprite.uri,
-            "columns": page.sprite.columns,
-            "pixels": page.sprite.pixels,
-            "place": [page.sprite.place.get(row, -1) for row in rows],
-        },
+        "sprite": page.sprite,
         "unread": {
             str(number[row]): why_not
             for row, why_not in page.thumbnails.unread.items()

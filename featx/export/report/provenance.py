@@ -165,7 +165,6 @@ def _size(store: FeatureStore) -> str:
 
 
 def _versions(attrs: Mapping[str, Any]) -> str:
-    """Format the versions of packages that the store records."""
     try:
         versions = json.loads(str(attrs.get("versions", "")))
         return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis import KEEP_BYTES, LayerVectors
 from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
-from featx.analysis.similarity import KEEP_BYTES, Vectors, nearest_among
+from featx.analysis.similarity import nearest_among
 from featx.base import choose_device
 from featx.export.report.layers import RowVectors, row_vectors
 from featx.export.report.probe_results import ROLES, Probes
@@ -158,7 +159,7 @@ def neighbours_of(
     if len(ok) > room:
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)
         among = np.union1d(chosen, np.array(rows))
-    vectors = Vectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
+    vectors = LayerVectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
     found = nearest_among(vectors, np.searchsorted(among, rows), NEAREST)
     strips = []
     for row, nearest, scores in zip(rows, found.neighbours, found.scores, strict=True):

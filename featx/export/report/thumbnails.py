@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,23 +65,6 @@ _ORIENTATION = 0x0112
 
 UNDECODED, UNREAD = "cannot be decoded", "cannot be read"
 """Reasons why a row has no thumbnail."""
-
-
-@dataclass(frozen=True)
-class Sprite:
-    """Square tiles of many images in one image file.
-
-    Attributes:
-        uri: data URI of the WebP, or '' without a tile.
-        columns: number of tiles in a line.
-        pixels: side of a tile in pixels.
-        place: row -> number of its tile, line by line.
-    """
-
-    uri: str
-    columns: int
-    pixels: int
-    place: dict[int, int]
 
 
 class Thumbnails:
@@ -174,23 +157,26 @@ class Thumbnails:
                 "are in another folder, give data=folder data.root=DIR."
             )
 
-    def sprite(self, rows: Sequence[int]) -> Sprite:
-        """Return the sprite with the tiles of some rows, as far as they were read."""
-        tile_rows = [row for row in rows if row in self._tiles]
-        if not tile_rows:
-            return Sprite("", 1, TILE_PIXELS, {})
-        columns = math.ceil(math.sqrt(len(tile_rows)))
-        place = {row: number for number, row in enumerate(tile_rows)}
-        for pixels, quality in SPRITES if len(tile_rows) <= TILES else SPRITES[2:]:
-            sheet = Image.new(
-                "RGB", (columns * pixels, math.ceil(len(tile_rows) / columns) * pixels)
-            )
-            for row, number in place.items():
-                tile = self._tiles[row].resize((pixels, pixels), Image.Resampling.BICUBIC)
-                sheet.paste(tile, (number % columns * pixels, number // columns * pixels))
-            sprite = Sprite(_data_uri(sheet, quality), columns, pixels, place)
-            if len(sprite.uri) <= SPRITE_BYTES:
+    def sprite(self, rows: Sequence[int]) -> dict[str, Any]:
+        """Return one WebP with the square tiles of some rows, as far as they were read.
+
+        Returns:
+            uri ('' without a tile), columns (number of tiles in a line), pixels (side of a tile),
+            and the place of each row in the order of lines, -1 without a tile.
+        """
+        tiles = [self._tiles[row] for row in rows if row in self._tiles]
+        numbers = itertools.count()
+        place = [next(numbers) if row in self._tiles else -1 for row in rows]
+        sprite = {"uri": "", "columns": 1, "pixels": TILE_PIXELS, "place": place}
+        columns = math.ceil(math.sqrt(len(tiles)))
+        for pixels, quality in SPRITES if len(tiles) <= TILES else SPRITES[2:]:
+            if not tiles or 0 < len(str(sprite["uri"])) <= SPRITE_BYTES:
                 break
+            sheet = Image.new("RGB", (columns * pixels, math.ceil(len(tiles) / columns) * pixels))
+            for number, tile in enumerate(tiles):
+                small = tile.resize((pixels, pixels), Image.Resampling.BICUBIC)
+                sheet.paste(small, (number % columns * pixels, number // columns * pixels))
+            sprite |= {"uri": _data_uri(sheet, quality), "columns": columns, "pixels": pixels}
         return sprite
 
     def rows_that(self, why_not: str) -> list[int]:
@@ -294,7 +280,6 @@ class _ThumbnailMaker:
 
 
 def _unpacked(packed: npt.NDArray[np.uint8]) -> Image.Image:
-    """The image that a `_ThumbnailMaker` has written."""
     width, height = packed[:_SIZE_BYTES].copy().view("<u4").tolist()
     pixels = packed[_SIZE_BYTES : _SIZE_BYTES + 3 * width * height]
     return Image.fromarray(pixels.reshape(height, width, 3).copy())

@@ -8,7 +8,7 @@ from featx.base import name_text
 from featx.errors import RunError
 from featx.types import Source
 
-_RETRY_WAITS_S = (0.1, 0.5, 2.0)
+RETRY_WAITS_S = (0.1, 0.5, 2.0)
 """Seconds to wait before each repeated attempt to read an image."""
 
 
@@ -23,7 +23,7 @@ def read_image(source: Source, key: bytes) -> bytes:
         ImageFault: this image is missing or empty.
         RunError: reading fails repeatedly with an OSError.
     """
-    for wait_s in (*_RETRY_WAITS_S, None):
+    for wait_s in (*RETRY_WAITS_S, None):
         try:
             return source.read(key)
         except OSError as error:
@@ -31,7 +31,7 @@ def read_image(source: Source, key: bytes) -> bytes:
             if wait_s is None:
                 raise RunError(
                     f"reading {name_text(key)} failed: {error.strerror or error}, "
-                    f"{len(_RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
+                    f"{len(RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
                     "images can be read again, give the same command again."
                 ) from error
             time.sleep(wait_s)

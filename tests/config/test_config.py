@@ -223,3 +223,18 @@ def test_options_of_a_group_are_given_as_objects_mappings_or_texts() -> None:
     }
     with pytest.raises(ConfigError, match="expected options of this group"):
         Config(model=data)
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'layrs'\. Nearest: layers"):
+        config(layrs=["layer4"])
+    with pytest.raises(ConfigError, match=r"unknown key 'layer'\. Nearest: layers"):
+        config(layer=["layer4"])
+    with pytest.raises(ConfigError, match="nane"):
+        config(model={"nane": "resnet50"})
+
+
+def test_two_sizes_of_a_part_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="part_mib=512 has no effect with part_rows=64"):
+        Config(part_mib=512, part_rows=64)
+    assert Config(part_mib=4096).part_rows == "auto"

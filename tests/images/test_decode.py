@@ -532,7 +532,7 @@ def huge_files() -> dict[str, bytes]:
     return files
 
 
-def test_huge_images_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
+def test_a_huge_image_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     """Within 2 GB of address space, where decoding one would need ten."""
     for name, data in huge_files().items():
         (tmp_path / name).write_bytes(data)

@@ -623,3 +623,13 @@ def test_a_file_of_another_kind_says_which(tmp_path: Path) -> None:
         write(tmp_path, name)
         with pytest.raises(DataError, match=f"is a file, not a folder.* with data={kind}"):
             folder(tmp_path / name).listing()
+
+
+@pytest.mark.timeout(20)
+def test_a_link_to_a_fifo_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "b.jpg").symlink_to("pipe")
+    listing = FolderSource(tmp_path).listing()
+    assert listing.keys.tolist() == [b"a.jpg"]
+    assert listing.skipped == {"not a regular file": 1, "other names": 1}

@@ -498,3 +498,10 @@ def test_without_a_place_for_indexes_headers_are_read_each_time(
     write_shards(tmp_path / "s", 3, 1)
     assert same(shards(tmp_path / "s").listing(), shards(tmp_path / "s").listing())
     assert len(seen) == 2
+
+
+def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("featx.sources.tar_index.FREE_BYTES", 1 << 20)
+    path = write_tar(tmp_path / "x.tar.gz", {"a.jpg": bytes(20 << 20)})
+    with pytest.raises(DataError, match="compressed bytes, which expand to more than"):
+        shards(path).listing()

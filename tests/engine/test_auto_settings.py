@@ -128,3 +128,14 @@ def test_batchnorm_is_folded_where_that_is_faster(
     assert engine.asked_to_fold is engine.compute.fold_batchnorm is folds
     said = settings.choices.get("fold_batchnorm", "")
     assert ("slower on CUDA" in said) == (option and device == "cuda")
+
+
+def test_a_part_holds_a_batch_and_some_seconds_of_work(resolved: Any) -> None:
+    """10 ms an image: in 5.5 s 550 images, of which a part takes a power of two."""
+    settings, _ = resolved(Simulated({"fp32": 0.01}), batch_size=4)
+    assert settings.part_rows(most_rows=10**6, seconds=5.5) == 512
+    assert settings.part_rows(most_rows=100, seconds=5.5) == 64
+    assert settings.part_rows(most_rows=10**6, seconds=0) == 4
+    assert settings.choices["part_rows"] == "4"
+    settings, _ = resolved(Simulated({"fp32": 0.01}), part_rows=32)
+    assert settings.part_rows(most_rows=10**6, seconds=1) == 32

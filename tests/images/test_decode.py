@@ -560,9 +560,9 @@ def test_a_huge_webp_is_refused() -> None:
     data = bytearray(encode(frames[0], "WEBP", save_all=True, append_images=frames[1:]))
     at = data.index(b"VP8X") + 12
     data[at : at + 6] = struct.pack("<I", 16_382)[:3] * 2
-    started_at = time.perf_counter()
+    started_at = time.process_time()
     assert fault_of(bytes(data)).status == Status.TOO_LARGE
-    assert time.perf_counter() - started_at < 0.5
+    assert time.process_time() - started_at < 0.5
 
 
 def test_the_pixel_limit_is_exact() -> None:

@@ -374,7 +374,7 @@ def test_nothing_is_forked_before_an_image_is_asked_for(folder: Path) -> None:
     with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers=2)) as loader:
         assert not any(map(children, children(os.getpid())))
         loader.load([3])
-        assert len(processes()[1]) == 1
+        assert processes()[1]
         list(loader.batches([Part(0, 0, NUM_ROWS)], 8))
         until = time.monotonic() + 10
         while len(processes()[1]) < 2 and time.monotonic() < until:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from featx.base.families import declare_families, declare_functions
+from featx.base.exports import declare_families, declare_functions
 from featx.base.version import __version__
 from featx.errors import FeatxError
 

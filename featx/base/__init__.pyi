@@ -25,15 +25,13 @@ from .devices import plain_tensors as plain_tensors
 from .devices import record_use as record_use
 from .devices import synchronise as synchronise
 from .devices import to_cpu as to_cpu
-from .dispatch_mode import ObservingMode as ObservingMode
+from .exports import declared_function as declared_function
+from .exports import family as family
+from .exports import family_options as family_options
 from .extras import import_extra as import_extra
 from .extras import require_extra as require_extra
-from .families import declared_function as declared_function
-from .families import family as family
-from .families import family_options as family_options
 from .fingerprint import differences as differences
 from .fingerprint import digest as digest
-from .globs import glob_to_regex as glob_to_regex
 from .machine import cpu_quota as cpu_quota
 from .machine import free_memory as free_memory
 from .machine import num_cpus as num_cpus
@@ -41,8 +39,10 @@ from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus
 from .module_hooks import After as After
 from .module_hooks import ModuleHooks as ModuleHooks
+from .module_hooks import ObservingMode as ObservingMode
 from .module_hooks import TensorHooks as TensorHooks
 from .module_hooks import may_fire as may_fire
+from .module_hooks import refuse_scripted as refuse_scripted
 from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import are_equal as are_equal
 from .nested_tensors import elements as elements
@@ -76,6 +76,7 @@ from .text import csv_bytes as csv_bytes
 from .text import csv_cell as csv_cell
 from .text import csv_line as csv_line
 from .text import facts as facts
+from .text import glob_to_regex as glob_to_regex
 from .text import name_bytes as name_bytes
 from .text import name_text as name_text
 from .text import percent_text as percent_text
@@ -84,5 +85,4 @@ from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text
 from .token_sample import sampled_positions as sampled_positions
-from .torchscript import refuse_scripted as refuse_scripted
 from .version import installed_version as installed_version

@@ -1,4 +1,4 @@
-"""Hooks on modules and tensors: the only place that registers and removes them."""
+"""Hooks on modules and tensors, registered and removed here only; modes that observe operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import jit, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from featx.errors import ModelError
 
 Before = Callable[[nn.Module, Any, Any], Any]
 """Function (module, args, kwargs) that is called before a module; it may return both anew."""
@@ -151,3 +154,38 @@ def may_fire(handle: Any) -> bool:
     """Return whether a gradient may still come to a tensor hook, because its graph exists."""
     # The handle refers weakly to the hooks of the tensor, which exist as long as its graph.
     return handle.hooks_dict_ref() is not None
+
+
+def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Check that none of the modules is TorchScript.
+
+    Args:
+        modules: pairs (dotted name, module); the name of the model itself is ''.
+
+    Raises:
+        ModelError: one of them is TorchScript.
+    """
+    for name, module in modules:
+        if isinstance(module, jit.ScriptModule):
+            raise ModelError(
+                f"{repr(name) if name else 'the model'} is TorchScript (torch.jit.script or "
+                "torch.jit.trace): its layers run outside Python, where hooks do not see their "
+                "outputs. Give the torch.nn.Module that it was made from, and load the weights "
+                "into that."
+            )
+
+
+class ObservingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode for passes that are not compiled.
+
+    Subclasses implement `__torch_dispatch__`. Without this base class, torch would import
+    torch._dynamo at the first operation, which takes about two seconds, only to exclude that method
+    from compiling.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -1,4 +1,4 @@
-"""Text for a terminal: tables, aligned facts, sizes and times."""
+"""Text for a terminal: tables, aligned facts, sizes, times; globs over names of layers."""
 
 from __future__ import annotations
 
@@ -197,3 +197,13 @@ def time_text(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def glob_to_regex(glob: str) -> str:
+    """Translate a glob over dotted names into a regular expression.
+
+    * matches within one part of the name, ** across parts, and ? one character.
+    """
+    parts = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
+    pieces = re.split(r"(\*\*|\*|\?)", glob)
+    return "".join(parts.get(piece, re.escape(piece)) for piece in pieces)

@@ -314,7 +314,9 @@ def _format_entry(key: str, entry: str) -> str:
 
 
 def _format_reduction(key: str, value: str) -> str:
-    """Return the value of a layer: a text, or options of `reduce` as a mapping."""
+    """Return the value of a layer: null, a text, or options of `reduce` as a mapping."""
+    if value == "null":
+        return value
     if not value.startswith("{") or not _is_closed(value):
         return _format_text(value)
     entries = []

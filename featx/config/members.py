@@ -107,6 +107,8 @@ def make_group(cls: type[OptionsT], values: Mapping[str, Any], name: str) -> Opt
             raise unknown_key(f"{prefix}{key}", [f"{prefix}{known}" for known in hints])
         if isinstance(value, Mapping) and is_dataclass(hints[key]):
             value = make_group(hints[key], value, f"{prefix}{key}")
+        elif isinstance(value, Mapping):  # Hydra reads the key of {"4": avg} as a number
+            value = {str(k) if isinstance(k, int) else k: v for k, v in value.items()}
         made[key] = value
     return cls(**made)
 

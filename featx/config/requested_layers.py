@@ -54,7 +54,10 @@ def layer_requests(config: LayerOptions) -> list[tuple[str, ReduceConfig]]:
     if isinstance(layers, str):
         layers = [layers]
     if isinstance(layers, Mapping):
-        pairs = [(str(name), reduction_options(value)) for name, value in layers.items()]
+        pairs = [
+            (str(name), config.reduce if value is None else reduction_options(value))
+            for name, value in layers.items()
+        ]
     elif isinstance(layers, list | tuple) and all(isinstance(name, str) for name in layers):
         pairs = [(name, config.reduce) for name in layers]
     else:

@@ -79,9 +79,10 @@ class Config:
     library, such as custom, or timm with model.name."""
     layers: str | list[str] | dict[str, Any] | None = None
     """Layers of a run: a preset (embedding, output, stages, leaves, all), a list of names, globs or
-    presets, or a mapping of these to reductions; null takes embedding. A name is that of a module,
-    or that of an operation as torch.fx names it (layer1.0.add). For jobs that read a store: names
-    or globs of its layers; null takes all. job=neighbors, duplicates and predict take one."""
+    presets, or a mapping of these to reductions (null: that of `reduce`); null takes embedding. A
+    name is that of a module, or that of an operation as torch.fx names it (layer1.0.add). For jobs
+    that read a store: names or globs of its layers; null takes all. job=neighbors, duplicates and
+    predict take one."""
     capture: OneOrMore[Capture] = "output"
     """Tensor of a layer to capture: output, input, grad_output or grad_input (gradients of
     `target`), attention (weights of an attention module), or a list of them."""
@@ -322,7 +323,7 @@ def with_statistics_at(config: Config, path: str | None) -> Config:
     layers = config.layers
     if isinstance(layers, Mapping):
         layers = {
-            name: reduction_options(value).with_statistics_path(path)
+            name: value and reduction_options(value).with_statistics_path(path)
             for name, value in layers.items()
         }
     return replace(config, layers=layers, reduce=config.reduce.with_statistics_path(path))

@@ -8,13 +8,13 @@ from .decoder_pool import FEW_ROWS as FEW_ROWS
 from .decoder_pool import DecoderPool as DecoderPool
 from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
-from .image_reading import read_image as read_image
 from .label_maps import LabelTransform as LabelTransform
 from .label_maps import read_label_map as read_label_map
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES
 from .loader import Loader as Loader
-from .pixel_scale import PixelFormatError as PixelFormatError
-from .pixel_scale import PixelScale as PixelScale
 from .preprocess import Preprocess as Preprocess
 from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
+from .rgb_conversion import PixelFormatError as PixelFormatError
+from .rgb_conversion import PixelScale as PixelScale
+from .row_loader import read_image as read_image

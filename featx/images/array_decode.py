@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from featx.errors import counted
 from featx.images.image_policy import ImagePolicy
-from featx.images.pixel_scale import NUMBER_TYPES, format_fault, missing_codecs
+from featx.images.rgb_conversion import NUMBER_TYPES, format_fault, missing_codecs
 from featx.types import ImageFault, Status
 
 if TYPE_CHECKING:

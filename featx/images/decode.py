@@ -41,9 +41,16 @@ from featx.images.jpeg_decode import (
     plain_jpeg_size,
     read_header,
 )
-from featx.images.orientation import is_transposed, orientation_of, turn_array, turn_image
-from featx.images.pixel_scale import format_fault
-from featx.images.rgb_conversion import NumberRange, numbers_to_rgb, to_rgb
+from featx.images.rgb_conversion import (
+    NumberRange,
+    format_fault,
+    is_transposed,
+    numbers_to_rgb,
+    orientation_of,
+    to_rgb,
+    turn_array,
+    turn_image,
+)
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
 from featx.images.tiff_decode import decode_tiff, decode_tiff_channels
 from featx.images.tiff_tags import is_tiff

@@ -11,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.images.decoder_channels import (
-    BUFFER_SHIFT,
     MESSAGE,
-    NO_BUFFER,
     NO_ROW,
     TASK,
     Channels,
@@ -26,7 +24,7 @@ from featx.images.decoder_channels import (
     warning_bytes,
 )
 from featx.images.image_policy import ACCEPTED_DAMAGE
-from featx.images.shared_memory import Slot, SlotLayout
+from featx.images.shared_memory import BUFFER_SHIFT, NO_BUFFER, Slot, SlotLayout
 from featx.types import ImageFault
 
 

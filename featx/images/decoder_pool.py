@@ -36,20 +36,19 @@ from featx.images.decoder import Decoder, RowWorker
 from featx.images.decoder_channels import (
     ATOMIC_BYTES,
     MESSAGE,
-    NO_BUFFER,
     NO_ROW,
     TASK,
     Cause,
     Channels,
     Death,
     DecoderTable,
+    Group,
+    Job,
     Kind,
     LoaderTimes,
 )
-from featx.images.decoder_jobs import Group, Job
 from featx.images.decoder_supervisor import RESUME, START_ALL, Supervisor
-from featx.images.shared_memory import Slot, SlotLayout, anonymous_file
-from featx.images.spool import Spool
+from featx.images.shared_memory import NO_BUFFER, Slot, SlotLayout, Spool, anonymous_file
 from featx.types import NO_IMAGE, Failure, ImageFault, Status
 
 CAN_FORK = sys.platform.startswith("linux")

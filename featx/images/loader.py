@@ -16,8 +16,7 @@ import torch
 
 from featx.base import num_cpus
 from featx.images.decode_settings import DecodeSettings
-from featx.images.decoder_channels import LoaderTimes
-from featx.images.decoder_jobs import Job
+from featx.images.decoder_channels import Job, LoaderTimes
 from featx.images.decoder_pool import DecoderPool
 from featx.images.decoder_warnings import DecoderWarnings
 from featx.images.image_policy import PILLOW

@@ -14,7 +14,7 @@ from PIL import Image
 
 from featx.base import plain_tensors, synchronise
 from featx.errors import FeatxError, ModelError
-from featx.images.pixel_scale import PixelScale
+from featx.images.rgb_conversion import PixelScale
 
 if TYPE_CHECKING:
     import numpy.typing as npt

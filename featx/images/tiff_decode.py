@@ -16,9 +16,19 @@ from featx.errors import counted
 from featx.images.array_decode import check_array, wrong_channels
 from featx.images.image_policy import ImagePolicy, warn
 from featx.images.jpeg_decode import check_jpeg, with_tables
-from featx.images.orientation import inverse, orientation_of, turn_array, turn_image
-from featx.images.pixel_scale import NUMBER_TYPES, format_fault, missing_codecs, unknown_white
-from featx.images.rgb_conversion import NumberRange, numbers_to_rgb, to_rgb
+from featx.images.rgb_conversion import (
+    NUMBER_TYPES,
+    NumberRange,
+    format_fault,
+    inverse,
+    missing_codecs,
+    numbers_to_rgb,
+    orientation_of,
+    to_rgb,
+    turn_array,
+    turn_image,
+    unknown_white,
+)
 from featx.images.tiff_tags import (
     BITS,
     CHROMA_SUBSAMPLING,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from PIL import Image
 
 from featx.errors import counted
-from featx.images.pixel_scale import format_fault
+from featx.images.rgb_conversion import format_fault
 from featx.types import ImageFault, Status
 
 if TYPE_CHECKING:

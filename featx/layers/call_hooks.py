@@ -1,16 +1,21 @@
-"""Hooks that report every call of every module while a model runs."""
+"""Hooks that report calls of modules: of every module, or of named layers in loops of the user."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from featx.base import ModuleHooks
+from featx.base import ModuleHooks, log_message
+from featx.layers.layer_hooks import LayerHooks
+from featx.layers.trace import CapturePoint
 
 
 @dataclass
@@ -79,3 +84,105 @@ def every_call(
     with ModuleHooks() as hooks:
         hooks.add_all(modules.items(), before, after)
         yield open_calls
+
+
+class LoopHooks(LayerHooks):
+    """Hooks in loops of the user, where any call is a pass, in any thread.
+
+    Inside a call of the model itself, the calls of a layer are counted from the start of that call.
+    Outside of one, as in `model.forward_features(x)`, nothing tells where a pass starts, so each
+    call of a layer stands for itself.
+
+    Attributes:
+        threads: ids of the threads that have called a layer.
+        has_run: whether the model itself has been called.
+    """
+
+    def __init__(
+        self, model: nn.Module, points: Sequence[CapturePoint], optional: Collection[str] = ()
+    ) -> None:
+        super().__init__(model, points, optional, per_thread=True)
+        self.threads: set[int] = set()
+        self.has_run = False
+
+    def _attach(self, hooks: ModuleHooks) -> None:
+        self._stack.enter_context(uncompiled(self._model))
+        super()._attach(hooks)
+        hooks.add(self._model, before=self._begin, first=True)
+        hooks.add(self._model, after=self._end, always=True)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Start a pass."""
+        if not is_recomputed():
+            self.reset()
+            self.record.is_open = self.has_run = True
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End a pass."""
+        self.record.is_open = False
+
+    def why_unseen(self) -> str:
+        """Sentence about calls that no hook sees, or ''."""
+        if any(isinstance(module, nn.DataParallel) for module in self._model.modules()):
+            return (
+                " nn.DataParallel runs copies of the model on several devices, which have no "
+                "hooks: call model.module, or use DistributedDataParallel."
+            )
+        if not self.threads and "torch._dynamo" in sys.modules:
+            return (
+                " Compiled code calls no hooks that are added later: give featx the object that "
+                "you call, the result of torch.compile."
+            )
+        return ""
+
+    def points_of_call(
+        self, key: tuple[int, str], points: list[CapturePoint]
+    ) -> list[CapturePoint]:
+        """Return the captures of a call; outside a call of the model itself it has no number."""
+        self.threads.add(threading.get_ident())
+        return super().points_of_call(key, points) if self.record.is_open else points
+
+    def _operation(self, name: str, module: str, function: Any, result: Any) -> Any:
+        self.threads.add(threading.get_ident())
+        if not self.record.is_open:
+            self.record.operations.clear()
+        return super()._operation(name, module, function, result)
+
+
+def is_recomputed() -> bool:
+    """Return whether this code runs in a backward pass, where checkpoints call layers again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Call the original code of compiled modules inside the block.
+
+    Compiled code has no operations, and calls only hooks that existed when it was compiled.
+    """
+    compiled: list[Any] = [m for m in model.modules() if m._compiled_call_impl is not None]
+    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "OptimizedModule"]
+    calls = [module._compiled_call_impl for module in compiled]
+    forwards = [wrapper.forward for wrapper in wrappers]
+    if compiled or wrappers:
+        _announce_uncompiled()
+    try:
+        for module in compiled:
+            module._compiled_call_impl = None
+        for wrapper in wrappers:
+            wrapper.forward = wrapper._orig_mod.__call__
+        yield
+    finally:
+        for module, call in zip(compiled, calls, strict=True):
+            module._compiled_call_impl = call
+        for wrapper, forward in zip(wrappers, forwards, strict=True):
+            wrapper.forward = forward
+
+
+@functools.cache
+def _announce_uncompiled() -> None:
+    """Log once that compiled modules run their original code."""
+    log_message(
+        "the model is compiled; hooks see its original code, which runs instead of the compiled "
+        "code until the hooks are removed"
+    )

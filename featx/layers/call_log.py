@@ -16,9 +16,8 @@ from torch import nn
 
 from featx.base import TensorHooks, elements, refuse_scripted, size_text, synchronise, table
 from featx.errors import ModelError
-from featx.layers.call_hooks import OpenCall, every_call
+from featx.layers.call_hooks import OpenCall, every_call, uncompiled
 from featx.layers.layer_hooks import with_own_nodes
-from featx.layers.loop_hooks import uncompiled
 
 _WHOLE = "(the model)"
 """Name of the model itself in the log."""

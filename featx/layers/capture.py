@@ -14,9 +14,9 @@ from torch import nn
 from featx.base import are_equal
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
+from featx.layers.call_hooks import LoopHooks, is_recomputed
 from featx.layers.layer_hooks import PassRecord
 from featx.layers.layer_names import names_of, parse_points, with_capture
-from featx.layers.loop_hooks import LoopHooks, is_recomputed
 from featx.layers.trace import CapturePoint
 
 

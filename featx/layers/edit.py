@@ -11,9 +11,9 @@ from torch import nn
 
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
+from featx.layers.call_hooks import LoopHooks
 from featx.layers.layer_hooks import PassRecord
 from featx.layers.layer_names import names_of, parse_points
-from featx.layers.loop_hooks import LoopHooks
 from featx.layers.operations import OperationRecorder
 from featx.layers.trace import CapturePoint
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from featx.base import ElementPath, glob_to_regex
 from featx.config import PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, nearest
+from featx.layers.layer_hooks import pick_path
 from featx.layers.layer_names import (
     check_operation_capture,
     no_layer,
@@ -20,7 +21,6 @@ from featx.layers.layer_names import (
     split_capture,
     with_capture,
 )
-from featx.layers.output_elements import pick_path
 from featx.layers.stages import find_stages
 from featx.layers.trace import Call, CapturePoint, Trace, element_name
 

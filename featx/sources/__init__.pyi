@@ -1,7 +1,5 @@
 from .base import FolderSource as FolderSource
 from .folder import FolderOptions as FolderOptions
-from .key_forms import origin_of as origin_of
-from .key_forms import parse_box_key as parse_box_key
 from .labels import check_class_names as check_class_names
 from .labels import similar_names as similar_names
 from .python import source_of as source_of
@@ -10,4 +8,6 @@ from .registry import SourceMember as SourceMember
 from .registry import open_source as open_source
 from .registry import source_member as source_member
 from .registry import with_boxes as with_boxes
+from .row_keys import origin_of as origin_of
+from .row_keys import parse_box_key as parse_box_key
 from .table_columns import MISSING_MARKS as MISSING_MARKS

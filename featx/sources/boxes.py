@@ -16,9 +16,8 @@ import numpy.typing as npt
 from featx.base import name_bytes, name_text
 from featx.errors import DataError, counted
 from featx.sources.csv_check import check_csv
-from featx.sources.key_forms import box_key
 from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
-from featx.sources.row_keys import sorting_order
+from featx.sources.row_keys import box_key, sorting_order
 from featx.types import Box, BoxReader, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")

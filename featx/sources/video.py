@@ -18,8 +18,8 @@ from featx.base import require_extra
 from featx.config import options
 from featx.errors import DataError
 from featx.sources.base import FolderSource, endings
-from featx.sources.key_forms import frame_key
 from featx.sources.registry import SOURCES, FileOptions, source_member
+from featx.sources.row_keys import frame_key
 from featx.sources.video_reader import FrameReader
 from featx.types import ImageFault, Listing, Source, Status
 

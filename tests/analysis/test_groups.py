@@ -14,7 +14,7 @@ from featx.analysis.probe.groups import row_groups
 from featx.analysis.probe.labelled_rows import labelled_rows
 from featx.errors import StoreError
 from featx.sources import origin_of
-from featx.sources.key_forms import box_key, frame_key
+from featx.sources.row_keys import box_key, frame_key
 from featx.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")

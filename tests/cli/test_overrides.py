@@ -165,6 +165,11 @@ def test_lists_and_mappings(argument: str, option: str, value: object) -> None:
     assert type(found) is type(value)
 
 
+def test_numbers_as_keys_of_layers_are_names() -> None:
+    layers = typed('layers={"4": null, 10: {name: grid, size: 4}}').layers
+    assert layers == {"4": None, "10": {"name": "grid", "size": 4}}
+
+
 @pytest.mark.parametrize("path", ["./photos", "/abs/path", "~/x", "photos/", "a b/c,d", "photos"])
 def test_data_may_be_a_path(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ from torchvision.transforms import functional as TF
 
 from featx.images import ImagePolicy, PixelFormatError, PixelScale, Preprocess
 from featx.images.decode import decode_array
-from featx.images.orientation import turn_array
+from featx.images.rgb_conversion import turn_array
 from featx.types import ImageFault, Status
 
 RNG = np.random.default_rng(0)

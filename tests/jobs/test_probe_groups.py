@@ -17,7 +17,7 @@ from tiny_model import extract, run_job
 
 import featx
 from featx.errors import DataError
-from featx.sources.key_forms import box_key, frame_key
+from featx.sources.row_keys import box_key, frame_key
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from featx.base import Member, Registry, registry
-from featx.base.registry import for_options
+from featx.base import Member, Registry, for_options, registry
 from featx.errors import ConfigError, FeatxError
 
 FAMILY = """

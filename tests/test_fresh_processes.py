@@ -24,33 +24,6 @@ def command(folder: Path, arguments: str, redirect: str = "", **env: str) -> tup
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("commands")
-    code, _, errors = command(folder, RUN)
-    assert code == 0, errors
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "made"),
-    [
-        ("job=verify store=store", "store/features.h5"),
-        ("job=verify store=store verify.repair=true", "store/features.h5"),
-        (RUN, "store/features.h5"),
-        ("job=export store=store export.format=npy out=npy", "npy"),
-        ("job=probe store=store", "store/probe.json"),
-        ("job=report store=store", "store/report.html"),
-    ],
-)
-def test_each_job_reads_a_store_with_a_filter(folder: Path, arguments: str, made: str) -> None:
-    code, _, errors = command(folder, arguments)
-    assert code == 0, errors
-    assert (folder / made).exists()
-    assert not (folder / "store/quarantine").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirect", "code"),
@@ -69,14 +42,6 @@ def test_closed_and_full_streams(tmp_path: Path, redirect: str, code: int) -> No
     assert "Traceback" not in errors
     assert (redirect != ">/dev/full") or "stdout cannot be written" in errors
     assert command(tmp_path, "job=verify store=store")[0] == 0
-
-
-@pytest.mark.parametrize("option", ["job=verify store=", "data=folder data.root=", "--config-dir "])
-def test_a_path_that_is_too_long_is_one_message(tmp_path: Path, option: str) -> None:
-    code, _, errors = command(tmp_path, option + 300 * "x")
-    assert code == 2
-    assert errors.endswith("x cannot be opened: File name too long.\n")
-    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,15 @@ def locales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("arguments", [COMMAND, ["-c", CALL]], ids=["command", "call"])
-@pytest.mark.parametrize("name", ["POSIX", "en_US.ISO-8859-1"])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param("POSIX", COMMAND, id="POSIX-command"),
+        pytest.param("en_US.ISO-8859-1", ["-c", CALL], id="ISO-8859-1-call"),
+        pytest.param("POSIX", ["-c", CALL], id="POSIX-call", marks=pytest.mark.slow),
+        pytest.param("en_US.ISO-8859-1", COMMAND, id="ISO-8859-1-command", marks=pytest.mark.slow),
+    ],
+)
 def test_a_store_is_the_same_in_every_locale(
     tmp_path: Path, locales: Path, name: str, arguments: list[str]
 ) -> None:

@@ -249,19 +249,6 @@ def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
         jobs.check(from_omegaconf(node))
 
 
-@pytest.mark.slow
-def test_the_command_says_what_is_wrong(featx: Command, images: Path, bucket: str) -> None:
-    data = ("data=folder", f"data.root={images}")
-    done = featx(*data, "out=s3://no-such-bucket/run")
-    assert done.returncode == 2
-    assert "s3://no-such-bucket/run" in done.stderr
-    assert "there is no such bucket" in done.stderr
-    done = featx("job=status", f"store=s3://{bucket}/nothing")
-    assert done.returncode == 2
-    assert f"there is no store at s3://{bucket}/nothing" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_without_the_extra_the_command_names_it(
     featx: Command, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,10 +37,6 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return draw(tmp_path_factory.mktemp("sample"))
 
 
-def test_the_script_writes_the_same_bytes_twice(drawn: dict[str, bytes], tmp_path: Path) -> None:
-    assert draw(tmp_path) == drawn
-
-
 def test_the_committed_files_are_the_scripts(drawn: dict[str, bytes]) -> None:
     """Byte for byte with the Pillow that wrote them, else image for image."""
     committed = contents(SAMPLE)

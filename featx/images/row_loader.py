@@ -242,7 +242,7 @@ class RowLoader:
         return decode_array(data, self._policy, self._at_least)
 
 
-_RETRY_WAITS_S = (0.1, 0.5, 2.0)
+RETRY_WAITS_S = (0.1, 0.5, 2.0)
 """Seconds to wait before each repeated attempt to read an image."""
 
 
@@ -257,7 +257,7 @@ def read_image(source: Source, key: bytes) -> bytes:
         ImageFault: this image is missing or empty.
         RunError: reading fails repeatedly with an OSError.
     """
-    for wait_s in (*_RETRY_WAITS_S, None):
+    for wait_s in (*RETRY_WAITS_S, None):
         try:
             return source.read(key)
         except OSError as error:
@@ -265,7 +265,7 @@ def read_image(source: Source, key: bytes) -> bytes:
             if wait_s is None:
                 raise RunError(
                     f"reading {name_text(key)} failed: {error.strerror or error}, "
-                    f"{len(_RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
+                    f"{len(RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
                     "images can be read again, give the same command again."
                 ) from error
             time.sleep(wait_s)

@@ -54,7 +54,7 @@ _OUTPUT_WORDS = frozenset({"output", "outputs"})
 _MAX_ENDINGS = 1000
 """Number of different extensions of other members that are counted."""
 
-_FREE_BYTES, _MAX_EXPANSION = 256 << 20, 200
+FREE_BYTES, _MAX_EXPANSION = 256 << 20, 200
 """Decompressed bytes that any shard may expand to, and limit of them as a multiple of the
 compressed size, against decompression bombs."""
 _DAMAGE = (zlib.error, gzip.BadGzipFile, EOFError)
@@ -190,7 +190,7 @@ def _read_plain(shard: Shard) -> Read:
 def _read_gzip(shard: Shard) -> Read:
     """Return a function that reads decompressed bytes at rising offsets."""
     file = gzip.GzipFile(fileobj=io.BufferedReader(CompressedFile(shard), _REMOTE_BLOCK))
-    limit = max(_FREE_BYTES, _MAX_EXPANSION * shard.size)
+    limit = max(FREE_BYTES, _MAX_EXPANSION * shard.size)
 
     def read(offset: int, length: int) -> bytes:
         # The end may come before a large offset, which a damaged header claims.

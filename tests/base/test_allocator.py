@@ -28,7 +28,6 @@ glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc i
     ("steps", "kept"),
     [
         ("own_process(); keep_freed_memory()", "True"),
-        ("own_process(); keep_freed_memory(); other(); other()", "True"),
         ("own_process(); other(); keep_freed_memory()", "False"),
         ("keep_freed_memory()", "False"),
     ],

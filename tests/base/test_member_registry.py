@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from featx.base import Member, Registry, registry
+from featx.base import Member, Registry, for_options, registry
 from featx.errors import ConfigError, FeatxError
 
 FAMILY = """
@@ -111,3 +111,10 @@ def test_a_broken_entry_point_is_named_and_hides_no_other_member(
         family.registry.get("star")
     assert family.registry.names() == ("circle", "square")
     assert message in capsys.readouterr().err
+
+
+def test_a_member_takes_its_own_options_only() -> None:
+    double = for_options("shape=square", int, lambda side, by: side * by, maker="made()")
+    assert double(3, 2) == 6
+    with pytest.raises(FeatxError, match=r"shape=square was given str; .* made\(\) makes them"):
+        double("3", 2)

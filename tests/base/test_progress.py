@@ -70,9 +70,10 @@ def as_json() -> Iterator[None]:
     """stderr gets JSON objects, as with log.json=true."""
     handlers = list(logging.getLogger().handlers)
     before = [handler.formatter for handler in handlers]
+    state = dict(vars(console))
     log_as_json()
     yield
-    console._as_json = False
+    vars(console).update(state)
     logging.captureWarnings(False)
     for handler, formatter in zip(handlers, before, strict=True):
         handler.setFormatter(formatter)

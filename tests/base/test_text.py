@@ -7,7 +7,16 @@ import shlex
 
 import pytest
 
-from featx.base import command_text, csv_cell, facts, percent_text, printable, table
+from featx.base import (
+    command_text,
+    csv_cell,
+    facts,
+    percent_text,
+    printable,
+    size_text,
+    table,
+    time_text,
+)
 
 LONG = "encoder.layers.encoder_layer_11.self_attention.relative_position_bias.projection"
 
@@ -83,3 +92,10 @@ def test_a_number_stays_a_number(number: str) -> None:
 def test_two_texts_never_become_one_cell() -> None:
     texts = ["=a", "'=a", "''=a", "a", "'a"]
     assert len({csv_cell(text) for text in texts}) == len(texts)
+
+
+def test_sizes_and_times_have_the_unit_that_fits() -> None:
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 2560: "2.5 KiB", 3 << 30: "3.0 GiB"}
+    assert [size_text(size) for size in (*sizes, 5 << 40)] == [*sizes.values(), "5.0 TiB"]
+    times = {41: "41 s", 99: "99 s", 720: "12 min", 5400: "1.5 h"}
+    assert [time_text(seconds) for seconds in times] == list(times.values())

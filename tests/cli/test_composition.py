@@ -11,6 +11,23 @@ import pytest
 
 from featx.cli import read_command_line
 
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["model=resnet18", "-m"], False),
+        (["hydra.mode=MULTIRUN"], True),
+        (["+hydra.job.name=a"], True),
+        (["experiment=exact"], True),
+        (["--config-dir", "."], True),
+        (["--config-name", "mine"], True),
+        (["-cn", "mine"], True),
+    ],
+)
+def test_who_may_set_the_mode(line: list[str], expected: bool) -> None:
+    assert read_command_line(line).may_set_mode is expected
+
+
 COUNTING = """
 import json, sys
 from hydra._internal.hydra import Hydra
@@ -41,7 +58,11 @@ print(json.dumps([code, modes]))
             ["RunMode.MULTIRUN"] * 2,
             marks=pytest.mark.slow,
         ),
-        (["--config-dir", ".", "job=status", "store=nope"], ["None", "RunMode.RUN"]),
+        pytest.param(
+            ["--config-dir", ".", "job=status", "store=nope"],
+            ["None", "RunMode.RUN"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_config_is_composed_once_if_nothing_sets_the_mode(
@@ -59,19 +80,3 @@ def test_the_config_is_composed_once_if_nothing_sets_the_mode(
     # A sweep composes the config of each of its runs as well.
     assert found[: len(modes)] == modes
     assert len(found) == len(modes) or "RunMode.MULTIRUN" in modes
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (["model=resnet18", "-m"], False),
-        (["hydra.mode=MULTIRUN"], True),
-        (["+hydra.job.name=a"], True),
-        (["experiment=exact"], True),
-        (["--config-dir", "."], True),
-        (["--config-name", "mine"], True),
-        (["-cn", "mine"], True),
-    ],
-)
-def test_who_may_set_the_mode(line: list[str], expected: bool) -> None:
-    assert read_command_line(line).may_set_mode is expected

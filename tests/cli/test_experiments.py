@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import featx
 from featx.base import shipped_folder
 from featx.cli import explain_error, read_command_line, register_with_hydra
 from featx.config import Config, from_omegaconf
@@ -126,29 +122,6 @@ def test_an_unknown_experiment_says_where_experiments_are() -> None:
         typed("experiment=my_rum")
     with pytest.raises(ConfigError, match="names 2 of which a run takes one"):
         typed("experiment=exact,web_images")
-
-
-def featx_command(*argv: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(featx.__file__).parents[1])
-    return subprocess.run(
-        [sys.executable, "-m", "featx", *argv], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": root}, timeout=300,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_the_command_with_experiments(photos: Path) -> None:
-    write("model: {name: resnet18, weights: null}\nprecision: fp32\nout: a\nlayers: [avgpool]\n")
-    done = featx_command("experiment=my_run", f"data={photos}", "log.json=true")
-    assert done.returncode == 0, done.stderr
-    store = featx.open("a")
-    assert store.layers == ("avgpool",)
-    probed = featx_command("experiment=my_run", "job=probe", "out=a")
-    assert probed.returncode == 0, probed.stderr
-    assert "job=probe does not use model.weights, precision" in probed.stderr
-    wrong = featx_command("experiment=nope")
-    assert wrong.returncode == 2
-    assert "Traceback" not in wrong.stderr
 
 
 def test_several_experiments_are_several_runs() -> None:

@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from tiny_engine import backbone_of, bound
-from tiny_model import KEYS, extract, write_images
+from tiny_model import KEYS, extract
 from torch import nn
 
-import featx
-from featx.engine import Compute, Engine
-from featx.engine.batch_independence import MovedRows, ValueReads, moved_batch
+from featx.engine import Compute
+from featx.engine.batch_independence import ValueReads
 from featx.errors import FeatxError, ModelError, RunError
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
@@ -223,17 +222,6 @@ def test_a_reader_that_noise_does_not_show_keeps_a_convolution_from_being_folded
         assert engine.formats(IMAGES).fold_batchnorm
 
 
-def test_values_that_differ_on_images_alone_keep_from_folding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whatever the search for readers misses: the rows of the images decide."""
-    module = Masked()
-    with bound(backbone_of(module), "block", images=IMAGES) as engine:
-        engine._weights.pairs = [(module.conv, module.bn)]
-        assert not engine.formats(IMAGES).fold_batchnorm
-        assert engine.formats(torch.zeros(0, 3, 8, 8)).fold_batchnorm, "noise takes no such branch"
-
-
 def test_a_run_notices_a_layer_that_fires_again_behind_the_last_one() -> None:
     """A pass that ended after `block` would not see that the block runs once more."""
     dark = torch.full_like(IMAGES, 100)
@@ -324,25 +312,6 @@ def test_timed_passes_compare_rows_at_the_precision_of_the_run() -> None:
             engine.time_passes(images)
 
 
-def test_moved_images() -> None:
-    batch, places = moved_batch(IMAGES)
-    assert len(batch) == 16
-    assert len(places) == 2
-    for before, after in places:
-        assert before != after
-        assert torch.equal(batch[after], IMAGES[before])
-    assert sum(any(torch.equal(a, b) for b in IMAGES) for a in batch) == 2
-    for count in (1, 2, 3):
-        batch, places = moved_batch(IMAGES[:count])
-        assert len(batch) == count
-        assert all(torch.equal(batch[b], IMAGES[a]) for a, b in places)
-    rows = MovedRows("fp32", [(0, 1)])
-    rows.check({"x": torch.tensor([[1.0], [2.0]])})
-    rows.check({"x": torch.tensor([[9.0], [1.0]])})
-    with pytest.raises(ModelError):
-        rows.check({"x": torch.tensor([[1.0], [2.0]])})
-
-
 @pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize(
     ("name", "layer", "error"), [("Sorting", "head", ModelError), ("Loop", "block", RunError)]
@@ -357,40 +326,3 @@ def test_a_run_is_refused_before_anything_is_written(
     with pytest.raises(error):
         extract(photos, model=model, layers=[layer])
     assert not Path("store").exists()
-
-
-@pytest.mark.usefixtures("in_tmp_path")
-def test_the_rows_of_a_branch_that_noise_does_not_take_are_right(tmp_path: Path) -> None:
-    root = write_images(tmp_path / "bright", 8)
-    for path in root.rglob("*.png"):
-        Image.fromarray(220 + np.asarray(Image.open(path)) // 8).save(path)
-    model = {**KEYS["model"], "factory": "test_batch_independence:Masked"}
-    store = extract(root, model=model, layers=["block"], dtype="float32")
-    plain = extract(
-        root, model=model, layers=["block"], dtype="float32", fold_batchnorm=False, out="plain"
-    )
-    np.testing.assert_allclose(store["block"][:], plain["block"][:], atol=1e-6)
-
-
-def test_the_proofs_make_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What starting costs: 12 images before any format is tried."""
-    module, sizes = Net(), []
-    module.register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
-    with bound(backbone_of(module), "block", images=IMAGES) as engine:
-        assert isinstance(engine, Engine)
-        assert sum(sizes) <= 2 + 3 * 3
-        sizes.clear()
-        found = engine.formats(IMAGES)
-        assert (found.channels_last, found.fold_batchnorm) == (True, True)
-        assert sizes == [3, 16, 16]
-        assert found.values is not None
-        engine.configure_compute(Compute("fp32", False, True, 16, fold_batchnorm=True))
-        torch.testing.assert_close(found.values["block"], engine.run(IMAGES)["block"])
-
-
-def test_capture_of_a_users_block_is_as_it_was() -> None:
-    """featx.capture proves nothing: it shows what one pass does."""
-    module = Loop().eval()
-    with torch.no_grad(), featx.capture(module, "block@2") as features:
-        module(torch.ones(2, 3, 8, 8))
-        assert features["block@2"].shape == (2, 8, 2, 2)

@@ -17,8 +17,7 @@ import featx
 from featx.config import model_options
 from featx.engine import BatchParallelism, Compute, batch_parallelism
 from featx.engine.batch_parallelism import (
-    _decide_on_cpu,
-    _decide_on_device,
+    decide,
     replicas_agree,
     room_for_batches,
     trial_threads,
@@ -43,24 +42,23 @@ def test_half_of_what_is_free_is_left(
 
 
 @pytest.mark.parametrize(
-    ("cpus", "room", "can_be_replicated", "kept", "threads", "replicas"),
+    ("cpus", "can_be_replicated", "kept", "threads", "replicas"),
     [
-        (1, 4, True, True, 1, 1),
-        (2, 4, True, True, 1, 2),
-        (6, 4, True, True, 2, 3),
-        (16, 4, True, True, 4, 4),
-        (8, 2, True, True, 4, 2),
-        (8, 4, False, True, 8, 1),  # a user's own model
-        (8, 4, True, False, 8, 1),  # in a notebook
+        (1, True, True, 1, 1),
+        (2, True, True, 1, 2),
+        (6, True, True, 2, 3),
+        (16, True, True, 4, 4),
+        (8, False, True, 8, 1),  # a user's own model
+        (8, True, False, 8, 1),  # in a notebook
     ],
 )
 def test_threads_of_a_batch_and_batches_at_once(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, room: int, can_be_replicated: bool, kept: bool,
+    monkeypatch: pytest.MonkeyPatch, cpus: int, can_be_replicated: bool, kept: bool,
     threads: int, replicas: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: kept)
     engine = types.SimpleNamespace(can_be_replicated=can_be_replicated)
-    found = _decide_on_cpu(cpus, engine, room, None)
+    found = decide(engine, cpus, None, None, make_batch)
     parallel = f", and {replicas} parallel batches" if replicas > 1 else ""
     assert found == BatchParallelism(
         threads, replicas, replicas > 1, {"threads": f"{threads}{parallel}"}
@@ -77,7 +75,7 @@ def test_a_store_keeps_its_threads(
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
     engine = types.SimpleNamespace(can_be_replicated=True)
     resume_state: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
-    found = _decide_on_cpu(cpus, engine, 4, resume_state)
+    found = decide(engine, cpus, resume_state, None, make_batch)
     assert (found.threads, found.replicas) == (stored, replicas)
     assert (f"; {here} here would give" in found.choices["threads"]) == (here is not None)
 
@@ -194,7 +192,7 @@ def test_two_batches_where_there_is_memory_for_them(
     monkeypatch: pytest.MonkeyPatch, free: float, host: float | None,
     expected: tuple[int, bool, str],
 ) -> None:  # fmt: skip
-    found = _decide_on_device(Cuda(monkeypatch, free, host), make_batch)
+    found = decide(Cuda(monkeypatch, free, host), None, None, None, make_batch)
     assert found == BatchParallelism(None, *expected[:2], {"streams": expected[2]})
 
 
@@ -212,7 +210,7 @@ def test_two_batches_where_they_do_not_change_each_other(
 ) -> None:
     engine = Cuda(monkeypatch, 9 * GIB)
     vars(engine).update(change)
-    assert _decide_on_device(engine, make_batch) == BatchParallelism(
+    assert decide(engine, None, None, None, make_batch) == BatchParallelism(
         None, *expected[:2], {"streams": expected[2]}
     )
     assert engine.emptied == ("same" in change)
@@ -221,7 +219,7 @@ def test_two_batches_where_they_do_not_change_each_other(
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_other_devices_have_no_streams(device: str) -> None:
     engine: Any = types.SimpleNamespace(device=torch.device(device))
-    assert _decide_on_device(engine, make_batch) == BatchParallelism(None, 1, False, {})
+    assert decide(engine, None, None, None, make_batch) == BatchParallelism(None, 1, False, {})
 
 
 @pytest.mark.gpu
@@ -234,7 +232,7 @@ def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> No
         engine.configure_compute(Compute(precision, False, False, 64))
         x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
         assert (
-            _decide_on_device(engine, lambda size: x[:size]).replicas
+            decide(engine, None, None, None, lambda size: x[:size]).replicas
             == batch_parallelism.CUDA_STREAMS
         )
         assert all(replicas_agree(engine, x, 2) for _ in range(10))

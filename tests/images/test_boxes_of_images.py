@@ -6,11 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
-from featx.images.decode import decode_image
 from featx.sources import FolderSource
 from featx.sources.boxes import BoxedSource
 from featx.types import Part
@@ -54,39 +52,3 @@ def test_boxes_of_an_image_are_read_once_and_are_its_pixels(tmp_path: Path, endi
                 box = source.box(bytes(listing.keys[row]))
                 tile = whole[box.y : box.y + 32, box.x : box.x + 32]
                 assert np.array_equal(batch.images[i].numpy(), tile.transpose(2, 0, 1))
-
-
-@pytest.mark.parametrize("ending", ["png", "tif", "jpg"])
-@pytest.mark.parametrize("jpeg", ["pillow", "simplejpeg"])
-@pytest.mark.parametrize("is_reference", [False, True])
-def test_a_whole_image_is_not_copied(
-    tmp_path: Path, ending: str, jpeg: str, is_reference: bool
-) -> None:
-    """It stays in the type of its decoder, and boxes take that of the transform."""
-    pixels = np.random.default_rng(0).integers(0, 256, (90, 80, 3), np.uint8)
-    images = tmp_path / "images"
-    images.mkdir()
-    path = images / f"a.{ending}"
-    Image.fromarray(pixels).save(path)
-    policy = ImagePolicy("apply", (0, 0, 0), 1 << 20, jpeg=jpeg)
-    whole = decode_image(path.read_bytes(), policy, None)
-    assert isinstance(whole, np.ndarray) == (ending == "jpg" and jpeg == "simplejpeg")
-    table = tmp_path / "boxes.csv"
-    table.write_text(f"path,x,y,width,height\na.{ending},7,5,32,32\n")
-    source = BoxedSource(FolderSource(images), table)
-    taken = tmp_path / "taken"
-
-    def reference(image: Image.Image) -> torch.Tensor:
-        taken.write_text(type(image).__qualname__)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
-
-    preprocess = Preprocess(reference, (32, 32), 32, "bilinear", (0, 0, 0), (1, 1, 1))
-    decoding = DecodeSettings(preprocess, policy, is_reference)
-    with Loader(source, source.listing(), decoding) as loader:
-        (row,) = loader.each([0])
-    expected = np.asarray(Image.open(path))[5:37, 7:39]
-    assert row is not None
-    np.testing.assert_array_equal(row.numpy(), expected.transpose(2, 0, 1))
-    assert taken.exists() == is_reference
-    if is_reference:
-        assert taken.read_text() == "Image"

@@ -210,39 +210,20 @@ def test_16_bit_grey_is_scaled_not_clipped() -> None:
     assert pixels(data)[0, :, 0].tolist() == [0, 0, 1, 1, 1, 127, 128, 255]
 
 
-def test_a_dark_16_bit_image_stays_dark() -> None:
-    """The range is the type's, not the image's: nothing is stretched."""
-    data = make_png(2, 1, 16, 0, [struct.pack(">2H", 100, 2570)])
-    assert pixels(data)[0].tolist() == [[0] * 3, [10] * 3]
-
-
-def test_16_bit_colour() -> None:
-    data = make_png(2, 1, 16, 2, [struct.pack(">6H", 0, 0x8080, 0xFFFF, 0x0101, 0x7F7F, 0xC8C8)])
-    assert pixels(data)[0].tolist() == [[0, 128, 255], [1, 127, 200]]
-
-
-def test_16_bit_grey_with_alpha() -> None:
-    data = make_png(2, 1, 16, 4, [struct.pack(">4H", 0xC8C8, 0xFFFF, 0xC8C8, 0)])
-    assert pixels(data)[0].tolist() == [[200] * 3, list(BACKGROUND)]
-
-
-def test_16_bit_colour_with_alpha() -> None:
-    row = struct.pack(">8H", 0x0101, 0x0202, 0x0303, 0xFFFF, 0xFFFF, 0, 0, 0)
-    assert pixels(make_png(2, 1, 16, 6, [row]))[0].tolist() == [[1, 2, 3], list(BACKGROUND)]
-
-
-@pytest.mark.parametrize("order", ["<", ">"])
-def test_a_16_bit_tiff_of_either_byte_order(order: str) -> None:
-    values = np.array([[0, 257, 51_400, 65_535]], dtype=np.uint16)
-    image = Image.fromarray(values)
-    if order == ">":
-        image = Image.frombytes("I;16B", (4, 1), values.astype(">u2").tobytes())
-    assert pixels(encode(image, "TIFF"))[0, :, 0].tolist() == [0, 1, 200, 255]
-
-
-def test_a_16_bit_pgm() -> None:
-    data = b"P5 4 1 65535\n" + struct.pack(">4H", 0, 257, 51_400, 65_535)
-    assert pixels(data)[0, :, 0].tolist() == [0, 1, 200, 255]
+@pytest.mark.parametrize(
+    ("colour_type", "values", "expected"),
+    [
+        (0, (100, 2570), [[0] * 3, [10] * 3]),  # nothing is stretched
+        (2, (0, 0x8080, 0xFFFF, 0x0101, 0x7F7F, 0xC8C8), [[0, 128, 255], [1, 127, 200]]),
+        (4, (0xC8C8, 0xFFFF, 0xC8C8, 0), [[200] * 3, list(BACKGROUND)]),
+        (6, (257, 514, 771, 0xFFFF, 0xFFFF, 0, 0, 0), [[1, 2, 3], list(BACKGROUND)]),
+    ],
+)
+def test_16_bits_of_every_colour_type(
+    colour_type: int, values: tuple[int, ...], expected: list[list[int]]
+) -> None:
+    row = struct.pack(f">{len(values)}H", *values)
+    assert pixels(make_png(2, 1, 16, colour_type, [row]))[0].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -289,16 +270,12 @@ def test_numbers_far_outside_of_black_and_white_are_refused(
     [(mode, values) for mode, values, _ in (*OPAQUE_MODES, *TRANSPARENT_MODES)]
     + [("RGBA", [(200, 100, 50, 255), (1, 2, 3, 0), (9, 100, 50, 128)])],
 )
-def test_conversion_in_strips_is_the_same(
-    mode: str, values: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image = Image.new(mode, (6, 10))
-    for at, value in enumerate(itertools.islice(itertools.cycle(values), 60)):
-        image.putpixel((at % 6, at // 6), value)
-    whole = np.asarray(to_rgb(image, BACKGROUND))
-    for num_pixels in (1, 6, 13, 59):
-        monkeypatch.setattr("featx.images.rgb_conversion._STRIP_PIXELS", num_pixels)
-        assert np.array_equal(np.asarray(to_rgb(image, BACKGROUND)), whole)
+def test_a_large_image_is_converted_as_a_small_one(mode: str, values: list[Any]) -> None:
+    """Strip by strip: each repetition of the pixels has the same colours."""
+    row = one_row(mode, values)
+    large = row.resize((len(values), 6 << 20 >> 1), Image.Resampling.NEAREST)
+    found = np.asarray(to_rgb(large, BACKGROUND))
+    assert (found == np.asarray(to_rgb(row, BACKGROUND))).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -461,7 +438,7 @@ def test_an_apng_with_a_still_image_and_an_animation() -> None:
 # Formats
 
 
-@pytest.mark.parametrize("kind", slow_except([*FORMATS, "MPO"], "JPEG", "WEBP", "TIFF", "MPO"))
+@pytest.mark.parametrize("kind", slow_except([*FORMATS, "MPO"], "TIFF", "MPO"))
 def test_every_allowed_format_decodes_first_thing_in_a_fresh_process(kind: str) -> None:
     """Pillow registers its plug-ins late; which came first must not matter, nor in which thread."""
     image = make_image(40, 30)
@@ -532,16 +509,6 @@ def test_what_is_no_image_is_unsupported(data: bytes) -> None:
     assert "not an image of a known format" in str(fault)
 
 
-def test_random_bytes_raise_nothing_else() -> None:
-    rng = random.Random(0)
-    starts = [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0", b"MM\0*"]
-    starts += [b"RIFF\0\0\0\0WEBP", b"P5 ", b"P6 4 4 255\n"]
-    for start in starts:
-        for size in (0, 1, 7, 30, 400):
-            found = attempt(start + rng.randbytes(size))
-            assert isinstance(found, ImageFault) or start.startswith(b"P6")
-
-
 # Size
 
 
@@ -565,24 +532,27 @@ def huge_files() -> dict[str, bytes]:
     return files
 
 
-@pytest.mark.parametrize("data", huge_files().values(), ids=huge_files())
-def test_a_huge_image_is_refused_before_it_is_decoded(data: bytes) -> None:
-    """Within 2 GB of address space, where decoding it would need ten."""
+def test_a_huge_image_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    """Within 2 GB of address space, where decoding one would need ten."""
+    for name, data in huge_files().items():
+        (tmp_path / name).write_bytes(data)
     program = (
-        "import resource, sys, time; from featx.images import ImagePolicy\n"
+        "import pathlib, resource, sys, time; from featx.images import ImagePolicy\n"
         "from featx.images.decode import decode_pillow\n"
         "from featx.types import ImageFault\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
-        "data = sys.stdin.buffer.read(); policy = ImagePolicy('apply', (0, 0, 0), 89478485)\n"
-        "started_at = time.process_time()\n"
-        "try: decode_pillow(data, policy)\n"
-        "except ImageFault as fault: print(fault.status.name, time.process_time() - started_at)"
+        "policy = ImagePolicy('apply', (0, 0, 0), 89478485)\n"
+        "for path in pathlib.Path(sys.argv[1]).iterdir():\n"
+        "    started_at = time.process_time()\n"
+        "    try: decode_pillow(path.read_bytes(), policy)\n"
+        "    except ImageFault as fault: status = fault.status.name\n"
+        "    print(path.name, status, time.process_time() - started_at < 0.5, sep=',')"
     )
-    done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    status, seconds = done.stdout.split()
-    assert status == b"TOO_LARGE"
-    assert float(seconds) < 0.5
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = {f"{name},TOO_LARGE,True" for name in huge_files()}
+    assert set(done.stdout.splitlines()) == expected
 
 
 def test_a_huge_webp_is_refused() -> None:
@@ -590,9 +560,9 @@ def test_a_huge_webp_is_refused() -> None:
     data = bytearray(encode(frames[0], "WEBP", save_all=True, append_images=frames[1:]))
     at = data.index(b"VP8X") + 12
     data[at : at + 6] = struct.pack("<I", 16_382)[:3] * 2
-    started_at = time.perf_counter()
+    started_at = time.process_time()
     assert fault_of(bytes(data)).status == Status.TOO_LARGE
-    assert time.perf_counter() - started_at < 0.5
+    assert time.process_time() - started_at < 0.5
 
 
 def test_the_pixel_limit_is_exact() -> None:
@@ -714,19 +684,6 @@ def test_a_png_in_many_chunks() -> None:
     last = whole.rindex(b"IDAT", 0, whole.rindex(b"IDAT"))
     broken = whole[: last + 5] + bytes([whole[last + 5] ^ 1]) + whole[last + 6 :]
     assert fault_of(broken).status == Status.DECODE_ERROR
-
-
-def test_flipped_bits_raise_nothing_but_faults() -> None:
-    rng = random.Random(1)
-    for data in damaged_kinds().values():
-        for _ in range(30):
-            flipped = bytearray(data)
-            for _ in range(rng.choice([1, 1, 3])):
-                flipped[rng.randrange(min(len(data), 200))] ^= 1 << rng.randrange(8)
-            found = attempt(bytes(flipped))
-            if isinstance(found, ImageFault):
-                assert found.status not in (Status.OK, Status.ABSENT)
-                assert str(found)
 
 
 # Scaled decoding of large JPEGs

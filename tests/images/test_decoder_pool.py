@@ -30,12 +30,11 @@ from featx.images import (
     ImagePolicy,
     Loader,
     Preprocess,
-    decoder_pool,
     row_loader,
 )
 from featx.sources import FolderSource
 from featx.sources.boxes import BoxedSource
-from featx.types import Failure, Listing, Part, Status
+from featx.types import Failure, Part, Status
 
 POLICY = ImagePolicy("apply", (255, 255, 255), 10**7)
 SIDE = 16
@@ -77,7 +76,7 @@ def load(
     workers: int = 2,
     timeout_s: float | None = 20,
     in_parent: bool = False,
-    act: Callable[[Loader], None] | None = None,
+    act: Callable[[], None] | None = None,
 ) -> Loaded:
     """Images, checksums and failures of all rows; `act` is called after the second batch."""
     images, checksums, failures = [], [], []
@@ -88,7 +87,7 @@ def load(
             checksums.append(batch.checksums)
             failures += batch.failures
             if act is not None and number == 1:
-                act(loader)
+                act()
     return torch.cat(images), np.concatenate(checksums), failures
 
 
@@ -100,69 +99,98 @@ def assert_equal(found: Loaded, expected: Loaded, bad: int | None = None) -> Non
     assert bad is None or not found[0][bad].any()
 
 
-def pids(loader: Loader) -> list[int]:
-    table = loader._pool._channels.table
+def children(parent: int) -> list[int]:
+    """Processes that a process has started, as /proc tells."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, pid = path.read_text().rpartition(")")[2].split()[:2]
+            if int(pid) == parent and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def processes() -> tuple[int, list[int]]:
+    """The supervisor of this process's loader, and its decoders."""
     until = time.monotonic() + 10
-    while not table.pids.any() and time.monotonic() < until:  # the supervisor has just started
+    while time.monotonic() < until:  # the supervisor may have just started
+        for supervisor in children(os.getpid()):
+            if decoders := children(supervisor):
+                return supervisor, decoders
         time.sleep(0.01)
-    return [pid for pid in table.pids.tolist() if pid]
+    raise AssertionError("there is no decoder")
 
 
-@pytest.mark.parametrize("in_parent", [False, True])
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_any_number_of_decoders_gives_the_same(folder: Path, workers: int, in_parent: bool) -> None:
-    expected = load(folder)
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Loaded:
+    return load(folder)
+
+
+@pytest.mark.parametrize(("workers", "in_parent"), [(1, False), (5, False), (2, True)])
+def test_any_number_of_decoders_gives_the_same(
+    folder: Path, expected: Loaded, workers: int, in_parent: bool
+) -> None:
     assert expected[2] == []
     assert len({row.numpy().tobytes() for row in expected[0]}) == NUM_ROWS
     assert_equal(load(folder, workers, in_parent=in_parent), expected)
 
 
-@pytest.mark.parametrize("in_parent", [False, True])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("signum", "in_parent"),
+    [(signal.SIGKILL, False), (signal.SIGSEGV, True), (signal.SIGSTOP, False)],
+)
 def test_a_decoder_that_is_ended_or_stopped_costs_no_row(
-    folder: Path, signum: signal.Signals, in_parent: bool
+    folder: Path, expected: Loaded, signum: signal.Signals, in_parent: bool
 ) -> None:
-    def act(loader: Loader) -> None:
-        os.kill(pids(loader)[0], signum)
-
-    found = load(folder, in_parent=in_parent, act=act)
+    found = load(folder, in_parent=in_parent, act=lambda: os.kill(processes()[1][0], signum))
     assert found[2] == []
-    assert_equal(found, load(folder))
+    assert_equal(found, expected)
 
 
-def test_decoders_that_are_killed_again_and_again_cost_no_row(folder: Path) -> None:
-    def act(loader: Loader) -> None:
+def test_decoders_that_are_killed_again_and_again_cost_no_row(
+    folder: Path, expected: Loaded
+) -> None:
+    def act() -> None:
         for _ in range(5):
             time.sleep(0.05)
-            for pid in pids(loader):
+            for pid in processes()[1]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     found = load(folder, act=act)
     assert found[2] == []
-    assert_equal(found, load(folder))
+    assert_equal(found, expected)
 
 
 def test_the_end_of_the_supervisor_ends_the_run(folder: Path) -> None:
-    def act(loader: Loader) -> None:
-        os.kill(loader._pool._pid, signal.SIGKILL)
+    def act() -> None:
+        os.kill(processes()[0], signal.SIGKILL)
         time.sleep(0.3)  # until the kernel has ended its decoders
 
     with pytest.raises(RunError, match=r"was killed, by a user or because .* out of memory"):
         load(folder, act=act)
 
 
-def bad_decoder(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[], object]) -> None:
-    """Call `act` in the decoder of one image."""
+def before_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    act: Callable[[bool], object],
+    name: str = "decode_array",
+) -> None:
+    """Call `act` in the decoders before each image, with whether it is the bad one."""
     bad = (folder / f"{BAD_ROW:03}.png").read_bytes()
-    decode = row_loader.decode_array
+    decode = getattr(row_loader, name)
 
-    def decode_or_act(data: bytes, *rest: Any) -> Any:
-        if data == bad:
-            act()
+    def act_and_decode(data: bytes, *rest: Any) -> Any:
+        act(data == bad)
         return decode(data, *rest)
 
-    monkeypatch.setattr(row_loader, "decode_array", decode_or_act)
+    monkeypatch.setattr(row_loader, name, act_and_decode)
+
+
+def bad_decoder(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[], object]) -> None:
+    """Call `act` in the decoder of one image."""
+    before_decoding(monkeypatch, folder, lambda is_bad: act() if is_bad else None)
 
 
 def kill_self(signum: int) -> None:
@@ -171,21 +199,20 @@ def kill_self(signum: int) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("in_parent", [False, True])
 @pytest.mark.parametrize(
-    ("act", "status", "error"),
+    ("act", "status", "error", "in_parent"),
     [
-        (lambda: kill_self(signal.SIGSEGV), Status.CRASHES_DECODER, "SIGSEGV"),
-        (lambda: kill_self(signal.SIGABRT), Status.CRASHES_DECODER, "SIGABRT"),
-        (lambda: os._exit(3), Status.CRASHES_DECODER, "exit code 3"),
-        (lambda: time.sleep(60), Status.TIMEOUT, "TimeoutError"),
+        (lambda: kill_self(signal.SIGSEGV), Status.CRASHES_DECODER, "SIGSEGV", True),
+        (lambda: kill_self(signal.SIGABRT), Status.CRASHES_DECODER, "SIGABRT", False),
+        (lambda: os._exit(3), Status.CRASHES_DECODER, "exit code 3", False),
+        (lambda: time.sleep(60), Status.TIMEOUT, "TimeoutError", False),
+        (lambda: time.sleep(60), Status.TIMEOUT, "TimeoutError", True),
     ],
 )
 def test_an_image_that_ends_its_decoder_fails_alone(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[], object], status: Status,
-    error: str, in_parent: bool,
+    monkeypatch: pytest.MonkeyPatch, folder: Path, expected: Loaded, act: Callable[[], object],
+    status: Status, error: str, in_parent: bool,
 ) -> None:  # fmt: skip
-    expected = load(folder)
     bad_decoder(monkeypatch, folder, act)
     found = load(folder, timeout_s=0.5, in_parent=in_parent)
     assert [(f.row, f.status, f.error) for f in found[2]] == [(BAD_ROW, status, error)]
@@ -194,10 +221,9 @@ def test_an_image_that_ends_its_decoder_fails_alone(
 
 
 def test_an_image_that_ends_one_decoder_only_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, folder: Path, expected: Loaded, tmp_path: Path
 ) -> None:
     """As when the kernel kills the largest process; the second decoder has the memory."""
-    expected = load(folder)
 
     def act() -> None:
         flag = tmp_path / "flag"
@@ -266,15 +292,10 @@ print(os.listdir("/dev/shm"))
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_large_images_are_handed_over_in_several_groups(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    monkeypatch.setattr(decoder_pool, "_BUFFER_BYTES", 1)
-    assert_equal(load(folder, in_parent=True), load(folder))
-
-
 @pytest.mark.parametrize("in_parent", [False, True])
-def test_threads_where_no_process_can_be_forked(folder: Path, in_parent: bool) -> None:
+def test_threads_where_no_process_can_be_forked(
+    folder: Path, expected: Loaded, in_parent: bool
+) -> None:
     source = FolderSource(folder)
     rows = row_loader.RowLoader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY))
     with DecoderPool([rows], 3, reads_in_decoders=not in_parent, can_fork=False) as pool:
@@ -283,38 +304,34 @@ def test_threads_where_no_process_can_be_forked(folder: Path, in_parent: bool) -
         found = [(*pool.finish(job), job.failures) for job in jobs]
         images = torch.cat([images.clone() for images, _, _ in found])
     checksums = np.concatenate([checksums for _, checksums, _ in found])
-    assert_equal((images, checksums, []), load(folder))
+    assert_equal((images, checksums, []), expected)
     assert not any(failures for *_, failures in found)
 
 
-def test_a_full_pipe_of_tasks_stops_nothing(folder: Path) -> None:
+def test_a_full_pipe_of_tasks_stops_nothing(folder: Path, expected: Loaded) -> None:
     """Groups of one row each, far more than the pipe has room for, and one decoder."""
     source = FolderSource(folder)
     listing = source.listing()
     rows = row_loader.RowLoader(source, listing, DecodeSettings(PREPROCESS, POLICY))
     with DecoderPool([rows], 1, reads_in_decoders=True, keeps_images_together=True) as pool:
-        jobs = [pool.begin(0, np.arange(1600) % NUM_ROWS, 1600) for _ in range(4)]
+        jobs = [pool.begin(0, np.arange(1600) % NUM_ROWS, 1600) for _ in range(2)]
         images = [pool.finish(job)[0].clone() for job in jobs]
-    expected, _, _ = load(folder)
-    assert all(torch.equal(x, expected[np.arange(1600) % NUM_ROWS]) for x in images)
+    assert all(torch.equal(x, expected[0][np.arange(1600) % NUM_ROWS]) for x in images)
 
 
 def test_an_image_that_damages_the_memory_of_its_decoder_fails_no_neighbour(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
+    monkeypatch: pytest.MonkeyPatch, folder: Path, expected: Loaded
 ) -> None:
     """The decoder crashes at the next image, each time that it has decoded the damaging one."""
-    expected = load(folder, 1)
-    bad, decode = (folder / f"{BAD_ROW:03}.png").read_bytes(), row_loader.decode_array
     is_damaged = False
 
-    def decode_or_crash(data: bytes, *rest: Any) -> Any:
+    def act(is_bad: bool) -> None:
         nonlocal is_damaged
         if is_damaged:
             kill_self(signal.SIGSEGV)
-        is_damaged = data == bad
-        return decode(data, *rest)
+        is_damaged = is_bad
 
-    monkeypatch.setattr(row_loader, "decode_array", decode_or_crash)
+    before_decoding(monkeypatch, folder, act)
     for workers in (1, 2):
         found = load(folder, workers)
         assert found[2] == []
@@ -330,17 +347,15 @@ def test_boxes_of_an_image_that_hangs_fail_together(
     boxes = [f"{name},{x},0,16,16" for name in names for x in range(20)]
     table = tmp_path / "boxes.csv"
     table.write_text("\n".join(["path,x,y,width,height", *boxes]))
-    hung, decode = tmp_path / "hung", row_loader.decode_box_image
-    bad = (folder / names[1]).read_bytes()
+    hung = tmp_path / "hung"
 
-    def decode_or_hang(data: bytes, *rest: Any) -> Any:
-        if data == bad:
+    def act(is_bad: bool) -> None:
+        if is_bad:
             with hung.open("a") as file:
                 file.write("x")
             time.sleep(60)
-        return decode(data, *rest)
 
-    monkeypatch.setattr(row_loader, "decode_box_image", decode_or_hang)
+    before_decoding(monkeypatch, folder, act, "decode_box_image")
     files = FolderSource(folder)
     source = BoxedSource(InParent(files) if in_parent else files, table)
     listing = source.listing()
@@ -354,31 +369,17 @@ def test_boxes_of_an_image_that_hangs_fail_together(
     assert len({number for batch in batches for number in batch.checksums.tolist()}) == 3
 
 
-def test_shared_memory_is_bounded_and_batches_that_are_kept_stay(folder: Path) -> None:
-    settings = DecodeSettings(PREPROCESS, POLICY, workers=2)
-    source = FolderSource(folder)
-    with Loader(source, source.listing(), settings) as loader:
-        for _ in loader.batches([Part(0, 0, NUM_ROWS)], 4):
-            pass
-        num_slots = loader._pool._slots_end
-        kept = [batch.images for _, batch in loader.batches([Part(0, 0, NUM_ROWS)], 4)]
-        slot = kept[0].numel() + 4096 * 2
-        bound = (PREFETCH_BATCHES + 2 + decoder_pool.KEPT_BATCHES) * slot
-        assert num_slots <= loader._pool._slots_end <= bound
-    assert torch.equal(torch.cat(kept), load(folder)[0])
-
-
 def test_nothing_is_forked_before_an_image_is_asked_for(folder: Path) -> None:
     source = FolderSource(folder)
     with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers=2)) as loader:
-        assert loader._pool._pid is None
+        assert not any(map(children, children(os.getpid())))
         loader.load([3])
-        assert len(pids(loader)) == 1
+        assert processes()[1]
         list(loader.batches([Part(0, 0, NUM_ROWS)], 8))
         until = time.monotonic() + 10
-        while len(pids(loader)) < 2 and time.monotonic() < until:
+        while len(processes()[1]) < 2 and time.monotonic() < until:
             time.sleep(0.01)
-        assert len(pids(loader)) == 2
+        assert len(processes()[1]) == 2
     assert not any(thread.name == "featx-loader" for thread in threading.enumerate())
 
 
@@ -392,7 +393,8 @@ with Loader(source, source.listing(), DecodeSettings(PREPROCESS, POLICY, workers
     batches = loader.batches([Part(0, 0, NUM_ROWS)], 32)
     next(batches)
     time.sleep(0.3)
-    print(loader._pool._pid, *pids(loader), flush=True)
+    supervisor, decoders = processes()
+    print(supervisor, *decoders, flush=True)
     time.sleep(60)
 """
 
@@ -416,20 +418,3 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_an_exception_of_a_source_keeps_its_type(folder: Path) -> None:
-    class Broken(FolderSource):
-        def listing(self) -> Listing:
-            return super().listing()
-
-        def read(self, key: bytes) -> bytes:
-            raise KeyError("a bug")
-
-    source = Broken(folder)
-    settings = DecodeSettings(PREPROCESS, POLICY)
-    with (
-        Loader(source, source.listing(), settings) as loader,
-        pytest.raises(KeyError, match="a bug"),
-    ):
-        loader.load([0])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +11,9 @@ import numpy as np
 import pytest
 from encoded_images import encode
 from PIL import Image
-from tiny_model import COMMAND
+from tiny_model import extract, run_job
 
-from featx import open as open_store
+from featx.errors import StoreMismatchError
 from featx.images import PILLOW, ImagePolicy, decode_pillow
 from featx.images.decode import decode_array
 from featx.images.image_policy import ACCEPT, SIMPLEJPEG
@@ -195,55 +192,44 @@ def test_a_damaged_jpeg_in_a_tiff(compression: str, mode: str) -> None:
         assert caught.value.status == Status.DECODE_ERROR
 
 
-def test_the_command_refuses_accepts_and_records(
-    featx: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+def test_a_run_refuses_accepts_and_records(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     photos = tmp_path / "photos"
     photos.mkdir()
+    sound = [encode(photo(seed=i), "JPEG") for i in range(4)]
+    half = [damaged(data)["half lost"] for data in sound]
     for i in range(4):
-        sound = encode(photo(seed=i), "JPEG")
-        (photos / f"{i}.jpg").write_bytes(sound if i else damaged(sound)["half lost"])
-    command = (*COMMAND, "data=folder", f"data.root={photos}", "max_failures=1")
-    assert featx(*command).returncode == 0
-    store = open_store(tmp_path / "store")
+        (photos / f"{i}.jpg").write_bytes(sound[i] if i else half[i])
+    store = extract(photos, max_failures=1)
     assert store.ok.tolist() == [False, True, True, True]
-    assert "premature end of data segment" in (tmp_path / "store/failures.csv").read_text()
-    done = featx(*command, "data.damaged=accept")
-    assert done.returncode == 2
-    assert "data.damaged" in done.stderr
-    done = featx(*command, "data.damaged=accept", "out=accepted")
-    assert done.returncode == 0
-    assert "1 image: damaged JPEG: Corrupt JPEG data: premature end" in done.stdout
-    accepted = open_store(tmp_path / "accepted")
+    assert "premature end of data segment" in Path("store/failures.csv").read_text()
+    accept = {"name": "folder", "root": str(photos), "damaged": "accept"}
+    with pytest.raises(StoreMismatchError, match=r"data\.damaged"):
+        extract(accept)
+    accepted = extract(accept, out="accepted")
+    assert "1 image: damaged JPEG: Corrupt JPEG data: premature end" in capfd.readouterr().out
     assert accepted.ok.all()
     assert not accepted.failures
     assert accepted.status.tolist() == [Status.IMAGE_DAMAGED, 0, 0, 0]
     assert np.array_equal(accepted["conv"][1:], store["conv"][1:])
-    accept = (*command, "data.damaged=accept", "out=accepted")
-    assert featx(*accept, "layers=[conv,pool]").returncode == 0
-    sound = encode(photo(seed=0), "JPEG")
-    (photos / "4.jpg").write_bytes(damaged(sound)["half lost"])
-    assert featx(*accept, "layers=[conv,pool]", "grow=true").returncode == 0
-    (photos / "0.jpg").write_bytes(sound)
-    (photos / "1.jpg").write_bytes(damaged(sound)["half lost"])
-    done = featx(*accept, "layers=[conv]", "refresh=true")
-    assert "(layers=[pool])" in done.stderr
-    assert featx(*accept, "layers=[pool]", "refresh=true").returncode == 0
-    grown = open_store(tmp_path / "accepted")
+    both = {"layers": ["conv", "pool"], "out": "accepted"}
+    extract(accept, **both)
+    (photos / "4.jpg").write_bytes(half[0])
+    extract(accept, **both, grow=True)
+    (photos / "0.jpg").write_bytes(sound[0])
+    (photos / "1.jpg").write_bytes(half[0])
+    with pytest.raises(StoreMismatchError, match=r"\(layers=\[pool\]\)"):
+        extract(accept, layers=["conv"], out="accepted", refresh=True)
+    grown = extract(accept, layers=["pool"], out="accepted", refresh=True)
     assert grown.status.tolist() == [0, Status.IMAGE_DAMAGED, 0, 0, Status.IMAGE_DAMAGED]
     assert grown.ok.all()
-    assert featx("job=verify", "store=accepted").returncode == 0
+    assert run_job("verify", store="accepted") == 0
 
 
-def test_every_box_of_an_accepted_image_says_that_it_is_damaged(
-    featx: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+def test_every_box_of_an_accepted_image_says_that_it_is_damaged(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
     sound = encode(photo(seed=0), "JPEG")
@@ -251,12 +237,8 @@ def test_every_box_of_an_accepted_image_says_that_it_is_damaged(
     (photos / "1.jpg").write_bytes(sound)
     lines = [f"{i}.jpg,{4 * k},0,8,8" for i in range(2) for k in range(3)]
     (tmp_path / "boxes.csv").write_text("\n".join(["path,x,y,width,height", *lines]))
-    done = featx(
-        *COMMAND, "data=folder", f"data.root={photos}", "data.boxes=boxes.csv",
-        "data.damaged=accept",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert open_store(tmp_path / "store").status.tolist() == [12, 12, 12, 0, 0, 0]
+    data = {"name": "folder", "root": str(photos), "boxes": "boxes.csv", "damaged": "accept"}
+    assert extract(data).status.tolist() == [12, 12, 12, 0, 0, 0]
 
 
 def test_no_photograph_is_refused(shared_data: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,10 +236,11 @@ def test_a_store_resumes_with_its_version_or_says_so(
     assert manifest["resolved"]["heif"] == pillow_heif.__version__
     next(Path("store/parts").glob("part-*")).unlink()
     assert extract(photos, pack=False).ok.all()
-    version_of = heif_version.__globals__["version_of"]
+    of_package = importlib.metadata.distribution
+    other = types.SimpleNamespace(version="9.9")
     monkeypatch.setattr(
-        "featx.images.image_policy.version_of",
-        lambda n: "9.9" if n == "pillow_heif" else version_of(n),
+        "importlib.metadata.distribution",
+        lambda name: other if name == "pillow_heif" else of_package(name),
     )
     with pytest.raises(StoreMismatchError, match=r"version\.pillow_heif: .* now '9\.9'"):
         extract(photos, pack=False)

@@ -123,13 +123,6 @@ def test_numbers_as_they_are(
     assert_all_boxes_agree(file.getvalue(), policy)
 
 
-def with_tag(data: bytes, tag: int, value: int) -> bytes:
-    file = io.BytesIO(data)
-    with tifffile.TiffFile(file, mode="r+b") as tiff:
-        tiff.pages[0].tags[tag].overwrite(value)
-    return file.getvalue()
-
-
 def test_images_that_are_no_sum_of_their_tiles_are_decoded_as_a_whole() -> None:
     tiled = {"tile": (64, 64)}
     turned = encoded(pixels(), **tiled, extratags=[(274, "H", 1, 6, True)])

@@ -12,7 +12,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ import tiff_writer
 import tifffile
 from PIL import Image
 from tiff_writer import Kind, write_tiff
-from tiny_model import COMMAND
+from tiny_model import extract
 
-from featx import open as open_store
+from featx.errors import StoreMismatchError
 from featx.images import ImagePolicy, image_sizes
 from featx.images.decode import decode_array, decode_box_image
 from featx.types import ImageFault, Status
@@ -426,13 +425,9 @@ def test_a_compression_that_needs_the_extra_names_it() -> None:
         assert done.stdout.decode().strip() == expected, done.stderr.decode()[-2000:]
 
 
-def test_the_command_reads_refuses_and_records(
-    featx: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+def test_a_run_reads_refuses_and_records(tmp_path: Path) -> None:
     """Every file gives the features of its 8-bit PNG, or is a row that says what is missing."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     folder = tmp_path / "images"
     folder.mkdir()
     kinds = {
@@ -448,20 +443,19 @@ def test_the_command_reads_refuses_and_records(
         rgb = expected_rgb(kind, numbers, white).astype(np.uint8)
         Image.fromarray(rgb).save(folder / f"{name}.png")
     (folder / "tags.tif").write_bytes(bomb())
-    command = (*COMMAND, "data=folder", f"data.root={folder}", "max_failures=1.0")
     for options, refused in (
-        ((), {"floats.tif", "signed.tif", "tags.tif"}),
-        (("data.white=1", "out=white"), {"tags.tif"}),
+        ({}, {"floats.tif", "signed.tif", "tags.tif"}),
+        ({"white": 1}, {"tags.tif"}),
     ):
-        done = featx(*command, *options)
-        assert done.returncode == 0, done.stderr
-        store = open_store(tmp_path / ("white" if options else "store"))
+        data = {"name": "folder", "root": str(folder), **options}
+        store = extract(data, max_failures=1.0, out="white" if options else "store")
         names = [os.fsdecode(key) for key in store.keys]
         assert {name for name, ok in zip(names, store.ok, strict=True) if not ok} == refused
         rows = dict(zip(names, store["conv"][:].astype(float), strict=True))
         for name in {f"{kind}.tif" for kind in kinds} - refused:
             assert np.allclose(rows[name], rows[name.replace(".tif", ".png")], atol=0.01), name
-    assert featx(*command, "data.white=255").returncode == 2
-    failures = (tmp_path / "store/failures.csv").read_text()
+    with pytest.raises(StoreMismatchError, match=r"data\.white"):
+        extract({**data, "white": 255}, max_failures=1.0, out="white")
+    failures = Path("store/failures.csv").read_text()
     assert "whose white is not stated: data.white=1" in failures
     assert "its tags overlap, to more bytes than it has" in failures

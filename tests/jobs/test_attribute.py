@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_model import COMMAND, KEYS, run_job, write_image
+from tiny_model import KEYS, run_job, write_image
 from zoo import TwoStageConvNet
 
 import featx
 from featx.errors import ConfigError, DataError, LayerError, StoreMismatchError
-from featx.jobs import attribute
 from featx.models import state_sha256
 from featx.types import Status
 
@@ -34,16 +32,25 @@ def run(data: Path, out: str = "store", **keys: Any) -> int:
     return run_job("attribute", **{**RUN, "data": data, "out": out, "attribute": options, **keys})
 
 
-def by_hand(store: featx.FeatureStore, data: Path, row: int) -> tuple[np.ndarray, int, float]:
-    """Grad-CAM of `deep`, the class and its probability, from the image of a row."""
+def plain_model() -> TwoStageConvNet:
     torch.manual_seed(0)
-    net = TwoStageConvNet().eval()
-    assert store.attrs["weights_sha256"] == state_sha256(net)
-    with Image.open(data / str(store.keys[row])) as image:
+    return TwoStageConvNet().eval()
+
+
+def input_of(path: Path) -> torch.Tensor:
+    """(1, 3, 32, 32) of an image, resized by Pillow."""
+    with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR))
     x = torch.from_numpy(pixels.astype(np.float32) / 255).permute(2, 0, 1)[None]
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    act = net.deep(net.conv((x - mean.view(3, 1, 1)) / std.view(3, 1, 1)))
+    return (x - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+
+
+def by_hand(store: featx.FeatureStore, data: Path, row: int) -> tuple[np.ndarray, int, float]:
+    """Grad-CAM of `deep`, the class and its probability, from the image of a row."""
+    net = plain_model()
+    assert store.attrs["weights_sha256"] == state_sha256(net)
+    act = net.deep(net.conv(input_of(data / str(store.keys[row]))))
     output = net.head(act.mean((2, 3)))
     gradient = torch.autograd.grad(output[0].max(), act)[0].mean((2, 3))
     cam = torch.einsum("bc,bchw->bhw", gradient, act).relu()[0]
@@ -177,20 +184,9 @@ def test_labels_are_classes_of_the_model_by_number_or_by_name(photos: Path) -> N
     assert np.array_equal(store["target"][:], [2 if key[:3] == "cat" else 0 for key in store.keys])
     for key in store.keys:
         row = store.row(key)
-        expected = logits(photos / key)[int(store["target"][row])]
+        logits = plain_model()(input_of(photos / key))[0].detach()
+        expected = float(logits[int(store["target"][row])])
         assert store["score"][row] == pytest.approx(expected, abs=1e-5)
-
-
-def logits(path: Path) -> np.ndarray:
-    """Logits of the tiny model for an image, computed by hand."""
-    torch.manual_seed(0)
-    net = TwoStageConvNet().eval()
-    with Image.open(path) as image:
-        pixels = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR))
-    x = torch.from_numpy(pixels.astype(np.float32) / 255).permute(2, 0, 1)[None]
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    with torch.no_grad():
-        return net((x - mean.view(3, 1, 1)) / std.view(3, 1, 1))[0].numpy()
 
 
 @pytest.mark.usefixtures("in_tmp_path")
@@ -237,27 +233,6 @@ def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
         with pytest.raises(LayerError):
             run(photos, attribute=options)
     assert not Path("store").exists()
-
-
-@pytest.mark.usefixtures("in_tmp_path")
-def test_sheets_are_capped(photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(attribute, "MAX_SHEETS", 1)
-    assert run(photos) == 0
-    assert os.listdir("store/sheets") == ["cat.png"]
-    assert "the first 1 of 2 classes" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_command(
-    featx: Callable[..., Any], photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-    command = [part for part in COMMAND if not part.startswith("layers")]
-    command += ["job=attribute", "data=folder", f"data.root={photos}", "attribute.layer=deep"]
-    done = featx(*command)
-    assert done.returncode == 0, done.stderr
-    assert 'store["gradcam"][0]' in done.stdout
-    assert "images/s" in done.stdout
 
 
 @pytest.mark.usefixtures("in_tmp_path")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from made_store import dataset_digests
 from tiny_model import extract, run_job, write_image
@@ -42,21 +41,6 @@ def check(store: featx.FeatureStore, count: int = 12) -> None:
     assert store.column("patient").tolist() == [patient(i) for i in range(count)]
     assert store.column("status").tolist() == list(range(count))
     assert run_job("verify", out="store") == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", [{}, {"workers": 2}], ids=["one", "workers"])
-def test_marks_of_missing_values_in_text_are_warned_of_once(
-    executor: dict[str, Any], capfd: pytest.CaptureFixture[str]
-) -> None:
-    write_table()
-    text = Path("t.csv").read_text().replace(",1,", ",NaN,", 1).replace(",0,", ",cat,")
-    Path("t.csv").write_text(text)
-    extract(TABLE, executor=executor)
-    warning = "warning: t.csv, column label: 1 row has the text 'NaN', which counts as a value"
-    assert capfd.readouterr().err.count("the text 'NaN'") == 1
-    extract(TABLE)
-    assert capfd.readouterr().err.count(warning) == 1
 
 
 @pytest.mark.slow
@@ -144,22 +128,3 @@ def test_a_column_that_says_no_split_or_no_class_is_reported() -> None:
         probe(split="column", split_column="side", split_file="x.csv")
     with pytest.raises(ConfigError, match=r"split_column has an effect with probe\.split=column"):
         probe(split_column="side")
-
-
-@pytest.mark.parametrize("kind", ["parquet", "huggingface"])
-def test_an_export_carries_them(kind: str) -> None:
-    write_table()
-    extract(TABLE)
-    assert run_job("export", store="store", export={"format": kind}, out="out") == 0
-    if kind == "parquet":
-        import pyarrow.parquet as pq
-
-        rows = pq.read_table("out/data").to_pydict()
-    else:
-        datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
-        rows = datasets.load_from_disk("out").to_dict()
-    assert rows["patient"] == [patient(i) for i in range(12)]
-    assert rows["column.status"] == list(range(12))
-    assert rows["status"] == [0] * 12
-    store = featx.open("store")
-    assert np.array_equal(np.array(rows["conv"]).reshape(12, -1), store["conv"][:].reshape(12, -1))

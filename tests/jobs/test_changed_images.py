@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
-import signal
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +16,16 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
+from interruptions import Dies, die_at_disk_change, signal_after_commits
 from PIL import Image
 from pyarrow import parquet
-from tiny_model import COMMAND, extract, run_job, write_image
+from tiny_model import extract, run_job, write_image
 
 from featx import FeatureStore
 from featx import open as open_store
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
 from featx.pipeline import Interrupted, changed_images, row_updates
 from featx.sources.pixel_encoding import encode_array
-from featx.storage import AtomicFolder
-from featx.store import session as session_module
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
 
 pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
@@ -55,22 +53,6 @@ def checksum_of(path: Path) -> int:
     return int.from_bytes(digest, "little")
 
 
-def interrupt_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:
-    """A signal that arrives when so many parts are committed."""
-    commit = session_module.StoreSession.commit
-    done = 0
-
-    def signalled(self: Any, builder: Any) -> Any:
-        nonlocal done
-        failures = commit(self, builder)
-        done += 1
-        if done == count:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return failures
-
-    patch.setattr(session_module.StoreSession, "commit", signalled)
-
-
 def paths_of(photos: Path, store: FeatureStore) -> list[Path]:
     return [photos / key for key in store.keys.tolist()]
 
@@ -94,15 +76,6 @@ def test_every_row_has_the_checksum_of_its_image(photos: Path, pack: bool) -> No
 
 def test_checksums_leave_room_for_what_is_not_known() -> None:
     assert UNKNOWN_IMAGE < NO_IMAGE < image_checksum(b"")
-
-
-def test_a_box_has_the_checksum_of_its_whole_image(photos: Path) -> None:
-    names = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[:2]
-    lines = [f"{name},{x},0,20,20" for name in names for x in (0, 3, 6)]
-    Path("boxes.csv").write_text("\n".join(["path,x,y,width,height", *lines]) + "\n")
-    store = extract({"name": "folder", "root": str(photos), "boxes": "boxes.csv"}, **LENIENT)
-    expected = [checksum_of(photos / str(key).partition("#")[0]) for key in store.keys]
-    assert store.image_checksums.tolist() == expected
 
 
 def test_mended_images_have_new_checksums(photos: Path) -> None:
@@ -212,23 +185,15 @@ def test_the_time_of_change_may_be_that_of_before(photos: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_unfinished_store_is_refused_and_refreshed(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_store_that_grows_is_refused_and_refreshed(
+    photos: Path, is_finished: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        interrupt_after_commits(patch, 2)
-        with pytest.raises(Interrupted):
+        if not is_finished:
+            signal_after_commits(patch, 2)
+        with contextlib.nullcontext() if is_finished else pytest.raises(Interrupted):
             extract(photos, **LENIENT)
-    write_image(sorted_photos(photos)[1], 1000)
-    with pytest.raises(StoreMismatchError, match=r"cat/006\.png"):
-        extract(photos, **LENIENT)
-    after = extract(photos, refresh=True, **LENIENT)
-    assert same_values(after, extract(photos, out="whole", **LENIENT))
-
-
-@pytest.mark.slow
-def test_a_store_that_grows_is_refused_and_refreshed(photos: Path) -> None:
-    extract(photos, **LENIENT)
     write_image(sorted_photos(photos)[1], 1000)
     write_image(photos / "eel" / "1.png", 1001)
     with pytest.raises(StoreMismatchError, match=r"cat/006\.png"):
@@ -378,6 +343,8 @@ def test_all_boxes_of_a_changed_image_are_refreshed(photos: Path, compared: list
     assert len(compared) == 1  # an image is read once for all its boxes
     after = extract(data, refresh=True, **LENIENT)
     assert same_values(after, extract(data, out="whole", **LENIENT))
+    expected = [checksum_of(photos / str(key).partition("#")[0]) for key in after.keys]
+    assert after.image_checksums.tolist() == expected
 
 
 def write_tar(path: Path, images: dict[str, bytes]) -> None:
@@ -489,29 +456,6 @@ def test_options_that_contradict_each_other(photos: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command(
-    photos: Path,
-    featx: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]))
-    command = (*COMMAND, f"data.root={photos}", "data=folder")
-    extract(photos)
-    write_image(sorted_photos(photos)[5], 1000)
-    refused = featx(*command)
-    assert refused.returncode == 2
-    assert "1 image has changed since" in refused.stderr
-    assert "cat/030.png" in refused.stderr
-    assert run_job("verify", store="store") == 2
-    done = featx(*command, "refresh=true")
-    assert done.returncode == 0, done.stderr
-    capfd.readouterr()
-    assert run_job("verify", store="store") == 0
-    assert "21 are those that the rows were computed from" in capfd.readouterr().out
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dies_at", range(1, 16))
 def test_a_refresh_cut_off_anywhere_resumes_to_the_same_store(
     photos: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
@@ -520,26 +464,8 @@ def test_a_refresh_cut_off_anywhere_resumes_to_the_same_store(
     before = extract(photos, **LENIENT)
     for row in (2, 7):
         write_image(sorted_photos(photos)[row], 1000 + row)
-
-    class Dies(BaseException):
-        pass
-
-    calls = 0
-
-    def counted(method: Any) -> Any:
-        def call(*args: Any, **keys: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls >= dies_at:
-                raise Dies
-            return method(*args, **keys)
-
-        return call
-
     with monkeypatch.context() as patch:
-        for name in ("publish", "replace", "remove"):
-            method = getattr(AtomicFolder, name)
-            patch.setattr(AtomicFolder, name, counted(method))
+        die_at_disk_change(patch, dies_at)
         with pytest.raises(Dies):
             extract(photos, refresh=True, **LENIENT)
     half = open_store("store")

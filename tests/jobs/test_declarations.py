@@ -35,7 +35,6 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 TRUSTED = {name: MODEL[name] for name in ("name", "library", "factory")}
 RUN = {**KEYS, "data": "photos"}
-MAPS = {key: value for key, value in RUN.items() if key != "layers"}
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from interruptions import signal_after_commits
 from made_store import dataset_digests
 from tiny_model import MODEL, extract, run_job, write_image
 
 import featx
 from featx.errors import StoreError, StoreMismatchError
+from featx.pipeline import Interrupted
 
 PACKED = Path("store/features.h5")
 PART = Path("store/parts/part-000005.h5")
@@ -110,6 +110,10 @@ def test_what_is_there_already_is_not_done_again(
             marks=pytest.mark.slow,
         ),
         ({"layers": ["pool"], "batch_size": 2}, "batch_size: the store has 4, now 2"),
+        # A layer that is added, and a finished one that is asked for otherwise.
+        ({"layers": ["conv", "pool"], "reduce": "avg"}, "layer conv, reduce: .* 'none', now 'avg'"),
+        ({"layers": {"conv": "avg", "pool": "none"}}, "layer conv, reduce: .* 'none', now 'avg'"),
+        ({"layers": ["conv", "pool"], "dtype": "bfloat16"}, "layer conv, dtype: .*'bfloat16'"),
     ],
 )
 def test_other_settings_do_not_join_a_store(
@@ -123,37 +127,6 @@ def test_other_settings_do_not_join_a_store(
     assert "overwrite=true" in str(refused.value)
     assert "out=DIR" in str(refused.value)
     assert (dataset_digests(PART), Path("store/featx.json").read_bytes()) == before
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"layers": ["conv", "pool"], "reduce": "avg"}, "reduce: the store has 'none', now 'avg'"),
-        ({"layers": {"conv": "avg", "pool": "none"}}, "reduce: the store has 'none', now 'avg'"),
-        ({"layers": ["conv", "pool"], "dtype": "bfloat16"}, "dtype: .*now 'bfloat16'"),
-    ],
-)
-def test_a_finished_layer_is_compared_when_a_layer_is_added(
-    photos: Path, keys: dict[str, Any], named: str
-) -> None:
-    """The new layer is all that would be computed; the old one asked for is not what is there."""
-    extract(photos)
-    with pytest.raises(StoreMismatchError, match=f"layer conv, {named}"):
-        extract(photos, **keys)
-
-
-@pytest.mark.slow
-def test_layers_wait_until_the_store_is_finished(photos: Path) -> None:
-    extract(photos, pack=False)
-    Path("store/parts/part-000001.h5").unlink()
-    with pytest.raises(
-        StoreMismatchError, match=r"not complete: it was started with layers=\[conv"
-    ):
-        extract(photos, layers=["pool"])
-    whole = extract(photos, out="whole", layers=["conv", "pool"])
-    extract(photos)
-    assert extract(photos, layers=["pool", "conv"]).complete
-    assert dataset_digests(PACKED) == dataset_digests(whole.root / "features.h5")
 
 
 @pytest.mark.slow
@@ -236,14 +209,6 @@ def test_images_that_are_gone_are_named_and_nothing_is_lost(photos: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_image_in_another_class_folder_is_another_image(photos: Path) -> None:
-    extract(photos)
-    shutil.move(photos / "cat" / "000.png", photos / "dog" / "000.png")
-    with pytest.raises(StoreMismatchError, match=r"1 row whose image.*cat/000\.png"):
-        extract(photos, grow=True)
-
-
-@pytest.mark.slow
 def test_a_higher_limit_grows_and_a_lower_one_is_refused(photos: Path) -> None:
     def limited(limit: int) -> dict[str, Any]:
         return {"name": "folder", "root": str(photos), "limit": limit}
@@ -277,22 +242,14 @@ def test_rows_are_added_to_all_layers_or_to_none(
 
 @pytest.mark.slow
 def test_growing_resumes_after_a_stop(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from featx.store import StoreSession
-
     extract({"name": "folder", "root": str(photos), "limit": 6})
-    commit = StoreSession.commit
-
-    def commit_two(self: StoreSession, builder: Any) -> None:
-        if builder.part.index == 4:
-            raise KeyboardInterrupt
-        commit(self, builder)
-
-    with monkeypatch.context() as stopped:
-        stopped.setattr(StoreSession, "commit", commit_two)
-        with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
+        signal_after_commits(patch, 2)
+        with pytest.raises(Interrupted):
             extract(photos, grow=True)
-    half = featx.open("store")
-    assert np.flatnonzero(half.status == 255).tolist() == list(range(14, 21))
+    rows = featx.open("store").num_rows_present
+    assert rows in (14, 18)  # the next part may have become whole while this one was committed
+    assert np.flatnonzero(featx.open("store").status == 255).tolist() == list(range(rows, 21))
     # Another new image while it is not finished: it waits for its turn.
     write_image(photos / "ant" / "0.png", 50)
     with pytest.raises(StoreMismatchError, match="1 new images"):
@@ -337,23 +294,6 @@ def test_growing_by_rows_that_fail(photos: Path) -> None:
 def test_overwrite_and_grow_contradict_each_other(photos: Path) -> None:
     with pytest.raises(ValueError, match="give one"):
         extract(photos, grow=True, overwrite=True)
-
-
-@pytest.mark.slow
-def test_runs_of_a_store_are_listed_in_its_manifest(photos: Path) -> None:
-    limited = {"name": "folder", "root": str(photos), "limit": 8}
-    extract(limited)
-    extract(limited, layers=["pool"], dtype="float32", codec="gzip")
-    store = featx.open("store")
-    assert store["conv"].dtype == np.float16
-    assert store["pool"].dtype == np.float32
-    manifest = json.loads(Path("store/featx.json").read_text())
-    assert manifest["featx_format"] == 2
-    assert [run["codec"] for run in manifest["additions"]] == ["gzip"]
-    assert manifest["additions"][0]["first_part"] == 2
-    with h5py.File(PACKED) as file:
-        assert file["features/conv"].compression is None
-        assert file["features/pool"].compression == "gzip"
 
 
 @pytest.mark.slow

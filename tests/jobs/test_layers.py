@@ -14,12 +14,12 @@ import pytest
 import torch
 from tiny_model import MODEL, write_image
 from torch import nn
-from zoo import SequenceFirst, TwoStageConvNet
+from zoo import SequenceFirst
 
 from featx import jobs
 from featx.base import print_result
 from featx.cli import layer_table, table_rows
-from featx.config import VIEWS_OF_LAYERS, ReduceConfig, from_keywords, from_omegaconf
+from featx.config import ReduceConfig, from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
 from featx.layers import select, trace_forward
 
@@ -289,23 +289,6 @@ def test_tables_fit_a_terminal(show: str) -> None:
         assert max(map(len, lines)) <= 100
 
 
-def test_the_wide_table_has_the_columns_of_the_others() -> None:
-    words = {s: set(layer_table([WIDEST], s, True).split()) for s in VIEWS_OF_LAYERS[:4]}
-    assert words["shapes"] | words["cost"] | words["values"] <= words["all"]
-    assert layer_table([WIDEST], "all", True).count("\n") == 2  # a name has no line of its own
-    assert "-591.0" in words["cost"]  # a layer after which less is held than before
-    assert "added" not in layer_table([WIDEST], "all", False)
-
-
-def test_what_was_not_measured_is_a_dash() -> None:
-    """Rows of another origin than a module call may lack everything but a name and a shape."""
-    given = ("name", "type", "shape", "calls", "parameters", "mflops", "bytes_per_row")
-    row = {**dict.fromkeys(WIDEST), **{key: WIDEST[key] for key in given}}
-    row |= {"inputs": {}, "batch_in_front": True}
-    assert layer_table([row], "values", False).splitlines()[-1].split()[1:] == ["-"] * 6
-    assert layer_table([row], "cost", True).splitlines()[-1].split()[2:] == ["-"] * 5
-
-
 def test_the_forward_log_ends_at_the_layer_that_fails(
     layers: Layers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,20 +302,6 @@ def test_the_forward_log_ends_at_the_layer_that_fails(
     assert last == ["conv", "relu", "relu@2", "attention", "swap", "head"]
     with pytest.raises(ModelError, match=r"RuntimeError: .* job\.show=watch prints every call"):
         layers(model=model)
-
-
-def test_nothing_is_left_in_the_users_model(
-    layers: Layers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = TwoStageConvNet().train()
-    monkeypatch.setattr("zoo.TwoStageConvNet", lambda: own)
-    before = {name: value.clone() for name, value in own.state_dict().items()}
-    for show in ("all", "watch"):
-        layers(show, model={**MODEL, "weights": "default"})
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in own.modules())
-    assert all(m.training for m in own.modules())
-    assert all(p.requires_grad for p in own.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
 
 
 def test_keys_that_would_have_no_effect(layers: Layers) -> None:

@@ -101,9 +101,7 @@ def test_no_match_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert text(capsys, query="resnettt50").startswith("No model matches 'resnettt50'. Nearest: ")
 
 
-@pytest.mark.parametrize(
-    "query", ["vit", "laion", "seresnext", "nvidia", "ViT-SO400M", "facebook/dinov2-base", "worldw"]
-)
+@pytest.mark.parametrize("query", ["vit", "laion", "facebook/dinov2-base"])
 def test_lines_fit_a_terminal(query: str, capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (text(capsys), text(capsys, query=query, limit=500)):
         assert max(map(len, shown.splitlines())) <= WIDTH
@@ -138,16 +136,3 @@ def test_the_command_needs_neither_torch_nor_network(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines()[-1] == "0 []"
     assert "vit_small_patch14_dinov2.lvd142m" in done.stdout
-
-
-@pytest.mark.slow
-def test_an_option_as_the_issue_writes_it_gets_the_right_one() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", "job=models", "query=dino"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "unknown key 'query'. Nearest: models.query" in done.stderr

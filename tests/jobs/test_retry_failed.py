@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from interruptions import Dies, die_at_disk_change, signal_after_commits
 from tiny_model import KEYS, extract, run_job
 
 import featx
 from featx.errors import ConfigError, StoreError, TooManyFailuresError
 from featx.pipeline import Interrupted, row_failures
-from featx.storage import AtomicFolder
-from featx.store import session as session_module
 from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
@@ -102,9 +99,9 @@ def test_nothing_mended_changes_nothing(photos: Path, computed: list[Any]) -> No
     assert Path("store/features.h5").read_bytes() == data
 
 
-@pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize(
-    ("found", "status"), [(b"no image", Status.UNSUPPORTED), (b"", Status.EMPTY)]
+    ("pack", "found", "status"),
+    [(True, b"no image", Status.UNSUPPORTED), (False, b"", Status.EMPTY)],
 )
 def test_a_retry_writes_what_it_found(
     photos: Path, pack: bool, found: bytes, status: Status
@@ -129,14 +126,8 @@ def test_failed_rows_of_an_unfinished_store_are_retried_and_it_resumes(
 ) -> None:
     whole = extract(photos, out="whole", **LENIENT)
     sound = spoil(photos, [1])
-    commit = session_module.StoreSession.commit
-
-    def signalled(self: Any, builder: Any) -> None:
-        commit(self, builder)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     with monkeypatch.context() as patch:
-        patch.setattr(session_module.StoreSession, "commit", signalled)
+        signal_after_commits(patch, 1)
         with pytest.raises(Interrupted):
             extract(photos, **LENIENT)
     mend(photos, sound)
@@ -153,26 +144,8 @@ def test_a_retry_cut_off_anywhere_loses_no_row(
     sound = spoil(photos, [2, 7])
     before = extract(photos, **LENIENT)
     mend(photos, sound)
-
-    class Dies(BaseException):
-        pass
-
-    calls = 0
-
-    def counted(method: Any) -> Any:
-        def call(*args: Any, **keys: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls >= dies_at:
-                raise Dies
-            return method(*args, **keys)
-
-        return call
-
     with monkeypatch.context() as patch:
-        for name in ("publish", "replace", "remove"):
-            method = getattr(AtomicFolder, name)
-            patch.setattr(AtomicFolder, name, counted(method))
+        die_at_disk_change(patch, dies_at)
         with pytest.raises(Dies):
             extract(photos, retry_failed=True, **LENIENT)
     half = featx.open("store")

@@ -257,12 +257,3 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ask(job, **keys)
-
-
-@pytest.mark.parametrize(
-    ("job", "group"), [("duplicates", "neighbors"), ("cka", "duplicates"), ("neighbors", "cka")]
-)
-def test_each_job_has_options_of_its_own(store: featx.FeatureStore, job: str, group: str) -> None:
-    options = {"neighbors": {"k": 3}, "duplicates": {"threshold": 0.5}, "cka": {"rows": 9}}
-    with pytest.raises(ConfigError, match=f"has an effect with job={group} only"):
-        run_job(job, store="store", **{group: options[group]})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,28 +98,6 @@ def test_no_store_and_a_file_for_a_sample_are_clear_errors(photos: Path) -> None
         ConfigError, match=r"verify\.reextract_rows and verify\.repair need the store's"
     ):
         run_job("verify", store="store/features.h5", verify={"reextract_rows": 3})
-
-
-@pytest.mark.slow
-def test_the_command_prints_json_alone_also_with_repair(
-    featx: Callable[..., subprocess.CompletedProcess[str]],
-    photos: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-    extract(photos)
-    before = dataset_digests(Path("store/features.h5"))
-    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
-    command = ("job=verify", "job.json=true", "store=store", "verify.repair=true")
-    refused = featx(*command)
-    assert refused.returncode == 2
-    assert "featx imports no code because a file names it" in refused.stderr
-    done = featx(*command, "model=custom", "model.factory=zoo:TwoStageConvNet")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["complete"] is True
-    assert found["repaired"]["rows"] == 4
-    assert dataset_digests(Path("store/features.h5")) == before
 
 
 @pytest.mark.slow
@@ -296,16 +272,6 @@ def test_other_files_of_a_store_are_restored_without_the_model(
     assert dataset_digests(Path("store/features.h5")) == before
 
 
-def test_repair_of_a_sound_store_moves_nothing(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    extract(photos)
-    code, found = look(capsys, verify={"repair": True})
-    assert code == 0
-    assert "repaired" not in found
-    assert not Path("store/quarantine").exists()
-
-
 def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,23 +333,6 @@ def test_repair_of_a_store_that_grew_by_rows_and_layers(
     assert code == 0, found
     assert dataset_digests(Path("store/features.h5")) == before
     assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
-
-
-def test_a_running_writer_keeps_repair_out(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from featx.errors import StoreLockedError
-    from featx.storage import exclusive_lock
-
-    extract(photos)
-    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
-    before = Path("store/features.h5").read_bytes()
-    with (
-        exclusive_lock(Path("store/.lock")),
-        pytest.raises(StoreLockedError, match=str(os.getpid())),
-    ):
-        look(capsys, verify={"repair": True})
-    assert Path("store/features.h5").read_bytes() == before
 
 
 @pytest.mark.slow

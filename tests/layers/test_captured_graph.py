@@ -157,7 +157,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 def test_writes_after_the_pass_do_not_change_what_is_read(
     how: str, mode: Callable[[], Any]
 ) -> None:
@@ -171,14 +171,6 @@ def test_writes_after_the_pass_do_not_change_what_is_read(
         write(how, own)
         assert not torch.equal(own, expected)
         assert torch.equal(features["0"], expected)
-
-
-def test_reading_through_numpy_is_no_write() -> None:
-    model = net()
-    with torch.no_grad(), featx.capture(model, "0") as features:
-        own = returned(model, ["0"])["0"]
-        features["0"].numpy()
-        assert features["0"] is own
 
 
 @pytest.mark.parametrize(
@@ -202,20 +194,6 @@ def test_tensors_of_any_memory_are_captured(make: Callable[[], torch.Tensor]) ->
         assert model(x) is features["0"] is x
 
 
-def test_nothing_is_copied_where_nothing_writes_in_place() -> None:
-    """Memory stays shared with the copy that stands ready, also behind convolutions and norms."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.GELU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 4), nn.Softmax(1),
-    ).eval()  # fmt: skip
-    names = [str(i) for i in range(len(model))]
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), featx.capture(model, names) as features:
-            model(images())
-            for name in names[:-1]:
-                assert torch._C._is_cow_tensor(features[name]), name
-
-
 def test_no_tensor_lives_on_after_the_block() -> None:
     model, x = net(inplace=True), images()
     asked = ["0", "1", "0:grad_output", "2:grad_output", "3:grad_input", "3:input", "4"]
@@ -236,14 +214,3 @@ def test_no_tensor_lives_on_after_the_block() -> None:
     finally:
         gc.enable()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_no_hook_stays_on_a_graph_that_lives_on() -> None:
-    model, x = net(), images()
-    with featx.capture(model, ["0", "0:grad_output"]) as features:
-        output = model(x)[:, 0].sum()
-        assert features["0"]._backward_hooks
-    assert not features["0"]._backward_hooks
-    output.backward()
-    with pytest.raises(LayerError, match="no gradient"):
-        features["0:grad_output"]

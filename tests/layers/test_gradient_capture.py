@@ -10,16 +10,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from tiny_model import extract
 from torch import nn
 
 import featx
 from featx import jobs
-from featx.config import Config, make_reduce, model_options
+from featx.config import Config, make_reduce
 from featx.engine import Compute, Engine
-from featx.errors import ConfigError, LayerError, ModelError
+from featx.errors import ConfigError, LayerError, ModelError, StoreMismatchError
 from featx.images import Preprocess
 from featx.layers import select, target_values
-from featx.models import Backbone, build_backbone
+from featx.models import Backbone
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -115,16 +116,6 @@ def test_they_are_those_of_pytorchs_full_backward_hooks() -> None:
     assert not torch.equal(got["left:grad_input"], got["right:grad_input"])
 
 
-def test_activation_and_gradient_of_one_row_come_from_one_pass() -> None:
-    model = Residual()
-    x = torch.randn(4, 3, SIDE, SIDE)
-    both = gradients(backbone_of(model), x, "stem", "stem:grad_output", "fc", "fc:input")
-    alone = gradients(backbone_of(model), x, "stem", "fc", "fc:input")
-    for name, value in alone.items():
-        assert torch.equal(both[name], value), name
-    assert both["stem:grad_output"].shape == both["stem"].shape
-
-
 def test_a_row_is_its_own_images_gradient_whatever_the_batch() -> None:
     model = Residual()
     x = torch.randn(4, 3, SIDE, SIDE)
@@ -134,14 +125,6 @@ def test_a_row_is_its_own_images_gradient_whatever_the_batch() -> None:
     again = gradients(backbone_of(model), others, "left:grad_output")["left:grad_output"]
     torch.testing.assert_close(again[0], together[0], rtol=1e-5, atol=1e-7)
     assert not torch.allclose(again[1], together[1])
-
-
-def test_reductions_apply_to_gradients() -> None:
-    x = torch.randn(4, 3, SIDE, SIDE)
-    model = backbone_of(Residual())
-    whole = gradients(model, x, "stem:grad_output")["stem:grad_output"]
-    mean = gradients(model, x, "stem:grad_output", reduce="avg")["stem:grad_output"]
-    torch.testing.assert_close(mean, whole.mean((2, 3)))
 
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0], [0.5, -1.0, 0.0]])
@@ -241,21 +224,6 @@ def test_a_model_without_logits_is_told_what_it_returns(output: object, found: s
         target_values(output, "predicted", None)
 
 
-def test_gradients_of_a_model_with_named_outputs() -> None:
-    class WithNames(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: torch.Tensor) -> Named:
-            return Named(logits=self.model(x), hidden=x)
-
-    model, x = Residual(), torch.randn(4, 3, SIDE, SIDE)
-    plain = gradients(backbone_of(model), x, "stem:grad_input")
-    named = gradients(backbone_of(WithNames(model)), x, "model.stem:grad_input")
-    assert torch.equal(named["model.stem:grad_input"], plain["stem:grad_input"])
-
-
 def test_a_layer_that_no_gradient_reaches_is_named() -> None:
     with pytest.raises(
         LayerError, match=r"aside:grad_output: target=predicted has no gradient there"
@@ -300,21 +268,6 @@ def test_a_model_that_needs_what_a_layer_wrote_to_its_input_is_refused() -> None
         gradients(backbone_of(WritesToItsInput()), x, "relu:grad_input")
 
 
-@pytest.mark.slow
-def test_vision_transformer_blocks_have_gradients() -> None:
-    config = model_options(name="vit_tiny_patch16_224", library="timm", weights=None)
-    backbone = build_backbone(config, 0)
-    x = torch.randn(2, 3, 224, 224)
-    name = "blocks.5:grad_output"
-    got = gradients(backbone, x, name)[name]
-    seen: list[torch.Tensor] = []
-    backbone.module.blocks[5].register_full_backward_hook(lambda m, i, o: seen.append(o[0].clone()))
-    leaf = x.clone().requires_grad_()
-    logits = backbone.module(leaf)
-    logits.gather(1, logits.argmax(1)[:, None]).sum().backward()
-    torch.testing.assert_close(got, seen[0], rtol=1e-4, atol=1e-8)
-
-
 def test_capture_fills_gradients_in_at_the_users_backward() -> None:
     model = Residual()
     x = torch.randn(2, 3, SIDE, SIDE)
@@ -341,31 +294,18 @@ def test_the_config_refuses_what_has_no_effect() -> None:
         jobs.check(Config(capture="grad_input", compile=True))
 
 
-@pytest.mark.slow
-def test_gradients_go_into_the_store_with_the_activations(
-    photo_folder: Path, tmp_path: Path
-) -> None:
-    keys = {
-        "model": {"name": "resnet18", "weights": None},
-        "layers": ["layer4", "layer4:grad_output"],
-        "data": {"name": "folder", "root": str(photo_folder), "limit": 6},
-        "reduce": "avg",
-        "dtype": "float32",
-        "precision": "fp32",
-    }
-    store = featx.extract(**keys, out=tmp_path / "predicted")
-    assert set(store) == {"layer4", "layer4:grad_output"}
-    assert store["layer4:grad_output"].attrs["capture"] == "grad_output"
-    assert store["layer4:grad_output"].shape == (6, 512)
-    other = featx.extract(**keys, target=3, out=tmp_path / "three")
-    assert np.array_equal(store["layer4"][:], other["layer4"][:])
-    assert not np.allclose(store["layer4:grad_output"][:], other["layer4:grad_output"][:])
-    with pytest.raises(featx.FeatxError, match=r"target 3', now .*target predicted'"):
-        featx.extract(**keys, out=tmp_path / "three")
-    with pytest.raises(featx.FeatxError, match=r"target 3', now .*target predicted'"):
-        featx.extract(
-            **{**keys, "layers": ["layer3", "layer4", "layer4:grad_output"]}, out=tmp_path / "three"
-        )
+@pytest.mark.usefixtures("in_tmp_path")
+def test_gradients_go_into_the_store_with_the_activations(photos: Path) -> None:
+    keys = {"layers": ["deep", "deep:grad_output"], "reduce": "avg", "dtype": "float32"}
+    store = extract(photos, **keys, out="predicted")
+    assert set(store) == {"deep", "deep:grad_output"}
+    assert store["deep:grad_output"].attrs["capture"] == "grad_output"
+    other = extract(photos, **keys, target=3, out="three")
+    assert np.array_equal(store["deep"][:], other["deep"][:])
+    assert not np.allclose(store["deep:grad_output"][:], other["deep:grad_output"][:])
+    for layers in (keys["layers"], ["conv", *keys["layers"]]):
+        with pytest.raises(StoreMismatchError, match=r"target 3', now .*target predicted'"):
+            extract(photos, **{**keys, "layers": layers}, out="three")
 
 
 class Embedding(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from tiny_engine import CPU, FP32, backbone_of, bound, hooked, noise, overwritten
+from tiny_engine import CPU, FP32, backbone_of, bound, hooked, noise
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
@@ -20,7 +20,6 @@ from featx.config import ReduceConfig
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, RunError
 from featx.layers import CaptureHooks, CapturePoint, select, trace_forward
-from featx.layers.layer_names import parse_operation
 from featx.layers.operations import OperationRecorder, plain_name
 from featx.layers.profiling import measure_operations
 
@@ -112,17 +111,6 @@ def test_every_spelling_has_its_plain_name() -> None:
         assert plain_name(function) == name
 
 
-def test_what_an_operation_is_stands_in_the_trace() -> None:
-    found = trace_forward(Plain().eval(), noise(2))
-    by_name = found.by_operation
-    assert by_name["block.chunk"].outputs == {(0,): (2, 2, 8, 8), (1,): (2, 2, 8, 8)}
-    assert by_name["block.sigmoid"].function == "torch.sigmoid"
-    assert [name for name, each in by_name.items() if each.is_returned] == ["block.sigmoid"]
-    order = [call.module for call in found.calls]
-    assert order[: by_name["block.mul_1"].num_calls_before] == ["block.conv", "block.mul"]
-    assert order[: by_name["mean"].num_calls_before][-1] == "act"
-
-
 def without_in_place(name: str) -> nn.Module:
     """A model of torchvision without in-place modules, which overwrite what fx hands out."""
     options: dict[str, Any] = {"init_weights": False} if name == "googlenet" else {}
@@ -179,9 +167,6 @@ def test_names_and_values_are_those_of_torchvisions_feature_extraction(name: str
         assert torch.equal(features[node], expected[node]), node
 
 
-OPERATIONS = ("add", "flatten")
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_an_operation_is_kept_although_a_relu_writes_to_it(channels_last: bool) -> None:
     module, x = ResidualConvNet(), noise()
@@ -196,23 +181,6 @@ def test_an_operation_is_kept_although_a_relu_writes_to_it(channels_last: bool) 
     assert torch.equal(values["add"], conv2 + x)
     assert (values["add"] < 0).any()
     assert torch.equal(values["flatten"], hooked(module, "pool", x).flatten(1))
-
-
-def test_overwritten_covers_operations() -> None:
-    points = [CapturePoint(name, "", operation=name) for name in OPERATIONS]
-    assert overwritten(ResidualConvNet().eval(), points, noise()) == {"add"}
-
-
-def test_an_overwriting_that_only_images_show_is_found() -> None:
-    class Late(ClampedNet):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.clamp(self.layer(x) * 1)
-
-    x = 100 * noise().abs()
-    with bound(backbone_of(Late()), "mul") as engine:
-        engine.run(noise())
-        assert torch.equal(engine.run(x)["mul"], x)
-        assert torch.equal(engine.run(x)["mul"], x)
 
 
 def test_the_pass_stops_behind_the_last_operation() -> None:
@@ -265,22 +233,6 @@ def test_other_operations_than_the_probes_are_an_error() -> None:
         pytest.raises(RunError, match="the forward pass differs"),
     ):
         engine.run(noise().abs() + 200)
-
-
-def test_an_operation_that_did_not_run_is_an_error() -> None:
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Identity()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.a(x)
-            return y if x.max() > 50 else y + 1
-
-    with bound(backbone_of(Skips()), "add") as engine:
-        engine.run(noise())
-        with pytest.raises(RunError, match=r"\['add'\] did not fire"):
-            engine.run(noise() + 99)
 
 
 def test_what_featx_does_with_a_layer_is_no_operation_of_the_model() -> None:
@@ -427,25 +379,6 @@ def test_each_pass_counts_from_zero_also_after_an_interrupted_one() -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
-def test_a_model_that_catches_what_a_layer_raises_keeps_its_names() -> None:
-    class Tries(nn.Module):
-        class Fails(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                raise ValueError(x.shape)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.fails = self.Fails()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            try:
-                return self.fails(x)
-            except ValueError:
-                return x + 1
-
-    assert names_of(Tries(), noise()) == ["add"]
-
-
 def test_nothing_is_recorded_if_no_operation_is_requested() -> None:
     module = Plain()
     with CaptureHooks(module, [CapturePoint("fc", "fc")]), featx.capture(module, ["act"]):
@@ -505,15 +438,6 @@ def test_compiling_is_refused_or_decided_against(
     assert "not compiled" in capsys.readouterr().out
 
 
-def test_job_layers_lists_operations_in_their_place(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run_job("layers", model=KEYS["model"], layers=["flatten", "pool"]) == 0
-    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    place = lines.index(["pool", "AdaptiveAvgPool2d"])
-    assert lines[place + 1] == ["flatten", "torch.Tensor.flatten"]
-
-
 def test_values_of_operations_are_those_of_their_moment() -> None:
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -529,6 +453,48 @@ def test_values_of_operations_are_those_of_their_moment() -> None:
     ]
 
 
-def test_forms_of_names() -> None:
-    assert parse_operation("a.b-0.chunk[1]:grad_output") == ("a.b-0.chunk", "grad_output", (1,))
-    assert parse_operation("relu@2") is None
+def test_an_overwriting_that_only_images_show_is_found() -> None:
+    class Late(ClampedNet):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.clamp(self.layer(x) * 1)
+
+    x = 100 * noise().abs()
+    with bound(backbone_of(Late()), "mul") as engine:
+        engine.run(noise())
+        assert torch.equal(engine.run(x)["mul"], x)
+        assert torch.equal(engine.run(x)["mul"], x)
+
+
+def test_an_operation_that_did_not_run_is_an_error() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            return y if x.max() > 50 else y + 1
+
+    with bound(backbone_of(Skips()), "add") as engine:
+        engine.run(noise())
+        with pytest.raises(RunError, match=r"\['add'\] did not fire"):
+            engine.run(noise() + 99)
+
+
+def test_a_model_that_catches_what_a_layer_raises_keeps_its_names() -> None:
+    class Tries(nn.Module):
+        class Fails(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                raise ValueError(x.shape)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails = self.Fails()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return self.fails(x)
+            except ValueError:
+                return x + 1
+
+    assert names_of(Tries(), noise()) == ["add"]

@@ -59,16 +59,6 @@ def test_tokens_in_another_order_are_refused(order: list[int]) -> None:
         assert engine.run(noise(side=16))["tokens"].shape == (4, 8)
 
 
-def test_two_grids_are_checked_each() -> None:
-    module = nn.Sequential(Patches(ROW_MAJOR), Patches(BY_UNITS))
-    module.forward = lambda x: module[0](x) + module[1](x)  # type: ignore[method-assign]
-    with (
-        pytest.raises(ReduceError, match=r"^1\.tokens"),
-        bound(backbone_of(module, 16), ("0.tokens", "grid"), ("1.tokens", "grid")),
-    ):
-        pass
-
-
 def test_groups_of_tokens_that_look_like_a_map_are_refused() -> None:
     """timm's nest: (groups, tokens of a group, C), as many groups as tokens."""
 
@@ -83,18 +73,6 @@ def test_groups_of_tokens_that_look_like_a_map_are_refused() -> None:
     with (
         pytest.raises(ReduceError, match="positions are not in the row-major order"),
         bound(backbone_of(Groups(), 16), ("tokens", "grid")),
-    ):
-        pass
-
-
-def test_tokens_that_the_image_does_not_change_are_refused() -> None:
-    class Constant(Patches):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(0 * x)
-
-    with (
-        pytest.raises(ReduceError, match="positions are not in the row-major order"),
-        bound(backbone_of(Constant(ROW_MAJOR), 16), ("tokens", "grid")),
     ):
         pass
 
@@ -122,3 +100,15 @@ def test_a_register_token_is_no_class_token() -> None:
         found = engine.run(noise(side=16))["tokens"]
     expected = backbone.module(noise(side=16))[:, 4:].mean(1)
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_tokens_that_the_image_does_not_change_are_refused() -> None:
+    class Constant(Patches):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(0 * x)
+
+    with (
+        pytest.raises(ReduceError, match="positions are not in the row-major order"),
+        bound(backbone_of(Constant(ROW_MAJOR), 16), ("tokens", "grid")),
+    ):
+        pass

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from zoo import ZeroDivisionBetween
 
-from featx.layers import every_call, first_nonfinite, profile, trace_forward
+from featx.layers import every_call, first_nonfinite, profile
 from featx.layers.profiling import measure_memory, measure_times, measure_values, summarise
 
 
@@ -70,14 +70,6 @@ def test_values_are_those_of_the_moment_and_of_each_call() -> None:
     assert whole.outputs[("y",)].nonfinite == 0
 
 
-def test_calls_are_numbered_as_in_the_trace() -> None:
-    model, x = Model().eval(), torch.ones(2, 2)
-    keys = [(call.module, call.number) for call in trace_forward(model, x).calls]
-    assert list(measure_values(model, x)) == keys
-    assert list(measure_memory(model, x)) == keys
-    assert set(measure_times(model, x).total) == set(keys)
-
-
 @pytest.mark.parametrize(
     ("x", "expected"),
     [
@@ -94,11 +86,6 @@ def test_tensors_of_any_dtype(x: torch.Tensor, expected: tuple[Any, ...]) -> Non
     assert (values.dtype, values.nonfinite) == (expected[0], expected[-1])
     numbers = (values.minimum, values.mean, values.maximum, values.zeros)
     assert numbers == pytest.approx(expected[1:5], rel=0.01)
-
-
-def test_a_tensor_without_values() -> None:
-    values = summarise(torch.empty(0, 3))
-    assert (values.count, values.minimum, values.mean, values.zeros) == (0, None, None, None)
 
 
 class Poison(nn.Module):
@@ -148,18 +135,6 @@ def test_bytes_of_the_tensors_a_call_gives() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert measure_memory(model, x)["0", 1].output == 5 * 4 * 6 * 7 * 2
         assert measure_values(model, x)["0", 1].outputs[()].dtype == "bfloat16"
-
-
-def test_only_what_is_asked_for_is_measured_and_values_are_the_first_images() -> None:
-    x = torch.stack([torch.zeros(3, 2, 2), torch.ones(3, 2, 2)])
-    model = nn.Sequential(nn.ReLU())
-    found = profile(model, x, ("values", "memory"))
-    assert found.times is None
-    assert found.values["0", 1].outputs[()].maximum == 0
-    assert found.memory["0", 1].output == 4 * x.numel()
-    found = profile(model, x, ("times",))
-    assert found.values == found.memory == {}
-    assert found.times is not None
 
 
 @pytest.mark.parametrize("measure", MEASURES)

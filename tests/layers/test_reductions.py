@@ -10,7 +10,6 @@ import torch
 from featx.config import make_reduce
 from featx.errors import ReduceError
 from featx.layers import REDUCTIONS, RowLayout, channels_last, reduction
-from featx.layers.row_layout import token_grid
 
 SQUARE = (224, 224)
 
@@ -39,11 +38,6 @@ def tokens(prefix: int) -> torch.Tensor:
     patches = nchw().flatten(2).transpose(1, 2)
     front = 1000 * torch.arange(1.0, prefix + 1).view(1, prefix, 1).expand(2, prefix, 3)
     return torch.cat([front, patches], 1)
-
-
-def test_none_is_the_tensor_itself() -> None:
-    x = nchw()
-    assert reduced(x, "none") is x
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -85,12 +79,6 @@ def test_pooling_of_a_vector_is_refused() -> None:
             reduced(torch.zeros(2, 8), name)
 
 
-def test_five_dimensions_are_refused() -> None:
-    for name in ("avg", "cls", "grid"):
-        with pytest.raises(ReduceError, match=r"\(2, 3, 4, 5\)"):
-            reduced(torch.zeros(1, 2, 3, 4, 5), name)
-
-
 @pytest.mark.parametrize("prefix", [1, 2, 5])
 def test_cls_is_the_first_token(prefix: int) -> None:
     assert reduced(tokens(prefix), "cls", prefix).tolist() == [[1000] * 3] * 2
@@ -121,14 +109,6 @@ def test_grid_of_maps() -> None:
 def test_grid_finer_than_the_map_is_refused() -> None:
     with pytest.raises(ReduceError, match=r"4 x 4 cells are more than its 2 x 2 positions"):
         reduced(nchw(), "grid", size=4)
-
-
-def test_grid_of_the_maps_own_size_is_no_view() -> None:
-    """Else a later in-place operation would change what was kept."""
-    x = nchw()
-    y = reduced(x, "grid", size=2)
-    x.zero_()
-    assert y.abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", ["avg", "max", "gem", "patch_avg", "grid"])
@@ -195,30 +175,3 @@ def test_channels_last_follows_the_inputs_proportions(
     row_shape: tuple[int, int, int], input_size: tuple[int, int], expected: bool
 ) -> None:
     assert channels_last("avg", RowLayout("layer", row_shape, input_size)) is expected
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "input_size", "prefix", "expected"),
-    [
-        (197, SQUARE, 1, (14, 14)),
-        (201, SQUARE, 5, (14, 14)),
-        (196, SQUARE, 0, (14, 14)),
-        (197, SQUARE, 0, None),
-        (195, SQUARE, 1, None),
-        (1 + 16 * 12, (256, 192), 1, (16, 12)),
-        (1 + 12 * 16, (192, 256), 1, (12, 16)),
-        (1, SQUARE, 1, None),
-    ],
-)
-def test_token_grid(
-    num_tokens: int,
-    input_size: tuple[int, int],
-    prefix: int,
-    expected: tuple[int, int] | None,
-) -> None:
-    assert token_grid(num_tokens, input_size, prefix) == expected
-
-
-def test_a_message_names_the_layer_the_shape_and_a_way_on() -> None:
-    with pytest.raises(ReduceError, match=r"layer.*\(8,\).*layers=\{layer: none\}"):
-        reduced(torch.zeros(2, 8), "avg")

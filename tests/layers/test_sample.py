@@ -50,11 +50,6 @@ class TestFunction:
         at = sampled_positions(self.KEYS, 0, 16, 5)
         assert np.array_equal(found.numpy(), np.take_along_axis(tokens, at[:, :, None], 1))
 
-    def test_padding_has_no_key(self) -> None:
-        x = torch.randn(3, 17, 5)
-        found = bound((17, 5), k=3)(x, self.KEYS[:2])
-        assert torch.equal(found[:2], bound((17, 5), k=3)(x[:2], self.KEYS[:2]))
-
     def test_what_does_not_fit_is_refused(self) -> None:
         with pytest.raises(ReduceError, match=r"reduce\.k=17 is more than its 16 tokens"):
             bound((17, 5), k=17)
@@ -103,12 +98,6 @@ class TestStores:
         resumed = store_of("many", reduce=SAMPLE, batch_size=4, part_rows=4)
         assert np.array_equal(resumed["stem"][:], before, equal_nan=True)
 
-    def test_a_smaller_sample_is_within_a_larger_one(self) -> None:
-        few = store_of("few", reduce={**SAMPLE, "k": 2})
-        more = store_of("more", reduce=SAMPLE)
-        for a, b in zip(few["stem"].positions(), more["stem"].positions(), strict=True):
-            assert {*a.tolist()} <= {*b.tolist()}
-
     @pytest.mark.parametrize("other", [{"k": 4}, {"seed": 4}, {"candidates": "all"}])
     def test_another_sample_is_another_store(self, other: dict[str, Any]) -> None:
         store_of("store", reduce=SAMPLE)
@@ -130,13 +119,6 @@ class TestStores:
             with pytest.raises(ValueError, match="no grid: give tokens='all'"):
                 TokenDataset("store", "stem", **arguments)
         assert TokenDataset("store", "stem", tokens="all").grid is None
-
-    def test_rows_of_positions_are_numbers_or_a_mask(self) -> None:
-        layer = store_of("store", reduce=SAMPLE)["stem"]
-        mask = np.arange(6) > 3
-        assert np.array_equal(layer.positions(mask), layer.positions()[4:])
-        with pytest.raises(IndexError, match="rows are chosen by"):
-            layer.positions([0.5])
 
     def test_exports_hold_the_positions(self) -> None:
         import pyarrow.parquet as pq

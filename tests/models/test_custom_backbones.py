@@ -124,10 +124,6 @@ def test_a_factory_in_the_current_folder_with_arguments(here: Path) -> None:
     check_reference(backbone.preprocess)
 
 
-def test_a_class_is_a_factory_too(here: Path) -> None:
-    assert type(build("my_tiny_net:Tiny").module).__name__ == "Tiny"
-
-
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -156,15 +152,6 @@ def test_a_module_that_does_not_compile_is_told_as_such(here: Path) -> None:
     (here / "my_broken.py").write_text("def make(:\n")
     with pytest.raises(ModelError, match=r"model\.factory=my_broken:make.*invalid syntax"):
         build("my_broken:make")
-
-
-def test_random_weights_are_seeded_whether_asked_for_or_not(here: Path) -> None:
-    before = torch.random.get_rng_state()
-    hashes = {build("my_tiny_net:make", weights).weights_sha256 for weights in ("default", None)}
-    assert len(hashes) == 1
-    assert build("my_tiny_net:make", None, seed=1).weights_sha256 not in hashes
-    assert build("my_tiny_net:make", None, seed=1).weights == "random (seed 1)"
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_weights_from_files(here: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,16 +126,6 @@ def test_a_fixed_program_takes_any_number_of_images(size: int, tmp_path: Path) -
         for count in (1, 2, 3, 7):
             torch.testing.assert_close(backbone.module(x[:count]), Net().eval()(x[:count]))
     assert f"{size} image" in backbone.choices["batch"]
-
-
-def test_names_modes_and_weights_are_those_of_the_module(programs: Path) -> None:
-    backbone = built(programs / "net.pt2")
-    assert {"stem.0", "stem.1", "block", "head"} <= dict(backbone.module.named_modules()).keys()
-    assert backbone.name == "export/net.pt2"
-    own = backbone.module.state_dict()
-    for name, value in Net().state_dict().items():
-        if not name.endswith("num_batches_tracked"):
-            assert torch.equal(own[name], value), name
 
 
 def test_gradients_pass_through_a_program(programs: Path, photos: Path) -> None:
@@ -376,38 +365,6 @@ def test_a_resume_with_another_program_is_refused(
     export(path, Louder().eval())
     with pytest.raises(StoreMismatchError, match="program_sha256"):
         extract(path, photos)
-
-
-@pytest.mark.slow
-def test_the_command_extracts_resumes_and_verifies(
-    featx: Callable[..., subprocess.CompletedProcess[str]], programs: Path, photos: Path
-) -> None:
-    (photos.parent / "net.pt2").write_bytes((programs / "net.pt2").read_bytes())
-    command = (
-        "model=pt2", "model.name=net.pt2", "model.transform.resize=[32,32]", "data=folder",
-        "data.root=photos", "layers={embedding: none, block: avg}", "out=store", "part_rows=2",
-        "pack=false", "precision=fp32", "device=cpu", "conformance.mode=strict", "batch_size=2",
-    )  # fmt: skip
-    first = featx(*command)
-    assert first.returncode == 0, first.stderr
-    before = rows_of(photos.parent / "store")
-    parts = sorted((photos.parent / "store" / "parts").glob("*.h5"))
-    assert len(parts) == 3
-    parts[1].unlink()
-    again = featx(*command)
-    assert again.returncode == 0, again.stderr
-    np.testing.assert_array_equal(rows_of(photos.parent / "store"), before)
-    check = ("job=verify", "store=store", "verify.reextract_rows=5")
-    refused = featx(*check)
-    assert refused.returncode == 2
-    assert "add model=export model.name=net.pt2" in refused.stderr
-    done = featx(*check, "model=export", "model.name=net.pt2")
-    assert done.returncode == 0, done.stderr
-    assert "0 different" in done.stdout
-
-
-def rows_of(root: Path) -> np.ndarray[Any, Any]:
-    return np.asarray(featx.open(root)["embedding"])
 
 
 def test_a_store_does_not_lead_to_a_program(programs: Path, photos: Path) -> None:

@@ -146,8 +146,7 @@ def test_the_example_of_the_documentation(tmp_path: Path, photos: Path) -> None:
     assert found["golden"]["compared"] == "output"
 
 
-@pytest.mark.parametrize("root", [True, False])
-@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize(("root", "is_frozen"), [(True, True), (False, False)])
 def test_every_module_keeps_its_mode(tmp_path: Path, root: bool, is_frozen: bool) -> None:
     """As in fine-tuning with a frozen BatchNorm; also where the call fails."""
     modes = []

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import make_image
@@ -159,15 +156,6 @@ def test_an_edited_checkout_is_seen_and_has_another_digest(clone: Path) -> None:
     (clone / "README.md").write_text("changed")
     (clone / ".git" / "hooks" / "x.py").write_text("changed")
     assert built("clone").provenance == second.provenance
-
-
-def test_the_digest_is_that_of_paths_and_contents(clone: Path) -> None:
-    sha = hashlib.sha256()
-    for name in ("featx_test_width.py", "hubconf.py", "featx_test_nets/__init__.py",
-                 "featx_test_nets/small.py"):  # fmt: skip
-        data = (clone / name).read_bytes()
-        sha.update(f"{name} {len(data)};".encode() + data)
-    assert built("clone").provenance["code_sha256"] == sha.hexdigest()
 
 
 def test_a_resume_after_an_edit_is_refused(clone: Path, photos: Path) -> None:
@@ -324,38 +312,3 @@ def test_what_the_code_prints_stays_out_of_the_result(
     assert printed.out == ""
     assert "loading" in printed.err
     assert f"running small of {clone / 'hubconf.py'}" in printed.err
-
-
-@pytest.mark.slow
-def test_the_command_extracts_resumes_and_verifies(
-    featx: Callable[..., subprocess.CompletedProcess[str]], clone: Path, photos: Path
-) -> None:
-    command = (
-        "model=hub", "model.name=clone", "model.entry=small", "model.args={pretrained: true}",
-        "model.transform.resize=32", "model.transform.crop=32", "data=folder", "data.root=photos",
-        "out=store", "part_rows=2", "pack=false", "precision=fp32", "device=cpu", "batch_size=2",
-        "conformance.mode=strict",
-    )  # fmt: skip
-    first = featx(*command)
-    assert first.returncode == 0, first.stderr
-    assert "loading" in first.stderr
-    assert "loading" not in first.stdout
-    before = rows_of(photos.parent / "store")
-    parts = sorted(Path("store/parts").glob("*.h5"))
-    assert len(parts) == 2
-    parts[1].unlink()
-    again = featx(*command)
-    assert again.returncode == 0, again.stderr
-    np.testing.assert_array_equal(rows_of(photos.parent / "store"), before)
-    check = ("job=verify", "store=store", "verify.reextract_rows=4")
-    refused = featx(*check)
-    assert refused.returncode == 2
-    assert "loading" not in refused.stderr
-    assert "add model=hub model.name=clone model.entry=small" in refused.stderr
-    done = featx(*check, "model=hub", "model.name=clone", "model.entry=small")
-    assert done.returncode == 0, done.stderr
-    assert "0 different" in done.stdout
-
-
-def rows_of(root: Path) -> np.ndarray[Any, Any]:
-    return np.asarray(featx.open(root)["embedding"])

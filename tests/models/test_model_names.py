@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from featx.config import (
@@ -96,11 +93,6 @@ def test_a_deprecated_name_of_timm_is_never_suggested(typed: str) -> None:
     assert not {name.strip(".") for name in suggested} & set(_deprecated_models)
 
 
-def test_custom_needs_no_name() -> None:
-    config = model_options(name="anything", library="custom", factory="a:b")
-    assert resolve_library(config).name == "custom"
-
-
 def test_the_option_model_takes_a_model_or_a_library() -> None:
     assert model_choice("resnet50") == {"name": "resnet50"}
     assert model_choice("packaged") == {"name": "efficientnet_lite0", "library": "packaged"}
@@ -131,25 +123,3 @@ def test_a_library_refuses_the_options_of_another_one() -> None:
 def test_an_unknown_name_lists_the_nearest(name: str, library: str, nearest: str) -> None:
     with pytest.raises(ModelError, match=f"unknown model '{name}'.*Nearest:.*{nearest}"):
         resolve_library(model_options(name=name, library=library))
-
-
-def test_a_name_of_another_library_is_unknown_to_this_one() -> None:
-    with pytest.raises(ModelError, match=r"'vit_tiny_patch16_224' \(looked in torchvision\)"):
-        resolve_library(model_options(name="vit_tiny_patch16_224", library="torchvision"))
-
-
-def test_an_unknown_name_is_told_without_importing_torch() -> None:
-    program = (
-        "import sys\n"
-        "from featx.config import model_options\n"
-        "from featx.errors import ModelError\n"
-        "from featx.models import resolve_library\n"
-        "try:\n"
-        "    resolve_library(model_options(name='resnet51'))\n"
-        "except ModelError:\n"
-        "    print(sorted({'torch', 'torchvision', 'timm'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n", done.stderr

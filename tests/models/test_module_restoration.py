@@ -79,12 +79,6 @@ def test_extract_leaves_the_users_module_as_it_was(photos: Path, precision: str)
     assert facts(OWN) == before
 
 
-def test_gradients_leave_nothing_behind(photos: Path) -> None:
-    before = facts(OWN)
-    assert extract(photos, **{**KEYS, "layers": ["conv"]}, capture="grad_output").complete
-    assert facts(OWN) == before
-
-
 @pytest.mark.parametrize(("job", "keys"), [("layers", {"model": KEYS["model"]}), ("plan", KEYS)])
 def test_the_jobs_that_look_leave_it_too(photos: Path, job: str, keys: dict[str, Any]) -> None:
     before = facts(OWN)

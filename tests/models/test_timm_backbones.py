@@ -134,18 +134,6 @@ def test_random_weights_are_seeded_and_leave_the_global_random_state() -> None:
     assert first.weights == "random (seed 3)"
 
 
-def test_a_local_file(tmp_path: Path) -> None:
-    with seeded(5):
-        state = timm.create_model("test_resnet", pretrained=False).state_dict()
-    path = tmp_path / "w.safetensors"
-    save_file(state, path)
-    backbone = build("test_resnet", str(path))
-    assert backbone.weights == str(path)
-    assert torch.equal(backbone.module.fc.weight, state["fc.weight"])
-    with pytest.raises(WeightsError, match="not fit this model"):
-        build("test_vit", str(path))
-
-
 def test_a_tag_brings_its_transform_also_with_a_local_file(tmp_path: Path) -> None:
     """tv_in1k resizes to 256 bilinear, a1_in1k to 235 bicubic."""
     path = tmp_path / "w.pth"
@@ -184,11 +172,6 @@ def test_the_transform_is_timms_own(name: str) -> None:
 def test_prefix_tokens_come_from_the_model(name: str, prefix: int, class_token: bool) -> None:
     backbone = build(name, None)
     assert (backbone.num_prefix_tokens, backbone.has_class_token) == (prefix, class_token)
-
-
-@pytest.mark.slow  # a large input
-def test_register_tokens_are_counted() -> None:
-    assert build("vit_small_patch14_reg4_dinov2", None).num_prefix_tokens == 5
 
 
 def test_a_model_of_other_than_three_channels_is_refused() -> None:

@@ -11,9 +11,7 @@ FAST = (
     "efficientvit_m0",  # BatchNorm in the head
     "levit_128s",  # two heads
     "mobilenetv3_small_050",  # a layer between pooling and classifier
-    "pit_ti_224",  # stages that give two tensors
     "test_convnext",  # a module called stages
-    "test_resnet",
     "test_vit2",  # a register and no class token
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlparse
 
 import pytest
@@ -17,7 +16,7 @@ from torchvision.models import ResNet18_Weights
 from featx.config import model_options
 from featx.errors import ModelError, WeightsError
 from featx.images import check_reference
-from featx.models import Backbone, build_backbone, checkpoint, seeded
+from featx.models import Backbone, build_backbone, seeded
 
 State = dict[str, torch.Tensor]
 
@@ -56,49 +55,10 @@ def test_default_weights_come_from_pytorchs_cache(checkpoints: Path) -> None:
         )
 
 
-def test_loading_does_not_disturb_the_global_random_state(checkpoints: Path) -> None:
-    torch.save(random_state("resnet18"), checkpoints / file_name(ResNet18_Weights.DEFAULT))
-    before = torch.random.get_rng_state()
-    build("resnet18")
-    build("resnet18", None)
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_a_cached_pickle_with_code_is_refused_and_not_run(checkpoints: Path) -> None:
-    class RunsCode:
-        def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-            return Path.touch, (checkpoints / "ran",)
-
-    torch.save({"fc.weight": RunsCode()}, checkpoints / file_name(ResNet18_Weights.DEFAULT))
-    with pytest.raises(WeightsError, match="tensors only"):
-        build("resnet18")
-    assert not (checkpoints / "ran").exists()
-
-
 def test_a_cached_file_of_another_model_is_refused(checkpoints: Path) -> None:
     torch.save(random_state("resnet34"), checkpoints / file_name(ResNet18_Weights.DEFAULT))
     with pytest.raises(WeightsError, match="not fit this model"):
         build("resnet18")
-
-
-def test_torchvisions_loader_and_its_enum_stay_as_they_are(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while the weights are read, as another thread would see it."""
-    from torchvision.models import _api
-
-    torch.save(random_state("resnet18"), checkpoints / file_name(ResNet18_Weights.DEFAULT))
-    loader, entry = _api.load_state_dict_from_url, dict(ResNet18_Weights.DEFAULT.__dict__)
-    seen = []
-    read_weights = checkpoint.read_weights
-
-    def read(*args: Any) -> Any:
-        seen.append((_api.load_state_dict_from_url, dict(ResNet18_Weights.DEFAULT.__dict__)))
-        return read_weights(*args)
-
-    monkeypatch.setattr(checkpoint, "read_weights", read)
-    build("resnet18")
-    assert seen == [(loader, entry)]
 
 
 def test_without_a_network_the_message_names_the_file_the_place_and_two_ways_on(
@@ -168,12 +128,6 @@ def test_a_local_file_in_either_format(tmp_path: Path) -> None:
     assert torch.equal(backbones[0].module.conv1.weight, state["conv1.weight"])
     with pytest.raises(WeightsError, match="not fit this model"):
         build("resnet34", str(tmp_path / "w.pth"))
-
-
-def test_random_weights_are_seeded() -> None:
-    first, again, other = (build("squeezenet1_1", None, seed) for seed in (3, 3, 4))
-    assert first.weights_sha256 == again.weights_sha256 != other.weights_sha256
-    assert first.weights == "random (seed 3)"
 
 
 @pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "r3d_18", "raft_large"])

@@ -12,7 +12,6 @@ from PIL import Image
 from tiny_model import extract, run_job
 
 from featx.errors import ConfigError, DataError
-from featx.images import row_loader
 from featx.sources import FolderSource
 from featx.sources.boxes import BoxedSource
 from featx.store import FeatureStore
@@ -58,26 +57,6 @@ def test_a_row_is_that_of_the_region_saved_by_itself(photos: Path, decode: str) 
     assert store["conv"][:].tobytes() == apart["conv"][:].tobytes()
     assert store.classes == ("cat", "dog")
     assert [store.classes[i] for i in store.labels] == [key[:3] for key in order]
-
-
-def test_an_image_is_decoded_once_or_twice_for_all_its_boxes(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[0]
-    tiles = [(name, x, y, 8, 8) for x in range(0, 40, 4) for y in range(0, 40, 4)]
-    decoded = Path("decoded")
-    decode = row_loader.decode_box_image
-
-    def counted(*args: Any) -> Any:
-        with decoded.open("a") as file:  # in the process of a decoder
-            file.write("x")
-        return decode(*args)
-
-    monkeypatch.setattr(row_loader, "decode_box_image", counted)
-    store = boxed(photos, write_boxes(tiles))
-    assert len(store.keys) == 100
-    # In the run, for the images it is decided on, and by the library's transform.
-    assert 1 <= len(decoded.read_text()) <= 3
 
 
 def test_a_box_that_reaches_outside_fails_alone(photos: Path) -> None:

@@ -272,13 +272,6 @@ def test_other_options_of_the_group_go_with_the_object(photos: Path) -> None:
     assert statistics["conv"].count == 21
 
 
-@pytest.mark.slow
-def test_a_command_cannot_name_an_object(featx: Callable[..., Any]) -> None:
-    done = featx("data.name=python")
-    assert done.returncode == 2
-    assert "only a Python program can open it: featx.extract(data=dataset" in done.stderr
-
-
 @pytest.mark.parametrize("path", ["photos/", b"photos", Path("photos")])
 def test_a_path_is_no_data_set_object(path: object) -> None:
     with pytest.raises(DataError, match="a path, and expected is an object"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import with_path
 from made_shards import write_tar
 from PIL import Image
-from tiny_model import COMMAND, extract, run_job, write_images
+from tiny_model import extract, run_job
 
 from featx.config import member_groups
 from featx.config.members import make_member
@@ -178,28 +176,3 @@ def test_a_source_grows_where_that_is_asked_for(name: str, photos: Path) -> None
     if name == "tar":
         with pytest.raises(StoreMismatchError, match="image has changed"):
             extract(data, dtype="float32", pack=False, grow=True)
-
-
-@pytest.mark.slow
-def test_brace_ranges_on_the_command_line(tmp_path: Path) -> None:
-    write_tar(tmp_path / "s-00.tar", encoded(write_images(tmp_path / "photos", 5)))
-    write_tar(tmp_path / "s-01.tar", encoded(write_images(tmp_path / "photos", 5)))
-
-    def run(root: str) -> subprocess.CompletedProcess[str]:
-        command = ["python", "-m", "featx", "data=webdataset", f"data.root={root}", *COMMAND]
-        return subprocess.run(
-            command,
-            env=with_path(Path(__file__).parents[1]),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-
-    done = run('"s-{00..01}.tar"')
-    assert done.returncode == 0, done.stderr
-    assert "s-{00..01}.tar: 10 images, 2 classes" in done.stderr
-    plain = run("s-{00..01}.tar")
-    assert plain.returncode == 0, plain.stderr
-    assert "10 of 10 rows are there already" in plain.stderr

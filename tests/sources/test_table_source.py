@@ -215,10 +215,7 @@ def images(path: Path, rows: list[dict[str, object]], group: int = 10, **columns
     return path
 
 
-def test_image_bytes_are_read_by_row_groups_from_several_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parquet_images, "KEPT_BYTES", 40_000)
+def test_image_bytes_are_read_by_row_groups_from_several_threads(tmp_path: Path) -> None:
     data = [random.Random(i).randbytes(1000) for i in range(95)]
     about = {"info": {"features": {"label": {"names": ["u", "v", "w"]}}}}
     rows = pa.table(
@@ -412,14 +409,6 @@ def test_infinity_is_a_number_beside_finite_ones(tmp_path: Path) -> None:
     ).listing()
     np.testing.assert_array_equal(listing.columns["x"], [np.inf, -np.inf, np.nan, 2])
     assert listing.columns["code"].tolist() == [b"INF", b"", b"INF", b""]
-
-
-def test_texts_of_a_parquet_are_warned_of_too(tmp_path: Path) -> None:
-    columns = {"path": ["a", "b"], "label": ["nan", "cat"], "age": [None, 1.5]}
-    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
-    listing = table(tmp_path / "t.parquet", columns=["age"]).listing()
-    (warning,) = listing.warnings
-    assert "column label: 1 row has the text 'nan'" in warning
 
 
 def test_columns_of_a_parquet_have_the_types_that_they_have(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""Runs that are cut off: by a signal after some commits, or at any change of the disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from featx.storage import AtomicFolder
+from featx.store import StoreSession
+
+
+def signal_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Send this process SIGTERM when so many parts are committed."""
+    commit = StoreSession.commit
+    done = 0
+
+    def signalled(self: StoreSession, builder: Any) -> Any:
+        nonlocal done
+        failures = commit(self, builder)
+        done += 1
+        if done == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return failures
+
+    patch.setattr(StoreSession, "commit", signalled)
+
+
+class Dies(BaseException):
+    """The end of a process."""
+
+
+def die_at_disk_change(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Raise `Dies` at the change of a store with this number, and at all later ones."""
+    calls = 0
+
+    def counted(method: Any) -> Any:
+        def call(*args: Any, **keys: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls >= number:
+                raise Dies
+            return method(*args, **keys)
+
+        return call
+
+    for name in ("publish", "replace", "remove"):
+        patch.setattr(AtomicFolder, name, counted(getattr(AtomicFolder, name)))

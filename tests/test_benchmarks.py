@@ -18,16 +18,12 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = {
     "bench": "test_resnet --images 6 --runs 1",
-    "bucket": "--parts 3 --wait-ms 0 --runs 1",
     "checks": "--gigabytes 0.01 --runs 1",
     "codecs": "--images 8 --megabytes 1 --codecs none zstd --runs 1",
     "commit": "--mib 4 8",
     "copies": "--models resnet18 --runs 1",
-    "crops": f"{REPOSITORY}/data/sample /dev/null --boxes 2",
     "decode": "--images 4 --runs 1",
     "depth": "--model resnet18 --images 16 --runs 1",
-    "first-row": "--images 64 --runs 1",
-    "fold": "--models resnet18 --batch-size 2 --runs 1",
     "listing": "--files 100 --classes 10 --runs 1",
     "loader": "--gigabytes 0.01 --workers 0 1 --runs 1",
     "malloc": "--batch-size 2 --runs 1 --seconds 0.2",

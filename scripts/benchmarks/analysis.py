@@ -100,28 +100,6 @@ def read_positions(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarra
     return x, datasets[0].store.labels[rows]
 
 
-def crops(arguments: argparse.Namespace) -> None:
-    """Boxes of 100 images as a table for data.boxes; the class of a box is its image."""
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    paths = sorted(arguments.folder.rglob("*.jpg"))
-    lines = ["path,x,y,width,height,label"]
-    for number, index in enumerate(np.linspace(0, len(paths) - 1, 100).astype(int)):
-        with Image.open(paths[index]) as image:
-            width, height = image.size
-        boxes: list[str] = []
-        while len(boxes) < arguments.boxes:
-            side = int(rng.integers(min(96, width, height), min(width, height) + 1))
-            left, top = rng.integers(width - side + 1), rng.integers(height - side + 1)
-            if (box := f"{left},{top},{side},{side}") not in boxes:
-                boxes.append(box)
-        key = paths[index].relative_to(arguments.folder)
-        lines += [f"{key},{box},image{number:03d}" for box in boxes]
-    arguments.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{arguments.table}: {len(lines) - 1} boxes")
-
-
 def nearest(arguments: argparse.Namespace) -> None:
     """The 10 nearest of some rows, exactly, by featx and by faiss; then of all, by an index."""
     import featx
@@ -208,10 +186,6 @@ def add_commands(add: Add) -> None:
         "variance after a rotation; 1 for features that are not correlated",
     )  # fmt: skip
     command.add_argument("--runs", type=int, default=1)
-    command = add("crops", crops)
-    command.add_argument("folder", type=Path, help="folder of JPEG images")
-    command.add_argument("table", type=Path, help="CSV file to write")
-    command.add_argument("--boxes", type=int, default=13, help="boxes of each image")
     command = add("nearest", nearest)
     command.add_argument("--rows", type=int, default=100_000)
     command.add_argument("--features", type=int, default=512)

@@ -1,4 +1,4 @@
-"""Forward passes alone on this machine: freed memory, folding, copies of captured tensors."""
+"""Forward passes alone on this machine: freed memory, copies of captured tensors."""
 
 from __future__ import annotations
 
@@ -111,39 +111,6 @@ def copies(arguments: argparse.Namespace) -> None:
                 compare_copies(model, layers, reduce, arguments)
 
 
-def fold(arguments: argparse.Namespace) -> None:
-    """Processor time of a forward pass, divided by that with BatchNorm folded, in alternation."""
-    import timm
-    import torch
-
-    from featx.base import keep_freed_memory
-    from featx.models import fold_pairs, foldable_pairs
-
-    keep_freed_memory()
-    for name in arguments.models:
-        module = timm.create_model(name).eval().requires_grad_(False)
-        x = torch.randn(arguments.batch_size, 3, 224, 224)
-        x = x.contiguous(memory_format=torch.channels_last)
-        pairs = foldable_pairs(module, x[:2], captured=())
-
-        def seconds(module: torch.nn.Module = module, x: torch.Tensor = x) -> float:
-            module.to(memory_format=torch.channels_last)(x)
-            started_at = time.process_time()
-            module(x)
-            return time.process_time() - started_at
-
-        ratios = []
-        for _ in range(arguments.runs):
-            plain = seconds()
-            with fold_pairs(pairs):
-                ratios.append(plain / seconds())
-        print(
-            f"{name}: {len(pairs)} folded, {statistics.median(ratios):.2f} times as fast "
-            f"({min(ratios):.2f} to {max(ratios):.2f})",
-            flush=True,
-        )
-
-
 def add_commands(add: Add) -> None:
     """Register the commands of this module."""
     command = add("malloc", malloc)
@@ -159,8 +126,3 @@ def add_commands(add: Add) -> None:
     )
     command.add_argument("--batch-size", type=int, default=2)
     command.add_argument("--runs", type=int, default=3)
-    command = add("fold", fold)
-    models = ["resnet50", "tf_efficientnet_lite0", "mobilenetv3_large_100"]
-    command.add_argument("--models", nargs="+", default=models)
-    command.add_argument("--batch-size", type=int, default=16)
-    command.add_argument("--runs", type=int, default=5)

@@ -204,6 +204,14 @@ def _templates() -> Path:
     return folder
 
 
+def stored_sums(dataset: h5py.Dataset) -> list[int]:
+    """The checksums that the chunks of a dataset should have."""
+    dataset.file.flush()
+    rest = (0,) * (dataset.ndim - 1)
+    starts = range(0, len(dataset), dataset.chunks[0])
+    return [layout.checksum(dataset.id.read_direct_chunk((i, *rest))[1]) for i in starts]
+
+
 @contextlib.contextmanager
 def edited(path: Path) -> Iterator[h5py.File]:
     """A file of a store, open for changes; the checksums of its texts fit them in the end."""

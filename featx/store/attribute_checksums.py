@@ -7,7 +7,6 @@ HDF5 into an endless loop, so heaps are compared before any text is read.
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Callable
 
 import h5py
@@ -30,7 +29,7 @@ def seal_texts(file: h5py.File, raw: io.RawIOBase | io.BytesIO) -> None:
     while address >= 0:
         begin = address + len(_SIGNATURE)
         size = int.from_bytes(data[begin : begin + 8], "little")
-        heaps.append((address, size, zlib.crc32(data[address : address + size])))
+        heaps.append((address, size, layout.checksum(data[address : address + size])))
         address = data.find(_SIGNATURE, address + size)
     file.attrs[layout.TEXT_CHECKSUMS] = np.array(heaps, dtype=np.uint64)
 
@@ -40,5 +39,5 @@ def check_texts(file: h5py.File, read: Callable[[int, int], bytes]) -> None:
     # samples.h5 has no attributes with texts, so it has no heaps and no checksums of heaps.
     heaps = np.reshape(file.attrs.get(layout.TEXT_CHECKSUMS, ()), (-1, 3))
     for address, size, crc in heaps.tolist():
-        if address + size > file.id.get_filesize() or zlib.crc32(read(size, address)) != crc:
+        if address + size > file.id.get_filesize() or layout.checksum(read(size, address)) != crc:
             raise StoreError("the texts of its attributes differ from their checksum")

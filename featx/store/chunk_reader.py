@@ -75,7 +75,7 @@ class ChunkReader:
         path: path of the file, for messages.
         file: file to read from, which readers may share: that of h5py for one in an object store.
             None opens the file of the dataset once more.
-        sums: (chunks,) `layout.checksum` of the rows of each chunk; None compares nothing.
+        sums: (chunks,) `layout.checksum` of each stored chunk; None compares nothing.
         all_rows: compare each chunk of which a row is read, not only those of larger reads.
         first_row: first row of the dataset in the store, for messages.
 
@@ -90,7 +90,7 @@ class ChunkReader:
         dataset: h5py.Dataset,
         path: Path,
         file: RawFile | S3File | None = None,
-        sums: npt.NDArray[np.uint32] | None = None,
+        sums: npt.NDArray[np.uint64] | None = None,
         all_rows: bool = False,
         first_row: int = 0,
     ) -> None:
@@ -298,15 +298,21 @@ class ChunkReader:
         cache, is_decoded = decode_pool().cache, self.read_method == "decode"
         if is_decoded and (cached := cache.get(self._cache_key, chunk)) is not None:
             return cached
-        if data is None and file is not None and self._pipeline.is_supported:
-            data = self._stored_chunk(file, chunk, mapped=True)
-            if is_decoded:
-                data = self._decode(file, chunk, data)
-        if data is None:
-            data = self._rows_by_hdf5(*self._rows_of(chunk)).reshape(-1).view(np.uint8)
         first, stop = self._rows_of(chunk)
-        data = data[: (stop - first) * self._row_bytes]
+        if file is None:
+            self._compare_by_hdf5(chunk)
+            return self._rows_by_hdf5(first, stop).reshape(-1).view(np.uint8)
+        if data is None:
+            data = self._stored_chunk(file, chunk, mapped=True)
         self._compare(chunk, data)
+        if is_decoded and self._pipeline.is_supported:
+            try:
+                data = self._pipeline.decode(data, int(self._mask[chunk]))
+            except StoreError as error:
+                raise self._unreadable(first, stop, error) from error
+        elif is_decoded:
+            data = self._rows_by_hdf5(first, stop).reshape(-1).view(np.uint8)
+        data = data[: (stop - first) * self._row_bytes]
         if is_decoded and self._file is not None:
             cache.put(self._cache_key, chunk, data)
         return data
@@ -321,21 +327,6 @@ class ChunkReader:
         stored = np.empty(size, np.uint8)
         file.pread_into(stored, begin, self._label)
         return stored
-
-    def _decode(self, file: RawFile | S3File, chunk: int, stored: Bytes) -> Bytes:
-        """Decode a chunk; what is refused here is left to HDF5 if a checksum follows.
-
-        The filters of HDF5 may ignore some bits.
-        """
-        try:
-            return self._pipeline.decode(np.ascontiguousarray(stored), int(self._mask[chunk]))
-        except StoreError as refusal:
-            if self._sums is None:
-                raise self._unreadable(*self._rows_of(chunk), refusal) from refusal
-            try:
-                return self._rows_by_hdf5(*self._rows_of(chunk)).reshape(-1).view(np.uint8)
-            except StoreError:
-                raise self._unreadable(*self._rows_of(chunk), refusal) from refusal
 
     # Checksums
 
@@ -353,12 +344,12 @@ class ChunkReader:
         sizes = np.minimum(self._chunk_rows, self._num_rows - chunks * self._chunk_rows)
         return is_open & (counts[index] >= np.minimum(self._least_rows, sizes))
 
-    def _compare(self, chunk: int, data: Bytes) -> None:
-        """Compare a decoded chunk with its checksum, unless that was done before."""
+    def _compare(self, chunk: int, stored: Bytes | bytes) -> None:
+        """Compare a stored chunk with its checksum, unless that was done before."""
         if self._sums is None or self._is_compared[chunk]:
             return
-        first, stop = self._rows_of(chunk)
-        if layout.checksum(data[: (stop - first) * self._row_bytes]) != self._sums[chunk]:
+        if layout.checksum(stored) != self._sums[chunk]:
+            first, stop = self._rows_of(chunk)
             begin = self._first_row
             label = self._label.removeprefix(f"{self._path}: ")
             raise StoreError(
@@ -366,6 +357,20 @@ class ChunkReader:
                 f"their checksum. {repair_hint(self._path)}"
             )
         self._is_compared[chunk] = True
+
+    def _compare_by_hdf5(self, chunk: int) -> None:
+        """Compare a chunk of a dataset that h5py reads."""
+        first, stop = self._rows_of(chunk)
+        if self._sums is None or self._is_compared[chunk] or self._dataset is None:
+            return
+        offset = (first, *(0,) * len(self._row_shape))
+        try:
+            _, stored = self._dataset.id.read_direct_chunk(offset)
+        except (OSError, RuntimeError, ValueError) as error:
+            if not layout.is_damage(error):
+                raise
+            raise self._unreadable(first, stop, error) from error
+        self._compare(chunk, stored)
 
     # Addresses of chunks
 

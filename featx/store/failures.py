@@ -28,9 +28,7 @@ def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
     group = file.create_group(layout.FAILURES)
     for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
         group[name] = values
-    file[f"{layout.CHECKSUMS}/{layout.FAILURES}"] = np.array(
-        [layout.failures_checksum(columns)], dtype=np.uint32
-    )
+    file[f"{layout.CHECKSUMS}/{layout.FAILURES}"] = np.array([layout.checksum(*columns)], np.uint64)
 
 
 def read_failures(file: h5py.File) -> list[Failure]:

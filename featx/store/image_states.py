@@ -34,7 +34,7 @@ def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
     """Content of images.h5: /size, /mtime_ns and /tag, (N,) int64 each."""
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
-        file.attrs["featx_format"] = layout.FORMAT_PLAIN
+        file.attrs["featx_format"] = layout.FORMAT
         for name in IMAGE_STATE.names or ():
             file.create_dataset(
                 name, data=states[name], compression="gzip", compression_opts=1, shuffle=True

@@ -18,7 +18,7 @@ from featx.store import layout
 from featx.store.chunk_reader import ChunkReader
 from featx.store.chunk_table import read_column_by_table
 from featx.store.contents import Contents, Segment
-from featx.store.hdf5_files import Handles, OpenFile
+from featx.store.open_files import Handles, OpenFile
 from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 
 

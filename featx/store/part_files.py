@@ -17,8 +17,6 @@ from featx.storage import AtomicFolder, S3File, is_url, prefetch_files
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import table_header
-from featx.store.codecs import CODECS
-from featx.store.compressed_part import CompressedPart, codec_pipelines
 from featx.store.dtypes import memory_dtype
 from featx.store.failures import read_failures
 from featx.store.hdf5_files import damage_text, open_metadata
@@ -64,11 +62,12 @@ def is_streamed(
 
     Args:
         root: folder of the store; parts in an object store are built in memory.
-        codec: codec of the run; parts with lzf, which only HDF5 encodes, are built in memory.
+        codec: codec of the run; compressed parts, whose layout depends on the sizes of all chunks,
+            are built in memory.
         num_bytes: bytes of the rows of the part.
         streamed_bytes: least size of a part that is streamed.
     """
-    return CODECS.get(codec).is_streamed and num_bytes >= streamed_bytes and not is_url(root)
+    return codec == "none" and num_bytes >= streamed_bytes and not is_url(root)
 
 
 def begin_part(
@@ -97,14 +96,8 @@ def begin_part(
     if not is_streamed(disk.root, run.codec, num_bytes, streamed_bytes):
         return PartBuilder(part, specs)
     path = part_path(disk.root, part.index)
-    if run.codec == "none":
-        file = disk.begin_file(path)
-        return StreamedPart(part, specs, file, run, listing, manifest.to_json())
-    pipelines = codec_pipelines(run, specs)
-    if pipelines is None:  # a release of hdf5plugin whose filters can be reached by HDF5 only
-        return PartBuilder(part, specs)
-    file, spool = disk.begin_file(path), disk.begin_file(path)
-    return CompressedPart(part, specs, file, spool, pipelines, run, listing, manifest.to_json())
+    file = disk.begin_file(path)
+    return StreamedPart(part, specs, file, run, listing, manifest.to_json())
 
 
 def publish_part(

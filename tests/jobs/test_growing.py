@@ -348,7 +348,7 @@ def test_runs_of_a_store_are_listed_in_its_manifest(photos: Path) -> None:
     assert store["conv"].dtype == np.float16
     assert store["pool"].dtype == np.float32
     manifest = json.loads(Path("store/featx.json").read_text())
-    assert manifest["featx_format"] == 2
+    assert manifest["featx_format"] == 3
     assert [run["codec"] for run in manifest["additions"]] == ["gzip"]
     assert manifest["additions"][0]["first_part"] == 2
     with h5py.File(PACKED) as file:

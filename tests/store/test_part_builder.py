@@ -23,7 +23,7 @@ from featx.store import FeatureStore, PartBuilder, layout
 from featx.store.failures import read_failures
 from featx.types import Failure, Part, Status
 
-CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
+CODECS = ["none", "gzip", "zstd"]
 
 
 @st.composite

@@ -28,7 +28,7 @@ from featx.store import (
     listing_identity,
     merge_listing,
 )
-from featx.store.attribute_checksums import seal_texts
+from featx.store.hdf5_files import seal_texts
 from featx.store.pack import pack, pack_in_child
 from featx.types import (
     Failure,

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
+import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.storage import S3File, S3Path
+from featx.storage import RawFile, S3File, S3Path
 from featx.store import codecs, layout
-from featx.store.attribute_checksums import check_texts
 
 _MAX_COMPRESSION = 1 << 20
 """Largest compression ratio that a dataset may claim, so that a damaged file cannot exhaust memory.
@@ -210,3 +211,69 @@ def check_hard_links(file: h5py.File, path: str) -> None:
             raise StoreError(f"{file.filename} has no /{where}.") from error
         if link.type != h5py.h5l.TYPE_HARD:
             raise StoreError(f"{file.filename}: /{where} links to another object; refused.")
+
+
+_SIGNATURE = b"GCOL\x01\0\0\0"
+"""First bytes of a heap; its length in bytes follows, 8 bytes little-endian."""
+
+
+def seal_texts(file: h5py.File, raw: io.RawIOBase | io.BytesIO) -> None:
+    """Record the addresses and checksums of the heaps in an attribute."""
+    file.flush()
+    raw.seek(0)
+    data = raw.read()
+    heaps = []
+    address = data.find(_SIGNATURE)
+    while address >= 0:
+        begin = address + len(_SIGNATURE)
+        size = int.from_bytes(data[begin : begin + 8], "little")
+        heaps.append((address, size, layout.checksum(data[address : address + size])))
+        address = data.find(_SIGNATURE, address + size)
+    file.attrs[layout.TEXT_CHECKSUMS] = np.array(heaps, dtype=np.uint64)
+
+
+def check_texts(file: h5py.File, read: Callable[[int, int], bytes]) -> None:
+    """Compare the heaps of a file with their checksums."""
+    # samples.h5 has no attributes with texts, so it has no heaps and no checksums of heaps.
+    heaps = np.reshape(file.attrs.get(layout.TEXT_CHECKSUMS, ()), (-1, 3))
+    for address, size, crc in heaps.tolist():
+        if address + size > file.id.get_filesize() or layout.checksum(read(size, address)) != crc:
+            raise StoreError("the texts of its attributes differ from their checksum")
+
+
+MAPPED_BYTES = 64 << 20
+"""Least size of a dataset that is mapped. Smaller ones are read: a mapped file whose disk fails, or
+that somebody truncates, ends the process by SIGBUS."""
+
+
+def map_values(
+    dataset: h5py.Dataset, descriptor: int, least_bytes: int = MAPPED_BYTES
+) -> npt.NDArray[Any] | None:
+    """Map the values of a dataset, so that all processes of a machine share one copy in memory.
+
+    The mapping outlives the descriptor, and a file that takes the name of this one.
+
+    Returns:
+        (N,) read-only array, whose numbers may not be aligned. None if the dataset is smaller, does
+        not lie in one piece in the file as it does in memory (chunks, filters, booleans), or is on
+        a file system whose files are not mapped.
+    """
+    file, dtype = dataset.file, np.dtype(dataset.dtype.str)
+    num_bytes = dataset.size * dtype.itemsize
+    properties, address = dataset.id.get_create_plist(), dataset.id.get_offset()
+    if num_bytes < least_bytes or address is None or dataset.ndim != 1 or dtype.kind not in "Siuf":
+        return None
+    is_plain = (
+        properties.get_layout() == h5py.h5d.CONTIGUOUS
+        and not properties.get_external_count()
+        and dataset.id.get_type() == h5py.h5t.py_create(dtype, logical=True)
+        and file.userblock_size == 0
+        and file.mode == "r"  # otherwise HDF5 may hold values that are not in the file yet
+    )
+    content = None
+    with contextlib.suppress(OSError):  # such as a limit of the address space
+        content = RawFile(descriptor, may_map=is_plain).mapped
+    if content is None or len(content) < address + num_bytes:
+        return None
+    values: npt.NDArray[Any] = content[address : address + num_bytes].view(dtype)
+    return values

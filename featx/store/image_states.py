@@ -19,8 +19,7 @@ from featx.store import layout
 from featx.store.checksums import chunks_with_verdict
 from featx.store.hdf5_files import open_metadata, raise_unless_damage
 from featx.store.manifest import Manifest, num_runs_of
-from featx.store.part_files import part_names, part_path
-from featx.store.pieces import Pieces, piece_path
+from featx.store.part_files import Pieces, part_names, part_path, piece_path
 from featx.types import IMAGE_STATE, UNKNOWN_IMAGE, Part
 
 UNSETTLED = np.array((-3, -3, -3), IMAGE_STATE)

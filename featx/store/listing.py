@@ -16,8 +16,13 @@ import xxhash
 from featx.errors import StoreMismatchError, counted
 from featx.storage import S3File
 from featx.store import layout
-from featx.store.hdf5_files import damage_text, open_metadata, open_raw, raise_unless_damage
-from featx.store.mapped_dataset import map_values
+from featx.store.hdf5_files import (
+    damage_text,
+    map_values,
+    open_metadata,
+    open_raw,
+    raise_unless_damage,
+)
 from featx.types import Listing
 
 _ROWS_AT_ONCE = 1 << 18

@@ -15,7 +15,7 @@ from featx.storage import AtomicFolder, UnfinishedFile, disk_mismatch_error, is_
 from featx.store import layout
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.part_files import STREAMED_BYTES
-from featx.store.sparse_image import SparseImage
+from featx.store.streamed_part import SparseImage
 from featx.types import Listing
 
 _PIECE_BYTES = 8 << 20

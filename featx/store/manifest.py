@@ -21,7 +21,7 @@ from featx.base import digest
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
-from featx.store.token_geometry import geometry_of, geometry_values
+from featx.store.layout import geometry_of, geometry_values
 from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader, TokenGeometry
 
 _REQUIRED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")

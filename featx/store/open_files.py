@@ -24,11 +24,11 @@ from featx.store.hdf5_files import (
     check_hard_links,
     damage_text,
     filter_numbers,
+    map_values,
     open_hdf5,
     open_plain_dataset,
     open_remote,
 )
-from featx.store.mapped_dataset import map_values
 
 _MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
 """Limits on the number of open files: see `max_open_files`. Each takes three descriptors, those of

@@ -26,17 +26,14 @@ from featx.base import module_command, module_environment, name_text, size_text
 from featx.errors import FeatxError, RunError, StoreError, counted
 from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
 from featx.store import layout
-from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import check_chunks, good_chunks
 from featx.store.chunk_table import write_chunk_table
 from featx.store.committed_parts import remove_parts
 from featx.store.dtypes import stored_dtype
-from featx.store.failures import read_failures, write_failures
 from featx.store.filter_pipeline import Pipeline
-from featx.store.hdf5_files import damage_text, open_hdf5
+from featx.store.hdf5_files import check_texts, damage_text, open_hdf5, seal_texts
 from featx.store.heartbeat import refuse_other_writers
 from featx.store.image_states import read_image_checksums
-from featx.store.leftovers import clear_leftovers
 from featx.store.listing import make_groups, read_listing, row_values, same_values, write_classes
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.part_builder import (
@@ -47,7 +44,9 @@ from featx.store.part_builder import (
     whole_chunk,
     write_columns,
 )
+from featx.store.part_files import clear_leftovers
 from featx.store.repair import repair_part, unpack_good_rows
+from featx.store.result_files import read_failures, write_failures
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status, with_features
 
 HEADROOM_BYTES = 16 << 20

@@ -17,15 +17,15 @@ from featx.base import num_cpus
 from featx.errors import require
 from featx.storage import AtomicFolder, memory_mismatch_error
 from featx.store import codecs, layout
-from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import chunks_with_verdict
 from featx.store.chunk_table import write_chunk_table
 from featx.store.dtypes import hdf5_type, nan, raw_dtype
-from featx.store.failures import write_failures
 from featx.store.filter_pipeline import Pipeline
+from featx.store.hdf5_files import check_texts, seal_texts
+from featx.store.layout import geometry_values
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Run
-from featx.store.token_geometry import geometry_values
+from featx.store.result_files import write_failures
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status, TokenGeometry
 
 

@@ -20,7 +20,7 @@ from featx.errors import StoreError
 from featx.storage import AtomicFolder
 from featx.store import DamageReport, check_store
 from featx.store.committed_parts import remove_parts
-from featx.store.damage_report import Damage
+from featx.store.file_checks import Damage
 from featx.store.pack import pack
 
 

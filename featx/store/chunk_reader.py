@@ -338,11 +338,14 @@ class ChunkReader:
     def _is_due(self, chunks: Rows) -> Mask:
         """(n,) whether the chunk of each of some ascending rows is compared before it is used."""
         is_open: Mask = ~self._is_compared[chunks]
-        if not is_open.any():
-            return is_open
-        _, index, counts = np.unique(chunks, return_inverse=True, return_counts=True)
-        sizes = np.minimum(self._chunk_rows, self._num_rows - chunks * self._chunk_rows)
-        return is_open & (counts[index] >= np.minimum(self._least_rows, sizes))
+        # So few rows take a large share of the last chunk only, which may be short.
+        is_small = len(chunks) < self._least_rows and chunks[-1] != len(self._is_compared) - 1
+        if is_small or not is_open.any():
+            return np.zeros(len(chunks), np.bool_)
+        starts = np.flatnonzero(np.diff(chunks, prepend=-1))
+        counts = np.diff(starts, append=len(chunks))
+        sizes = np.minimum(self._chunk_rows, self._num_rows - chunks[starts] * self._chunk_rows)
+        return is_open & np.repeat(counts >= np.minimum(self._least_rows, sizes), counts)
 
     def _compare(self, chunk: int, stored: Bytes | bytes) -> None:
         """Compare a stored chunk with its checksum, unless that was done before."""

@@ -229,6 +229,8 @@ class Handles:
 
     def _close_idle(self, max_open: int) -> None:
         """Close the least recently used files beyond `max_open` that no thread is reading."""
+        if len(self._files) <= max_open:
+            return
         idle = [path for path, file in self._files.items() if not file.num_readers]
         for path in idle[: max(0, len(self._files) - max_open)]:
             self._files.pop(path).close()

@@ -140,10 +140,26 @@ class ChunkReader:
         """Read rows in any order, with repeats: (n, *row shape)."""
         if len(rows) == 1:
             return self.take_range(int(rows[0]), 1)
+        if (gathered := self._gather(rows)) is not None:
+            return gathered
         out = np.empty((len(rows), *self._row_shape), self.dtype)
         order = np.argsort(rows, kind="stable")
         self.read(rows[order], out, order)
         return out
+
+    def _gather(self, rows: Rows) -> npt.NDArray[Any] | None:
+        """Rows of a mapped file in one copy; None unless all of their chunks were compared."""
+        is_plain = self._row_bytes <= _GATHER_BYTES and self._dtype_name != "bfloat16"
+        if self.read_method != "map" or not is_plain or self._address is None or not len(rows):
+            return None
+        if rows.min() < 0 or rows.max() >= self._num_rows:
+            return None
+        chunks = rows // self._chunk_rows
+        file = self._open_file() if self._is_compared[chunks].all() else None
+        if not _is_mapped(file):
+            return None
+        values = file.items(self._row_bytes)[self._addresses_of(file, rows, chunks)]
+        return values.view(self.dtype).reshape(len(rows), *self._row_shape)
 
     def take_range(self, first: int, count: int) -> npt.NDArray[Any]:
         """Read consecutive rows: (count, *row shape)."""

@@ -175,6 +175,9 @@ _BENCH = "`scripts/benchmark bench MODEL` of the source repository takes the sam
 _REPLACED = {
     "bench": _BENCH,
     "job=bench": _BENCH,
+    "codec=lzf": "the nearest codec that remains is codec=zstd, or codec=gzip, which every HDF5 "
+    "library reads",
+    "codec=blosc2": "the nearest codec that remains is codec=zstd",
     "export.format=lance": "lance reads the files of export.format=parquet",
     "export.format=projector": "tensorboard=1000, with the command of the store, writes the "
     "projector with images",

@@ -28,7 +28,7 @@ from featx.store import (
     listing_identity,
     merge_listing,
 )
-from featx.store.attribute_checksums import seal_texts
+from featx.store.hdf5_files import seal_texts
 from featx.store.pack import pack, pack_in_child
 from featx.types import (
     Failure,
@@ -202,6 +202,14 @@ def _templates() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="featx-tests-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def stored_sums(dataset: h5py.Dataset) -> list[int]:
+    """The checksums that the chunks of a dataset should have."""
+    dataset.file.flush()
+    rest = (0,) * (dataset.ndim - 1)
+    starts = range(0, len(dataset), dataset.chunks[0])
+    return [layout.checksum(dataset.id.read_direct_chunk((i, *rest))[1]) for i in starts]
 
 
 @contextlib.contextmanager

@@ -131,7 +131,7 @@ def _store(config: Config) -> tuple[str, str]:
     import h5py
 
     plugin = installed_version("hdf5plugin")
-    codecs = f"hdf5plugin {plugin} (zstd, blosc2)" if plugin else "no zstd and blosc2"
+    codecs = f"hdf5plugin {plugin} (zstd)" if plugin else "no zstd"
     advice = "" if plugin else "pip install hdf5plugin, to read and write compressed stores"
     return f"h5py {h5py.__version__}, HDF5 {h5py.version.hdf5_version}, {codecs}", advice
 

@@ -291,8 +291,7 @@ def _load_filters(dataset: h5py.Dataset, origin: str) -> None:
     settings = dataset.id.get_create_plist()
     numbers = [settings.get_filter(i)[0] for i in range(settings.get_nfilters())]
     try:
-        codecs.load_plugin_for(numbers)
-        codecs.check_filters(numbers)
+        codecs.require_filters(numbers)
     except MissingExtraError as error:
         # An optional filter may have been left out when a chunk was written; its bit is set then.
         masks = [chunk.filter_mask for chunk in _stored_chunks(dataset)]

@@ -6,12 +6,12 @@ from .local_folder import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .local_folder import AtomicFolder as AtomicFolder
 from .local_folder import disk_mismatch_error as disk_mismatch_error
 from .local_folder import memory_mismatch_error as memory_mismatch_error
-from .positioned_file import PositionedFile as PositionedFile
-from .reserved_file import ReservedFile as ReservedFile
 from .s3_file import S3File as S3File
 from .s3_file import prefetch_files as prefetch_files
 from .s3_folder import open_folder as open_folder
 from .s3_path import S3Path as S3Path
 from .s3_path import is_url as is_url
 from .s3_path import parse_path as parse_path
+from .unfinished_file import PositionedFile as PositionedFile
+from .unfinished_file import ReservedFile as ReservedFile
 from .unfinished_file import UnfinishedFile as UnfinishedFile

@@ -23,8 +23,7 @@ from typing import BinaryIO
 from featx.errors import FeatxError, RunError, StoreError
 from featx.storage.durability import storage_error, sync_folder, with_retries, write_all
 from featx.storage.folder_lock import exclusive_lock
-from featx.storage.reserved_file import ReservedFile
-from featx.storage.unfinished_file import UnfinishedFile
+from featx.storage.unfinished_file import ReservedFile, UnfinishedFile
 
 TEMPORARY_PREFIX = ".tmp-"
 """Prefix of the names of temporary files and folders."""

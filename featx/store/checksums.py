@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.store import codecs, layout
-from featx.store.dtypes import read_raw
-from featx.store.hdf5_files import filter_numbers, open_plain_dataset
+from featx.store import layout
+from featx.store.dtypes import read_raw, stored_dtype
+from featx.store.filter_pipeline import Pipeline
+from featx.store.hdf5_files import open_plain_dataset
 
 
 def row_datasets(file: h5py.File) -> list[str]:
@@ -32,29 +33,41 @@ def row_datasets(file: h5py.File) -> list[str]:
 def chunks_with_verdict(
     file: h5py.File, path: str, first_row: int = 0
 ) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
-    """Read a dataset chunk by chunk and compare each chunk with its checksum.
+    """Read a dataset chunk by chunk and compare each stored chunk with its checksum.
 
     Yields:
-        first row of the chunk, its rows as stored (bfloat16 as uint16), and whether they are good.
+        first row of the chunk, its rows as stored (bfloat16 as uint16; zeros if they are lost), and
+        whether they are good.
     """
-    dataset = open_plain_dataset(file, path)
-    codecs.check_filters(filter_numbers(dataset))
     sums = open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
-    step = dataset.chunks[0]
+    yield from compared_chunks(open_plain_dataset(file, path), sums, first_row)
+
+
+def compared_chunks(
+    dataset: h5py.Dataset, sums: npt.NDArray[Any], first_row: int = 0
+) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
+    """Yield the chunks of a dataset as `chunks_with_verdict` does."""
+    step, rest = dataset.chunks[0], (0,) * (dataset.ndim - 1)
     if len(sums) != -(-len(dataset) // step):
-        raise StoreError(f"/{path} has {len(sums)} checksums for {len(dataset)} rows")
+        raise StoreError(f"{dataset.name} has {len(sums)} checksums for {len(dataset)} rows")
+    pipeline, dtype = Pipeline.of(dataset), stored_dtype(dataset)
     for start in range(first_row, len(dataset), step):
+        shape = (min(step, len(dataset) - start), *dataset.shape[1:])
         try:
-            rows = read_raw(dataset, start, min(start + step, len(dataset)))
-        except OSError as error:
+            mask, stored = dataset.id.read_direct_chunk((start, *rest))
+        except (OSError, RuntimeError, ValueError) as error:  # its address is lost
             if not layout.is_damage(error):
                 raise
-            # The filter cannot decode this chunk; zeros stand for the lost rows, in the type of the
-            # other chunks: bfloat16 has another one in h5py.
-            shape = (min(step, len(dataset) - start), *dataset.shape[1:])
-            yield start, np.zeros(shape, read_raw(dataset, 0, 0).dtype), False
+            yield start, np.zeros(shape, dtype), False
             continue
-        yield start, rows, bool(layout.chunk_checksums(rows, step)[0] == sums[start // step])
+        if layout.checksum(stored) != sums[start // step]:
+            yield start, np.zeros(shape, dtype), False
+            continue
+        if pipeline.is_supported:
+            rows = np.frombuffer(pipeline.decode(stored, mask), dtype).reshape(-1, *shape[1:])
+        else:
+            rows = read_raw(dataset, start, start + shape[0])
+        yield start, rows[: shape[0]], True
 
 
 def good_chunks(
@@ -77,15 +90,14 @@ def failures_agree(file: h5py.File) -> bool:
     columns = [
         open_plain_dataset(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS
     ]
-    return bool(open_plain_dataset(file, path)[0] == layout.failures_checksum(columns))
+    return bool(open_plain_dataset(file, path)[0] == layout.checksum(*columns))
 
 
 def classes_agree(file: h5py.File) -> bool:
     """Return whether /classes agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.CLASSES}"
     values = open_plain_dataset(file, layout.CLASSES)[:]
-    sums = layout.chunk_checksums(values, max(1, len(values)))
-    return bool(np.array_equal(open_plain_dataset(file, path)[:], sums))
+    return bool(open_plain_dataset(file, path)[0] == layout.checksum(values))
 
 
 def check_chunks(file: h5py.File) -> None:

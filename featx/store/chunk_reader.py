@@ -75,7 +75,7 @@ class ChunkReader:
         path: path of the file, for messages.
         file: file to read from, which readers may share: that of h5py for one in an object store.
             None opens the file of the dataset once more.
-        sums: (chunks,) `layout.checksum` of the rows of each chunk; None compares nothing.
+        sums: (chunks,) `layout.checksum` of each stored chunk; None compares nothing.
         all_rows: compare each chunk of which a row is read, not only those of larger reads.
         first_row: first row of the dataset in the store, for messages.
 
@@ -90,7 +90,7 @@ class ChunkReader:
         dataset: h5py.Dataset,
         path: Path,
         file: RawFile | S3File | None = None,
-        sums: npt.NDArray[np.uint32] | None = None,
+        sums: npt.NDArray[np.uint64] | None = None,
         all_rows: bool = False,
         first_row: int = 0,
     ) -> None:
@@ -140,10 +140,26 @@ class ChunkReader:
         """Read rows in any order, with repeats: (n, *row shape)."""
         if len(rows) == 1:
             return self.take_range(int(rows[0]), 1)
+        if (gathered := self._gather(rows)) is not None:
+            return gathered
         out = np.empty((len(rows), *self._row_shape), self.dtype)
         order = np.argsort(rows, kind="stable")
         self.read(rows[order], out, order)
         return out
+
+    def _gather(self, rows: Rows) -> npt.NDArray[Any] | None:
+        """Rows of a mapped file in one copy; None unless all of their chunks were compared."""
+        is_plain = self._row_bytes <= _GATHER_BYTES and self._dtype_name != "bfloat16"
+        if self.read_method != "map" or not is_plain or self._address is None or not len(rows):
+            return None
+        if rows.min() < 0 or rows.max() >= self._num_rows:
+            return None
+        chunks = rows // self._chunk_rows
+        file = self._open_file() if self._is_compared[chunks].all() else None
+        if not _is_mapped(file):
+            return None
+        values = file.items(self._row_bytes)[self._addresses_of(file, rows, chunks)]
+        return values.view(self.dtype).reshape(len(rows), *self._row_shape)
 
     def take_range(self, first: int, count: int) -> npt.NDArray[Any]:
         """Read consecutive rows: (count, *row shape)."""
@@ -298,15 +314,21 @@ class ChunkReader:
         cache, is_decoded = decode_pool().cache, self.read_method == "decode"
         if is_decoded and (cached := cache.get(self._cache_key, chunk)) is not None:
             return cached
-        if data is None and file is not None and self._pipeline.is_supported:
-            data = self._stored_chunk(file, chunk, mapped=True)
-            if is_decoded:
-                data = self._decode(file, chunk, data)
-        if data is None:
-            data = self._rows_by_hdf5(*self._rows_of(chunk)).reshape(-1).view(np.uint8)
         first, stop = self._rows_of(chunk)
-        data = data[: (stop - first) * self._row_bytes]
+        if file is None:
+            self._compare_by_hdf5(chunk)
+            return self._rows_by_hdf5(first, stop).reshape(-1).view(np.uint8)
+        if data is None:
+            data = self._stored_chunk(file, chunk, mapped=True)
         self._compare(chunk, data)
+        if is_decoded and self._pipeline.is_supported:
+            try:
+                data = self._pipeline.decode(data, int(self._mask[chunk]))
+            except StoreError as error:
+                raise self._unreadable(first, stop, error) from error
+        elif is_decoded:
+            data = self._rows_by_hdf5(first, stop).reshape(-1).view(np.uint8)
+        data = data[: (stop - first) * self._row_bytes]
         if is_decoded and self._file is not None:
             cache.put(self._cache_key, chunk, data)
         return data
@@ -322,21 +344,6 @@ class ChunkReader:
         file.pread_into(stored, begin, self._label)
         return stored
 
-    def _decode(self, file: RawFile | S3File, chunk: int, stored: Bytes) -> Bytes:
-        """Decode a chunk; what is refused here is left to HDF5 if a checksum follows.
-
-        The filters of HDF5 may ignore some bits.
-        """
-        try:
-            return self._pipeline.decode(np.ascontiguousarray(stored), int(self._mask[chunk]))
-        except StoreError as refusal:
-            if self._sums is None:
-                raise self._unreadable(*self._rows_of(chunk), refusal) from refusal
-            try:
-                return self._rows_by_hdf5(*self._rows_of(chunk)).reshape(-1).view(np.uint8)
-            except StoreError:
-                raise self._unreadable(*self._rows_of(chunk), refusal) from refusal
-
     # Checksums
 
     def _may_be_due(self, chunk: int) -> bool:
@@ -347,18 +354,21 @@ class ChunkReader:
     def _is_due(self, chunks: Rows) -> Mask:
         """(n,) whether the chunk of each of some ascending rows is compared before it is used."""
         is_open: Mask = ~self._is_compared[chunks]
-        if not is_open.any():
-            return is_open
-        _, index, counts = np.unique(chunks, return_inverse=True, return_counts=True)
-        sizes = np.minimum(self._chunk_rows, self._num_rows - chunks * self._chunk_rows)
-        return is_open & (counts[index] >= np.minimum(self._least_rows, sizes))
+        # So few rows take a large share of the last chunk only, which may be short.
+        is_small = len(chunks) < self._least_rows and chunks[-1] != len(self._is_compared) - 1
+        if is_small or not is_open.any():
+            return np.zeros(len(chunks), np.bool_)
+        starts = np.flatnonzero(np.diff(chunks, prepend=-1))
+        counts = np.diff(starts, append=len(chunks))
+        sizes = np.minimum(self._chunk_rows, self._num_rows - chunks[starts] * self._chunk_rows)
+        return is_open & np.repeat(counts >= np.minimum(self._least_rows, sizes), counts)
 
-    def _compare(self, chunk: int, data: Bytes) -> None:
-        """Compare a decoded chunk with its checksum, unless that was done before."""
+    def _compare(self, chunk: int, stored: Bytes | bytes) -> None:
+        """Compare a stored chunk with its checksum, unless that was done before."""
         if self._sums is None or self._is_compared[chunk]:
             return
-        first, stop = self._rows_of(chunk)
-        if layout.checksum(data[: (stop - first) * self._row_bytes]) != self._sums[chunk]:
+        if layout.checksum(stored) != self._sums[chunk]:
+            first, stop = self._rows_of(chunk)
             begin = self._first_row
             label = self._label.removeprefix(f"{self._path}: ")
             raise StoreError(
@@ -366,6 +376,20 @@ class ChunkReader:
                 f"their checksum. {repair_hint(self._path)}"
             )
         self._is_compared[chunk] = True
+
+    def _compare_by_hdf5(self, chunk: int) -> None:
+        """Compare a chunk of a dataset that h5py reads."""
+        first, stop = self._rows_of(chunk)
+        if self._sums is None or self._is_compared[chunk] or self._dataset is None:
+            return
+        offset = (first, *(0,) * len(self._row_shape))
+        try:
+            _, stored = self._dataset.id.read_direct_chunk(offset)
+        except (OSError, RuntimeError, ValueError) as error:
+            if not layout.is_damage(error):
+                raise
+            raise self._unreadable(first, stop, error) from error
+        self._compare(chunk, stored)
 
     # Addresses of chunks
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +23,17 @@ import numpy.typing as npt
 from featx.errors import StoreError
 from featx.store import codecs, layout
 from featx.store.checksums import chunks_with_verdict, failures_agree, row_datasets
-from featx.store.dtypes import NAMES, dtype_name, hdf5_type, raw_dtype, read_raw
+from featx.store.dtypes import NAMES, dtype_name, raw_dtype
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import open_metadata, open_raw
 from featx.store.manifest import Manifest, num_runs_of
 from featx.types import with_features
 
-MAGIC = b"featx chunk table 1\n"
-"""First bytes of the table; the length of the rest and its crc32 follow, 8 bytes each."""
+MAGIC = b"featx chunk table 2\n"
+"""First bytes of the table; the length of the rest and its checksum follow, 8 bytes each."""
 
-CHUNK = np.dtype([("address", "<u8"), ("size", "<u8"), ("mask", "<u4"), ("crc", "<u4")])
-"""Entry of a chunk: address and size in the file, filter mask, checksum of the rows."""
+CHUNK = np.dtype([("address", "<u8"), ("size", "<u8"), ("mask", "<u4"), ("sum", "<u8")])
+"""Entry of a chunk: address and size in the file, filter mask, checksum."""
 
 _WINDOW = 64 << 20
 """Size of the pieces in which a file is searched for the table, from its end."""
@@ -70,9 +68,9 @@ def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, s
         dataset = file[path]
         table = chunks_of(dataset)
         if dataset.chunks:
-            table["crc"] = file[f"{layout.CHECKSUMS}/{path}"][:]
+            table["sum"] = file[f"{layout.CHECKSUMS}/{path}"][:]
         elif len(table):
-            table["crc"] = layout.chunk_checksums(dataset[:], len(dataset))
+            table["sum"] = layout.checksum(dataset[:])
         properties = dataset.id.get_create_plist()
         filters = [properties.get_filter(i) for i in range(properties.get_nfilters())]
         is_feature = path.startswith(f"{layout.FEATURES}/")
@@ -95,7 +93,7 @@ def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, s
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     body = b"".join([len(text).to_bytes(8, "little"), text, *(table.tobytes() for table in tables)])
-    head = MAGIC + len(body).to_bytes(8, "little") + zlib.crc32(body).to_bytes(8, "little")
+    head = MAGIC + len(body).to_bytes(8, "little") + layout.checksum(body).to_bytes(8, "little")
     file[layout.CHUNK_TABLE] = np.frombuffer(head + body, np.uint8)
 
 
@@ -125,7 +123,7 @@ class DatasetEntry:
         dtype: name of a number type of stores, or a numpy dtype string.
         chunk_rows: rows per chunk.
         filters: number and parameters of each filter.
-        table: (chunks,) entries with `address`, `size`, filter `mask` and checksum `crc`.
+        table: (chunks,) entries with `address`, `size`, filter `mask` and checksum `sum`.
     """
 
     shape: tuple[int, ...]
@@ -304,41 +302,17 @@ def _suppress_damage() -> Iterator[None]:
 
 
 def _read_chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> npt.NDArray[Any] | None:
-    """Rows of a chunk by the table, or None if they differ from their checksum."""
+    """Rows of a chunk by the table, or None if it differs from its checksum."""
     chunk_entry = entry.table[chunk]
     stored = raw.pread(int(chunk_entry["size"]), int(chunk_entry["address"]))
-    data = _decode(entry, stored, int(chunk_entry["mask"]))
-    count = min(entry.chunk_rows, entry.shape[0] - chunk * entry.chunk_rows)
-    row_bytes = entry.raw_dtype.itemsize * int(np.prod(entry.shape[1:], dtype=np.int64))
-    if layout.checksum(data[: count * row_bytes]) != int(chunk_entry["crc"]):
+    if layout.checksum(stored) != int(chunk_entry["sum"]):
         return None
-    values = np.frombuffer(data[: count * row_bytes], entry.raw_dtype)
-    return values.reshape(count, *entry.shape[1:])
-
-
-def _decode(entry: DatasetEntry, stored: bytes, mask: int) -> bytes:
-    """Decode a chunk; raises any error of reading damaged data."""
-    shape = (entry.chunk_rows, *entry.shape[1:])
-    if mask == (1 << len(entry.filters)) - 1:  # no filters, or all were skipped for this chunk
-        return stored
-    codecs.load_plugin_for(number for number, _ in entry.filters)
-    chunk_bytes = int(np.prod(shape, dtype=np.int64)) * entry.raw_dtype.itemsize
-    pipeline = Pipeline(entry.filters, chunk_bytes)
-    if pipeline.is_supported:
-        return pipeline.decode(stored, mask).tobytes()
-    # Only HDF5 knows this filter, so it reads a file in memory that holds this one chunk.
-    with h5py.File(io.BytesIO(), "w", libver=layout.LIBVER) as file:
-        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_chunk(shape)
-        for number, values in entry.filters:
-            properties.set_filter(number, h5py.h5z.FLAG_MANDATORY, values)
-        kind = (
-            hdf5_type(entry.dtype) if entry.dtype in NAMES else h5py.h5t.py_create(entry.raw_dtype)
-        )
-        space = h5py.h5s.create_simple(shape)
-        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, space, properties))
-        dataset.id.write_direct_chunk((0,) * len(shape), stored, mask)
-        return bytes(np.ascontiguousarray(read_raw(dataset, 0, shape[0])).view(np.uint8).data)
+    codecs.require_filters(number for number, _ in entry.filters)
+    row_bytes = entry.raw_dtype.itemsize * int(np.prod(entry.shape[1:], dtype=np.int64))
+    pipeline = Pipeline(entry.filters, entry.chunk_rows * row_bytes)
+    values = np.frombuffer(pipeline.decode(stored, int(chunk_entry["mask"])), entry.raw_dtype)
+    count = min(entry.chunk_rows, entry.shape[0] - chunk * entry.chunk_rows)
+    return values.reshape(-1, *entry.shape[1:])[:count]
 
 
 def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] | None:
@@ -393,7 +367,7 @@ def _find_tables(raw: RawBytes) -> Iterator[tuple[dict[str, Any], bytes]]:
             if size > raw.size - address:
                 continue
             body = raw.pread(size, address + len(head))
-            if zlib.crc32(body) != int.from_bytes(head[-8:], "little"):
+            if layout.checksum(body) != int.from_bytes(head[-8:], "little"):
                 continue
             length = int.from_bytes(body[:8], "little")
             yield _parse_header(body[8 : 8 + length]), body

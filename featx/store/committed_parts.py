@@ -12,12 +12,18 @@ import h5py
 
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder
 from featx.store import layout
-from featx.store.failures import read_failures
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run, num_runs_of
-from featx.store.part_files import inspect_part, inspect_parts, part_names, part_path, shape_problem
-from featx.store.pieces import Pieces
+from featx.store.part_files import (
+    Pieces,
+    inspect_part,
+    inspect_parts,
+    part_names,
+    part_path,
+    shape_problem,
+)
 from featx.store.repair import matches_manifest, repair_part, unpack_good_rows
+from featx.store.result_files import read_failures
 from featx.types import Failure, Listing, Part
 
 logger = logging.getLogger(__name__)

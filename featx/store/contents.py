@@ -12,11 +12,11 @@ import numpy as np
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.dtypes import dtype_name, memory_dtype
-from featx.store.hdf5_files import Handles, OpenFile, check_hard_links
+from featx.store.hdf5_files import check_hard_links
+from featx.store.layout import geometry_values
 from featx.store.manifest import DamagedManifestError, Manifest, Run, load_manifest, num_runs_of
-from featx.store.part_files import names_in
-from featx.store.pieces import Pieces, piece_path
-from featx.store.token_geometry import geometry_values
+from featx.store.open_files import Handles, OpenFile
+from featx.store.part_files import Pieces, names_in, piece_path
 from featx.types import Part
 
 _NUM_ATTEMPTS = 3
@@ -230,7 +230,7 @@ def _contents_with_parts(
             layers.setdefault(spec.name, LayerInfo(spec.shape, spec.dtype, attrs))
     first = manifest.runs[0]
     attrs = {
-        "featx_format": layout.FORMAT_PLAIN,
+        "featx_format": layout.FORMAT,
         "fingerprint": manifest.digest,
         **{key: getattr(first.header, key) for key in ("config", "model", "weights")},
         "weights_sha256": first.header.weights_sha256,

@@ -82,29 +82,22 @@ def nan(name: str) -> np.generic:
     return value
 
 
-def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
-    """Read rows [start, stop) of a dataset as stored, bfloat16 as uint16.
+def stored_dtype(dataset: h5py.Dataset) -> np.dtype[Any]:
+    """numpy dtype of the stored bits of a dataset, of features or another one."""
+    is_bfloat16 = dataset.dtype == memory_dtype("bfloat16") and dtype_name(dataset) == "bfloat16"
+    return raw_dtype("bfloat16") if is_bfloat16 else np.dtype(dataset.dtype)
 
-    Datasets with other types, such as keys, are read as h5py returns them.
-    """
-    if dataset.dtype != memory_dtype("bfloat16") or dtype_name(dataset) != "bfloat16":
+
+def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
+    """Read rows [start, stop) of a dataset as stored, bfloat16 as uint16."""
+    dtype = stored_dtype(dataset)
+    if dtype == dataset.dtype:
         rows: npt.NDArray[Any] = dataset[start:stop]
         return rows
-    bits = np.empty((stop - start, *dataset.shape[1:]), raw_dtype("bfloat16"))
+    bits = np.empty((stop - start, *dataset.shape[1:]), dtype)
     space = dataset.id.get_space()
     rest = (0,) * (dataset.ndim - 1)
     space.select_hyperslab((start, *rest), bits.shape)
     memory = h5py.h5s.create_simple(bits.shape)
     dataset.id.read(memory, space, bits, mtype=hdf5_type("bfloat16"))
     return bits
-
-
-def write_raw(dataset: h5py.Dataset, start: int, rows: npt.NDArray[Any]) -> None:
-    """Write rows into a dataset."""
-    if rows.dtype != raw_dtype("bfloat16"):
-        dataset[start : start + len(rows)] = rows
-        return
-    space = dataset.id.get_space()
-    space.select_hyperslab((start, *(0,) * (dataset.ndim - 1)), rows.shape)
-    memory = h5py.h5s.create_simple(rows.shape)
-    dataset.id.write(memory, space, np.ascontiguousarray(rows), mtype=hdf5_type("bfloat16"))

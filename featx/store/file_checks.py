@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,90 @@ from featx.errors import StoreError
 from featx.store import layout
 from featx.store.checksums import chunks_with_verdict, classes_agree, failures_agree
 from featx.store.chunk_table import has_chunk_table
-from featx.store.damage_report import Damage, DamageReport
 from featx.store.dtypes import dtype_name, from_raw
-from featx.store.failures import read_failures
 from featx.store.hdf5_files import check_hard_links, damage_text, open_hdf5, open_plain_dataset
+from featx.store.layout import geometry_values
 from featx.store.listing import (
     column_names,
     is_column_type,
     row_values,
     same_values,
 )
-from featx.store.token_geometry import geometry_values
-from featx.types import LayerSpec, Listing, Status, StoreHeader, TokenGeometry, with_features
+from featx.store.result_files import read_failures
+from featx.types import (
+    Failure,
+    LayerSpec,
+    Listing,
+    Status,
+    StoreHeader,
+    TokenGeometry,
+    with_features,
+)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Problem found in a store.
+
+    Attributes:
+        path: path of the file.
+        what: description of the problem.
+        start: first row of the store that is affected.
+        stop: row after the last one; equal to `start` if no features are affected.
+        layer: only layer that is affected, or None for all.
+    """
+
+    path: Path
+    what: str
+    start: int = 0
+    stop: int = 0
+    layer: str | None = None
+
+
+@dataclass
+class DamageReport:
+    """Result of checking a store.
+
+    Attributes:
+        root: folder or file that was checked.
+        num_rows: number of rows of the listing.
+        num_files: number of checked files.
+        num_chunks: number of chunks that were compared with their checksums.
+        num_bytes: size of these chunks when decoded, in bytes.
+        missing: file names of missing parts.
+        damages: problems that were found.
+        failures: row -> failure, of all files that were read.
+    """
+
+    root: Path
+    num_rows: int = 0
+    num_files: int = 0
+    num_chunks: int = 0
+    num_bytes: int = 0
+    missing: list[str] = field(default_factory=list)
+    damages: list[Damage] = field(default_factory=list)
+    failures: dict[int, Failure] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing and nothing is damaged."""
+        return not self.missing and not self.damages
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content of the report as JSON types."""
+        return {
+            "store": str(self.root),
+            "complete": self.complete,
+            "rows": self.num_rows,
+            "files": self.num_files,
+            "chunks": self.num_chunks,
+            "bytes": self.num_bytes,
+            "missing": self.missing,
+            "damages": [
+                {"file": d.path.name, "what": d.what, "rows": [d.start, d.stop]}
+                for d in self.damages
+            ],
+        }
 
 
 @dataclass(frozen=True)

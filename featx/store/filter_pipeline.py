@@ -1,35 +1,32 @@
 """Filters of a dataset, applied without HDF5 so that several threads compress and decompress.
 
 h5py holds one lock during every call of HDF5, including its filters. The filters here are the same
-code, gzip in zlib and the others in the shared libraries of hdf5plugin, but called without the
-lock; chunks are then written or read as raw bytes. Unknown filters are left to h5py.
+code, gzip in zlib and zstd in the shared library of hdf5plugin, but called without the lock; chunks
+are then written or read as raw bytes. Unknown filters are left to h5py.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import zlib
-from typing import Any, Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, require
-from featx.store.filter_plugins import Blosc2, PluginFilter, Zstd, load_filter
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """(n,) uint8, contiguous."""
 
-_DEFLATE = 1
-_SHUFFLE = 2
+_DEFLATE, _SHUFFLE, _ZSTD = 1, 2, 32015
+"""Numbers of HDF5 filters."""
 
-
-class _Stage(Protocol):
-    """One filter."""
-
-    def encode(self, data: Bytes) -> Bytes: ...
-
-    def decode(self, data: Bytes, size: int) -> Bytes: ...
+_ZSTD_LEVEL = 3
+"""Level of the zstd filter without a parameter."""
 
 
 class Pipeline:
@@ -46,15 +43,12 @@ class Pipeline:
 
     def __init__(self, filters: list[tuple[int, tuple[int, ...]]], chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
-        self._stages: list[_Stage] = []
-        self.is_supported = True
-        for position, (number, values) in enumerate(filters):
-            stage = _create_stage(number, values, chunk_bytes)
-            # The decoded size of a compressor is known only if it is the last filter.
-            if stage is None or (number != _SHUFFLE and position + 1 < len(filters)):
-                self.is_supported = False
-                return
-            self._stages.append(stage)
+        self._filters = filters
+        # The decoded size of a compressor is known only if it is the last filter.
+        self.is_supported = all(
+            _is_known(number, values) and (number == _SHUFFLE or i + 1 == len(filters))
+            for i, (number, values) in enumerate(filters)
+        )
 
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> Pipeline:
@@ -70,15 +64,15 @@ class Pipeline:
         return cls(filters, chunk_bytes)
 
     def __len__(self) -> int:
-        return len(self._stages)
+        return len(self._filters)
 
     def encode(self, chunk: Any) -> bytes:
         """Encode a whole chunk for write_direct_chunk with filter mask 0."""
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(chunk)
         require(len(data) == self.chunk_bytes, f"{len(data)} bytes, a chunk has {self.chunk_bytes}")
-        for stage in self._stages:
-            data = stage.encode(data)
+        for number, values in self._filters:
+            data = _encode(number, values, data)
         return data.tobytes()
 
     def decode(self, stored: Any, filter_mask: int = 0) -> Bytes:
@@ -89,88 +83,89 @@ class Pipeline:
         """
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(stored)
-        if filter_mask >> len(self._stages):
+        if filter_mask >> len(self._filters):
             raise StoreError(f"the filter mask {filter_mask:#x} names filters that are not there")
-        for position in reversed(range(len(self._stages))):
+        for position, (number, values) in reversed(list(enumerate(self._filters))):
             if not filter_mask >> position & 1:
-                data = self._stages[position].decode(data, self.chunk_bytes)
+                data = _decode(number, values, data, self.chunk_bytes)
         if len(data) != self.chunk_bytes:
             raise StoreError(f"{len(data)} bytes instead of the {self.chunk_bytes} of a chunk")
         return data
 
 
-def _create_stage(number: int, values: tuple[int, ...], chunk_bytes: int) -> _Stage | None:
-    """Filter for an HDF5 filter number and parameters, or None if featx does not implement it."""
-    if number == _DEFLATE and len(values) == 1 and values[0] <= 9:
-        return _Deflate(values[0])
-    if number == _SHUFFLE and len(values) == 1 and values[0] > 0:
-        return _Shuffle(values[0])
-    plugin = None
-    if number == Zstd.number and len(values) <= 1:
-        plugin = load_filter(Zstd)
-    elif number == Blosc2.number and len(values) >= 7 and values[3] == chunk_bytes:
-        # For chunks of several dimensions, their number and the chunk shape follow.
-        plugin = load_filter(Blosc2) if len(values) in (7, 8 + (*values, 0)[7]) else None
-    return None if plugin is None else _PluginStage(plugin, values)
+def _is_known(number: int, values: tuple[int, ...]) -> bool:
+    if number == _DEFLATE:
+        return len(values) == 1 and values[0] <= 9
+    if number == _SHUFFLE:
+        return len(values) == 1 and values[0] > 0
+    return number == _ZSTD and len(values) <= 1 and _zstd_library() is not None
 
 
-class _Deflate:
-    """HDF5 filter 1, gzip."""
-
-    def __init__(self, level: int) -> None:
-        self._level = level
-
-    def encode(self, data: Bytes) -> Bytes:
-        return _flat(zlib.compress(data.data, self._level))
-
-    def decode(self, data: Bytes, size: int) -> Bytes:
-        stream = zlib.decompressobj()
-        try:
-            # With room for one more byte, an exact stream reaches its end and a longer one shows.
-            decoded = stream.decompress(data.data, size + 1)
-        except zlib.error as error:
-            raise StoreError(f"the gzip stream is damaged ({error})") from error
-        if len(decoded) > size:
-            raise StoreError(f"the gzip stream holds more than the {size} bytes of a chunk")
-        if not stream.eof or stream.unused_data:
-            raise StoreError("the gzip stream does not end where the chunk does")
-        return _flat(decoded)
+def _encode(number: int, values: tuple[int, ...], data: Bytes) -> Bytes:
+    if number == _DEFLATE:
+        return _flat(zlib.compress(data.data, values[0]))
+    if number == _SHUFFLE:
+        # The lowest bytes of all numbers first, then the next ones, and so on.
+        whole = len(data) - len(data) % values[0]
+        planes = data[:whole].reshape(-1, values[0]).T
+        return np.concatenate([np.ascontiguousarray(planes).reshape(-1), data[whole:]])
+    library = _zstd_library()
+    assert library is not None
+    encoded = np.empty(library.ZSTD_compressBound(len(data)), np.uint8)
+    level = values[0] if values else _ZSTD_LEVEL
+    size = library.ZSTD_compress(
+        encoded.ctypes.data, len(encoded), data.ctypes.data, len(data), level
+    )
+    if size > len(encoded):  # an error code is larger than any size
+        raise StoreError(f"zstd cannot encode {len(data)} bytes")
+    return encoded[:size]
 
 
-class _Shuffle:
-    """HDF5 filter 2: the lowest bytes of all numbers first, then the next ones, and so on."""
-
-    def __init__(self, itemsize: int) -> None:
-        self._itemsize = itemsize
-
-    def encode(self, data: Bytes) -> Bytes:
-        numbers, rest = self._split(data)
-        planes = numbers.reshape(-1, self._itemsize).T
-        return np.concatenate([np.ascontiguousarray(planes).reshape(-1), rest])
-
-    def decode(self, data: Bytes, size: int) -> Bytes:
-        numbers, rest = self._split(data)
-        planes = numbers.reshape(self._itemsize, -1).T
-        return np.concatenate([np.ascontiguousarray(planes).reshape(-1), rest])
-
-    def _split(self, data: Bytes) -> tuple[Bytes, Bytes]:
-        """Whole numbers, and the bytes after the last one, which stay in place."""
-        whole = len(data) - len(data) % self._itemsize
-        return data[:whole], data[whole:]
+def _decode(number: int, values: tuple[int, ...], data: Bytes, size: int) -> Bytes:
+    if number == _DEFLATE:
+        return _inflate(data, size)
+    if number == _SHUFFLE:
+        whole = len(data) - len(data) % values[0]
+        planes = data[:whole].reshape(values[0], -1).T
+        return np.concatenate([np.ascontiguousarray(planes).reshape(-1), data[whole:]])
+    library = _zstd_library()
+    assert library is not None
+    # Unlike the function of the filter, this one writes into our memory, at most one chunk.
+    decoded = np.empty(size, np.uint8)
+    if library.ZSTD_decompress(decoded.ctypes.data, size, data.ctypes.data, len(data)) != size:
+        raise StoreError(f"the zstd frame is damaged, or not of {size} bytes")
+    return decoded
 
 
-class _PluginStage:
-    """Filter of hdf5plugin, called as HDF5 calls it."""
+def _inflate(data: Bytes, size: int) -> Bytes:
+    stream = zlib.decompressobj()
+    try:
+        # With room for one more byte, an exact stream reaches its end and a longer one shows.
+        decoded = stream.decompress(data.data, size + 1)
+    except zlib.error as error:
+        raise StoreError(f"the gzip stream is damaged ({error})") from error
+    if len(decoded) > size:
+        raise StoreError(f"the gzip stream holds more than the {size} bytes of a chunk")
+    if not stream.eof or stream.unused_data:
+        raise StoreError("the gzip stream does not end where the chunk does")
+    return _flat(decoded)
 
-    def __init__(self, plugin: PluginFilter, values: tuple[int, ...]) -> None:
-        self._plugin = plugin
-        self._values = values
 
-    def encode(self, data: Bytes) -> Bytes:
-        return self._plugin.encode(self._values, data)
+@functools.cache
+def _zstd_library() -> ctypes.CDLL | None:
+    """zstd as hdf5plugin ships it, called without the GIL; None if it cannot be loaded."""
+    try:
+        import hdf5plugin
 
-    def decode(self, data: Bytes, size: int) -> Bytes:
-        return self._plugin.decode(self._values, data, size)
+        library = ctypes.CDLL(str(Path(hdf5plugin.PLUGIN_PATH) / "libh5zstd.so"))
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        library.ZSTD_compressBound.argtypes, library.ZSTD_compressBound.restype = [size], size
+        library.ZSTD_compress.argtypes = [pointer, size, pointer, size, ctypes.c_int]
+        library.ZSTD_decompress.argtypes = [pointer, size, pointer, size]
+        library.ZSTD_compress.restype = library.ZSTD_decompress.restype = size
+    except (ImportError, OSError, AttributeError):
+        return None
+    return library
 
 
 def _flat(data: Any) -> Bytes:

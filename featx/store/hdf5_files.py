@@ -1,4 +1,4 @@
-"""HDF5 files open for reading: checked, limited in number, and never shared across a fork."""
+"""Opens HDF5 files for reading, and checks what they claim before it is believed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import contextlib
 import functools
 import io
 import os
-import resource
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,218 +14,15 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import FeatxError, StoreError
+from featx.errors import StoreError
 from featx.storage import RawFile, S3File, S3Path
 from featx.store import codecs, layout
-from featx.store.attribute_checksums import check_texts
-from featx.store.chunk_reader import ChunkReader, Verify, repair_hint
-from featx.store.mapped_dataset import map_values
-
-_MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
-"""Limits on the number of open files: see `max_open_files`. Each takes three descriptors, those of
-HDF5, of `RawFile` and of its memory map, however many layers are read."""
 
 _MAX_COMPRESSION = 1 << 20
 """Largest compression ratio that a dataset may claim, so that a damaged file cannot exhaust memory.
 
-Zeros and NaN compress well: 32,768 times with zstd, and a whole row to 32 bytes with blosc2.
+Zeros and NaN compress well: 32,768 times with zstd.
 """
-
-
-def max_open_files() -> int:
-    """Number of files that a process keeps open for a store, or for the tokens of a layer.
-
-    It is _MAX_OPEN_FILES, or 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(4, min(_MAX_OPEN_FILES, limit // _SHARE_OF_LIMIT))
-
-
-class OpenFile:
-    """File open for reading, with those of its datasets that were checked.
-
-    Args:
-        path: path of the file.
-        verify: which chunks are compared with their checksums.
-
-    Attributes:
-        path: path of the file.
-        file: h5py file.
-        is_checked: whether the file was checked to belong to the run of the store.
-        num_readers: number of threads that are reading from it.
-    """
-
-    def __init__(self, path: Path, verify: Verify = "chunks") -> None:
-        self.path = path
-        self._verify = verify
-        self._remote_file = S3File(path) if isinstance(path, S3Path) else None
-        self.file = _open_store_file(path, self._remote_file)
-        self.is_checked = False
-        self.num_readers = 0
-        self._datasets: dict[str, h5py.Dataset] = {}
-        self._rows: dict[str, ChunkReader] = {}
-        self._raw_file: RawFile | None = None
-
-    def names(self) -> list[str]:
-        """Names of the datasets in /features."""
-        return list(self.file[layout.FEATURES])
-
-    def column_names(self) -> tuple[str, ...]:
-        """Names of the datasets in /columns, which only some stores have."""
-        if layout.COLUMNS not in self.file:
-            return ()
-        check_hard_links(self.file, layout.COLUMNS)
-        return tuple(self.file[layout.COLUMNS])
-
-    def dataset(self, path: str) -> h5py.Dataset:
-        """Dataset at `path`; raises StoreError unless it is a plain one."""
-        if path not in self._datasets:
-            dataset = open_plain_dataset(self.file, path)
-            codecs.check_filters(filter_numbers(dataset))
-            self._datasets[path] = dataset
-        return self._datasets[path]
-
-    def texts(self, path: str) -> tuple[str, ...]:
-        """Dataset of UTF-8 bytes as strings."""
-        values = self._read_compared(path).tolist()
-        return tuple(value.decode("utf-8", "surrogateescape") for value in values)
-
-    def _read_compared(self, path: str) -> npt.NDArray[Any]:
-        """Read a whole dataset and compare it with its checksums.
-
-        Large texts are mapped, see `map_values`. Numbers are copied: callers may change them,
-        and torch warns of arrays that are read-only.
-        """
-        dataset, mapped = self.dataset(path), None
-        if dataset.dtype.kind == "S" and self._remote_file is None:
-            mapped = map_values(dataset, self.file.id.get_vfd_handle())
-        values: npt.NDArray[Any] = dataset[:] if mapped is None else mapped
-        if (sums := self.checksums(path)) is None or not len(values):
-            return values
-        step = int(dataset.chunks[0]) if dataset.chunks else len(values)
-        computed = layout.chunk_checksums(values, step)
-        if computed.shape != sums.shape or (computed != sums).any():
-            raise StoreError(
-                f"{self.path}: /{path} differs from its checksum. {repair_hint(self.path)}"
-            )
-        return values
-
-    def checksums(self, path: str) -> npt.NDArray[Any] | None:
-        """Checksums of a dataset, or None if `verify` is False."""
-        name = f"{layout.CHECKSUMS}/{path}"
-        if self._verify is False:
-            return None
-        sums: npt.NDArray[Any] = self.dataset(name)[:]
-        return sums
-
-    def failures(self) -> list[npt.NDArray[Any]]:
-        """Read the rows, exception names and messages of /failures."""
-        columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
-        sums = self.checksums(layout.FAILURES)
-        if sums is not None and sums.tolist() != [layout.failures_checksum(columns)]:
-            raise StoreError(
-                f"{self.path}: /{layout.FAILURES} differs from its checksum. "
-                f"{repair_hint(self.path)}"
-            )
-        return columns
-
-    def column(self, path: str, num_rows: int, kind: str) -> npt.NDArray[Any]:
-        """Read the first rows of a dataset with one entry per row."""
-        dataset = self.dataset(path)
-        if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind not in kind:
-            raise StoreError(
-                f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}; expected {num_rows} "
-                "rows."
-            )
-        return self._read_compared(path)[:num_rows]
-
-    def rows(
-        self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any], first_row: int = 0
-    ) -> ChunkReader:
-        """Reader for the rows of a dataset, which bypasses HDF5 where possible."""
-        if path not in self._rows:
-            dataset = self.dataset(path)
-            if dataset.shape != shape or dataset.dtype != dtype:
-                raise StoreError(
-                    f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
-                    f"{shape} {dtype}."
-                )
-            sums = self.checksums(path) if dataset.chunks and dataset.size else None
-            all_rows = bool(filter_numbers(dataset)) or self._verify == "rows"
-            if self._remote_file is None and self._raw_file is None:
-                # One for all layers: a store may have hundreds of parts with a dozen layers each.
-                self._raw_file = RawFile(self.file.id.get_vfd_handle(), may_map=True)
-            file = self._remote_file or self._raw_file
-            self._rows[path] = ChunkReader(dataset, self.path, file, sums, all_rows, first_row)
-        return self._rows[path]
-
-    def close(self) -> None:
-        """Close the file and all of its readers."""
-        for rows in self._rows.values():
-            rows.close()
-        self._rows.clear()
-        self._raw_file = None
-        self._datasets.clear()
-        self.file.close()
-
-
-class Handles:
-    """Open files of this process; the least recently used ones are closed first.
-
-    Args:
-        verify: which chunks are compared with their checksums when they are read.
-    """
-
-    def __init__(self, verify: Verify = "chunks") -> None:
-        self.verify = verify
-        self._reset()
-
-    def _reset(self) -> None:
-        """Start without open files, in a new process or after unpickling."""
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._files: OrderedDict[Path, OpenFile] = OrderedDict()
-        self._max_open = max_open_files()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"verify": self.verify}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.verify = state["verify"]
-        self._reset()
-
-    @contextlib.contextmanager
-    def use(self, path: Path) -> Iterator[OpenFile]:
-        """Open a file for the time of the block; never one from before a fork."""
-        if self._pid != os.getpid():
-            self._reset()
-        with self._lock:
-            # Last in the order means most recently used. `num_readers` keeps other threads from
-            # closing the file while this one reads from it without the lock.
-            file = self._files.pop(path, None) or OpenFile(path, self.verify)
-            self._files[path] = file
-            file.num_readers += 1
-            self._close_idle(self._max_open)
-        try:
-            yield file
-        except (FeatxError, FileNotFoundError):
-            raise
-        except layout.UNREADABLE as error:
-            raise StoreError(f"{path}: {damage_text(path, error)}") from error
-        finally:
-            with self._lock:
-                file.num_readers -= 1
-
-    def close(self) -> None:
-        """Close all files that no thread is reading; they are opened again when needed."""
-        with self._lock:
-            self._close_idle(0)
-
-    def _close_idle(self, max_open: int) -> None:
-        """Close the least recently used files beyond `max_open` that no thread is reading."""
-        idle = [path for path, file in self._files.items() if not file.num_readers]
-        for path in idle[: max(0, len(self._files) - max_open)]:
-            self._files.pop(path).close()
 
 
 def open_hdf5(path: Path, **options: Any) -> h5py.File:
@@ -238,7 +32,7 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     h5py.File of the user, so both flags are tried.
     """
     if isinstance(path, S3Path):
-        return _open_remote(S3File(path), **options)
+        return open_remote(S3File(path), **options)
     try:
         file = h5py.File(path, "r", **options)
     except OSError:
@@ -251,7 +45,7 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     return file
 
 
-def _open_remote(raw: S3File, **options: Any) -> h5py.File:
+def open_remote(raw: S3File, **options: Any) -> h5py.File:
     """Open an object for reading with h5py, which keeps a reference to it."""
     try:
         file = h5py.File(raw, "r", **options)
@@ -346,26 +140,6 @@ def damage_text(path: Path, error: Exception) -> str:
     return f"it cannot be read ({error})"
 
 
-def _open_store_file(path: Path, remote_file: S3File | None) -> h5py.File:
-    """Open a file of a store; raise StoreError if it is no valid HDF5 file."""
-    if remote_file is None:
-        with path.open("rb"):  # raises FileNotFoundError or PermissionError, unlike h5py
-            pass
-    try:
-        if remote_file is not None:
-            return _open_remote(remote_file, rdcc_nbytes=0)
-        return open_hdf5(path, rdcc_nbytes=0)
-    except FileNotFoundError as error:  # the part was packed and deleted in between
-        error.filename = error.filename or str(path)
-        raise
-    except layout.UNREADABLE as error:
-        raise StoreError(
-            f"{path} cannot be read as HDF5: {error}. If it is a store's, `python -m featx "
-            "job=verify store=FOLDER verify.repair=true` rebuilds it and keeps every row whose "
-            "chunks are intact."
-        ) from error
-
-
 def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False) -> h5py.Dataset:
     """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
 
@@ -404,7 +178,7 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     stored = found.get_storage_size()
     num_filters = settings.get_nfilters()
     if not may_be_partial:
-        codecs.load_plugin_for(filter_numbers(dataset))
+        codecs.require_filters(filter_numbers(dataset))
     if size and not stored:
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, but was never written: the file holds "
@@ -437,3 +211,69 @@ def check_hard_links(file: h5py.File, path: str) -> None:
             raise StoreError(f"{file.filename} has no /{where}.") from error
         if link.type != h5py.h5l.TYPE_HARD:
             raise StoreError(f"{file.filename}: /{where} links to another object; refused.")
+
+
+_SIGNATURE = b"GCOL\x01\0\0\0"
+"""First bytes of a heap; its length in bytes follows, 8 bytes little-endian."""
+
+
+def seal_texts(file: h5py.File, raw: io.RawIOBase | io.BytesIO) -> None:
+    """Record the addresses and checksums of the heaps in an attribute."""
+    file.flush()
+    raw.seek(0)
+    data = raw.read()
+    heaps = []
+    address = data.find(_SIGNATURE)
+    while address >= 0:
+        begin = address + len(_SIGNATURE)
+        size = int.from_bytes(data[begin : begin + 8], "little")
+        heaps.append((address, size, layout.checksum(data[address : address + size])))
+        address = data.find(_SIGNATURE, address + size)
+    file.attrs[layout.TEXT_CHECKSUMS] = np.array(heaps, dtype=np.uint64)
+
+
+def check_texts(file: h5py.File, read: Callable[[int, int], bytes]) -> None:
+    """Compare the heaps of a file with their checksums."""
+    # samples.h5 has no attributes with texts, so it has no heaps and no checksums of heaps.
+    heaps = np.reshape(file.attrs.get(layout.TEXT_CHECKSUMS, ()), (-1, 3))
+    for address, size, crc in heaps.tolist():
+        if address + size > file.id.get_filesize() or layout.checksum(read(size, address)) != crc:
+            raise StoreError("the texts of its attributes differ from their checksum")
+
+
+MAPPED_BYTES = 64 << 20
+"""Least size of a dataset that is mapped. Smaller ones are read: a mapped file whose disk fails, or
+that somebody truncates, ends the process by SIGBUS."""
+
+
+def map_values(
+    dataset: h5py.Dataset, descriptor: int, least_bytes: int = MAPPED_BYTES
+) -> npt.NDArray[Any] | None:
+    """Map the values of a dataset, so that all processes of a machine share one copy in memory.
+
+    The mapping outlives the descriptor, and a file that takes the name of this one.
+
+    Returns:
+        (N,) read-only array, whose numbers may not be aligned. None if the dataset is smaller, does
+        not lie in one piece in the file as it does in memory (chunks, filters, booleans), or is on
+        a file system whose files are not mapped.
+    """
+    file, dtype = dataset.file, np.dtype(dataset.dtype.str)
+    num_bytes = dataset.size * dtype.itemsize
+    properties, address = dataset.id.get_create_plist(), dataset.id.get_offset()
+    if num_bytes < least_bytes or address is None or dataset.ndim != 1 or dtype.kind not in "Siuf":
+        return None
+    is_plain = (
+        properties.get_layout() == h5py.h5d.CONTIGUOUS
+        and not properties.get_external_count()
+        and dataset.id.get_type() == h5py.h5t.py_create(dtype, logical=True)
+        and file.userblock_size == 0
+        and file.mode == "r"  # otherwise HDF5 may hold values that are not in the file yet
+    )
+    content = None
+    with contextlib.suppress(OSError):  # such as a limit of the address space
+        content = RawFile(descriptor, may_map=is_plain).mapped
+    if content is None or len(content) < address + num_bytes:
+        return None
+    values: npt.NDArray[Any] = content[address : address + num_bytes].view(dtype)
+    return values

@@ -19,8 +19,7 @@ from featx.store import layout
 from featx.store.checksums import chunks_with_verdict
 from featx.store.hdf5_files import open_metadata, raise_unless_damage
 from featx.store.manifest import Manifest, num_runs_of
-from featx.store.part_files import part_names, part_path
-from featx.store.pieces import Pieces, piece_path
+from featx.store.part_files import Pieces, part_names, part_path, piece_path
 from featx.types import IMAGE_STATE, UNKNOWN_IMAGE, Part
 
 UNSETTLED = np.array((-3, -3, -3), IMAGE_STATE)
@@ -34,7 +33,7 @@ def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
     """Content of images.h5: /size, /mtime_ns and /tag, (N,) int64 each."""
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
-        file.attrs["featx_format"] = layout.FORMAT_PLAIN
+        file.attrs["featx_format"] = layout.FORMAT
         for name in IMAGE_STATE.names or ():
             file.create_dataset(
                 name, data=states[name], compression="gzip", compression_opts=1, shuffle=True

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from featx.base import sampled_positions, size_text
 from featx.errors import StoreError
 from featx.store.contents import Contents
-from featx.store.token_geometry import geometry_of
+from featx.store.layout import geometry_of
 from featx.types import TokenGeometry
 
 

@@ -18,7 +18,7 @@ from featx.store import layout
 from featx.store.chunk_reader import ChunkReader
 from featx.store.chunk_table import read_column_by_table
 from featx.store.contents import Contents, Segment
-from featx.store.hdf5_files import Handles, OpenFile
+from featx.store.open_files import Handles, OpenFile
 from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 
 
@@ -58,9 +58,14 @@ class LayerReader:
 
     def read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of a layer, (n, ...)."""
-        if (chunks := self._reader_of_whole(layer)) is None:
-            return self.read(layer, np.arange(start, stop))
-        return chunks.take_range(start, stop - start)
+        if (chunks := self._reader_of_whole(layer)) is not None:
+            return chunks.take_range(start, stop - start)
+        segments, starts = self._segments_of(layer)
+        number = int(starts.searchsorted(start, side="right")) - 1
+        if number >= 0 and start < stop <= segments[number].stop:
+            with self._open_rows(segments[number], layer) as chunks:
+                return chunks.take_range(start - segments[number].start, stop - start)
+        return self.read(layer, np.arange(start, stop))
 
     def _segments_of(self, layer: str) -> tuple[list[Segment], npt.NDArray[np.int64]]:
         """Files with rows of a layer in ascending order, and the first row of each."""

@@ -6,23 +6,20 @@ import errno
 import json
 import math
 import re
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from featx.errors import StoreError
-from featx.types import LayerSpec, Part, Status, StoreHeader
+from featx.types import LayerSpec, Part, Status, StoreHeader, TokenGeometry
 
-FORMAT = 2
-"""Newest version of the format that this featx reads and writes."""
-
-FORMAT_PLAIN = 1
-"""Version of HDF5 files and of stores with a single run, which every featx can read."""
+FORMAT = 3
+"""Version of the format; no release has written another one."""
 
 MANIFEST = "featx.json"
 LISTING = "samples.h5"
@@ -49,10 +46,6 @@ PROBE_FEW_SHOT = "few_shot.csv"
 
 FEATURES = "features"
 CHECKSUMS = "checksums"
-_WORDS = 512
-_FOLDED_BYTES = 65536
-"""Words per row, and the unit in bytes, of `checksum`; for fewer bytes crc32 alone is faster."""
-
 KEY = "key"
 LABEL = "label"
 STATUS = "status"
@@ -185,11 +178,17 @@ class Grid:
 
 
 def check_version(path: Path, version: int) -> None:
-    """Raise StoreError if a file has a newer format than this featx reads."""
+    """Raise StoreError if a file has another format than this featx reads."""
     if version > FORMAT:
         raise StoreError(
-            f"{path} has store format {version}, but this featx reads formats up to {FORMAT}. "
+            f"{path} has store format {version}, but this featx reads format {FORMAT}. "
             "Upgrade featx: pip install -U featx."
+        )
+    if version < FORMAT:
+        raise StoreError(
+            f"{path} has store format {version}, of a featx before its first release; this one "
+            f"reads format {FORMAT}. Extract the images again, with overwrite=true or another "
+            "out=DIR."
         )
 
 
@@ -201,7 +200,7 @@ def status_names() -> str:
 def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool) -> dict[str, Any]:
     """Root attributes of a part or of features.h5."""
     return {
-        "featx_format": FORMAT_PLAIN,
+        "featx_format": FORMAT,
         "fingerprint": fingerprint_sha256,
         "config": header.config,
         "model": header.model,
@@ -224,73 +223,12 @@ def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
     }
 
 
-def chunk_checksums(rows: npt.NDArray[Any], rows_per_chunk: int) -> npt.NDArray[np.uint32]:
-    """`checksum` of each chunk of some rows.
-
-    Returns:
-        (ceil(N / rows_per_chunk),) uint32.
-    """
-    rows = np.ascontiguousarray(rows)
-    starts = range(0, len(rows), rows_per_chunk)
-    sums = [checksum(rows[i : i + rows_per_chunk]) for i in starts]
-    return np.array(sums, dtype=np.uint32)
-
-
-def checksum(values: npt.NDArray[Any] | bytes | bytearray) -> int:
-    """32-bit checksum of bytes, two and a half times as fast as crc32 for long inputs.
-
-    Of n bytes, the first floor(n / 65536) * 65536 form a matrix W of little-endian 64-bit words,
-    with 512 words (4 KiB) per row. The checksum is the crc32 of, one after the other, the sums of
-    the rows of W (modulo 2^64), the XOR of its rows (512 words), and the bytes that follow W. For
-    fewer than 65536 bytes it equals zlib.crc32.
-
-    Flipped bits in one or two words always change an input of crc32: two changes that cancel in a
-    sum lie in one row, and two that cancel in the XOR lie in one column. Exchanged or lost blocks
-    of 4 KiB change the order of the sums. Other changes are missed once in 2^32 times, as by crc32.
-
-    Returns:
-        checksum in [0, 2^32).
-    """
-    running = RunningChecksum()
-    running.add(values if isinstance(values, np.ndarray) else np.frombuffer(values, np.uint8))
-    return running.value()
-
-
-class RunningChecksum:
-    """`checksum` of bytes that come in pieces of any length, one after the other."""
-
-    def __init__(self) -> None:
-        self._sums: list[npt.NDArray[np.uint64]] = []
-        self._xor = np.zeros(_WORDS, "<u8")
-        self._rest = np.empty(0, np.uint8)  # bytes that do not fill _FOLDED_BYTES yet
-
-    def add(self, values: npt.NDArray[Any]) -> None:
-        """Take the bytes of a C-contiguous array, which may be changed afterwards."""
-        data = values.reshape(-1).view(np.uint8)
-        if len(self._rest):
-            data = np.concatenate([self._rest, data])
-        size = len(data) // _FOLDED_BYTES * _FOLDED_BYTES
-        if size:
-            words = data[:size].view("<u8").reshape(-1, _WORDS)
-            self._sums.append(np.add.reduce(words, axis=1))
-            self._xor ^= np.bitwise_xor.reduce(words, axis=0)
-        self._rest = data[size:].copy()
-
-    def value(self) -> int:
-        """`checksum` of all bytes so far."""
-        crc = 0
-        if self._sums:
-            for folded in (*self._sums, self._xor):
-                crc = zlib.crc32(folded.astype("<u8", copy=False).data, crc)
-        return zlib.crc32(self._rest.data, crc)
-
-
-def failures_checksum(columns: Sequence[npt.NDArray[Any]]) -> int:
-    """crc32 of the rows, exception names and messages of /failures, one after the other."""
-    crc = 0
-    for values in columns:
-        crc = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, crc)
-    return crc
+def checksum(*blocks: npt.NDArray[Any] | bytes | bytearray | memoryview) -> int:
+    """xxh3_64 of the bytes of C-contiguous blocks, one after the other."""
+    running = xxhash.xxh3_64()
+    for block in blocks:
+        running.update(block.data if isinstance(block, np.ndarray) else block)
+    return running.intdigest()
 
 
 def text_array(values: Sequence[str]) -> npt.NDArray[np.bytes_]:
@@ -298,3 +236,39 @@ def text_array(values: Sequence[str]) -> npt.NDArray[np.bytes_]:
     encoded = [value.encode("utf-8", "surrogateescape") for value in values]
     width = max([len(value) for value in encoded], default=0)
     return np.array(encoded, dtype=f"S{max(1, width)}")
+
+
+_NAMES = ("prefix_tokens", "class_token", "token_grid", "input_size")
+
+
+def geometry_values(geometry: TokenGeometry | None) -> dict[str, Any]:
+    """Entries of a token geometry by name, as JSON types; empty without a geometry."""
+    if geometry is None:
+        return {}
+    return {
+        "prefix_tokens": geometry.prefix_tokens,
+        "class_token": int(geometry.has_class_token),
+        "token_grid": list(geometry.grid),
+        "input_size": list(geometry.input_size),
+    }
+
+
+def geometry_of(values: Mapping[str, Any]) -> TokenGeometry | None:
+    """Token geometry from its entries, or None if they are missing.
+
+    Args:
+        values: attributes of a dataset, or an entry of featx.json; other names are ignored.
+
+    Raises:
+        ValueError, TypeError: an entry is missing or impossible.
+    """
+    if not any(name in values for name in _NAMES):
+        return None
+    if missing := [name for name in _NAMES if name not in values]:
+        raise ValueError(f"its tokens lack {', '.join(missing)}")
+    rows, columns = (int(number) for number in values["token_grid"])
+    height, width = (int(number) for number in values["input_size"])
+    prefix = int(values["prefix_tokens"])
+    if prefix < 0 or min(rows, columns, height, width) < 1:
+        raise ValueError(f"its tokens are {prefix} and {rows} x {columns} of {height} x {width}")
+    return TokenGeometry(prefix, bool(values["class_token"]), (rows, columns), (height, width))

@@ -15,7 +15,7 @@ from featx.storage import AtomicFolder, UnfinishedFile, disk_mismatch_error, is_
 from featx.store import layout
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.part_files import STREAMED_BYTES
-from featx.store.sparse_image import SparseImage
+from featx.store.streamed_part import SparseImage
 from featx.types import Listing
 
 _PIECE_BYTES = 8 << 20
@@ -72,11 +72,12 @@ def _fill(
     file: h5py.File, listing: Listing, write: Callable[[str, npt.NDArray[Any]], None]
 ) -> None:
     """Write all of samples.h5."""
-    file.attrs["featx_format"] = layout.FORMAT_PLAIN
+    file.attrs["featx_format"] = layout.FORMAT
     make_groups(file, listing)
     for path, values in row_values(listing).items():
         write(path, values)
-        file[f"{layout.CHECKSUMS}/{path}"] = layout.chunk_checksums(values, max(1, len(values)))
+        checksum = layout.checksum(np.ascontiguousarray(values))
+        file[f"{layout.CHECKSUMS}/{path}"] = np.array([checksum], np.uint64)
     write_classes(file, listing.classes)
 
 

@@ -21,7 +21,7 @@ from featx.base import digest
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
-from featx.store.token_geometry import geometry_of, geometry_values
+from featx.store.layout import geometry_of, geometry_values
 from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader, TokenGeometry
 
 _REQUIRED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
@@ -235,10 +235,10 @@ class Manifest:
         return part if inside else None
 
     def to_json(self) -> bytes:
-        """Content of featx.json; with several runs it has format 2, which older readers refuse."""
+        """Content of featx.json."""
         first, *others = self.runs
         values = {
-            "featx_format": layout.FORMAT if others else layout.FORMAT_PLAIN,
+            "featx_format": layout.FORMAT,
             **first.as_dict(),
         }
         if others:
@@ -256,14 +256,14 @@ class Manifest:
 
         Raises:
             DamagedManifestError: the content is not valid.
-            StoreError: it has a newer format.
+            StoreError: it has another format.
         """
         try:
             values = json.loads(data)
             version = int(values["featx_format"])
-            if version <= layout.FORMAT:
-                if values.pop(_CHECKSUM, None) not in (None, digest(values)):
-                    raise ValueError("it differs from its own sha256")
+            if values.pop(_CHECKSUM, None) not in (None, digest(values)):
+                raise ValueError("it differs from its own sha256")
+            if version == layout.FORMAT:
                 runs = [Run.from_dict(run) for run in (values, *values.get("additions", []))]
                 _check_numbering(runs)
                 return cls(tuple(runs))

@@ -26,16 +26,14 @@ from featx.base import module_command, module_environment, name_text, size_text
 from featx.errors import FeatxError, RunError, StoreError, counted
 from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
 from featx.store import layout
-from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import check_chunks, good_chunks
 from featx.store.chunk_table import write_chunk_table
 from featx.store.committed_parts import remove_parts
-from featx.store.dtypes import write_raw
-from featx.store.failures import read_failures, write_failures
-from featx.store.hdf5_files import damage_text, open_hdf5
+from featx.store.dtypes import stored_dtype
+from featx.store.filter_pipeline import Pipeline
+from featx.store.hdf5_files import check_texts, damage_text, open_hdf5, seal_texts
 from featx.store.heartbeat import refuse_other_writers
 from featx.store.image_states import read_image_checksums
-from featx.store.leftovers import clear_leftovers
 from featx.store.listing import make_groups, read_listing, row_values, same_values, write_classes
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.part_builder import (
@@ -43,9 +41,12 @@ from featx.store.part_builder import (
     create_columns,
     create_layer,
     make_feature_groups,
+    whole_chunk,
     write_columns,
 )
+from featx.store.part_files import clear_leftovers
 from featx.store.repair import repair_part, unpack_good_rows
+from featx.store.result_files import read_failures, write_failures
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status, with_features
 
 HEADROOM_BYTES = 16 << 20
@@ -293,7 +294,7 @@ class _PackWriter:
         self._listing = listing
         self._packed = packed
         self._num_rows = manifest.num_rows
-        self._sums: dict[str, npt.NDArray[np.uint32]] = {}
+        self._sums: dict[str, npt.NDArray[np.uint64]] = {}
         self._partial_chunks: dict[
             str, bytearray
         ] = {}  # dataset path -> bytes of an incomplete chunk
@@ -345,7 +346,7 @@ class _PackWriter:
         extent = Extent(self._num_rows, len(grid) * grid.slots, chunk_rows)
         create_layer(self._packed, spec, extent, run.codec, run.tokens.get(spec.name))
         num_chunks = -(-self._num_rows // chunk_rows)
-        self._sums[f"{layout.FEATURES}/{spec.name}"] = np.zeros(num_chunks, dtype=np.uint32)
+        self._sums[f"{layout.FEATURES}/{spec.name}"] = np.zeros(num_chunks, np.uint64)
 
     def _copy_source(self, file: h5py.File, source: _SourceFile) -> None:
         """Copy the rows of one file to their positions."""
@@ -406,19 +407,21 @@ class _PackWriter:
     def _put(self, path: str, first_row: int, values: npt.NDArray[Any]) -> None:
         """Write rows that do not fill whole chunks; they arrive in ascending order.
 
-        The bytes of a chunk are collected until its last row has arrived, as its checksum covers
-        all rows.
+        The bytes of a chunk are collected until its last row has arrived.
         """
         target, sums = self._packed[path], self._sums[path]
-        write_raw(target, first_row, values)
-        step = target.chunks[0]
+        step, rest = target.chunks[0], (0,) * (target.ndim - 1)
         stop = first_row + len(values)
         partial = self._partial_chunks.setdefault(path, bytearray())
         for start in range(first_row - first_row % step, stop, step):
             low, high = max(start, first_row), min(start + step, stop)
             partial += values[low - first_row : high - first_row].tobytes()
             if high == min(start + step, self._num_rows):
-                sums[start // step] = layout.checksum(partial)
+                rows = np.frombuffer(bytes(partial), stored_dtype(target))
+                chunk = whole_chunk(rows.reshape(-1, *target.shape[1:]), step)
+                data = Pipeline.of(target).encode(chunk)
+                target.id.write_direct_chunk((start, *rest), data)
+                sums[start // step] = layout.checksum(data)
                 partial.clear()
 
 

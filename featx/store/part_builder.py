@@ -17,15 +17,15 @@ from featx.base import num_cpus
 from featx.errors import require
 from featx.storage import AtomicFolder, memory_mismatch_error
 from featx.store import codecs, layout
-from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import chunks_with_verdict
 from featx.store.chunk_table import write_chunk_table
-from featx.store.dtypes import hdf5_type, nan, raw_dtype, write_raw
-from featx.store.failures import write_failures
+from featx.store.dtypes import hdf5_type, nan, raw_dtype
 from featx.store.filter_pipeline import Pipeline
+from featx.store.hdf5_files import check_texts, seal_texts
+from featx.store.layout import geometry_values
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Run
-from featx.store.token_geometry import geometry_values
+from featx.store.result_files import write_failures
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status, TokenGeometry
 
 
@@ -154,8 +154,9 @@ class PartBuilder:
         self._fill(buffer, columns, run, listing, manifest)
         with h5py.File(buffer, "r") as file:
             check_texts(file, lambda size, start: bytes(buffer.getbuffer()[start : start + size]))
-            for path, length in self._shapes(columns).items():
-                self._check_chunks(file, path, length)
+            layers = {f"{layout.FEATURES}/{name}": v for name, v in self._features.items()}
+            for path, values in {**columns, **layers}.items():
+                self._check_chunks(file, path, values)
         return buffer.getbuffer()
 
     def _require_all_rows(self) -> None:
@@ -202,21 +203,17 @@ class PartBuilder:
             write_failures(file, self.failures)
             write_chunk_table(file, run.digest, 1, self.part.start)
 
-    def _write_layer(self, dataset: h5py.Dataset, name: str) -> npt.NDArray[np.uint32]:
+    def _write_layer(self, dataset: h5py.Dataset, name: str) -> npt.NDArray[np.uint64]:
         """Write all rows of a layer; return the checksums of its chunks."""
-        values = self._features[name]
-        write_rows(dataset, values)
-        return layout.chunk_checksums(values, dataset.chunks[0])
+        return write_chunks(dataset, self._features[name])
 
-    def _shapes(self, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
-        """Dataset path -> shape that it must have."""
-        layers = {f"{layout.FEATURES}/{name}": rows for name, rows in self._features.items()}
-        return {path: values.shape for path, values in {**columns, **layers}.items()}
-
-    def _check_chunks(self, file: h5py.File, path: str, shape: tuple[int, ...]) -> None:
-        """Read a dataset back, chunk by chunk, and compare it with its checksums."""
-        is_good = all(good for _, _, good in chunks_with_verdict(file, path))
-        if file[path].shape != shape or not is_good:
+    def _check_chunks(self, file: h5py.File, path: str, values: npt.NDArray[Any]) -> None:
+        """Read a dataset back, chunk by chunk, and compare it with its checksums and values."""
+        is_same = file[path].shape == values.shape and all(
+            good and layout.checksum(rows) == layout.checksum(values[start : start + len(rows)])
+            for start, rows, good in chunks_with_verdict(file, path)
+        )
+        if not is_same:
             name = layout.part_name(self.part.index)
             raise memory_mismatch_error(f"{layout.PARTS}/{name}", path)
 
@@ -256,29 +253,32 @@ def create_layer(
     dataset.attrs.update({**layout.layer_attributes(spec), **geometry_values(tokens)})
 
 
-def write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
-    """Fill a dataset; chunks are compressed in several threads.
+def write_chunks(dataset: h5py.Dataset, values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Fill a dataset; return the checksums of its chunks, which several threads encode.
 
     h5py compresses under one lock; without it, two threads write half as fast again.
     """
-    pipeline = Pipeline.of(dataset)
-    step = dataset.chunks[0]
-    if dataset.id.get_create_plist().get_nfilters() == 0 or not pipeline.is_supported:
-        write_raw(dataset, 0, rows)
-        return
+    pipeline, step, rest = Pipeline.of(dataset), dataset.chunks[0], (0,) * (dataset.ndim - 1)
+    starts = range(0, len(values), step)
 
-    def encode(start: int) -> bytes:
-        chunk = rows[start : start + step]
-        if len(chunk) < step:  # HDF5 stores whole chunks; the padding is never read
-            rest = np.zeros((step - len(chunk), *rows.shape[1:]), rows.dtype)
-            chunk = np.concatenate([chunk, rest])
-        return pipeline.encode(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
+    def encode(start: int) -> tuple[bytes, int]:
+        data = pipeline.encode(whole_chunk(values[start : start + step], step))
+        return data, layout.checksum(data)
 
-    starts = range(0, len(rows), step)
-    rest = (0,) * (rows.ndim - 1)
     with ThreadPoolExecutor(num_cpus()) as threads:
-        for start, data in zip(starts, threads.map(encode, starts), strict=True):
+        encoded = threads.map(encode, starts) if len(pipeline) else map(encode, starts)
+        sums = []
+        for start, (data, checksum) in zip(starts, encoded, strict=True):
             dataset.id.write_direct_chunk((start, *rest), data)
+            sums.append(checksum)
+    return np.array(sums, np.uint64)
+
+
+def whole_chunk(rows: npt.NDArray[Any], step: int) -> npt.NDArray[Any]:
+    """Rows as HDF5 stores them in chunks of `step` rows: zeros follow, which are never read."""
+    if len(rows) < step:
+        rows = np.concatenate([rows, np.zeros((step - len(rows), *rows.shape[1:]), rows.dtype)])
+    return np.ascontiguousarray(rows)
 
 
 def create_columns(
@@ -299,9 +299,7 @@ def create_columns(
 def write_columns(file: h5py.File, columns: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write the values and checksums of the datasets made by `create_columns`."""
     for name, values in columns.items():
-        file[name][:] = values
-        sums = layout.chunk_checksums(values, file[name].chunks[0])
-        file[f"{layout.CHECKSUMS}/{name}"] = sums
+        file[f"{layout.CHECKSUMS}/{name}"] = write_chunks(file[name], values)
 
 
 def make_feature_groups(file: h5py.File) -> None:

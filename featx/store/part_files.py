@@ -1,11 +1,11 @@
-"""Files of parts: how they are published, and whether an existing file is valid."""
+"""Files of parts and pieces: publishing them, their validity, and temporary files beside them."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,15 @@ import h5py
 import numpy as np
 
 from featx.errors import RunError, StoreError
-from featx.storage import AtomicFolder, S3File, is_url, prefetch_files
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import table_header
-from featx.store.codecs import CODECS
-from featx.store.compressed_part import CompressedPart, codec_pipelines
 from featx.store.dtypes import memory_dtype
-from featx.store.failures import read_failures
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
+from featx.store.result_files import read_failures
 from featx.store.streamed_part import StreamedPart
 from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 from featx.types import Failure, LayerSpec, Listing, Part
@@ -64,11 +62,12 @@ def is_streamed(
 
     Args:
         root: folder of the store; parts in an object store are built in memory.
-        codec: codec of the run; parts with lzf, which only HDF5 encodes, are built in memory.
+        codec: codec of the run; compressed parts, whose layout depends on the sizes of all chunks,
+            are built in memory.
         num_bytes: bytes of the rows of the part.
         streamed_bytes: least size of a part that is streamed.
     """
-    return CODECS.get(codec).is_streamed and num_bytes >= streamed_bytes and not is_url(root)
+    return codec == "none" and num_bytes >= streamed_bytes and not is_url(root)
 
 
 def begin_part(
@@ -97,14 +96,8 @@ def begin_part(
     if not is_streamed(disk.root, run.codec, num_bytes, streamed_bytes):
         return PartBuilder(part, specs)
     path = part_path(disk.root, part.index)
-    if run.codec == "none":
-        file = disk.begin_file(path)
-        return StreamedPart(part, specs, file, run, listing, manifest.to_json())
-    pipelines = codec_pipelines(run, specs)
-    if pipelines is None:  # a release of hdf5plugin whose filters can be reached by HDF5 only
-        return PartBuilder(part, specs)
-    file, spool = disk.begin_file(path), disk.begin_file(path)
-    return CompressedPart(part, specs, file, spool, pipelines, run, listing, manifest.to_json())
+    file = disk.begin_file(path)
+    return StreamedPart(part, specs, file, run, listing, manifest.to_json())
 
 
 def publish_part(
@@ -255,3 +248,86 @@ def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) ->
             found = f"{dataset.shape} {dataset.dtype}"
             return f"dataset {path} is {found}, expected {shape} {dtype or ''}"
     return None
+
+
+class Pieces:
+    """Pieces of a store, found by the names of their files.
+
+    A piece has the format of a part, with some of its rows. It counts as long as the part itself
+    does not exist.
+
+    Args:
+        names: file names in parts/; names of other files are ignored.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._pieces: dict[int, list[Part]] = {}
+        found = [piece for piece in map(layout.parse_piece_name, names) if piece is not None]
+        # A repair writes a shorter piece from a damaged one, and then moves the damaged one to
+        # quarantine. If it is killed in between, both exist, and the shorter one is sound.
+        for piece in sorted(found, key=lambda piece: (len(piece), piece.start)):
+            others = self._pieces.setdefault(piece.index, [])
+            overlaps = any(p.start < piece.stop and piece.start < p.stop for p in others)
+            if len(piece) > 0 and not overlaps:
+                others.append(piece)
+
+    @classmethod
+    def in_store(cls, root: Path) -> Pieces:
+        """Pieces in the folder of a store."""
+        return cls(names_in(root, layout.PIECE_GLOB))
+
+    def of(self, part: Part) -> list[Part]:
+        """Pieces of a part in ascending order; they do not overlap."""
+        pieces = self._pieces.get(part.index, [])
+        inside = [p for p in pieces if part.start <= p.start and p.stop <= part.stop]
+        return sorted(inside, key=lambda piece: piece.start)
+
+    def gaps(self, part: Part) -> Iterator[Part]:
+        """Ranges of rows of a part that no piece holds; the whole part if it has no piece."""
+        start = part.start
+        for piece in self.of(part):
+            if piece.start > start:
+                yield Part(part.index, start, piece.start)
+            start = piece.stop
+        if start < part.stop:
+            yield Part(part.index, start, part.stop)
+
+
+def piece_path(root: Path, piece: Part) -> Path:
+    """Path of a piece in a store."""
+    return root / layout.PARTS / layout.piece_name(piece)
+
+
+_FOLDERS = (
+    "",
+    layout.PARTS,
+    layout.PROBE_HEADS,
+    layout.ZEROSHOT_HEADS,
+    layout.WORKERS,
+    layout.SHEETS,
+    layout.TENSORBOARD,
+    f"{layout.TENSORBOARD}/*",
+    ".hydra",
+)
+"""Folders of a store, as globs, in which such files may lie."""
+
+
+def clear_leftovers(disk: AtomicFolder) -> None:
+    """Delete the temporary files of a store; only the holder of the store may do this."""
+    for path in _leftovers(disk.root):
+        disk.remove(path)
+
+
+def leftover_bytes(root: Path) -> int:
+    """Bytes on disk that the next run into a store frees by deleting temporary files."""
+    num_bytes = 0
+    for path in _leftovers(root):
+        with contextlib.suppress(OSError):  # it has got its final name meanwhile
+            num_bytes += path.stat().st_blocks * 512
+    return num_bytes
+
+
+def _leftovers(root: Path) -> Iterator[Path]:
+    """Paths of temporary files."""
+    for folder in _FOLDERS:
+        yield from root.glob(f"{folder}/{TEMPORARY_PREFIX}*" if folder else f"{TEMPORARY_PREFIX}*")

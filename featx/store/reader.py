@@ -18,10 +18,10 @@ from featx.store import layout
 from featx.store.chunk_reader import Verify, check_verify
 from featx.store.contents import find_contents
 from featx.store.description import describe_html, describe_text
-from featx.store.hdf5_files import Handles
 from featx.store.layer_array import LayerArray
 from featx.store.layer_reader import LayerReader
 from featx.store.listing import is_ascending
+from featx.store.open_files import Handles
 from featx.types import UNKNOWN_IMAGE, Status, with_features
 
 

@@ -1,7 +1,7 @@
 """Repair of a store: damaged files go to quarantine, and rows with intact chunks are kept.
 
 A row is kept if its chunks are intact in all layers of its run. A part with a damaged chunk becomes
-pieces (`featx.store.pieces`), files with its good rows. Only the others are extracted again.
+pieces (`featx.store.part_files`), files with its good rows. Only the others are extracted again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from featx.storage import AtomicFolder, open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import LOST_TEXT, DamagedFile
-from featx.store.damage_report import DamageReport
 from featx.store.dtypes import from_raw, raw_dtype
-from featx.store.failures import failures_csv, read_failures_csv
+from featx.store.file_checks import DamageReport
 from featx.store.hdf5_files import damage_text, open_metadata, raise_unless_damage
-from featx.store.leftovers import clear_leftovers
 from featx.store.listing import listing_identity, read_listing
 from featx.store.listing_writer import write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_builder import PartBuilder
-from featx.store.part_files import part_names, part_path
-from featx.store.pieces import piece_path
+from featx.store.part_files import clear_leftovers, part_names, part_path, piece_path
+from featx.store.result_files import failures_csv, read_failures_csv
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status, with_features
 
 

@@ -19,10 +19,13 @@ from featx.errors import StoreError, StoreLockedError
 from featx.storage import open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
-from featx.store.committed_parts import CommittedParts, quarantine_invalid, remove_parts
+from featx.store.committed_parts import (
+    CommittedParts,
+    quarantine_invalid,
+    remove_parts,
+)
 from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
-from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.hdf5_files import damage_text, open_metadata, open_plain_dataset
 from featx.store.heartbeat import (
     SILENT_S,
@@ -32,22 +35,23 @@ from featx.store.heartbeat import (
     report_lost_work,
 )
 from featx.store.image_states import read_image_checksums, write_image_states
-from featx.store.leftovers import clear_leftovers
 from featx.store.listing import compare_listing
 from featx.store.listing_writer import write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
     STREAMED_BYTES,
+    Pieces,
     begin_part,
+    clear_leftovers,
     part_names,
     part_path,
     parts_committed_by_others,
+    piece_path,
     publish_part,
 )
-from featx.store.pieces import Pieces, piece_path
 from featx.store.repair import unpack_store
-from featx.store.result_files import read_result, result_json
+from featx.store.result_files import csv_rows, failures_csv, read_failures, read_result, result_json
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 logger = logging.getLogger(__name__)

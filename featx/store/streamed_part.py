@@ -11,18 +11,84 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import RunError, require
-from featx.storage import AtomicFolder, UnfinishedFile, disk_mismatch_error
+from featx.storage import AtomicFolder, PositionedFile, UnfinishedFile, disk_mismatch_error
 from featx.store import layout
-from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_table import chunks_of
-from featx.store.dtypes import nan, raw_dtype, write_raw
+from featx.store.dtypes import nan
+from featx.store.hdf5_files import check_texts
 from featx.store.manifest import Run
-from featx.store.part_builder import PartBuilder
-from featx.store.sparse_image import SparseImage
+from featx.store.part_builder import PartBuilder, whole_chunk
 from featx.types import LayerSpec, Listing, Part
 
-_ZERO_BYTES = 8 << 20
-"""Bytes of zeros that are written to an image at once."""
+_PAGE_BYTES = 1 << 16
+
+
+class SparseImage(PositionedFile):
+    """File object for h5py whose pages of zeros take no memory.
+
+    The rows of a large part are written to it as zeros, so that HDF5 lays out the file, while the
+    real rows are on the disk already.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pages: dict[int, bytearray] = {}
+
+    def writable(self) -> bool:
+        return True
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self._position if size is None else size
+        last, end = divmod(self.size, _PAGE_BYTES)
+        for page in [page for page in self._pages if page > last or (page == last and not end)]:
+            del self._pages[page]
+        if last in self._pages:
+            self._pages[last][end:] = bytes(
+                _PAGE_BYTES - end
+            )  # a file that grows again has zeros here
+        return self.size
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self.size - self._position))
+        for offset, page, begin, length in _split_by_pages(self._position, count):
+            content = self._pages.get(page)
+            view[offset : offset + length] = (
+                bytes(length) if content is None else memoryview(content)[begin : begin + length]
+            )
+        self._position += count
+        return count
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for offset, page, begin, length in _split_by_pages(self._position, len(view)):
+            piece = view[offset : offset + length]
+            if page not in self._pages:
+                if piece.tobytes() == _ZEROS[:length]:
+                    continue
+                self._pages[page] = bytearray(_PAGE_BYTES)
+            self._pages[page][begin : begin + length] = piece
+        self._position += len(view)
+        self.size = max(self.size, self._position)
+        return len(view)
+
+    def pread(self, size: int, address: int) -> bytes:
+        """Read bytes at an address; fewer at the end of the file."""
+        self.seek(address)
+        return self.read(size) or b""
+
+
+_ZEROS = bytes(_PAGE_BYTES)
+
+
+def _split_by_pages(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+    """Divide `count` bytes from `start` on by pages."""
+    offset = 0
+    while offset < count:
+        page, begin = divmod(start + offset, _PAGE_BYTES)
+        length = min(_PAGE_BYTES - begin, count - offset)
+        yield offset, page, begin, length
+        offset += length
 
 
 class StreamedPart(PartBuilder):
@@ -33,7 +99,7 @@ class StreamedPart(PartBuilder):
     holds then is written around the rows. So the file has the bytes of one that is built in memory,
     HDF5 holds no handle on a real file, and a failing disk never meets HDF5.
 
-    Rows have to arrive in order. For layers with a codec see `CompressedPart`.
+    Rows have to arrive in order. Layers with a codec are built in memory.
 
     Args:
         part: rows of the part.
@@ -60,14 +126,10 @@ class StreamedPart(PartBuilder):
             spec.name: ChunkWriter(spec, len(part), file) for spec in specs
         }
         try:
-            self._prepare(run, listing, manifest)
+            self._lay_out(run, listing, manifest)
         except BaseException:
             self.discard()
             raise
-
-    def _prepare(self, run: Run, listing: Listing, manifest: bytes) -> None:
-        """Find the addresses of the chunks."""
-        self._lay_out(run, listing, manifest)
 
     def publish(
         self, disk: AtomicFolder, path: Path, run: Run, listing: Listing, manifest: bytes
@@ -75,18 +137,13 @@ class StreamedPart(PartBuilder):
         """Commit the part under its final name; see `PartBuilder.publish`."""
         self._require_all_rows()
         require(path == self._file.path, "the part was started under another name")
-        image = self._lay_out_complete(run, listing, manifest)
-        for start, stop in self._gaps(image):
-            self._file.write(image.pread(stop - start, start), start)
-        return self._file.publish(lambda: self._compare(image))
-
-    def _lay_out_complete(self, run: Run, listing: Listing, manifest: bytes) -> SparseImage:
-        """Lay out the complete file around its chunks; return the file without the rows."""
         before = {name: chunks.addresses for name, chunks in self._layers.items()}
         image = self._lay_out(run, listing, manifest)
         for name, chunks in self._layers.items():
             require(chunks.addresses == before[name], f"the chunks of {name} have moved")
-        return image
+        for start, stop in self._gaps(image):
+            self._file.write(image.pread(stop - start, start), start)
+        return self._file.publish(lambda: self._compare(image))
 
     def discard(self) -> None:
         """Delete the temporary file, unless the part was published."""
@@ -108,22 +165,20 @@ class StreamedPart(PartBuilder):
         with h5py.File(image, "r") as file:
             check_texts(file, image.pread)
             for path, values in columns.items():
-                self._check_chunks(file, path, values.shape)
+                self._check_chunks(file, path, values)
             for name, chunks in self._layers.items():
                 dataset = file[f"{layout.FEATURES}/{name}"]
                 chunks.step = dataset.chunks[0]
                 chunks.addresses = chunks_of(dataset)["address"].tolist()
         return image
 
-    def _write_layer(self, dataset: h5py.Dataset, name: str) -> npt.NDArray[np.uint32]:
-        num_rows, step = len(dataset), dataset.chunks[0]
-        row_bytes = self._specs[name].row_bytes
-        count = min(num_rows, step * max(1, _ZERO_BYTES // max(1, step * row_bytes)))
-        zeros = np.zeros((count, *dataset.shape[1:]), raw_dtype(self._specs[name].dtype))
-        for start in range(0, num_rows, count):
-            write_raw(dataset, start, zeros[: num_rows - start])
-        sums = self._layers[name].sums
-        return np.array([sums.get(i, 0) for i in range(-(-num_rows // step))], np.uint32)
+    def _write_layer(self, dataset: h5py.Dataset, name: str) -> npt.NDArray[np.uint64]:
+        chunks, rest = self._layers[name], (0,) * (dataset.ndim - 1)
+        starts = range(0, len(dataset), dataset.chunks[0])
+        zeros = bytes(dataset.chunks[0] * self._specs[name].row_bytes)
+        for start in starts:
+            dataset.id.write_direct_chunk((start, *rest), zeros)
+        return np.array([chunks.sums.get(i, 0) for i in range(len(starts))], np.uint64)
 
     def _gaps(self, image: SparseImage) -> Iterator[tuple[int, int]]:
         """Areas of the file without rows, in order: address and end."""
@@ -143,7 +198,7 @@ class StreamedPart(PartBuilder):
                 raise self._mismatch_error("the description of its datasets")
         for name, chunks in self._layers.items():
             for number, (address, size) in enumerate(chunks.extents()):
-                if not chunks.is_intact(number, self._read_back(address, size)):
+                if layout.checksum(self._read_back(address, size)) != chunks.sums[number]:
                     raise self._mismatch_error(f"/{layout.FEATURES}/{name}")
 
     def _read_back(self, address: int, size: int) -> bytearray:
@@ -182,10 +237,8 @@ class ChunkWriter:
         self._incomplete: list[npt.NDArray[Any]] = []  # rows of a chunk that is not complete
 
     def extents(self) -> Iterator[tuple[int, int]]:
-        """Address and bytes of the rows of each chunk; the padding of the last is not counted."""
-        for number, address in enumerate(self.addresses):
-            rows = min(self.step, self._num_rows - number * self.step)
-            yield address, rows * self._spec.row_bytes
+        """Address and bytes of each chunk."""
+        return ((address, self.step * self._spec.row_bytes) for address in self.addresses)
 
     def put(self, first: int, rows: npt.NDArray[Any]) -> None:
         """Add the next rows; those of an incomplete chunk are copied."""
@@ -198,19 +251,8 @@ class ChunkWriter:
             if self._stop < stop:
                 self._incomplete.append(some.copy())
                 continue
-            chunk = (
-                np.concatenate([*self._incomplete, some])
-                if num_incomplete
-                else np.ascontiguousarray(some)
-            )
+            rows_of_chunk = np.concatenate([*self._incomplete, some]) if num_incomplete else some
+            chunk = whole_chunk(rows_of_chunk, self.step)
             self._incomplete = []
             self.sums[number] = layout.checksum(chunk)
-            self._store(number, chunk)
-
-    def is_intact(self, number: int, found: bytes | bytearray) -> bool:
-        """Return whether the bytes of a chunk, read back, are those of its rows."""
-        return layout.checksum(found) == self.sums[number]
-
-    def _store(self, number: int, chunk: npt.NDArray[Any]) -> None:
-        """Write a complete chunk, of which the caller changes nothing before the next one."""
-        self._file.write(chunk.reshape(-1).view(np.uint8).data, self.addresses[number])
+            self._file.write(chunk.reshape(-1).view(np.uint8).data, self.addresses[number])

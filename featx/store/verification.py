@@ -10,9 +10,7 @@ import numpy as np
 from featx.base import printable
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.damage_report import Damage, DamageReport
-from featx.store.failures import csv_rows, parse_failures_csv, read_failures_csv
-from featx.store.file_checks import ExpectedFile, check_file
+from featx.store.file_checks import Damage, DamageReport, ExpectedFile, check_file
 from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.listing import (
     compare_listing,
@@ -29,9 +27,13 @@ from featx.store.manifest import (
     num_runs_of,
     read_manifest,
 )
-from featx.store.part_files import part_names
-from featx.store.pieces import Pieces
-from featx.store.result_files import result_problems
+from featx.store.part_files import Pieces, part_names
+from featx.store.result_files import (
+    csv_rows,
+    parse_failures_csv,
+    read_failures_csv,
+    result_problems,
+)
 from featx.types import Listing, Part
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler, Subset
 
 from featx.errors import StoreError
 from featx.store import FeatureStore, LayerArray, Verify, check_rows_present
-from featx.torch.argument_checks import check_whole_number
+from featx.torch.token_selection import check_whole_number
 
 BLOCK_BYTES = 256 << 10
 """Target size of a block in bytes, if `block_rows` is not given.

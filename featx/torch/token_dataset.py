@@ -20,7 +20,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from featx.base import num_cpus
 from featx.errors import StoreError
 from featx.store import FeatureStore, TokenReader, Verify
-from featx.torch.argument_checks import check_whole_number, check_whole_numbers
 from featx.torch.keyed_delay import EpochOrder, EpochSizes
 from featx.torch.token_plan import (
     block_tokens,
@@ -32,6 +31,8 @@ from featx.torch.token_plan import (
 from featx.torch.token_pool import TokenPool
 from featx.torch.token_selection import (
     Ints,
+    check_whole_number,
+    check_whole_numbers,
     select_positions,
     select_tokens,
     token_geometry,

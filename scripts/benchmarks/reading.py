@@ -391,7 +391,7 @@ def add_commands(add: Add) -> None:
     )
     command = add("checks", checks)
     command.add_argument("--gigabytes", type=float, default=1)
-    command.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])
+    command.add_argument("--codecs", nargs="+", default=["none", "gzip", "zstd"])
     command.add_argument("--runs", type=int, default=5)
     command.add_argument("--folder", help="where there is room for three times as much")
     command = add("loader", loader)
@@ -408,7 +408,7 @@ def add_commands(add: Add) -> None:
     command.add_argument(
         "--maps", nargs="+", default=["blocks.6", "bn2"], help="layers besides embedding"
     )
-    command.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])
+    command.add_argument("--codecs", nargs="+", default=["none", "gzip", "zstd"])
     command.add_argument("--runs", type=int, default=3)
     command.add_argument("--folder", help="where the files lie; RAM measures the codecs alone")
     command.add_argument("--one", help=argparse.SUPPRESS)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import hdf5plugin  # noqa: F401 - registers the filters of zstd and blosc2
+import hdf5plugin  # noqa: F401 - registers the filter of zstd
 import numpy as np
 import yaml
 from PIL import Image

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from made_store import stored_sums
 from tiny_model import MODEL, extract_in_steps, run_job, write_image
 from tiny_model import extract as extract_and_pack
 
@@ -144,15 +145,13 @@ def test_rows_written_into_each_others_places_are_found(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What no checksum finds: two rows were swapped before the file was written."""
-    from featx.store.layout import chunk_checksums
-
     extract_and_pack(photos, batch_size=8, part_rows=8)
     with h5py.File("store/features.h5", "r+") as file:
         data = file["features/conv"]
         rows = data[:]
         rows[[2, 5]] = rows[[5, 2]]
         data[:] = rows
-        file["checksums/features/conv"][:] = chunk_checksums(rows, data.chunks[0])
+        file["checksums/features/conv"][:] = stored_sums(data)
     assert run_job("verify", out="store") == 0
     code, found = reextract(capsys)
     assert code == verify.EXIT_DAMAGED
@@ -161,13 +160,11 @@ def test_rows_written_into_each_others_places_are_found(
 
 def test_rows_twice_as_long_are_not_close(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their cosine is 1."""
-    from featx.store.layout import chunk_checksums
-
     extract_and_pack(photos, dtype="float32")
     with h5py.File("store/features.h5", "r+") as file:
         data = file["features/conv"]
         data[:] = data[:] * np.float32(2)
-        file["checksums/features/conv"][:] = chunk_checksums(data[:], data.chunks[0])
+        file["checksums/features/conv"][:] = stored_sums(data)
     assert len(reextract(capsys)[1]["different"]) == 21
 
 

@@ -16,7 +16,7 @@ from made_store import MadeRun, make_run
 from featx.types import TokenGeometry
 
 GOLDEN = Path(__file__).parent / "golden"
-CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
+CODECS = ("none", "gzip", "zstd")
 DTYPES = ("float16", "float32", "bfloat16")
 PARTS = "parts"
 """Folder of the store that is not packed; those that are packed are named for their codec."""

@@ -151,7 +151,7 @@ def test_some_flipped_bits_cost_no_other_row(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", flip_campaign.KINDS)
-@pytest.mark.parametrize("codec", ["none", "lzf", "gzip", "zstd", "blosc2"])
+@pytest.mark.parametrize("codec", ["none", "gzip", "zstd"])
 def test_a_thousand_flipped_bits_cost_no_other_row(tmp_path: Path, kind: str, codec: str) -> None:
-    """Forty for each of the 25 stores."""
-    campaign(tmp_path, kind, codec, 40, seed=2)
+    """Sixty-seven for each of the 15 stores."""
+    campaign(tmp_path, kind, codec, 67, seed=2)

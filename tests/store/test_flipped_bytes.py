@@ -139,7 +139,7 @@ def test_a_sample_of_flipped_bytes(tmp_path: Path, target: str) -> None:
 
 @pytest.mark.slow
 def test_a_sample_of_flipped_bytes_in_compressed_chunks(tmp_path: Path) -> None:
-    check_flips(tmp_path, "parts/part-000001.h5", "blosc2", num_meta=2, num_data=24)
+    check_flips(tmp_path, "parts/part-000001.h5", "zstd", num_meta=2, num_data=24)
 
 
 @pytest.mark.slow
@@ -159,6 +159,6 @@ def test_many_bytes_of_metadata(tmp_path: Path, target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["parts/part-000001.h5", "features.h5"])
-@pytest.mark.parametrize("codec", ["lzf", "gzip", "zstd", "blosc2"])
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_many_bytes_of_compressed_stores(tmp_path: Path, codec: str, target: str) -> None:
     check_flips(tmp_path, target, codec, num_meta=50, num_data=150)

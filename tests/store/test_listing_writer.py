@@ -21,9 +21,9 @@ from system_calls import Calls, watched
 from featx.errors import FeatxError, RunError
 from featx.storage import AtomicFolder, is_local
 from featx.store import FeatureStore, listing_identity, read_listing, write_listing
+from featx.store.hdf5_files import MAPPED_BYTES, map_values
 from featx.store.listing import compare_listing
 from featx.store.listing_writer import listing_file
-from featx.store.mapped_dataset import MAPPED_BYTES, map_values
 from featx.types import Listing
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")

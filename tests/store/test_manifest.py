@@ -58,8 +58,8 @@ def test_it_counts_rows_parts_and_layers_of_all_runs() -> None:
 
 
 def test_only_a_store_of_several_runs_is_refused_by_the_first_featx() -> None:
-    assert json.loads(one_run().to_json())["featx_format"] == 1
-    assert json.loads(three_runs().to_json())["featx_format"] == 2
+    assert json.loads(one_run().to_json())["featx_format"] == 3
+    assert json.loads(three_runs().to_json())["featx_format"] == 3
 
 
 def test_the_identity_changes_with_every_run_and_not_before() -> None:
@@ -154,10 +154,17 @@ def test_other_numbers_under_the_old_sum_are_damage() -> None:
 
 
 def test_a_newer_format_is_told_apart_from_damage(tmp_path: Path) -> None:
-    values = json.loads(one_run().to_json())
+    values = {**json.loads(one_run().to_json()), "featx_format": 4}
+    del values["sha256"]
     with pytest.raises(StoreError, match="Upgrade featx") as refused:
-        Manifest.from_json(json.dumps({**values, "featx_format": 3}).encode(), HERE)
+        Manifest.from_json(json.dumps({**values, "sha256": digest(values)}).encode(), HERE)
     assert not isinstance(refused.value, DamagedManifestError)
+
+
+def test_a_flipped_format_is_damage() -> None:
+    values = {**json.loads(one_run().to_json()), "featx_format": 2}
+    with pytest.raises(DamagedManifestError):
+        Manifest.from_json(json.dumps(values).encode(), HERE)
 
 
 class TestCopies:

@@ -130,7 +130,7 @@ def test_damage_is_left_to_hdf5(run: MadeRun, tmp_path: Path, where: str) -> Non
     with h5py.File(path) as file:
         at = file["status"].id.get_chunk_info(0).byte_offset
     data = bytearray(path.read_bytes())
-    data[at if where == "status" else data.rindex(b"featx chunk table 1\n") + 60] ^= 1
+    data[at if where == "status" else data.rindex(b"featx chunk table 2\n") + 60] ^= 1
     path.write_bytes(data)
     assert status_by_table(path, run, 0) is None
     assert looks(root, run, many=1) == looks(root, run, many=1000)

@@ -20,10 +20,10 @@ from made_store import MadeRun, make_run, temporary_files
 
 from featx.errors import RunError
 from featx.store import FeatureStore, PartBuilder, layout
-from featx.store.failures import read_failures
+from featx.store.result_files import read_failures
 from featx.types import Failure, Part, Status
 
-CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
+CODECS = ["none", "gzip", "zstd"]
 
 
 @st.composite

@@ -429,7 +429,7 @@ def test_a_store_that_is_being_written_is_not_repaired(run: MadeRun, tmp_path: P
     assert (tmp_path / "parts" / "part-000001.h5").exists()
 
 
-@pytest.mark.parametrize("codec", ["gzip", "zstd", "blosc2"])
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_a_chunk_that_cannot_be_decoded_costs_its_rows_only(tmp_path: Path, codec: str) -> None:
     made = make_run(29, 8, {"flat": (40,)}, codec=codec, failed=[9]).identified()
     made.copied(tmp_path, packed=True)
@@ -467,7 +467,7 @@ def test_without_a_chunk_table_a_chunk_that_cannot_be_decoded_costs_its_rows_onl
     assert 0 < step < 29 // 2
     data = bytearray(path.read_bytes())
     data[info.byte_offset : info.byte_offset + 16] = b"\xff" * 16
-    data[data.rfind(b"featx chunk table 1") + 60] ^= 1
+    data[data.rfind(b"featx chunk table 2") + 60] ^= 1
     path.write_bytes(data)
     repaired(tmp_path)
     assert absent(tmp_path) == list(range(step, 2 * step))

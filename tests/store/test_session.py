@@ -54,7 +54,7 @@ def test_a_new_store_has_its_manifest_listing_and_no_rows(run: MadeRun, tmp_path
         assert [part.index for part in session.missing()] == [0, 1, 2, 3]
         assert session.num_committed == 0
     manifest = json.loads((root / "featx.json").read_text())
-    assert manifest["featx_format"] == 1
+    assert manifest["featx_format"] == 3
     assert manifest["part_rows"] == 8
     assert manifest["fingerprint"] == run.header.fingerprint
     assert [layer["name"] for layer in manifest["layers"]] == ["flat", "map"]
@@ -429,7 +429,7 @@ def test_a_manifest_that_appears_meanwhile_is_not_written_over(
         pytest.fail("two runs in one store")
 
 
-DAMAGED = ["", "{", "[]", "null", "{}", '{"featx_format": "x"}', '{"featx_format": 1}', "\xff"]
+DAMAGED = ["", "{", "[]", "null", "{}", '{"featx_format": "x"}', '{"featx_format": 3}', "\xff"]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
@@ -469,11 +469,10 @@ def test_a_lost_manifest_is_put_back_from_a_part_or_the_packed_file(
 def test_a_newer_format_is_refused_politely(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0])
     manifest = json.loads((tmp_path / "featx.json").read_text())
-    (tmp_path / "featx.json").write_text(json.dumps({**manifest, "featx_format": 3}))
+    del manifest["sha256"]
+    (tmp_path / "featx.json").write_text(json.dumps({**manifest, "featx_format": 4}))
     with (
-        pytest.raises(
-            StoreError, match=r"format 3, but this featx reads formats up to 2\. Upgrade featx"
-        ),
+        pytest.raises(StoreError, match=r"format 4, but this featx reads format 3\. Upgrade featx"),
         run.session(tmp_path).hold(),
     ):
         pass
@@ -573,7 +572,7 @@ def test_a_run_survives_any_failing_system_call(tmp_path: Path, error: int | str
         if root.exists():
             for path in root.rglob("part-*.h5"):
                 with h5py.File(path) as file:
-                    assert file.attrs["featx_format"] == 1
+                    assert file.attrs["featx_format"] == 3
             run.write(root, missing(run, root), packed=True)
             assert temporary_files(root) == []
             assert dataset_digests(root / "features.h5") == expected

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from featx.store.sparse_image import SparseImage
+from featx.store.streamed_part import SparseImage
 
 PAGE = 1 << 16
 

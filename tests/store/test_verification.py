@@ -14,13 +14,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from made_store import MadeRun, edited, joined, make_added, make_grown, make_run
+from made_store import MadeRun, edited, joined, make_added, make_grown, make_run, stored_sums
 
 from featx.errors import StoreError
 from featx.storage import AtomicFolder
-from featx.store import DamageReport, check_store, layout
+from featx.store import DamageReport, check_store
 from featx.store.committed_parts import remove_parts
-from featx.store.damage_report import Damage
+from featx.store.file_checks import Damage
 from featx.store.pack import pack
 
 
@@ -61,7 +61,7 @@ def sound(root: Path, num_rows: int) -> DamageReport:
 
 class TestSound:
     @pytest.mark.parametrize("packed", [True, False])
-    @pytest.mark.parametrize("codec", ["none", "lzf", "gzip", "zstd", "blosc2"])
+    @pytest.mark.parametrize("codec", ["none", "gzip", "zstd"])
     def test_every_codec(self, tmp_path: Path, codec: str, packed: bool) -> None:
         run = make_run(29, 8, codec=codec, failed=[0, 28]).identified()
         sound(run.copied(tmp_path, packed=packed), 29)
@@ -169,8 +169,7 @@ def summed(name: str, change: Change) -> Change:
 
     def both(file: h5py.File) -> None:
         change(file)
-        values, step = file[name][()], file[name].chunks[0]
-        file[f"checksums/{name}"][...] = layout.chunk_checksums(values, step)
+        file[f"checksums/{name}"][...] = stored_sums(file[name])
 
     return both
 
@@ -212,7 +211,7 @@ IN_A_FILE: dict[str, tuple[Change, str]] = {
     "another fingerprint": (lambda f: f.attrs.modify("fingerprint", "00"), "fingerprint"),
     "another model": (lambda f: f.attrs.modify("model", "resnet18"), "attribute model"),
     "another transform": (lambda f: f.attrs.modify("transform", "none"), "transform"),
-    "another codec": (lambda f: f.attrs.modify("codec", "lzf"), "codec"),
+    "another codec": (lambda f: f.attrs.modify("codec", "gzip"), "codec"),
     "fewer failures": (lambda f: f.attrs.modify("num_failures", 0), "num_failures"),
     "another layer's name": (
         lambda f: f["features/flat"].attrs.modify("layer", "map"), "has layer map"),
@@ -269,7 +268,7 @@ def test_rows_and_layer_of_damaged_chunks_are_named(run: MadeRun, tmp_path: Path
     ]
 
 
-@pytest.mark.parametrize("codec", ["lzf", "gzip", "zstd", "blosc2"])
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_a_chunk_that_cannot_be_decoded_is_named_and_the_others_are_counted(
     tmp_path: Path, codec: str
 ) -> None:
@@ -406,7 +405,8 @@ def test_what_is_no_store_is_refused(run: MadeRun, tmp_path: Path) -> None:
 def test_a_newer_store_is_refused(run: MadeRun, tmp_path: Path) -> None:
     run.copied(tmp_path)
     values = json.loads((tmp_path / "featx.json").read_text())
-    (tmp_path / "featx.json").write_text(json.dumps({**values, "featx_format": 3}))
+    del values["sha256"]
+    (tmp_path / "featx.json").write_text(json.dumps({**values, "featx_format": 4}))
     with pytest.raises(StoreError, match="Upgrade featx"):
         check_store(tmp_path)
 

@@ -71,7 +71,11 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     codes: list[int] = []
 
+    has_begun = False
+
     def one_job(node: Any) -> None:
+        nonlocal has_begun
+        has_begun = True
         until_job.close()
         codes.append(_exit_code_of(node, line, debug))
 
@@ -100,6 +104,8 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
         return 2
     except KeyboardInterrupt as interrupt:
+        if not has_begun:
+            log_message("\nstopped; nothing was written.")
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
     finally:
         sys.argv = typed
@@ -140,7 +146,14 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
             log_message(
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
             )
-        return jobs.run(checked, saved_yaml(node))
+        try:
+            return jobs.run(checked, saved_yaml(node))
+        except KeyboardInterrupt:
+            from featx.pipeline import kept_text
+
+            makes_store = jobs.JOBS.get(checked.job.name).makes_store and checked.job.name != "plan"
+            log_message(f"\n{kept_text(checked.out) if makes_store else 'stopped.'}")
+            raise
     except OmegaConfBaseException as error:
         if debug:
             raise
@@ -177,6 +190,8 @@ def _handle(handlers: Mapping[signal.Signals, Callable[[int, object], object]]) 
 
 def _leave(signum: int, frame: object) -> None:
     """Exit at once; the handler of signals while only modules are imported."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"\nstopped; nothing was written.\n")
     os._exit(128 + signum)
 
 

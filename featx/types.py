@@ -165,6 +165,14 @@ class Stateful(Protocol):
         """
 
 
+@runtime_checkable
+class PathSource(Stateful, Protocol):
+    """Source that looks for its images at paths that somebody else has written."""
+
+    def place(self, key: bytes) -> str:
+        """Where the image of a key is looked for, and how to look elsewhere; a clause."""
+
+
 class Box(NamedTuple):
     """Rectangle in an upright image, in pixels.
 

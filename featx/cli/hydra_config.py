@@ -32,6 +32,7 @@ from featx.config import (
     member_groups,
     model_choice,
     option_tree,
+    source_of_path,
 )
 from featx.errors import ConfigError, gone, nearest
 
@@ -209,7 +210,7 @@ def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
                 added = yaml.compose(f"data: {{root: {path}}}")
                 assert isinstance(added, yaml.MappingNode)
                 tree.value += added.value
-                name = "folder"
+                name = source_of_path(name)
         else:
             names = [inner.value for own, inner in value.value if own.value == "name"]
             if not names:

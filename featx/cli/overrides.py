@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featx.base import family
-from featx.config import Kind, Option, option_tree
+from featx.config import Kind, Option, option_tree, source_of_path
 from featx.errors import ConfigError, nearest
 
 _WITH_VALUE = (
@@ -190,7 +190,10 @@ def _translate(
             )
         given.add("data.root")
         pieces = _pieces(value) if is_multirun else [value]
-        return ["data=folder", "data.root=" + ",".join(_quote(piece) for piece in pieces)]
+        kinds = {source_of_path(piece) for piece in pieces}
+        if len(kinds) > 1:
+            raise ConfigError(f"data={value}: one sweep takes paths of one kind.")
+        return [f"data={kinds.pop()}", "data.root=" + ",".join(_quote(piece) for piece in pieces)]
     if key == "data" and value in _TABLES:
         return ["data=table"]
     if _takes_any_key(key):

@@ -24,6 +24,7 @@ from .checks import options as options
 from .conformance import ConformanceConfig as ConformanceConfig
 from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig
+from .data import source_of_path as source_of_path
 from .executor import ExecutorConfig as ExecutorConfig
 from .export import ExportConfig as ExportConfig
 from .job import VIEWS_OF_LAYERS as VIEWS_OF_LAYERS

@@ -11,6 +11,22 @@ from featx.errors import ConfigError
 OBJECT_SOURCE = "python"
 """Source of a data set that a Python program passes as an object; the command cannot name it."""
 
+_SOURCE_OF_ENDING = {
+    **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet"), "table"),
+    **dict.fromkeys((".tar", ".tar.gz", ".tgz"), "webdataset"),
+    **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
+}
+"""Ending of the name of a file -> source that reads such files."""
+
+
+def source_of_path(path: str) -> str:
+    """Return the source that `data=PATH` stands for: 'folder', or that of a file of this name."""
+    if not Path(path).expanduser().is_dir():
+        for ending, source in _SOURCE_OF_ENDING.items():
+            if path.lower().endswith(ending):
+                return source
+    return "folder"
+
 
 @options("data")
 class DataConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.base import family
-from featx.config import OBJECT_SOURCE, DataConfig, model_choice
+from featx.config import OBJECT_SOURCE, DataConfig, model_choice, source_of_path
 from featx.config.all_options import (
     Kind,
     default_values,
@@ -115,7 +115,7 @@ def _values_of_group(name: str, value: Any) -> Any:
     if name in ("reduce", "executor"):
         return {"name": value}
     if name == "data":
-        return {"name": value} if _is_packaged(value) else {"name": "folder", "root": value}
+        return {"name": value} if _is_packaged(value) else {"name": source_of_path(value), "root": value}
     return value
 
 

@@ -14,6 +14,7 @@ from .conformance_trial import enforce as enforce
 from .conformance_trial import take_plain_path as take_plain_path
 from .engine_spec import EngineSpec as EngineSpec
 from .extraction import check_extraction as check_extraction
+from .extraction import kept_text as kept_text
 from .extraction import run_extraction as run_extraction
 from .extraction import store_exit_code as store_exit_code
 from .feature_sink import Rows as Rows

@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from featx.base import log_message, shown_path
+from featx.base import log_message, shown_path, size_text
 from featx.config import Config
-from featx.errors import ConfigError, StoreMismatchError, counted
+from featx.errors import (
+    ConfigError,
+    StorageError,
+    StoreError,
+    StoreMismatchError,
+    counted,
+)
 from featx.pipeline.changed_images import changed_images_text, rows_of_two_images
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.executors.worker_stats import RunOutcome
@@ -35,15 +42,19 @@ from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import RunDescription, describe_run
 from featx.pipeline.run_target import RunTarget, StoreTarget
-from featx.storage import is_url, parse_path
+from featx.storage import AtomicFolder, is_url, parse_path
 from featx.store import (
     Heartbeat,
     Manifest,
     PartBuilder,
     StoreSession,
     layout,
+    leftover_bytes,
+    load_manifest,
     merge_manifest,
+    missing_parts,
     pack_parts,
+    read_result,
     reason_to_keep_parts,
 )
 from featx.types import Failure, Source
@@ -77,12 +88,49 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
+    if _has_only_failures(config):
+        log_message(f"every row of {shown_path(parse_path(config.out))} failed: it is begun anew.")
+        config = replace(config, overwrite=True)
     marker = OverwriteMark(parse_path(config.out) / layout.OVERWRITE_MARKER, config, source is None)
 
     def output(config: Config) -> StoreOutput:
         return StoreOutput(config, config_yaml, known_rows_only, observe, source)
 
     return drive_run(config, config_yaml, engine_spec, marker, output)
+
+
+def _has_only_failures(config: Config) -> bool:
+    """Return whether the store holds no features, and the command does not say what to mend."""
+    if config.overwrite or config.retry_failed or config.refresh or config.grow:
+        return False
+    try:
+        summary = read_result(parse_path(config.out) / layout.SUMMARY)
+    except (OSError, StoreError):
+        return False
+    return 0 < summary.get("rows", 0) == summary.get("failures")
+
+
+def kept_text(out: str) -> str:
+    """Say how many rows of the store of an interrupted run are kept.
+
+    Args:
+        out: path or URL of the store.
+    """
+    path = parse_path(out)
+    if is_url(path):
+        return "stopped; the complete parts are kept, and the same command resumes."
+    try:
+        manifest = load_manifest(path)[0]
+        if manifest is None:
+            return "stopped; nothing was written yet."
+        missing = [sum(map(len, parts)) for _, parts in missing_parts(path, manifest)]
+    except (OSError, StoreError):
+        return "stopped; the same command resumes after the last complete part."
+    kept = manifest.num_rows - max(missing, default=0)
+    return (
+        f"stopped; {kept} of {counted(manifest.num_rows, 'row')} are kept in {shown_path(path)}, "
+        "and the same command resumes."
+    )
 
 
 def check_extraction(
@@ -138,6 +186,20 @@ class StoreOutput(RunOutput[StoreSession]):
         # An observer has work to do at the end, and a data set that is a Python object has no
         # identity beyond its listing.
         self._is_recognised = observe is None and source is None and not known_rows_only
+
+    def check_context(self, context: RunContext) -> None:
+        """Refuse a new store for which the disk has no room."""
+        needed = context.row_bytes * len(context.listing)
+        is_new = not self.config.overwrite and load_manifest(self._out)[0] is None
+        if not is_new or self.config.codec != "none" or is_url(self._out):
+            return
+        free = AtomicFolder(self._out).free_bytes() + leftover_bytes(self._out)
+        if needed > free:
+            raise StorageError(
+                f"the features need {size_text(needed)}, and {size_text(free)} are free at "
+                f"{self._out}. Nothing was written. Free some space, choose another out=DIR, or a "
+                "reduction, such as reduce=avg. Afterwards:"
+            )
 
     def check(self) -> None:
         """Refuse grow=true in an object store, and images in a folder of the data set."""

@@ -253,7 +253,9 @@ def _verdict(summary: Mapping[str, Any]) -> str:
         size_text(summary["bytes"]),
         f"{rate:.1f} images/s" if rate else "nothing was left to do",
     ]
-    limit = f" Limited by {summary['bottleneck']}." if summary["bottleneck"] else ""
+    # A run of which most images failed says nothing about what would make it faster.
+    is_telling = summary["bottleneck"] and 2 * summary["failures"] < summary["rows"]
+    limit = f" Limited by {summary['bottleneck']}." if is_telling else ""
     return f"Done: {', '.join(parts)}.{limit}"
 
 

@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from featx.base import log_message
+from featx.base import log_message, log_step
 from featx.config import Config
-from featx.errors import ConfigError, StoreMismatchError
+from featx.errors import ConfigError, StoreMismatchError, counted
+from featx.images import num_heic_without_decoder
 from featx.pipeline.provenance import layer_line
 from featx.sources import check_class_names, open_source, similar_names, with_boxes
 from featx.storage import parse_path
@@ -169,12 +170,20 @@ def list_images(
         StoreMismatchError: rows of the store are missing from the data set, or the data set has new
             rows and grow=true is not given.
     """
+    log_step(f"listing the images of {config.data.root or config.data.name} ...")
     source = open_source(config.data) if source is None else with_boxes(source, config.data)
     listing = source.listing()
+    log_step(f"{counted(len(listing), 'image')} listed")
     check_class_names(listing.classes)
     for warning in (*listing.warnings, *similar_names(listing.classes)):
         log_message(warning, level="warning")
     listing = listing if config.data.limit is None else listing.head(config.data.limit)
+    if num_heic := num_heic_without_decoder(listing.keys):
+        log_message(
+            f"{counted(num_heic, 'image is', 'images are')} HEIC, which needs "
+            'pip install "featx[heif]"; without it their rows fail.',
+            level="warning",
+        )
     if stored is not None:
         root = parse_path(config.out)
         before = _stored_listing(root, stored, listing)

@@ -181,6 +181,13 @@ class MapSource:
             states[list(paths)] = of_other_paths(files, paths.values())
         return states
 
+    def place(self, key: bytes) -> str:
+        """Return the path of a row."""
+        assert self._rows is not None
+        assert self._keys is not None
+        row = int(self._rows[find_row(self._keys, key)])
+        return str(Path(_split(self._dataset[row])[0]).absolute())
+
     def _keys_of(self, count: int) -> npt.NDArray[np.bytes_]:
         """Return (count,) keys: `dataset.keys` if present, else row numbers."""
         keys_attribute = getattr(self._dataset, "keys", None)

@@ -17,33 +17,35 @@ from featx.base import (
     shown_path,
     table,
 )
-from featx.config import Config, StatsConfig, without_object
+from featx.config import Config, StatsConfig
 from featx.errors import counted
 from featx.jobs.base import (
     JOBS,
     RUN_OPTIONS,
     Input,
     Job,
-    config_of_call,
+    call_of_job,
     print_summary,
     with_keywords,
 )
 from featx.jobs.keywords import StatsOptions
 from featx.pipeline import exit_code
-from featx.sources import source_of
 
 if TYPE_CHECKING:
     from featx.analysis.statistics import Statistics
 
 
 @with_keywords(StatsOptions)
-def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Statistics:
+def stats(
+    data: object = None, /, *, verbose: bool | None = None, **keys: Unpack[StatsOptions]
+) -> Statistics:
     """Run job=stats from Python, with the options of the command and the same file.
 
-        statistics = featx.stats(model="resnet50", layers=["avgpool"], data="photos/", out="runs/p")
+        statistics = featx.stats("photos/", model="resnet50", layers=["avgpool"], out="runs/p")
         statistics["avgpool"].covariance()
 
     Args:
+        data: as of `featx.extract`.
         verbose: as of `featx.extract`.
         keys: as of `featx.extract`; `stats` takes a mapping, such as
             `stats={"observation": "position"}`.
@@ -60,11 +62,9 @@ def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Stati
         run_stats,  # which imports torch
     )
 
-    options, data_set = without_object(keys)
-    config, config_yaml = config_of_call("stats", options)
-    source = None if data_set is None else source_of(data_set)
     is_verbose = not is_notebook() if verbose is None else verbose
-    with announcements(is_verbose):
+    with call_of_job("stats", keys, data) as call, announcements(is_verbose):
+        config, config_yaml, source = call
         summary = run_stats(config, config_yaml, source)
     if is_verbose:
         print_result(_text(summary))

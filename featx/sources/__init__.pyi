@@ -4,6 +4,7 @@ from .key_forms import origin_of as origin_of
 from .key_forms import parse_box_key as parse_box_key
 from .labels import check_class_names as check_class_names
 from .labels import similar_names as similar_names
+from .python import MapSource as MapSource
 from .python import source_of as source_of
 from .registry import SOURCES as SOURCES
 from .registry import SourceMember as SourceMember

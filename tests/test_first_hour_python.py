@@ -48,15 +48,21 @@ def test_a_module_is_a_model_and_is_left_as_it_was(photos: Path) -> None:
     assert net.training
     images = [Image.open(photos / key) for key in keys_of(store)]
     with featx.capture(net.eval(), ["conv"]) as features, torch.no_grad():
-        pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
-        mean, std = (torch.tensor(x).view(3, 1, 1) for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+        pixels = torch.stack(
+            [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
+        )
+        mean, std = (
+            torch.tensor(x).view(3, 1, 1) for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        )
         net((pixels / 255 - mean) / std)
     if images[0].size == (32, 32):
         np.testing.assert_allclose(store["conv"][:], features["conv"].numpy(), rtol=2e-3, atol=2e-3)
     assert store.complete
 
 
-@pytest.mark.parametrize("model", [make, TwoStageConvNet, lambda: make()], ids=["function", "class", "lambda"])
+@pytest.mark.parametrize(
+    "model", [make, TwoStageConvNet, lambda: make()], ids=["function", "class", "lambda"]
+)
 def test_what_builds_a_module_is_a_model(photos: Path, model: Any) -> None:
     store = extract("photos/", model=model, model_transform_resize=32, model_transform_crop=32)
     assert store["conv"].shape[0] == 6
@@ -122,9 +128,9 @@ def test_an_option_of_a_group_is_a_keyword(photos: Path, keys: Any) -> None:
 
 
 def test_a_mistyped_keyword_is_answered_with_one_that_python_takes(photos: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown key 'data_limt'. Nearest: data_limit"):
+    with pytest.raises(ConfigError, match=r"unknown key 'data_limt'. Nearest: data_limit"):
         extract("photos/", data_limt=2)
-    with pytest.raises(ConfigError, match="data_limit and data both give data.limit"):
+    with pytest.raises(ConfigError, match=r"data_limit and data both give data.limit"):
         extract({"root": "photos/", "limit": 2}, data_limit=2)
 
 
@@ -149,9 +155,10 @@ def test_a_frame_is_a_table(photos: Path, package: str) -> None:
     store = extract(frame)
     assert keys_of(store) == paths
     assert store.labels.tolist() == [0, -1, 1]
+    other = {"file": paths}
+    unnamed = frames.table(other) if package == "pyarrow" else frames.DataFrame(other)
     with pytest.raises(DataError, match="no column path or image; it has file"):
-        columns = {"file": paths}
-        extract(frames.table(columns) if package == "pyarrow" else frames.DataFrame(columns))
+        extract(unnamed)
 
 
 def test_an_embedder_loads_once(photos: Path) -> None:

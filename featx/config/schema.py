@@ -154,7 +154,11 @@ def _values_of_group(name: str, value: Any) -> Any:
     if name in ("reduce", "executor"):
         return {"name": value}
     if name == "data":
-        return {"name": value} if _is_packaged(value) else {"name": source_of_path(value), "root": value}
+        return (
+            {"name": value}
+            if _is_packaged(value)
+            else {"name": source_of_path(value), "root": value}
+        )
     return value
 
 

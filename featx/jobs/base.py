@@ -261,7 +261,8 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
         ]
         names = {each.name for each in own}
         signature = inspect.Signature(
-            [*own, *(keyword for keyword in keywords if keyword.name not in names)], return_annotation=plain_signature.return_annotation
+            [*own, *(keyword for keyword in keywords if keyword.name not in names)],
+            return_annotation=plain_signature.return_annotation,
         )
         function.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
         return function

@@ -107,7 +107,7 @@ def _has_only_failures(config: Config) -> bool:
         summary = read_result(parse_path(config.out) / layout.SUMMARY)
     except (OSError, StoreError):
         return False
-    return 0 < summary.get("rows", 0) == summary.get("failures")
+    return bool(0 < summary.get("rows", 0) == summary.get("failures"))
 
 
 def kept_text(out: str) -> str:

@@ -379,6 +379,7 @@ SYSTEM_FOLDERS = frozenset(
 ) | {b"system volume information"}
 """Lower-case names of folders that NAS devices and operating systems add to folders of images."""
 
+
 class _Folder(NamedTuple):
     """A folder that is still to be listed."""
 

@@ -100,7 +100,7 @@ class TableOptions(ColumnOptions):
 def _check_encoding(name: str) -> None:
     """Refuse an encoding that Python does not know, or that is no superset of ASCII."""
     try:
-        is_ascii = ",;\t\"\n".encode(name) == b',;\t"\n' and codecs.lookup(name)._is_text_encoding
+        is_ascii = ',;\t"\n'.encode(name) == b',;\t"\n' and codecs.lookup(name)._is_text_encoding
     except (LookupError, UnicodeError, ValueError):
         is_ascii = False
     if not is_ascii:
@@ -171,7 +171,7 @@ class TableSource:
 
     def place(self, key: bytes) -> str:
         """Return where the file of a row is looked for, and how to look elsewhere."""
-        path = os.path.join(os.path.abspath(self._root), name_text(key))  # noqa: PTH100, PTH118
+        path = os.path.join(os.path.abspath(self._root), name_text(key))  # noqa: PTH100
         return (
             f"{path}. Paths of {self._origin} start from {self._root.absolute()}; "
             "data.image_root=DIR says where else"

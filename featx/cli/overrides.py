@@ -63,6 +63,12 @@ class CommandLine:
     wants_help: bool = False
 
     @property
+    def job(self) -> str | None:
+        """Name of the job if one is given."""
+        jobs = [text.partition("=")[2] for text in self.typed if text.startswith("job=")]
+        return jobs[-1] if jobs else None
+
+    @property
     def may_set_mode(self) -> bool:
         """Whether hydra.mode may be set: by an option of Hydra, or in a file of the user."""
         prefixes = ("hydra", "--config", "-c", "--experimental")
@@ -130,13 +136,19 @@ def _unknown_flag(argument: str) -> str:
     key, has_value, value = name.partition("=")
     key = key.replace("-", "_")
     names = option_tree()
+    text = value if has_value else "VALUE"
+    if key not in names and key:
+        same = [option for option in names.values() if option.name.endswith(f".{key}")]
+        if same:
+            shown = "true" if same[0].hint is bool and not has_value else text
+            options = " or ".join(f"{option.name}={shown}" for option in same)
+            return f"{argument}: options are given as key=value, without dashes: {options}"
     if key not in names:
         flags = [flag for flag in _FLAGS if flag.startswith("--")]
         return (
             f"unknown flag {argument}.{nearest(argument, flags)} Options are given as key=value, "
             "without dashes, such as model=resnet50; python -m featx --help lists them."
         )
-    text = value if has_value else "VALUE"
     return f"{argument}: options are given as key=value, without dashes: {key}={text}"
 
 

@@ -71,10 +71,15 @@ class DataConfig:
     use."""
     limit: Count | None = None
     """Number of rows to take from the beginning of the listing; null takes all."""
+    sample: Count | None = None
+    """Number of rows to take from the whole listing, as many of each class as there are, and spread
+    evenly over its rows; null takes all."""
 
     def __post_init__(self) -> None:
         if self.root_help is not None and not self.root:
             raise ConfigError(f"data={self.name} needs {self.root_help}.")
+        if self.limit is not None and self.sample is not None:
+            raise ConfigError("data.limit takes the first rows and data.sample others; give one.")
         if self.root_help is None and self.root:
             raise ConfigError(
                 f"data.root has no effect with data={self.name}; for a folder of images add "

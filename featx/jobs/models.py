@@ -30,13 +30,26 @@ def run(config: Config, config_yaml: str) -> int:
     """Print recommended models, or the models that match a query; returns the exit code 0."""
     disk = WeightsOnDisk()
     models = listed_models(disk.transformers_models())
-    result = (
-        _overview(models, disk)
-        if config.models.query is None
-        else _search(config.models.query, config.models.limit, models, disk)
-    )
+    query, limit = config.models.query, config.models.limit
+    if config.models.local:
+        models = [entry for entry in models if disk.size_of(entry)]
+        result = _local(models, limit, disk) if query is None else None
+    else:
+        result = _overview(models, disk) if query is None else None
+    if result is None:
+        result = _search(str(query), limit, models, disk)
     print_summary(config, *result)
     return 0
+
+
+def _local(
+    models: Sequence[CatalogueEntry], limit: int, disk: WeightsOnDisk
+) -> tuple[dict[str, Any], str]:
+    """Return the models whose weights are on this machine, in JSON types and as text."""
+    title = counted(len(models), "model has", "models have") + " weights on this machine"
+    shown = models[:limit]
+    text = [title, *([_table(shown, disk)] if shown else []), *_facts(_notes(shown))]
+    return {"models": [_as_json(entry, disk) for entry in models]}, "\n\n".join(text)
 
 
 def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> tuple[dict[str, Any], str]:

@@ -177,7 +177,7 @@ def list_images(
     check_class_names(listing.classes)
     for warning in (*listing.warnings, *similar_names(listing.classes)):
         log_message(warning, level="warning")
-    listing = listing if config.data.limit is None else listing.head(config.data.limit)
+    listing = _some_rows(listing, config)
     if num_heic := num_heic_without_decoder(listing.keys):
         log_message(
             f"{counted(num_heic, 'image is', 'images are')} HEIC, which needs "
@@ -195,6 +195,24 @@ def list_images(
         if new_rows > 0 and not config.grow:
             raise StoreMismatchError(growth_message(root, new_rows))
     return source, listing
+
+
+def _some_rows(listing: Listing, config: Config) -> Listing:
+    """Return the rows that data.limit or data.sample takes, and note how many there are."""
+    limit, sample = config.data.limit, config.data.sample
+    taken = listing
+    if limit is not None:
+        taken = listing.head(limit)
+    elif sample is not None:
+        taken = listing.sample(sample)
+    if len(taken) == len(listing):
+        return listing
+    option = f"data.limit={limit}" if limit is not None else f"data.sample={sample}"
+    skipped = {
+        **taken.skipped,
+        f"of {counted(len(listing), 'image')} by {option}": (len(listing) - len(taken)),
+    }
+    return replace(taken, skipped=skipped)
 
 
 def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | None:

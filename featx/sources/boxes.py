@@ -155,7 +155,7 @@ class BoxedSource:
                 number = "more" if None in line else "fewer"
                 raise DataError(
                     f"data.boxes={self._file}, line {reader.line_num}: there are {number} fields "
-                    "than columns. A delimiter in a field needs quotes around it; a field may be empty."
+                    "than columns. A delimiter in a field needs quotes; a field may be empty."
                 )
             numbers = [str(line[name]).strip() for name in COLUMNS[1:]]
             are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)

@@ -121,16 +121,15 @@ def _announce_run(line: CommandLine) -> str:
     from hydra.types import RunMode
 
     from featx.base import log_message
-    from featx.cli import num_runs
+    from featx.cli import sweep_of
 
     hydra = HydraConfig.get()
     if hydra.mode is not RunMode.MULTIRUN:
         return ""
-    # Options that are the same in all runs say nothing about this one.
-    shared = {argument for argument in line.arguments if not argument.startswith("-")}
-    own = [text for text in hydra.overrides.task if text not in shared]
-    label = " ".join(own or hydra.overrides.task)
-    log_message(f"\n[{hydra.job.num + 1} of {num_runs(line)}] {label}")
+    count, keys = sweep_of(line)
+    own = [text for text in hydra.overrides.task if text.partition("=")[0].lstrip("+") in keys]
+    label = " ".join(own).replace('"', "")
+    log_message(f"\n[{hydra.job.num + 1} of {count}] {label}")
     return label
 
 

@@ -17,7 +17,7 @@ import torch
 from tiny_model import COMMAND, KEYS, write_images
 
 import featx
-from featx.cli import job_help_text, num_runs, read_command_line
+from featx.cli import job_help_text, read_command_line, sweep_of
 from featx.config import make_reduce
 from featx.errors import ConfigError
 from featx.jobs import JOBS
@@ -82,10 +82,10 @@ def test_a_sweep_names_its_runs_and_ends_with_a_table(tmp_path: Path) -> None:
     sweep = ("data=./photos", "layers=[conv],[nothing]")
     arguments = [text for text in COMMAND if not text.startswith(("layers=", "out="))]
     done = featx_in(tmp_path, "-m", *arguments, *sweep, "dtype=float16,float32", "out=store")
-    assert "[1 of 4] " in done.stderr
+    assert "[1 of 4] layers=[conv] dtype=float16" in done.stderr
     assert "[4 of 4] " in done.stderr
     table = done.stderr[done.stderr.rindex("exit code") :]
-    assert "dtype=float32" in table
+    assert "layers=[conv] dtype=float32" in table
     assert done.returncode == 2
     assert sum(" 6 " in line for line in table.splitlines()) >= 1
 
@@ -93,7 +93,7 @@ def test_a_sweep_names_its_runs_and_ends_with_a_table(tmp_path: Path) -> None:
 def test_null_in_a_sweep_is_null() -> None:
     line = read_command_line(["-m", "model.weights=null,default", "model=resnet18,resnet34"])
     assert "model.weights=null,\"default\"" in line.arguments
-    assert num_runs(line) == 4
+    assert sweep_of(line) == (4, {"model.weights", "model"})
 
 
 @pytest.mark.parametrize(

@@ -400,16 +400,17 @@ def _options_text(rows: Sequence[OptionDescription]) -> str:
     return "\n".join(lines)
 
 
-def num_runs(line: CommandLine) -> int:
-    """Return the number of runs of a multirun."""
+def sweep_of(line: CommandLine) -> tuple[int, frozenset[str]]:
+    """Return the number of runs of a multirun, and the options that differ between them."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     values = [argument for argument in line.arguments if not argument.startswith("-")]
-    count = 1
+    count, keys = 1, set()
     for override in OverridesParser.create().parse_overrides(values):
         if override.is_sweep_override():
             count *= len(list(override.sweep_string_iterator()))
-    return count
+            keys.add(str(override.key_or_group))
+    return count, frozenset(keys)
 
 
 def explain_error(error: Exception) -> ConfigError:

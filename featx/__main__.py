@@ -163,7 +163,7 @@ def _printed_information(line: CommandLine) -> bool:
     if line.wants_version:
         print_result(f"featx {__version__}")
     elif line.wants_help:
-        job = JOBS.get(line.job) if line.job in JOBS else None
+        job = JOBS.get(line.job) if line.job is not None and line.job in JOBS else None
         text = help_text(JOBS) if job is None else job_help_text(job, job.may_read)
         print_result(text)
     return line.wants_version or line.wants_help

@@ -92,7 +92,7 @@ def test_a_sweep_names_its_runs_and_ends_with_a_table(tmp_path: Path) -> None:
 
 def test_null_in_a_sweep_is_null() -> None:
     line = read_command_line(["-m", "model.weights=null,default", "model=resnet18,resnet34"])
-    assert "model.weights=null,\"default\"" in line.arguments
+    assert 'model.weights=null,"default"' in line.arguments
     assert sweep_of(line) == (4, {"model.weights", "model"})
 
 

@@ -119,8 +119,8 @@ def test_boxes_and_classes_of_excel_are_read(folder: Path) -> None:
         },
         **{**KEYS, "out": folder / "out"},  # type: ignore[arg-type]
     )
-    assert [key.decode() for key in store.keys.tolist()] == ["cat/a.png#0,0,8,8"]
-    assert store.classes == ["Katze"]
+    assert [str(key) for key in store.keys] == ["cat/a.png#0,0,8,8"]
+    assert list(store.classes) == ["Katze"]
 
 
 @pytest.mark.parametrize("is_list", [False, True], ids=["table", "list of paths"])

@@ -13,8 +13,8 @@ from featx.base.version import __version__
 from featx.errors import FeatxError
 
 if TYPE_CHECKING:
-    from featx.analysis.embedding import embed
-    from featx.analysis.prediction import predict
+    from featx.analysis.embedding import embed, embedder
+    from featx.analysis.prediction import predict, predictor
     from featx.analysis.statistics.reader import Statistics, frechet_distance, open_stats
     from featx.jobs.export import export_store
     from featx.jobs.extract import extract
@@ -34,12 +34,14 @@ __all__ = [
     "capture",
     "edit",
     "embed",
+    "embedder",
     "export_store",
     "extract",
     "frechet_distance",
     "open",
     "open_stats",
     "predict",
+    "predictor",
     "stats",
     "watch",
     "write_golden",
@@ -54,7 +56,9 @@ _HOME = {
     "watch": "featx.layers.call_log",
     "extract": "featx.jobs.extract",
     "embed": "featx.analysis.embedding",
+    "embedder": "featx.analysis.embedding",
     "predict": "featx.analysis.prediction",
+    "predictor": "featx.analysis.prediction",
     "stats": "featx.jobs.stats",
     "export_store": "featx.jobs.export",
     "write_golden": "featx.models.golden",

@@ -69,11 +69,16 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     if cpu_quota() is not None:  # torch, BLAS and faiss count the CPUs without the quota
         os.environ.setdefault("OMP_NUM_THREADS", str(num_cpus()))
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    codes: list[int] = []
+    runs: list[tuple[str, int, str]] = []
+
+    has_begun = False
 
     def one_job(node: Any) -> None:
+        nonlocal has_begun
+        has_begun = True
         until_job.close()
-        codes.append(_exit_code_of(node, line, debug))
+        label = _announce_run(line)
+        runs.append((label, _exit_code_of(node, line, debug), str(node.out)))
 
     _handle({signal.SIGINT: _interrupted, signal.SIGTERM: _terminated, signal.SIGHUP: _terminated})
     typed = sys.argv
@@ -100,23 +105,67 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
         return 2
     except KeyboardInterrupt as interrupt:
+        if not has_begun:
+            log_message("\nstopped; nothing was written.")
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
     finally:
         sys.argv = typed
-    return max(codes, default=0)
+    if len(runs) > 1:
+        log_message(_table_of_runs(runs))
+    return max((code for _, code, _ in runs), default=0)
+
+
+def _announce_run(line: CommandLine) -> str:
+    """Print which run of a multirun begins; returns its options, or '' for a single run."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from featx.base import log_message
+    from featx.cli import sweep_of
+
+    hydra = HydraConfig.get()
+    if hydra.mode is not RunMode.MULTIRUN:
+        return ""
+    count, keys = sweep_of(line)
+    own = [text for text in hydra.overrides.task if text.partition("=")[0].lstrip("+") in keys]
+    label = " ".join(own).replace('"', "")
+    log_message(f"\n[{hydra.job.num + 1} of {count}] {label}")
+    return label
+
+
+def _table_of_runs(runs: Sequence[tuple[str, int, str]]) -> str:
+    """Return a table of the runs of a multirun: options, exit code, and what their stores say."""
+    from featx.base import table
+    from featx.errors import StoreError
+    from featx.storage import parse_path
+    from featx.store import layout, read_result
+
+    cells = []
+    for label, code, out in runs:
+        summary: dict[str, Any] = {}
+        with contextlib.suppress(OSError, StoreError):
+            if code in (0, 3):
+                summary = read_result(parse_path(out) / layout.SUMMARY)
+        rate = summary.get("images_per_second")
+        figures = (str(summary.get("rows", "")), str(summary.get("failures", "")))
+        cells.append((label, str(code), *figures, f"{rate:.1f}" if rate else "", out))
+    header = ("run", "exit code", "rows", "failed", "images/s", "out")
+    return "\n" + table(header, cells, left=1)
 
 
 def _printed_information(line: CommandLine) -> bool:
     """Print the version or the help if the command line asks for it; returns whether it does."""
     from featx.base import print_result
     from featx.base.version import __version__
-    from featx.cli import help_text
+    from featx.cli import help_text, job_help_text
     from featx.jobs import JOBS
 
     if line.wants_version:
         print_result(f"featx {__version__}")
     elif line.wants_help:
-        print_result(help_text(JOBS))
+        job = JOBS.get(line.job) if line.job is not None and line.job in JOBS else None
+        text = help_text(JOBS) if job is None else job_help_text(job, job.may_read)
+        print_result(text)
     return line.wants_version or line.wants_help
 
 
@@ -140,7 +189,14 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
             log_message(
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
             )
-        return jobs.run(checked, saved_yaml(node))
+        try:
+            return jobs.run(checked, saved_yaml(node))
+        except KeyboardInterrupt:
+            from featx.pipeline import kept_text
+
+            makes_store = jobs.JOBS.get(checked.job.name).makes_store and checked.job.name != "plan"
+            log_message(f"\n{kept_text(checked.out) if makes_store else 'stopped.'}")
+            raise
     except OmegaConfBaseException as error:
         if debug:
             raise
@@ -177,6 +233,8 @@ def _handle(handlers: Mapping[signal.Signals, Callable[[int, object], object]]) 
 
 def _leave(signum: int, frame: object) -> None:
     """Exit at once; the handler of signals while only modules are imported."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"\nstopped; nothing was written.\n")
     os._exit(128 + signum)
 
 

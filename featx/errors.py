@@ -36,18 +36,8 @@ EXIT_TOO_MANY_FAILURES = 3
 """Exit code of a completed run in which more images failed than max_failures allows."""
 
 
-class FeatxError(Exception):
-    """Base class of all exceptions raised on purpose; the message says what to do.
-
-    Attributes:
-        exit_code: exit code of the command.
-    """
-
-    exit_code = 2
-
-    def __str__(self) -> str:
-        # OSError and LookupError format their arguments differently.
-        return str(self.args[0]) if self.args else ""
+class ShortTraceback(BaseException):
+    """Base class of exceptions of which notebooks show the message and the user's own code."""
 
     def _render_traceback_(self) -> list[str]:
         """Lines that IPython and Jupyter show: the message, then the position in the user's code.
@@ -64,6 +54,20 @@ class FeatxError(Exception):
         shown = [frame for frame in own if "IPython" not in frame.filename]
         where = "".join(traceback.format_list(shown)).splitlines()
         return [message, "", *where, "FEATX_DEBUG=1 shows the whole traceback."]
+
+
+class FeatxError(ShortTraceback, Exception):
+    """Base class of all exceptions raised on purpose; the message says what to do.
+
+    Attributes:
+        exit_code: exit code of the command.
+    """
+
+    exit_code = 2
+
+    def __str__(self) -> str:
+        # OSError and LookupError format their arguments differently.
+        return str(self.args[0]) if self.args else ""
 
 
 class ConfigError(FeatxError, ValueError):

@@ -93,12 +93,30 @@ class Listing:
 
     def head(self, count: int) -> Listing:
         """Listing of the first `count` rows; classes keep their indices."""
+        return self._take(slice(count))
+
+    def sample(self, count: int) -> Listing:
+        """Listing of `count` rows: as many of each class as there are, spread evenly over its rows.
+
+        Rows without a label count as a class.
+        """
+        rows_of_class = [np.flatnonzero(self.labels == each) for each in np.unique(self.labels)]
+        chosen, left = [], min(count, len(self))
+        # Small classes first, so that what they lack is shared by the larger ones.
+        for number, rows in enumerate(sorted(rows_of_class, key=len)):
+            share = min(len(rows), -(-left // (len(rows_of_class) - number)))
+            chosen.append(rows[np.linspace(0, len(rows) - 1, share).astype(np.int64)])
+            left -= share
+        return self._take(np.sort(np.concatenate(chosen)))
+
+    def _take(self, rows: slice | npt.NDArray[np.int64]) -> Listing:
+        """Listing of some rows; classes keep their indices."""
         return replace(
             self,
-            keys=self.keys[:count],
-            labels=self.labels[:count],
-            content_tags=None if self.content_tags is None else self.content_tags[:count],
-            columns={name: values[:count] for name, values in self.columns.items()},
+            keys=self.keys[rows],
+            labels=self.labels[rows],
+            content_tags=None if self.content_tags is None else self.content_tags[rows],
+            columns={name: values[rows] for name, values in self.columns.items()},
         )
 
 
@@ -163,6 +181,14 @@ class Stateful(Protocol):
         Raises:
             OSError: the environment fails.
         """
+
+
+@runtime_checkable
+class PathSource(Stateful, Protocol):
+    """Source that looks for its images at paths that somebody else has written."""
+
+    def place(self, key: bytes) -> str:
+        """Where the image of a key is looked for, and how to look elsewhere; a clause."""
 
 
 class Box(NamedTuple):

@@ -5,6 +5,7 @@ found = featx.embed(["new/1.jpg", pillow_image, array], store="runs/photos")
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.engine_specs import FEATURES
-from featx.analysis.new_images import ExtractionRecipe, NewImagesSink, NewImagesTarget
+from featx.analysis.new_images import ExtractionRecipe, LoadedModel, NewImagesSink
 from featx.config import Config, DataConfig, ModelConfig, model_choice, model_options
 from featx.errors import DataError, StoreError
-from featx.pipeline import RunContext, build_run_context, run_parts
-from featx.sources import source_of
-from featx.store import FeatureStore, Run, load_manifest, matching_layers
+from featx.models import given_factory
+from featx.pipeline import RunContext, run_parts
+from featx.sources import MapSource
+from featx.store import FeatureStore, load_manifest, matching_layers
 from featx.types import Batch, Listing, Source
 
 
@@ -58,7 +59,7 @@ def embed(
     store: FeatureStore | str | os.PathLike[str],
     layers: Sequence[str] | str | None = None,
     device: str = "auto",
-    model_factory: str | None = None,
+    model_factory: object = None,
 ) -> Embedding:
     """Compute the features that a store would hold for some images.
 
@@ -77,8 +78,9 @@ def embed(
         store: open store or its path.
         layers: names or globs; None for all layers.
         device: as the option `device`.
-        model_factory: for a store of model=custom, the 'package.module:factory' of its model. It
-            must be given because featx imports no code that only a file names.
+        model_factory: for a store of model=custom, the 'package.module:factory' of its model, or
+            the module or function that `featx.extract(model=...)` took. It must be given because
+            featx imports no code that only a file names.
 
     Returns:
         The features, one row per image. An image that cannot be read or decoded has a failure.
@@ -87,21 +89,80 @@ def embed(
         FeatxError: the store does not say how it was made, its model is not available as it was, or
             a layer holds tokens that were chosen by key (reduce=sample).
     """
-    if isinstance(images, str | bytes | os.PathLike) or not isinstance(images, Sequence):
-        raise DataError(
-            f"images is a {type(images).__name__}; expected a list of paths, Pillow images, arrays "
-            "or encoded bytes."
+    with Embedder(store, layers, device, model_factory, pads=True) as model:
+        return model(images)
+
+
+def embedder(
+    store: FeatureStore | str | os.PathLike[str],
+    layers: Sequence[str] | str | None = None,
+    device: str = "auto",
+    model_factory: object = None,
+) -> Embedder:
+    """Return a function that computes features as `embed` does and loads the model once.
+
+        with featx.embedder("runs/photos") as embed:
+            embed(["new/1.jpg"])["avgpool"]    # the first call loads the model
+
+    A batch holds the images of a call and is not filled up to the size of the store's, so that one
+    image is fast; values differ from those of the store by rounding. For the same bits use `embed`.
+
+    Args:
+        store: as for `embed`.
+        layers: as for `embed`.
+        device: as for `embed`.
+        model_factory: as for `embed`.
+
+    Raises:
+        FeatxError: as for `embed`.
+    """
+    return Embedder(store, layers, device, model_factory, pads=False)
+
+
+class Embedder:
+    """Features of new images by a model that stays loaded; made by `embedder`."""
+
+    def __init__(
+        self,
+        store: FeatureStore | str | os.PathLike[str],
+        layers: Sequence[str] | str | None,
+        device: str,
+        model_factory: object,
+        pads: bool,
+    ) -> None:
+        opened = store if isinstance(store, FeatureStore) else FeatureStore(store)
+        self._factory = model_factory
+        with given_factory(model_factory) as factory:
+            pass
+        config = Config(
+            model=ModelConfig()
+            if factory is None
+            else model_options(**model_choice("custom"), factory=factory),
+            device=device,
         )
-    if not images:
-        raise DataError("images is empty: give at least one.")
-    opened = store if isinstance(store, FeatureStore) else FeatureStore(store)
-    config = Config(
-        model=ModelConfig()
-        if model_factory is None
-        else model_options(**model_choice("custom"), factory=model_factory),
-        device=device,
-    )
-    return embed_images(config, opened, list(images), matching_layers(opened, layers))
+        self._model = _StoreModel(config, opened, matching_layers(opened, layers), pads)
+
+    def __call__(self, images: Sequence[Any]) -> Embedding:
+        """Compute the features of some images, as `embed` does."""
+        if isinstance(images, str | bytes | os.PathLike) or not isinstance(images, Sequence):
+            raise DataError(
+                f"images is a {type(images).__name__}; expected a list of paths, Pillow images, "
+                "arrays or encoded bytes."
+            )
+        if not images:
+            raise DataError("images is empty: give at least one.")
+        with given_factory(self._factory):
+            return self._model.embed(list(images))
+
+    def __enter__(self) -> Embedder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the model go."""
+        self._model.close()
 
 
 def embed_images(
@@ -118,58 +179,76 @@ def embed_images(
     Raises:
         FeatxError: as for `embed`.
     """
-    manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
-    if manifest is None or manifest.digest != store.attrs["fingerprint"]:
-        raise StoreError(
-            f"{store.root} does not say how its features were extracted: there is no featx.json "
-            "of it. Give the folder that job=extract made."
-        )
-    for name in layers:
-        if store[name].attrs.get("reduce") == "sample":
+    with contextlib.closing(_StoreModel(config, store, layers, pads=True)) as model:
+        return model.embed(images)
+
+
+class _StoreModel:
+    """Models of the runs of a store that computed some of its layers."""
+
+    def __init__(
+        self, config: Config, store: FeatureStore, layers: Sequence[str], pads: bool
+    ) -> None:
+        manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
+        if manifest is None or manifest.digest != store.attrs["fingerprint"]:
             raise StoreError(
-                f"{store.root}: the tokens of {name} were chosen by the key of each row "
-                "(reduce=sample). A new image has no key, so they would be other tokens than those "
-                "of a row. Name other layers, or extract the images to a store of their own."
+                f"{store.root} does not say how its features were extracted: there is no "
+                "featx.json of it. Give the folder that job=extract made."
             )
-    features: dict[str, npt.NDArray[Any]] = {}
-    failures: dict[int, str] = {}
-    names_of_run: dict[int, list[str]] = {}
-    runs = {id(run): run for run in manifest.runs}
-    for name in layers:
-        names_of_run.setdefault(id(manifest.first_run_with(name)), []).append(name)
-    for number, names in names_of_run.items():
-        sink = _extract(config, str(store.root), runs[number], names, images)
-        features |= sink.features
-        failures |= {
-            row: f"{failure.status.label}: {failure.message}"
-            for row, failure in sink.failures.items()
-        }
-    ok = np.ones(len(images), bool)
-    ok[list(failures)] = False
-    for values in features.values():
-        values[~ok] = np.nan
-    return Embedding({name: features[name] for name in layers}, ok, dict(sorted(failures.items())))
+        for name in layers:
+            if store[name].attrs.get("reduce") == "sample":
+                raise StoreError(
+                    f"{store.root}: the tokens of {name} were chosen by the key of each row "
+                    "(reduce=sample). A new image has no key, so they would be other tokens than "
+                    "those of a row. Name other layers, or extract the images to a store of their "
+                    "own."
+                )
+        self._layers = layers
+        runs = {id(run): run for run in manifest.runs}
+        names_of_run: dict[int, list[str]] = {}
+        for name in layers:
+            names_of_run.setdefault(id(manifest.first_run_with(name)), []).append(name)
+        self._models = []
+        for number, names in names_of_run.items():
+            recipe = ExtractionRecipe.of_run(str(store.root), runs[number], names)
+            run_config = recipe.config_for(config, DataConfig())
+            self._models.append(LoadedModel(recipe, run_config, pads))
+
+    def embed(self, images: Sequence[Any]) -> Embedding:
+        """Compute the features of some images."""
+        features: dict[str, npt.NDArray[Any]] = {}
+        failures: dict[int, str] = {}
+        for model in self._models:
+            sink = _extract(model, images)
+            features |= sink.features
+            failures |= {
+                row: f"{failure.status.label}: {failure.message}"
+                for row, failure in sink.failures.items()
+            }
+        ok = np.ones(len(images), bool)
+        ok[list(failures)] = False
+        for values in features.values():
+            values[~ok] = np.nan
+        found = {name: features[name] for name in self._layers}
+        return Embedding(found, ok, dict(sorted(failures.items())))
+
+    def close(self) -> None:
+        """Let the models go."""
+        for model in self._models:
+            model.close()
 
 
-def _extract(
-    config: Config, origin: str, run: Run, names: Sequence[str], images: Sequence[Any]
-) -> _EmbeddingSink:
+def _extract(model: LoadedModel, images: Sequence[Any]) -> _EmbeddingSink:
     """Compute the layers that one run of a store computed."""
     import torch
 
-    recipe = ExtractionRecipe.of_run(origin, run, names)
-
     def list_images() -> tuple[Source, Listing]:
-        source = source_of([_as_path(image) for image in images])
+        source = MapSource([_as_path(image) for image in images])
         return source, source.listing()
 
-    target = NewImagesTarget(recipe, list_images)
-    run_config = recipe.config_for(config, DataConfig())
-    with build_run_context(run_config, "", FEATURES, target) as context:
-        recipe.check(context)
+    with model.run(list_images) as context, torch.no_grad():
         sink = _EmbeddingSink(context)
-        with torch.no_grad():
-            run_parts(context, sink)
+        run_parts(context, sink)
     return sink
 
 

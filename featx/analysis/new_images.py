@@ -5,18 +5,19 @@ Used by `featx.embed`, by job=neighbors for an image that is no row, and by job=
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from featx.analysis.engine_specs import engine_spec
+from featx.analysis.engine_specs import FEATURES, engine_spec
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
 from featx.config import Config, DataConfig, from_saved, in_this_process, with_statistics_at
 from featx.errors import ConfigError, StoreMismatchError
-from featx.pipeline import PART_SECONDS, Rows, RunContext, compute_rows
+from featx.pipeline import PART_SECONDS, Rows, RunContext, build_run_context, compute_rows
 from featx.store import Grid, Run, from_raw, layout
 from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
@@ -70,7 +71,7 @@ class ExtractionRecipe:
         return replace(
             in_this_process(run_config),
             job=replace(run_config.job, name="extract", json=False, show="shapes"),
-            data=_data_options(data, run_config.data),
+            data=images_read_as(data, run_config.data),
             device=config.device,
             layers={spec.name: request_of(spec, run_config) for spec in self.specs},
             capture="output",  # the name of the dataset includes the capture
@@ -112,7 +113,7 @@ _READING = ("exif", "background", "max_pixels", "damaged", "white")
 """Options of the group `data` by which images are read."""
 
 
-def _data_options(now: DataConfig, before: DataConfig) -> DataConfig:
+def images_read_as(now: DataConfig, before: DataConfig) -> DataConfig:
     """Return the options of the group `data` for the new images, read as those of the store."""
     settings = {key: getattr(before, key) for key in _READING}
     for key, value in settings.items():
@@ -154,6 +155,63 @@ class NewImagesTarget:
     ) -> tuple[float, float]:
         """Return the maximum number of rows and of seconds per part."""
         return layout.PART_BYTES / max(1, sum(spec.row_bytes for spec in specs)), PART_SECONDS
+
+
+class LoadedModel:
+    """Model of a recipe, built with the first images and used for others until it is closed.
+
+    Args:
+        recipe: how the rows of the store were extracted.
+        config: config of a run of the recipe.
+        pads: whether a batch is filled up to the size of the store's, so that a row has the same
+            bits; otherwise it holds no more images than there are.
+    """
+
+    def __init__(self, recipe: ExtractionRecipe, config: Config, pads: bool) -> None:
+        self._recipe = recipe
+        self._config = config
+        self._pads = pads
+        self._stack = contextlib.ExitStack()
+        self._first: RunContext | None = None
+        self._compute: Any = None
+
+    @contextlib.contextmanager
+    def run(self, list_images: Callable[[], tuple[Source, Listing]]) -> Iterator[RunContext]:
+        """Yield the context of a run over some images."""
+        if self._first is None:
+            target = NewImagesTarget(self._recipe, list_images)
+            self._first = self._stack.enter_context(
+                build_run_context(self._config, "", FEATURES, target)
+            )
+            self._recipe.check(self._first)
+            self._compute = self._first.engine.compute
+            with self._sized(self._first):
+                yield self._first
+            return
+        from featx.images import Loader  # which imports torch
+
+        source, listing = list_images()
+        with Loader(source, listing, self._first.decoding, self._first.engine.device) as loader:
+            context = replace(self._first, source=source, listing=listing, loader=loader)
+            with self._sized(context):
+                yield context
+
+    @contextlib.contextmanager
+    def _sized(self, context: RunContext) -> Iterator[None]:
+        """Choose the batch size of a run."""
+        compute = self._compute
+        if not self._pads and not compute.compile:
+            size = min(compute.batch_size, len(context.listing))
+            context.engine.compute = replace(compute, batch_size=size)
+        try:
+            yield
+        finally:
+            context.engine.compute = compute
+
+    def close(self) -> None:
+        """Let the model go."""
+        self._first = None
+        self._stack.close()
 
 
 class NewImagesSink(ABC):

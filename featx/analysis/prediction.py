@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.engine_specs import FEATURES
-from featx.analysis.new_images import ExtractionRecipe, NewImagesSink, NewImagesTarget
+from featx.analysis.new_images import (
+    ExtractionRecipe,
+    LoadedModel,
+    NewImagesSink,
+    images_read_as,
+)
 from featx.analysis.probe.heads import (
     CLASSIFICATION,
     MULTILABEL,
@@ -29,15 +33,16 @@ from featx.analysis.probe.layer_rows import as_vectors
 from featx.base import name_text
 from featx.config import (
     Config,
+    DataConfig,
     ModelConfig,
     model_choice,
     model_options,
 )
 from featx.errors import DataError, StoreError
+from featx.models import given_factory
 from featx.pipeline import (
     RunContext,
     RunMetrics,
-    build_run_context,
     list_images,
     run_parts,
 )
@@ -107,7 +112,7 @@ def predict(
     head: str | os.PathLike[str],
     images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     device: str = "auto",
-    model_factory: str | None = None,
+    model_factory: object = None,
 ) -> Predictions:
     """Predict classes, labels or numbers of images with a head of job=probe or job=zeroshot.
 
@@ -115,8 +120,9 @@ def predict(
         head: .safetensors file that one of them wrote.
         images: a folder, or a list of image files.
         device: as the option `device`.
-        model_factory: for a head on model=custom, the 'package.module:factory' of its model. It
-            must be given because featx imports no code that only a file names.
+        model_factory: for a head on model=custom, the 'package.module:factory' of its model, or
+            the module or function that `featx.extract(model=...)` took. It must be given because
+            featx imports no code that only a file names.
 
     Returns:
         One row per image, in the given order; for a folder, in the order of its keys. An image that
@@ -125,17 +131,71 @@ def predict(
     Raises:
         FeatxError: the head, its model or the images are not available.
     """
-    is_folder = isinstance(images, str | os.PathLike)
-    files = None if is_folder else [Path(image).absolute() for image in images]  # type: ignore[union-attr]
-    root = str(images) if is_folder else "/"
-    config = Config(
-        model=ModelConfig()
-        if model_factory is None
-        else model_options(**model_choice("custom"), factory=model_factory),
-        data=FolderOptions(root=root),
-        device=device,
-    )
-    return run_prediction(config, Path(head), files)
+    with Predictor(head, device, model_factory, pads=True) as model:
+        return model(images)
+
+
+def predictor(
+    head: str | os.PathLike[str], device: str = "auto", model_factory: object = None
+) -> Predictor:
+    """Return a function that predicts as `predict` does and loads head and model once.
+
+        with featx.predictor("runs/photos/probe/avgpool.safetensors") as predict:
+            predict(["new/1.jpg"]).rows[0].label    # the first call loads the model
+
+    A batch holds the images of a call and is not filled up to the size of the store's, so that one
+    image is fast; scores differ from those of `predict` by rounding.
+
+    Args:
+        head: as for `predict`.
+        device: as for `predict`.
+        model_factory: as for `predict`.
+
+    Raises:
+        FeatxError: as for `predict`.
+    """
+    return Predictor(head, device, model_factory, pads=False)
+
+
+class Predictor:
+    """Predictions by a head and a model that stay loaded; made by `predictor`."""
+
+    def __init__(
+        self, head: str | os.PathLike[str], device: str, model_factory: object, pads: bool
+    ) -> None:
+        self._factory = model_factory
+        with given_factory(model_factory) as factory:
+            pass
+        self._config = Config(
+            model=ModelConfig()
+            if factory is None
+            else model_options(**model_choice("custom"), factory=factory),
+            data=FolderOptions(root="/"),
+            device=device,
+        )
+        self._model = _HeadModel(self._config, Path(head), pads)
+
+    def __call__(
+        self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    ) -> Predictions:
+        """Predict for a folder or a list of image files, as `predict` does."""
+        data, files = self._config.data, None
+        if isinstance(images, str | os.PathLike):
+            data = replace(data, root=str(images))
+        else:
+            files = [Path(image).absolute() for image in images]
+        with given_factory(self._factory):
+            return self._model.predict(data, files)
+
+    def __enter__(self) -> Predictor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the model go."""
+        self._model.close()
 
 
 def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = None) -> Predictions:
@@ -149,33 +209,48 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     Raises:
         FeatxError: as for `predict`.
     """
-    import torch
+    with contextlib.closing(_HeadModel(config, path, pads=True)) as model:
+        return model.predict(config.data, files)
 
-    from featx.base import choose_device
 
-    head, about = read_head(path.expanduser(), choose_device(config.device))
-    recipe = _recipe_of(path, about)
-    run_config = recipe.config_for(config, config.data)
-    run_config = replace(run_config, max_failures=config.max_failures)
-    target = NewImagesTarget(recipe, _lister(run_config, files))
-    with contextlib.ExitStack() as stack:
-        context = stack.enter_context(build_run_context(run_config, "", FEATURES, target))
-        recipe.check(context)
-        sink = _PredictionSink(context, head, about)
-        with torch.no_grad():
+class _HeadModel:
+    """A head, and the model that computes the features it takes."""
+
+    def __init__(self, config: Config, path: Path, pads: bool) -> None:
+        from featx.base import choose_device
+
+        self._head, self._about = read_head(path.expanduser(), choose_device(config.device))
+        recipe = _recipe_of(path, self._about)
+        run_config = recipe.config_for(config, config.data)
+        self._config = replace(run_config, max_failures=config.max_failures)
+        self._model = LoadedModel(recipe, self._config, pads)
+
+    def predict(self, data: DataConfig, files: Sequence[Path] | None = None) -> Predictions:
+        """Predict for the images of a data set, or for some files."""
+        import torch
+
+        head, about = self._head, self._about
+        lister = _lister(replace(self._config, data=images_read_as(data, self._config.data)), files)
+        with self._model.run(lister) as context, torch.no_grad():
+            sink = _PredictionSink(context, head, about)
             metrics = run_parts(context, sink)
-    keys = [name_text(key) for key in context.listing.keys.tolist()]
-    order: Sequence[int] = range(len(keys))
-    if files is not None:
-        place = {key: i for i, key in enumerate(keys)}
-        order = [place[name_text(os.fsencode(_key_of(file)))] for file in files]
-        keys = [f"/{key}" for key in keys]
-    classes = tuple(about["classes"])
-    rows = [sink.row(i, keys[i], classes) for i in order]
-    sink.scores[list(sink.failures)] = np.nan
-    scores = sink.scores[list(order)]
-    accuracy = float("nan") if about["accuracy"] is None else float(about["accuracy"])
-    return Predictions(rows, scores, classes, str(about["dataset"]), accuracy, metrics, head.task)
+        keys = [name_text(key) for key in context.listing.keys.tolist()]
+        order: Sequence[int] = range(len(keys))
+        if files is not None:
+            place = {key: i for i, key in enumerate(keys)}
+            order = [place[name_text(os.fsencode(_key_of(file)))] for file in files]
+            keys = [f"/{key}" for key in keys]
+        classes = tuple(about["classes"])
+        rows = [sink.row(i, keys[i], classes) for i in order]
+        sink.scores[list(sink.failures)] = np.nan
+        scores = sink.scores[list(order)]
+        accuracy = float("nan") if about["accuracy"] is None else float(about["accuracy"])
+        layer = str(about["dataset"])
+        return Predictions(rows, scores, classes, layer, accuracy, metrics, head.task)
+
+    def close(self) -> None:
+        """Let the model go."""
+        self._model.close()
 
 
 def _recipe_of(path: Path, about: dict[str, Any]) -> ExtractionRecipe:

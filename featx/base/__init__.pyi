@@ -10,6 +10,7 @@ from .console import discard_output as discard_output
 from .console import is_notebook as is_notebook
 from .console import log_as_json as log_as_json
 from .console import log_message as log_message
+from .console import log_step as log_step
 from .console import print_result as print_result
 from .console import quiet_logs as quiet_logs
 from .devices import DeviceTimer as DeviceTimer

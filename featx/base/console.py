@@ -103,6 +103,15 @@ def log_message(text: str, level: str = "info") -> None:
         print(printable(text, kept="\n\t"), file=sys.stderr, flush=True)
 
 
+def log_step(text: str) -> None:
+    """Print a step of the preparation of a run to a person who waits, at a terminal or notebook."""
+    if shows_bars():
+        # In a notebook, what is printed on stderr looks like an error.
+        stream = sys.stdout if is_notebook() else sys.stderr
+        with contextlib.suppress(OSError):
+            print(printable(text), file=stream, flush=True)
+
+
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
     """Keep libraries from logging warnings inside the block; they log errors as before."""

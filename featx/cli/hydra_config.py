@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -26,12 +26,14 @@ from featx.base import Member, family
 from featx.cli.overrides import EXPERIMENTS, CommandLine, is_path
 from featx.config import (
     Kind,
+    OptionDescription,
     default_node,
     describe_options,
     known_keys,
     member_groups,
     model_choice,
     option_tree,
+    source_of_path,
 )
 from featx.errors import ConfigError, gone, nearest
 
@@ -209,7 +211,7 @@ def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
                 added = yaml.compose(f"data: {{root: {path}}}")
                 assert isinstance(added, yaml.MappingNode)
                 tree.value += added.value
-                name = "folder"
+                name = source_of_path(name)
         else:
             names = [inner.value for own, inner in value.value if own.value == "name"]
             if not names:
@@ -348,6 +350,20 @@ def compose_once(line: CommandLine) -> Iterator[None]:
         Hydra.get_mode = read_mode  # type: ignore[method-assign]
 
 
+def job_help_text(job: Member, reads: Callable[[str], bool]) -> str:
+    """Return the text of `job=NAME --help`.
+
+    Args:
+        job: the job.
+        reads: whether the job reads an option.
+    """
+    rows = [row for row in describe_options() if reads(row.name)]
+    return (
+        f"job={job.name}: {job.help}\n\nOptions that it reads, and their defaults:\n"
+        f"{_options_text(rows)}\n\npython -m featx --help shows all jobs and options.\n"
+    )
+
+
 def help_text(jobs: Iterable[Member]) -> str:
     """Return the text of `--help`.
 
@@ -357,14 +373,6 @@ def help_text(jobs: Iterable[Member]) -> str:
         jobs: jobs of the command; all of them are imported.
     """
     table = "\n".join(f"  job={job.name:<12}{job.help}" for job in jobs)
-    rows = describe_options()
-    width = max(len(f"{row.name}={row.default}") for row in rows)
-    lines = []
-    for row in rows:
-        first, *more = textwrap.wrap(row.help, max(30, 118 - width)) or [""]
-        lines.append(f"  {f'{row.name}={row.default}':<{width}}  {first}")
-        lines += [" " * (width + 4) + line for line in more]
-    keys = "\n".join(lines)
     return (
         "featx: features of pretrained vision backbones, on disk.\n\n"
         "  python -m featx model=resnet50 layers=[layer4]\n"
@@ -373,11 +381,36 @@ def help_text(jobs: Iterable[Member]) -> str:
         "  python -m featx -m model=resnet18,mobilenet_v2\n"
         "  python -m featx experiment=exact          # options of conf/experiment/exact.yaml\n\n"
         f"Jobs:\n{table}\n\n"
-        f"Options and their defaults:\n{keys}\n\n"
-        "--cfg job shows the configuration, --hydra-help what else Hydra can do.\n"
+        f"Options and their defaults:\n{_options_text(describe_options())}\n\n"
+        "job=probe --help shows the options of one job, "
+        "--cfg job the configuration, --hydra-help what else Hydra can do.\n"
         "Exit codes: 0 done, 1 the run failed (the same command resumes it), 2 a wrong command,\n"
         "config or store, 3 done with more failures than max_failures, 130 and 143 stopped.\n"
     )
+
+
+def _options_text(rows: Sequence[OptionDescription]) -> str:
+    """Return options with their defaults and sentences, one below the other."""
+    width = max(len(f"{row.name}={row.default}") for row in rows)
+    lines = []
+    for row in rows:
+        first, *more = textwrap.wrap(row.help, max(30, 118 - width)) or [""]
+        lines.append(f"  {f'{row.name}={row.default}':<{width}}  {first}")
+        lines += [" " * (width + 4) + line for line in more]
+    return "\n".join(lines)
+
+
+def sweep_of(line: CommandLine) -> tuple[int, frozenset[str]]:
+    """Return the number of runs of a multirun, and the options that differ between them."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    values = [argument for argument in line.arguments if not argument.startswith("-")]
+    count, keys = 1, set()
+    for override in OverridesParser.create().parse_overrides(values):
+        if override.is_sweep_override():
+            count *= len(list(override.sweep_string_iterator()))
+            keys.add(str(override.key_or_group))
+    return count, frozenset(keys)
 
 
 def explain_error(error: Exception) -> ConfigError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featx.base import family
-from featx.config import Kind, Option, option_tree
+from featx.config import Kind, Option, option_tree, source_of_path
 from featx.errors import ConfigError, nearest
 
 _WITH_VALUE = (
@@ -61,6 +61,12 @@ class CommandLine:
     has_files: bool = False
     wants_version: bool = False
     wants_help: bool = False
+
+    @property
+    def job(self) -> str | None:
+        """Name of the job if one is given."""
+        jobs = [text.partition("=")[2] for text in self.typed if text.startswith("job=")]
+        return jobs[-1] if jobs else None
 
     @property
     def may_set_mode(self) -> bool:
@@ -130,13 +136,19 @@ def _unknown_flag(argument: str) -> str:
     key, has_value, value = name.partition("=")
     key = key.replace("-", "_")
     names = option_tree()
+    text = value if has_value else "VALUE"
+    if key not in names and key:
+        same = [option for option in names.values() if option.name.endswith(f".{key}")]
+        if same:
+            shown = "true" if same[0].hint is bool and not has_value else text
+            options = " or ".join(f"{option.name}={shown}" for option in same)
+            return f"{argument}: options are given as key=value, without dashes: {options}"
     if key not in names:
         flags = [flag for flag in _FLAGS if flag.startswith("--")]
         return (
             f"unknown flag {argument}.{nearest(argument, flags)} Options are given as key=value, "
             "without dashes, such as model=resnet50; python -m featx --help lists them."
         )
-    text = value if has_value else "VALUE"
     return f"{argument}: options are given as key=value, without dashes: {key}={text}"
 
 
@@ -190,7 +202,10 @@ def _translate(
             )
         given.add("data.root")
         pieces = _pieces(value) if is_multirun else [value]
-        return ["data=folder", "data.root=" + ",".join(_quote(piece) for piece in pieces)]
+        kinds = {source_of_path(piece) for piece in pieces}
+        if len(kinds) > 1:
+            raise ConfigError(f"data={value}: one sweep takes paths of one kind.")
+        return [f"data={kinds.pop()}", "data.root=" + ",".join(_quote(piece) for piece in pieces)]
     if key == "data" and value in _TABLES:
         return ["data=table"]
     if _takes_any_key(key):

@@ -24,6 +24,7 @@ from .checks import options as options
 from .conformance import ConformanceConfig as ConformanceConfig
 from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig
+from .data import source_of_path as source_of_path
 from .executor import ExecutorConfig as ExecutorConfig
 from .export import ExportConfig as ExportConfig
 from .job import VIEWS_OF_LAYERS as VIEWS_OF_LAYERS
@@ -66,6 +67,8 @@ from .schema import from_keywords as from_keywords
 from .schema import from_omegaconf as from_omegaconf
 from .schema import given_by_value as given_by_value
 from .schema import given_keywords as given_keywords
+from .schema import nested_keywords as nested_keywords
+from .schema import without_model as without_model
 from .schema import without_object as without_object
 from .similarity import MEASURES as MEASURES
 from .similarity import METRICS as METRICS

@@ -11,6 +11,22 @@ from featx.errors import ConfigError
 OBJECT_SOURCE = "python"
 """Source of a data set that a Python program passes as an object; the command cannot name it."""
 
+_SOURCE_OF_ENDING = {
+    **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet"), "table"),
+    **dict.fromkeys((".tar", ".tar.gz", ".tgz"), "webdataset"),
+    **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
+}
+"""Ending of the name of a file -> source that reads such files."""
+
+
+def source_of_path(path: str) -> str:
+    """Return the source that `data=PATH` stands for: 'folder', or that of a file of this name."""
+    if not Path(path).expanduser().is_dir():
+        for ending, source in _SOURCE_OF_ENDING.items():
+            if path.lower().endswith(ending):
+                return source
+    return "folder"
+
 
 @options("data")
 class DataConfig:
@@ -55,10 +71,15 @@ class DataConfig:
     use."""
     limit: Count | None = None
     """Number of rows to take from the beginning of the listing; null takes all."""
+    sample: Count | None = None
+    """Number of rows to take from the whole listing, as many of each class as there are, and spread
+    evenly over its rows; null takes all."""
 
     def __post_init__(self) -> None:
         if self.root_help is not None and not self.root:
             raise ConfigError(f"data={self.name} needs {self.root_help}.")
+        if self.limit is not None and self.sample is not None:
+            raise ConfigError("data.limit takes the first rows and data.sample others; give one.")
         if self.root_help is None and self.root:
             raise ConfigError(
                 f"data.root has no effect with data={self.name}; for a folder of images add "

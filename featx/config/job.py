@@ -104,6 +104,8 @@ class ModelsConfig:
     name that other programs have for it; null shows recommended models and the libraries."""
     limit: Count = 20
     """Largest number of models that are printed; job.json=true prints all."""
+    local: bool = False
+    """Show only models whose weights are on this machine."""
 
     def __post_init__(self) -> None:
         if self.query is not None and not self.query.strip():

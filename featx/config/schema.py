@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.base import family
-from featx.config import OBJECT_SOURCE, DataConfig, model_choice
+from featx.config import OBJECT_SOURCE, DataConfig, model_choice, source_of_path
 from featx.config.all_options import (
     Kind,
     default_values,
@@ -93,7 +93,7 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     given = {}
     for name, value in values.items():
         if name not in {f.name for f in fields(Config)} - {"job", "log"}:
-            raise unknown_key(name, known_keys())
+            raise unknown_key(name, [key.replace(".", "_") for key in known_keys()])
         given[name] = _values_of_group(name, value)
     given = _with_texts(given, "")
     try:
@@ -102,10 +102,49 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
         raise ConfigError(str(error).splitlines()[0]) from error
 
 
+def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call with options of groups in mappings.
+
+    `data_limit=10` and `**{"data.limit": 10}` become `data={"limit": 10}`, next to what `data` is
+    given as.
+
+    Raises:
+        ConfigError: there is no such option, or it is given twice.
+    """
+    groups = {f.name for f in fields(Config)}
+    nested = {name: value for name, value in values.items() if name in groups}
+    options = {name.replace(".", "_"): name for name in option_tree()}
+    for keyword, value in values.items():
+        if keyword in groups:
+            continue
+        option = options.get(keyword.replace(".", "_"))
+        if option is None:
+            raise unknown_key(keyword, [name for name in options if not name.startswith("job")])
+        group, *inner, last = option.split(".")
+        node = nested[group] = dict(_as_mapping(group, nested.get(group, {})))
+        for name in inner:
+            node[name] = dict(node.get(name, {}))
+            node = node[name]
+        if last in node:
+            raise ConfigError(f"{keyword} and {group} both give {option}; give it once.")
+        node[last] = value
+    return nested
+
+
+def _as_mapping(group: str, value: Any) -> Mapping[str, Any]:
+    """Return the value of a group as a mapping; an object is its source or factory."""
+    value = _values_of_group(group, value)
+    if isinstance(value, Mapping):
+        return value
+    return {"factory" if group == "model" else "source": value}
+
+
 def _values_of_group(name: str, value: Any) -> Any:
     """Return the options of a group that is given by a text or by a dataclass as a mapping."""
     if is_group(value):
         return asdict(value)
+    if name == "data" and isinstance(value, Mapping) and "root" in value and "name" not in value:
+        return {"name": source_of_path(os.fspath(value["root"])), **value}
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str):
@@ -115,7 +154,11 @@ def _values_of_group(name: str, value: Any) -> Any:
     if name in ("reduce", "executor"):
         return {"name": value}
     if name == "data":
-        return {"name": value} if _is_packaged(value) else {"name": "folder", "root": value}
+        return (
+            {"name": value}
+            if _is_packaged(value)
+            else {"name": source_of_path(value), "root": value}
+        )
     return value
 
 
@@ -206,9 +249,39 @@ def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | 
         data = {"source": data}
     if (source := data.get("source")) is None:
         return values, None
+    if isinstance(source, str | os.PathLike):  # a path is a folder or file of images, not a list
+        if "root" in data:
+            raise ConfigError("data.root and data.source are both paths; give one.")
+        given = {k: v for k, v in data.items() if k != "source"}
+        values["data"] = {**_values_of_group("data", {"root": source, **given})}
+        return values, None
     if conflicts := {"name", "root"} & set(data):
         raise ConfigError(
             f"data.{min(conflicts)} has no effect with a data set given as an object."
         )
     values["data"] = {"name": OBJECT_SOURCE, **{k: v for k, v in data.items() if k != "source"}}
     return values, source
+
+
+def without_model(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | None]:
+    """Separate a model that Python gave as an object from the options.
+
+    `model=net` is short for `model={"library": "custom", "factory": net}`, and a function that
+    returns a module may stand in the place of `net`.
+
+    Returns:
+        the options with the model as a mapping, whose factory is missing, and the object or None.
+    """
+    values = dict(values)
+    model = values.get("model")
+    if model is None or isinstance(model, str | os.PathLike) or is_group(model):
+        return values, None
+    if not isinstance(model, Mapping):
+        model = {"factory": model}
+    factory = model.get("factory")
+    if factory is None or isinstance(factory, str):
+        return values, None
+    name = getattr(factory, "__name__", type(factory).__name__)
+    own = {key: value for key, value in model.items() if key != "factory"}
+    values["model"] = {"name": name.strip("<>"), "library": "custom", **own}
+    return values, factory

@@ -8,6 +8,7 @@ from .decoder_pool import FEW_ROWS as FEW_ROWS
 from .decoder_pool import DecoderPool as DecoderPool
 from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
+from .image_policy import num_heic_without_decoder as num_heic_without_decoder
 from .label_maps import LabelTransform as LabelTransform
 from .label_maps import read_label_map as read_label_map
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES

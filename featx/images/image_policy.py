@@ -119,3 +119,10 @@ def heif_version(keys: npt.NDArray[np.bytes_], recorded: str | None, new: bool) 
         )
     named = new and installed and _HEIF_NAME.search(np.ascontiguousarray(keys).data)
     return version_of("pillow_heif") if recorded is not None or named else None
+
+
+def num_heic_without_decoder(keys: npt.NDArray[np.bytes_]) -> int:
+    """Number of images that are HEIC by their names, if nothing here decodes HEIC."""
+    if importlib.util.find_spec("pillow_heif") is not None:
+        return 0
+    return sum(key.lower().endswith((b".heic", b".heif", b".hif")) for key in keys.tolist())

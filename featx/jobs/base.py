@@ -6,25 +6,31 @@ does not know which jobs exist: the command and the Python functions check it wi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from featx.base import Member, Registry, facts, print_result, table
+from featx.base import Member, Registry, facts, log_message, print_result, table
 from featx.config import (
     Config,
     from_keywords,
     from_omegaconf,
     given_by_value,
     given_keywords,
+    nested_keywords,
     refuse_given_of_others,
     saved_yaml,
+    without_model,
+    without_object,
 )
 from featx.errors import ConfigError
 from featx.storage import is_url
+from featx.types import Source
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -191,11 +197,57 @@ def config_of_call(job: str, keys: Mapping[str, Any]) -> tuple[Config, str]:
     Raises:
         ConfigError: a keyword is unknown, or does not fit.
     """
+    keys = nested_keywords(keys)
     node = from_keywords(keys)
     node.job.name = job
     config = from_omegaconf(node)
     check(config, given_keywords(keys))
     return config, saved_yaml(node)
+
+
+@contextlib.contextmanager
+def call_of_job(
+    job: str, keys: Mapping[str, Any], data: object
+) -> Iterator[tuple[Config, str, Source | None]]:
+    """Read a call from Python whose data set and model may be objects, which it can use inside.
+
+    Args:
+        job: name of the job.
+        keys: keywords of the call.
+        data: data set if it was given as the first argument, else None.
+
+    Yields:
+        the checked config, the same config as YAML, and the data set if it is an object.
+
+    Raises:
+        ConfigError: a keyword is unknown, or does not fit.
+        Interrupted: Ctrl-C, after a line that says what is kept.
+    """
+    from featx.models import given_factory
+    from featx.pipeline import Interrupted, kept_text
+    from featx.sources import source_of
+
+    if data is not None:
+        if "data" in keys:
+            raise ConfigError("data is given twice: as the first argument, and as data=.")
+        keys = {**keys, "data": data}
+    options, data_set = without_object(nested_keywords(keys))
+    options, model = without_model(options)
+    with given_factory(model) as factory:
+        if factory is not None:
+            options["model"] = {**options["model"], "factory": factory}
+        config, config_yaml = config_of_call(job, options)
+        if model is not None and config.is_distributed:
+            raise ConfigError(
+                "model is a Python object, which worker processes cannot import. Leave executor "
+                "out, or put what builds it into a file: model={'library': 'custom', "
+                "'factory': 'package.module:function'}."
+            )
+        try:
+            yield config, config_yaml, None if data_set is None else source_of(data_set)
+        except KeyboardInterrupt as interrupt:
+            log_message(f"\n{kept_text(config.out)}")
+            raise Interrupted(getattr(interrupt, "signum", signal.SIGINT)) from None
 
 
 def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
@@ -213,11 +265,17 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
             for name, hint in options.__annotations__.items()
         ]
         plain_signature = inspect.signature(function)
-        own_keywords = [
-            each for each in plain_signature.parameters.values() if each.kind is each.KEYWORD_ONLY
+        own = [
+            each.replace(kind=each.POSITIONAL_OR_KEYWORD)
+            if each.kind is each.POSITIONAL_ONLY
+            else each
+            for each in plain_signature.parameters.values()
+            if each.kind is not each.VAR_KEYWORD
         ]
+        names = {each.name for each in own}
         signature = inspect.Signature(
-            [*own_keywords, *keywords], return_annotation=plain_signature.return_annotation
+            [*own, *(keyword for keyword in keywords if keyword.name not in names)],
+            return_annotation=plain_signature.return_annotation,
         )
         function.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
         return function

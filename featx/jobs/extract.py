@@ -6,30 +6,35 @@ from typing import Any, Unpack
 
 from featx.analysis import FEATURES
 from featx.base import announcements, is_notebook, log_message, print_result
-from featx.config import Config, without_object
+from featx.config import Config
 from featx.export.tensorboard import RunEvents, require_tensorboard
-from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call, with_keywords
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, call_of_job, with_keywords
 from featx.jobs.keywords import ExtractOptions
 from featx.pipeline import describe_end, run_extraction, store_exit_code
-from featx.sources import source_of
 from featx.store import FeatureStore
 from featx.types import Source
 
 
 @with_keywords(ExtractOptions)
-def extract(*, verbose: bool | None = None, **keys: Unpack[ExtractOptions]) -> FeatureStore:
+def extract(
+    data: object = None, /, *, verbose: bool | None = None, **keys: Unpack[ExtractOptions]
+) -> FeatureStore:
     """Run job=extract from Python, with the options of the command and the same store.
 
-        store = featx.extract(model="resnet50", layers=["layer4"], data="photos/", out="runs/p")
+        store = featx.extract("photos/", model="resnet50", layers=["layer4"], out="runs/p")
 
     Args:
+        data: the images: a folder or another path, the name of a packaged data set, a list of
+            paths (which are the keys), arrays or Pillow images, a DataFrame or table with the
+            column path and perhaps label, a map-style data set, or a `Source` (docs/data.md). With
+            other options of the group, `data={"root": "photos/", "limit": 100}` or
+            `data={"source": dataset, "limit": 100}`.
         verbose: whether the settings are printed before the run, and a summary after it; None
             prints them except in a notebook, which shows a progress bar and what is returned.
-        keys: options of the command (`featx --help`). Short forms: `model` a name, `data` a
-            folder or the name of a packaged data set, `reduce` a name; each also takes a mapping,
-            such as `model={"name": "resnet50", "weights": None}`. `data` also takes a map-style
-            data set or a `Source` (docs/data.md), together with other options of the group as
-            `data={"source": dataset, "limit": 100}`.
+        keys: options of the command (`featx --help`). `model` is a name, a `torch.nn.Module`, or a
+            function that returns one; `reduce` is a name. Each also takes a mapping, such as
+            `model={"name": "resnet50", "weights": None}` or `model={"factory": net, "transform":
+            {"crop": 64}}`, and an option of a group may be a keyword: `data_limit=10`.
 
     Returns:
         The store, open for reading. Failed images are rows of NaN with their status; see
@@ -38,11 +43,9 @@ def extract(*, verbose: bool | None = None, **keys: Unpack[ExtractOptions]) -> F
     Raises:
         FeatxError: an error that the command would report with exit code 1 or 2.
     """
-    options, data_set = without_object(keys)
-    config, config_yaml = config_of_call("extract", options)
-    source = None if data_set is None else source_of(data_set)
     is_verbose = not is_notebook() if verbose is None else verbose
-    with announcements(is_verbose):
+    with call_of_job("extract", keys, data) as call, announcements(is_verbose):
+        config, config_yaml, source = call
         summary = _run(config, config_yaml, source)
     if is_verbose:
         print_result(describe_end(summary, config.out))

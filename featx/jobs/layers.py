@@ -10,7 +10,14 @@ import numpy as np
 
 from featx.base import facts, log_message, name_text, print_result
 from featx.config import PRESETS, Config, DataConfig, ReduceConfig, captures, layer_requests
-from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
+from featx.errors import (
+    ConfigError,
+    DataError,
+    LayerError,
+    MissingExtraError,
+    ModelError,
+    WeightsError,
+)
 from featx.jobs.base import JOBS, Input, Job
 from featx.layers import Trace
 from featx.models import build_backbone, resolve_library
@@ -45,7 +52,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.engine import Compute, Engine
 
     device = choose_device(config.device)
-    backbone = build_backbone(config.model, config.seed)
+    backbone = _backbone(config)
     image, key = _first_image(config, source, listing, backbone)
     precision = "fp32" if config.precision == "auto" else config.precision
     batch_size = 1 if config.batch_size == "auto" else int(config.batch_size)
@@ -82,6 +89,18 @@ def run(config: Config, config_yaml: str) -> int:
     ]
     print_result("\n\n".join(parts))
     return 0
+
+
+def _backbone(config: Config) -> Backbone:
+    """Build the model; with random weights if its own are not on this machine."""
+    try:
+        return build_backbone(config.model, config.seed)
+    except WeightsError as error:
+        # A table of layers needs no weights; a file that the user names is an error.
+        if config.model.weights != "default" or config.job.show == "values":
+            raise
+        log_message(f"{error}\nThe layers are those of the model with random weights.", "warning")
+        return build_backbone(replace(config.model, weights=None), config.seed)
 
 
 def _rows(config: Config, engine: Engine, traced: Trace, profiled: Profile) -> list[dict[str, Any]]:

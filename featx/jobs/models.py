@@ -30,11 +30,27 @@ def run(config: Config, config_yaml: str) -> int:
     """Print recommended models, or the models that match a query; returns the exit code 0."""
     disk = WeightsOnDisk()
     models = listed_models(disk.transformers_models())
-    if config.models.query is None:
-        print_summary(config, *_overview(models, disk))
+    query, limit = config.models.query, config.models.limit
+    if config.models.local:
+        models = [entry for entry in models if disk.size_of(entry)]
+    if query is not None:
+        print_summary(config, *_search(query, limit, models, disk))
+    elif config.models.local:
+        print_summary(config, *_local(models, limit, disk))
     else:
-        print_summary(config, *_search(config.models.query, config.models.limit, models, disk))
+        print_summary(config, *_overview(models, disk))
     return 0
+
+
+def _local(
+    models: Sequence[CatalogueEntry], limit: int, disk: WeightsOnDisk
+) -> Iterator[Any]:
+    """Yield the models whose weights are on this machine as JSON types, and sections."""
+    shown = models[:limit]
+    yield {"models": [_as_json(entry, disk) for entry in models]}
+    yield counted(len(models), "model has", "models have") + " weights on this machine"
+    yield _table(shown, disk) if shown else None
+    yield _notes(shown) or None
 
 
 def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> Iterator[Any]:

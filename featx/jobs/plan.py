@@ -27,11 +27,11 @@ _TRIAL_BATCHES = 2
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Print time, disk space, memory and what they rest on; returns the exit code 0."""
+    """Print time, disk space, memory and what they rest on; returns 1 if the run would fail."""
     with build_run_context(config, config_yaml, FEATURES, FeatureOutput(config)) as context:
         plan = _plan(config, context)
         print_summary(config, plan, *_sections(context, plan))
-    return 0
+    return 1 if _obstacle(plan) else 0
 
 
 def _plan(config: Config, context: RunContext) -> dict[str, Any]:
@@ -60,6 +60,7 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
         },
         **compute.as_dict(),
         "part_rows": context.part_rows,
+        "packs": config.pack is True,
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
         "disk_free": disk_free,
@@ -71,12 +72,16 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
 
 
 def _seconds_per_image_read(context: RunContext) -> float | None:
-    """Measure reading and decoding the first images with all threads, without the model."""
+    """Measure reading and decoding the first images without the model; None if all of them fail."""
     size = min(len(context.listing), 8 * context.loader.num_decoders)
     part = Part(0, 0, min(len(context.listing), size * _TRIAL_BATCHES))
     started_at = time.perf_counter()
-    count = sum(batch.count for _, batch in context.loader.batches([part], size))
-    return (time.perf_counter() - started_at) / count
+    batches = [batch for _, batch in context.loader.batches([part], size)]
+    elapsed_s = time.perf_counter() - started_at
+    count = sum(batch.count for batch in batches)
+    if sum(len(batch.failures) for batch in batches) == count:
+        return None
+    return elapsed_s / count
 
 
 def _sections(context: RunContext, plan: dict[str, Any]) -> list[Section]:
@@ -89,9 +94,10 @@ def _sections(context: RunContext, plan: dict[str, Any]) -> list[Section]:
         f"{counted(plan['rows'], 'image')}: about {time_text(plan['seconds'])} after the start, "
         f"{needed} of features."
     )
-    # The disk has to hold the parts and the packed file.
-    if free is not None and plan["disk_free"] <= plan["disk_needed_while_packing"]:
+    if not _fits(plan):
         answer += "\nNOT ENOUGH disk space: choose another out=DIR, a reduction, or pack=false."
+    elif free is not None and plan["disk_free"] <= plan["disk_needed_while_packing"]:
+        answer += "\nToo little disk space to pack: the parts are kept."
     disk = f"{needed}, in an object store"
     if free is not None:
         disk = f"{needed}, {peak} at the peak; {free} free"
@@ -111,7 +117,22 @@ def _sections(context: RunContext, plan: dict[str, Any]) -> list[Section]:
         *describe_computation(context),
         ("output", f"{shown_path(parse_path(context.config.out))}, nothing was written"),
     ]
-    return [answer, rows, "The same command without job=plan runs it."]
+    return [answer, rows, _obstacle(plan) or "The same command without job=plan runs it."]
+
+
+def _obstacle(plan: dict[str, Any]) -> str:
+    """Return why the command without job=plan would fail, or ''."""
+    if not _fits(plan):
+        return "The same command without job=plan would fail: the disk has too little space."
+    if plan["images_per_second_read"] is None:
+        return "The same command without job=plan would fail: none of the images tried can be read."
+    return ""
+
+
+def _fits(plan: dict[str, Any]) -> bool:
+    """Return whether the disk has room for the parts, and for the packed file if that is asked."""
+    needed = plan["disk_needed_while_packing" if plan["packs"] else "disk_needed"]
+    return plan["disk_free"] is None or bool(plan["disk_free"] > needed)
 
 
 JOBS.register(

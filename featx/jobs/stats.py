@@ -15,7 +15,7 @@ from featx.base import (
     print_result,
     shown_path,
 )
-from featx.config import Config, StatsConfig, given_by_value, without_object
+from featx.config import Config, StatsConfig, given_by_value
 from featx.errors import ConfigError, counted
 from featx.jobs.base import (
     JOBS,
@@ -25,26 +25,28 @@ from featx.jobs.base import (
     Section,
     Table,
     as_text,
-    config_of_call,
+    call_of_job,
     print_summary,
     with_keywords,
 )
 from featx.jobs.keywords import StatsOptions
 from featx.pipeline import exit_code
-from featx.sources import source_of
 
 if TYPE_CHECKING:
     from featx.analysis.statistics import Statistics
 
 
 @with_keywords(StatsOptions)
-def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Statistics:
+def stats(
+    data: object = None, /, *, verbose: bool | None = None, **keys: Unpack[StatsOptions]
+) -> Statistics:
     """Run job=stats from Python, with the options of the command and the same file.
 
-        statistics = featx.stats(model="resnet50", layers=["avgpool"], data="photos/", out="runs/p")
+        statistics = featx.stats("photos/", model="resnet50", layers=["avgpool"], out="runs/p")
         statistics["avgpool"].covariance()
 
     Args:
+        data: as of `featx.extract`.
         verbose: as of `featx.extract`.
         keys: as of `featx.extract`; `stats` takes a mapping, such as
             `stats={"observation": "position"}`.
@@ -62,11 +64,9 @@ def stats(*, verbose: bool | None = None, **keys: Unpack[StatsOptions]) -> Stati
         stats_of_store,
     )
 
-    options, data_set = without_object(keys)
-    config, config_yaml = config_of_call("stats", options)
-    source = None if data_set is None else source_of(data_set)
     is_verbose = not is_notebook() if verbose is None else verbose
-    with announcements(is_verbose):
+    with call_of_job("stats", keys, data) as call, announcements(is_verbose):
+        config, config_yaml, source = call
         if config.store is None:
             summary = run_stats(config, config_yaml, source)
         else:

@@ -13,6 +13,7 @@ from .conformance_trial import compare_with_plain_path as compare_with_plain_pat
 from .conformance_trial import enforce as enforce
 from .conformance_trial import take_plain_path as take_plain_path
 from .extraction import check_extraction as check_extraction
+from .extraction import kept_text as kept_text
 from .extraction import run_extraction as run_extraction
 from .extraction import run_output as run_output
 from .extraction import store_exit_code as store_exit_code

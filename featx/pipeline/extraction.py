@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from featx.base import announce, log_message
+from featx.base import announce, log_message, shown_path
 from featx.config import Config
-from featx.errors import StoreMismatchError, counted
+from featx.errors import StoreError, StoreMismatchError, counted
 from featx.pipeline.executors import check_executor, run_distributed
 from featx.pipeline.feature_output import FeatureOutput, Observe
 from featx.pipeline.finished_run import command_digest
@@ -17,13 +17,16 @@ from featx.pipeline.output import Output
 from featx.pipeline.row_failures import exit_code, failures_text
 from featx.pipeline.run_context import EngineSpec, RunContext, build_run_context
 from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
-from featx.storage import parse_path
+from featx.storage import is_url, parse_path
 from featx.store import (
     DamagedManifestError,
     Heartbeat,
     Manifest,
     layout,
+    load_manifest,
     merge_manifest,
+    missing_parts,
+    read_result,
 )
 from featx.types import Source
 
@@ -53,8 +56,45 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
+    if _has_only_failures(config):
+        log_message(f"every row of {shown_path(parse_path(config.out))} failed: it is begun anew.")
+        config = replace(config, overwrite=True)
     output = FeatureOutput(config, config_yaml, known_rows_only, observe, source)
     return run_output(output, config_yaml, engine_spec)
+
+
+def _has_only_failures(config: Config) -> bool:
+    """Return whether the store holds no features, and the command does not say what to mend."""
+    if config.overwrite or config.retry_failed or config.refresh or config.grow:
+        return False
+    try:
+        summary = read_result(parse_path(config.out) / layout.SUMMARY)
+    except (OSError, StoreError):
+        return False
+    return bool(0 < summary.get("rows", 0) == summary.get("failures"))
+
+
+def kept_text(out: str) -> str:
+    """Say how many rows of the store of an interrupted run are kept.
+
+    Args:
+        out: path or URL of the store.
+    """
+    path = parse_path(out)
+    if is_url(path):
+        return "stopped; the complete parts are kept, and the same command resumes."
+    try:
+        manifest = load_manifest(path)[0]
+        if manifest is None:
+            return "stopped; nothing was written yet."
+        missing = [sum(map(len, parts)) for _, parts in missing_parts(path, manifest)]
+    except (OSError, StoreError):
+        return "stopped; the same command resumes after the last complete part."
+    kept = manifest.num_rows - max(missing, default=0)
+    return (
+        f"stopped; {kept} of {counted(manifest.num_rows, 'row')} are kept in {shown_path(path)}, "
+        "and the same command resumes."
+    )
 
 
 def check_extraction(

@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from featx.base import log_message, shown_path
+from featx.base import log_message, shown_path, size_text
 from featx.config import Config
-from featx.errors import ConfigError, RunError
+from featx.errors import ConfigError, RunError, StorageError
 from featx.pipeline.finished_run import FinishedRun
 from featx.pipeline.loop import RunObserver
 from featx.pipeline.output import Output, seconds_of_part
@@ -36,6 +36,7 @@ from featx.store import (
     StoreSession,
     begin_part,
     layout,
+    leftover_bytes,
     load_manifest,
     missing_parts,
     pack_parts,
@@ -188,11 +189,26 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     @contextlib.contextmanager
     def open(self, context: RunContext) -> Iterator[None]:
         """Hold the store; write the config into it."""
+        self._check_room(context)
         self.context = context
         self.session = StoreSession(self.root, context.as_run(), context.listing, self.config.grow)
         with self.session.hold(self.config.overwrite):
             self.session.write_config(self._config_yaml)
             yield
+
+    def _check_room(self, context: RunContext) -> None:
+        """Refuse a new store for which the disk has no room."""
+        is_new = not self.config.overwrite and self._stored is None
+        if not is_new or self.config.codec != "none" or is_url(self.root):
+            return
+        needed = context.row_bytes * len(context.listing)
+        free = AtomicFolder(self.root).free_bytes() + leftover_bytes(self.root)
+        if needed > free:
+            raise StorageError(
+                f"the features need {size_text(needed)}, and {size_text(free)} are free at "
+                f"{self.root}. Nothing was written. Free some space, choose another out=DIR, or a "
+                "reduction, such as reduce=avg. Afterwards:"
+            )
 
     def describe(self) -> RunDescription:
         """Describe the run before it starts."""

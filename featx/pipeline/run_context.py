@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import keep_freed_memory, name_text, resident_memory
+from featx.base import keep_freed_memory, log_step, name_text, resident_memory
 from featx.config import Config, ReduceConfig
 from featx.errors import DataError, counted
 from featx.images import ImagePolicy
@@ -23,7 +23,17 @@ from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_metrics import StepTimer
 from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
-from featx.types import Batch, Failure, LayerSpec, Listing, ResumeState, Source, StoreHeader
+from featx.types import (
+    NO_STATE,
+    Batch,
+    Failure,
+    LayerSpec,
+    Listing,
+    PathSource,
+    ResumeState,
+    Source,
+    StoreHeader,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +48,9 @@ if TYPE_CHECKING:
 
 _FEWEST_TRIAL_IMAGES = 8
 """Number of trial images of the shortest runs, as far as the data set has so many."""
+
+_TRIED_PATHS = 16
+"""Number of images of which one must exist before a model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +238,7 @@ def build_run_context(
     timer.end("listing")
 
     # From here on torch is needed, which takes seconds to import.
+    log_step("importing PyTorch ...")
     from featx.base import cpu_threads
     from featx.engine import batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader
@@ -236,6 +250,7 @@ def build_run_context(
         cpus, resume_state = model.cpus, model.resume_state
         # The trial passes use all threads; the run itself may use fewer per batch.
         stack.enter_context(cpu_threads(batch_parallelism.trial_threads(cpus, resume_state)))
+        log_step("trying the settings on some images ...")
         preprocess = model.engine.backbone.preprocess
         decoding = DecodeSettings.of_run(config, preprocess, listing, resume_state)
         loader = stack.enter_context(Loader(source, listing, decoding, model.engine.device))
@@ -291,7 +306,33 @@ def _list_images(request: _Request) -> tuple[Source, Listing]:
     ImagePolicy.from_config(config.data)  # reports an invalid background colour before loading
     resolve_library(config.model)
     codecs.filters(config.codec)
+    is_new = request.target.resume_state(set()) is None
+    if is_new and config.allowed_failures(len(listing)) < len(listing):
+        _refuse_missing_images(source, listing)
     return source, listing
+
+
+def _refuse_missing_images(source: Source, listing: Listing) -> None:
+    """Refuse a data set of paths if none of some images, spread evenly over it, exists."""
+    if not isinstance(source, PathSource):
+        return
+    rows = _spread_rows(len(listing), _TRIED_PATHS)
+    try:
+        states = source.states(listing.keys[rows])
+    except (FileNotFoundError, NotADirectoryError):  # of the folder that paths start from
+        states = np.full(len(rows), NO_STATE)
+    if states is not None and (states == NO_STATE).all():
+        tried = f"{counted(len(rows), 'image')} that {'was' if len(rows) == 1 else 'were'} tried"
+        first = bytes(listing.keys[rows[0]])
+        raise DataError(
+            f"none of {tried}, of {len(listing)}, exists. "
+            f"{name_text(first)!r} was looked for at {source.place(first)}."
+        )
+
+
+def _spread_rows(num_rows: int, count: int) -> npt.NDArray[np.int64]:
+    """Return some rows, spread evenly over the data set."""
+    return np.unique(np.linspace(0, num_rows - 1, count).astype(np.int64))
 
 
 def _open_model(
@@ -312,6 +353,7 @@ def _open_model(
     devices = choose_devices(config.device, executor.gpu_indices, local_workers)
     if devices[0].type == "cpu":
         keep_freed_memory()  # before any thread allocates
+    log_step(f"loading {config.model.name} ...")
     backbone = build_backbone(config.model, config.seed)
     stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
     timer.end("weights")
@@ -398,7 +440,7 @@ def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages
 
     from featx.pipeline.conformance_trial import TrialImages
 
-    rows = np.unique(np.linspace(0, num_rows - 1, count).astype(int))
+    rows = _spread_rows(num_rows, count)
     results = list(loader.results(rows.tolist()))
     failures = [result for result in results if isinstance(result, Failure)]
     pairs = zip(rows.tolist(), results, strict=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from featx.base import log_message
+from featx.base import log_message, log_step
 from featx.config import Config
-from featx.errors import ConfigError, StoreMismatchError
+from featx.errors import ConfigError, StoreMismatchError, counted
+from featx.images import num_heic_without_decoder
 from featx.sources import check_class_names, open_source, similar_names, with_boxes
 from featx.storage import parse_path
 from featx.store import (
@@ -45,12 +47,20 @@ def list_images(
         StoreMismatchError: rows of the store are missing from the data set, or the data set has new
             rows and grow=true is not given.
     """
+    log_step(f"listing the images of {config.data.root or config.data.name} ...")
     source = open_source(config.data) if source is None else with_boxes(source, config.data)
     listing = source.listing()
+    log_step(f"{counted(len(listing), 'image')} listed")
     check_class_names(listing.classes)
     for warning in (*listing.warnings, *similar_names(listing.classes)):
         log_message(warning, level="warning")
-    listing = listing if config.data.limit is None else listing.head(config.data.limit)
+    listing = _some_rows(listing, config)
+    if num_heic := num_heic_without_decoder(listing.keys):
+        log_message(
+            f"{counted(num_heic, 'image is', 'images are')} HEIC, which needs "
+            'pip install "featx[heif]"; without it their rows fail.',
+            level="warning",
+        )
     if stored is not None:
         root = parse_path(config.out)
         before = _stored_listing(root, stored, listing)
@@ -62,6 +72,24 @@ def list_images(
         if new_rows > 0 and not config.grow:
             raise StoreMismatchError(growth_message(root, new_rows))
     return source, listing
+
+
+def _some_rows(listing: Listing, config: Config) -> Listing:
+    """Return the rows that data.limit or data.sample takes, and note how many there are."""
+    limit, sample = config.data.limit, config.data.sample
+    taken = listing
+    if limit is not None:
+        taken = listing.head(limit)
+    elif sample is not None:
+        taken = listing.sample(sample)
+    if len(taken) == len(listing):
+        return listing
+    option = f"data.limit={limit}" if limit is not None else f"data.sample={sample}"
+    skipped = {
+        **taken.skipped,
+        f"of {counted(len(listing), 'image')} by {option}": (len(listing) - len(taken)),
+    }
+    return replace(taken, skipped=skipped)
 
 
 def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featx.base import WIDTH, command_text, facts, shown_path, size_text, table
-from featx.config import Config, TransformConfig
+from featx.config import Config, TransformConfig, UnpreparedModelConfig
 from featx.errors import counted
 from featx.storage import parse_path
 from featx.store import layout
@@ -78,9 +78,19 @@ def describe_request(context: RunContext) -> list[tuple[str, str]]:
     # Only model libraries whose preprocessing can be changed have the option.
     if getattr(config.model, "transform", None) not in (None, TransformConfig()):
         rows.append(("transform", header.transform))
+    elif isinstance(config.model, UnpreparedModelConfig):
+        rows.append(("transform", assumed_text(header.transform)))
     if config.decode != "fast":
         rows.append(("decode", config.decode))
     return rows
+
+
+def assumed_text(transform: str) -> str:
+    """Describe the transform of a model that brings none, and how to state another."""
+    return (
+        f"{transform}: assumed, because the model brings none; model.transform.resize, crop, mean "
+        "and std state another (in Python model_transform_resize=... and so on)"
+    )
 
 
 def describe_computation(context: RunContext) -> list[tuple[str, str]]:
@@ -253,7 +263,9 @@ def _verdict(summary: Mapping[str, Any]) -> str:
         size_text(summary["bytes"]),
         f"{rate:.1f} images/s" if rate else "nothing was left to do",
     ]
-    limit = f" Limited by {summary['bottleneck']}." if summary["bottleneck"] else ""
+    # A run of which most images failed says nothing about what would make it faster.
+    is_telling = summary["bottleneck"] and 2 * summary["failures"] < summary["rows"]
+    limit = f" Limited by {summary['bottleneck']}." if is_telling else ""
     return f"Done: {', '.join(parts)}.{limit}"
 
 

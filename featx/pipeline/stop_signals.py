@@ -8,13 +8,14 @@ import threading
 from collections.abc import Iterator
 
 from featx.base import log_message, signal_handlers
+from featx.errors import ShortTraceback
 from featx.storage import s3_outage
 
 GRACE_S = 5.0
 """Seconds that a batch may still take after such a signal before it is cut short."""
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(ShortTraceback, KeyboardInterrupt):
     """Raised when a signal ends the run; complete parts are committed.
 
     Attributes:

@@ -2,6 +2,7 @@ from .base import FolderSource as FolderSource
 from .folder import FolderOptions as FolderOptions
 from .labels import check_class_names as check_class_names
 from .labels import similar_names as similar_names
+from .python import MapSource as MapSource
 from .python import source_of as source_of
 from .registry import SOURCES as SOURCES
 from .registry import SourceMember as SourceMember

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import name_bytes, name_text
+from featx.config import source_of_path
 from featx.errors import DataError
 from featx.store import layout
 from featx.types import IMAGE_STATE, NO_STATE, ImageFault, Listing, Status
@@ -176,10 +177,11 @@ class FolderSource:
         """
         if not self.root.is_dir():
             what = "is a file, not a folder" if self.root.exists() else "does not exist"
+            kind = source_of_path(str(self.root)) if self.root.is_file() else "folder"
+            hint = f" Such a file is read with data={kind}." if kind != "folder" else ""
             raise DataError(
                 f"data.root={self.root} {what} (taken from {Path.cwd()}). "
-                "Give the folder that holds your images or their class folders."
-                f"{_kind_of(self.root)}"
+                f"Give the folder that holds your images or their class folders.{hint}"
             )
         info = self.root.stat()
         self._identity = info.st_dev, info.st_ino
@@ -376,20 +378,6 @@ SYSTEM_FOLDERS = frozenset(
     b"lost+found".split()
 ) | {b"system volume information"}
 """Lower-case names of folders that NAS devices and operating systems add to folders of images."""
-
-_OTHER_KINDS = {
-    "webdataset": (".tar", ".tgz", ".gz"),
-    "table": (".csv", ".tsv", ".parquet"),
-    "hdf5": (".h5", ".hdf5"),
-}
-
-
-def _kind_of(path: Path) -> str:
-    """Return a sentence with the data source for a file of this extension, or ''."""
-    for kind, suffixes in _OTHER_KINDS.items():
-        if path.is_file() and path.suffix.lower() in suffixes:
-            return f" Such a file is read with data={kind}."
-    return ""
 
 
 class _Folder(NamedTuple):

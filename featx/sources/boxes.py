@@ -110,11 +110,11 @@ class BoxedSource:
     def _lines(self) -> tuple[list[_Line], bool]:
         """Read the table. Returns the lines, and whether the table has a column `label`."""
         try:
-            check_csv(self._file)
+            delimiter = check_csv(self._file)
             with self._file.open(
                 newline="", encoding="utf-8-sig", errors="surrogateescape"
             ) as file:
-                reader = csv.DictReader(file)
+                reader = csv.DictReader(file, delimiter=delimiter)
                 names = list(reader.fieldnames or [])
                 for wanted in (*COLUMNS, "label"):
                     if (name := find_column(names, wanted)) is not None:
@@ -154,7 +154,7 @@ class BoxedSource:
                 number = "more" if None in line else "fewer"
                 raise DataError(
                     f"data.boxes={self._file}, line {reader.line_num}: there are {number} fields "
-                    "than columns. A comma in a field needs quotes around it; a field may be empty."
+                    "than columns. A delimiter in a field needs quotes; a field may be empty."
                 )
             numbers = [str(line[name]).strip() for name in COLUMNS[1:]]
             are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)

@@ -79,12 +79,11 @@ def read_class_map(file: Path) -> dict[str, str | int]:
     """
     is_json = file.suffix.lower() == ".json"
     try:
-        if not is_json:
-            check_csv(file)
+        delimiter = "" if is_json else check_csv(file)
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.classes={file} cannot be read as text: {error}.") from error
-    pairs = _from_json(file, text) if is_json else _from_csv(file, text)
+    pairs = _from_json(file, text) if is_json else _from_csv(file, text, delimiter)
     names = dict(pairs)
     if len(names) < len(pairs):
         folders = [folder for folder, _ in pairs]
@@ -112,9 +111,9 @@ def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
     return pairs
 
 
-def _from_csv(file: Path, text: str) -> list[tuple[str, str | int]]:
+def _from_csv(file: Path, text: str, delimiter: str) -> list[tuple[str, str | int]]:
     """Parse CSV lines into pairs."""
-    rows = [row for row in csv.reader(text.splitlines()) if row]
+    rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter) if row]
     for line in rows:
         if len(line) != 2:
             raise DataError(

@@ -13,9 +13,9 @@ from PIL import Image, ImageFile
 
 from featx.base import name_bytes
 from featx.config import OBJECT_SOURCE, DataConfig
-from featx.errors import DataError
+from featx.errors import DataError, counted
 from featx.sources.base import FolderSource, of_other_paths
-from featx.sources.labels import Labels, check_indices, from_values
+from featx.sources.labels import Labels, check_indices, find_column, from_values
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import find_row, find_rows, numbered_keys, sorting_order
@@ -32,6 +32,9 @@ from featx.types import (
 )
 
 _ORIGIN = "labels of the data set"
+
+_FRAMES = ("pandas", "polars", "pyarrow")
+"""Packages of tables."""
 
 _FILES = FolderSource(Path("/"))
 """Reader of files at any path: the paths come from the user's own code, so they are not
@@ -67,12 +70,43 @@ def source_of(data: object) -> Source:
             f"the data set is {os.fspath(data)!r}, a path, and expected is an object. A path is an "
             "option: data={'name': 'folder', 'root': PATH}, or only data=PATH."
         )
+    if type(data).__module__.partition(".")[0] in _FRAMES:
+        return MapSource(_rows_of_frame(data), paths_are_keys=True)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        return MapSource(data)
+        return MapSource(data, paths_are_keys=True)
     raise DataError(
         f"data is a {type(data).__name__}; expected a path, a mapping, a data set with __len__ "
         "and __getitem__ (a list will do), or an object with listing() and read(key)."
     )
+
+
+def _rows_of_frame(frame: Any) -> list[Any]:
+    """Return the paths of a table of pandas, Polars or Arrow, with their labels if it has some."""
+    names = [str(name) for name in getattr(frame, "column_names", None) or frame.columns]
+    column = find_column(names, "path") or find_column(names, "image")
+    if column is None:
+        raise DataError(
+            f"data has no column path or image; it has {', '.join(names)}. Rename the column of "
+            "the paths, or give a list of them."
+        )
+    paths = _list_of(frame[column])
+    bad = [row for row, path in enumerate(paths) if not isinstance(path, str | os.PathLike)]
+    if bad:
+        first = ", ".join(map(str, bad[:5])) + (", ..." if bad[5:] else "")
+        raise DataError(f"data has {counted(len(bad), 'row')} without a path: {first}.")
+    label = find_column(names, "label")
+    if label is None:
+        return paths
+    return list(zip(paths, _list_of(frame[label]), strict=True))
+
+
+def _list_of(column: Any) -> list[Any]:
+    """Return a column of a table of pandas, Polars or Arrow as a list; missing values are None."""
+    for method in ("to_pylist", "to_list", "tolist"):
+        if hasattr(column, method):
+            values = getattr(column, method)()
+            return [None if value != value else value for value in values]
+    return list(column)
 
 
 class MapSource:
@@ -81,14 +115,16 @@ class MapSource:
     An image is a Pillow image, an array as for `encode_array`, encoded bytes, or the path of a
     file. Labels come from `dataset.targets`, else from `dataset.labels`, else from every item,
     which is then read once before the run (only the first item if it has no label). Keys are
-    `dataset.keys` if that is a list of str or bytes, else row numbers.
+    `dataset.keys` if that is a list of str or bytes, else row numbers; of a list of different paths
+    they are the paths, if `paths_are_keys`.
 
     Items are read one at a time, whatever the number of reading threads: data sets made for worker
     processes are often not thread-safe.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, paths_are_keys: bool = False) -> None:
         self._dataset = dataset
+        self._paths_are_keys = paths_are_keys
         self._lock = threading.RLock()
         self._keys: npt.NDArray[np.bytes_] | None = None
         self._rows: npt.NDArray[np.int64] | None = None
@@ -181,11 +217,18 @@ class MapSource:
             states[list(paths)] = of_other_paths(files, paths.values())
         return states
 
+    def place(self, key: bytes) -> str:
+        """Return the path of a row."""
+        assert self._rows is not None
+        assert self._keys is not None
+        row = int(self._rows[find_row(self._keys, key)])
+        return str(Path(_split(self._dataset[row])[0]).absolute())
+
     def _keys_of(self, count: int) -> npt.NDArray[np.bytes_]:
         """Return (count,) keys: `dataset.keys` if present, else row numbers."""
         keys_attribute = getattr(self._dataset, "keys", None)
         if keys_attribute is None or callable(keys_attribute):  # callable: the method of a mapping
-            return numbered_keys(count)
+            return self._path_keys() if self._paths_are_keys else numbered_keys(count)
         try:
             keys = [name_bytes(key) for key in keys_attribute]
         except (TypeError, UnicodeEncodeError) as error:
@@ -199,6 +242,17 @@ class MapSource:
                 "for each, not empty and without NUL."
             )
         return np.array(keys, dtype=np.bytes_)
+
+    def _path_keys(self) -> npt.NDArray[np.bytes_]:
+        """Return the paths of a list of different paths as keys, else row numbers."""
+        numbers = numbered_keys(len(self._dataset))
+        if not isinstance(self._dataset, list | tuple):
+            return numbers
+        items = [each[0] if isinstance(each, tuple | list) else each for each in self._dataset]
+        if not all(isinstance(item, str | os.PathLike) for item in items):
+            return numbers
+        keys = {os.fsencode(item): None for item in items}
+        return np.array(list(keys), dtype=np.bytes_) if len(keys) == len(items) else numbers
 
     def _labels_of(self, count: int) -> Labels:
         """Return labels and class names from the attributes of the data set, or from its items."""

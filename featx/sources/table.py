@@ -6,6 +6,7 @@ Hugging Face's data sets use, or as plain binary values.
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import threading
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from featx.base import import_extra, name_text
 from featx.config import column_name_problem, options
-from featx.errors import ConfigError, DataError
+from featx.errors import ConfigError, DataError, counted
 from featx.sources.base import FolderSource
 from featx.sources.csv_check import Quoting
 from featx.sources.labels import (
@@ -36,11 +37,17 @@ from featx.sources.path_patterns import base_of, find_files, is_pattern
 from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import numbered_keys, sorting_order
 from featx.sources.table_columns import column_values, text_bytes
-from featx.sources.table_files import ENDINGS, CsvTable, ParquetTable, Table
+from featx.sources.table_files import ENDINGS, CsvForm, CsvTable, ParquetTable, Table
 from featx.types import Listing, Source
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
 """Regular expression for paths that may lead out of the folder, or that are not paths of files."""
+
+_NAMED_ROWS = 5
+"""Number of rows with a problem that a message names."""
+
+_DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}
+"""Words for delimiters, which no shell takes for its own."""
 
 
 @options("data")
@@ -62,11 +69,45 @@ class TableOptions(ColumnOptions):
     quoting: Quoting = "line"
     """Meaning of double quotes in CSV: line (they enclose a cell of one line), multiline (of any
     lines, as captions may have) or none (they are characters)."""
+    delimiter: str | None = None
+    """Character between the cells of CSV, or comma, semicolon, tab or pipe; null takes the one that
+    is most frequent in the header."""
+    encoding: str = "utf-8"
+    """Encoding of the text of CSV, such as cp1252, in which Excel writes 'CSV'; a byte order mark
+    of UTF-8 is left out in any case."""
+
+    @property
+    def csv_form(self) -> CsvForm:
+        """Form of CSV files."""
+        delimiter = _DELIMITERS.get(self.delimiter or "", self.delimiter)
+        return CsvForm(delimiter, self.encoding, self.quoting)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        delimiter = self.csv_form.delimiter
+        if delimiter is not None and (
+            len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n\0'
+        ):
+            raise ConfigError(
+                f"data.delimiter={self.delimiter}: expected one character, or one of "
+                "comma, semicolon, tab and pipe."
+            )
+        _check_encoding(self.encoding)
         if self.columns is not None and (problem := column_name_problem(self.columns)):
             raise ConfigError(f"data.columns: {problem}")
+
+
+def _check_encoding(name: str) -> None:
+    """Refuse an encoding that Python does not know, or that is no superset of ASCII."""
+    try:
+        is_ascii = ',;\t"\n'.encode(name) == b',;\t"\n' and codecs.lookup(name)._is_text_encoding
+    except (LookupError, UnicodeError, ValueError):
+        is_ascii = False
+    if not is_ascii:
+        raise ConfigError(
+            f"data.encoding={name}: expected an encoding that contains ASCII, such as utf-8, "
+            "cp1252 or latin-1. A table of UTF-16 is saved as UTF-8 first (in Excel: 'CSV UTF-8')."
+        )
 
 
 def open_source(config: TableOptions) -> Source:
@@ -93,7 +134,7 @@ class TableSource:
         self._path_column = config.path_column
         self._label_column = config.label_column
         self._column_names = sorted(config.columns or ())
-        self._quoting = config.quoting
+        self._form = config.csv_form
         self._follow_links = config.follow_links
         self._root = (
             Path(config.image_root).expanduser() if config.image_root else _folder_of(self._origin)
@@ -128,6 +169,14 @@ class TableSource:
             return self._images.read(key)
         return self._folder.read_inside(key)
 
+    def place(self, key: bytes) -> str:
+        """Return where the file of a row is looked for, and how to look elsewhere."""
+        path = os.path.join(os.path.abspath(self._root), name_text(key))  # noqa: PTH100
+        return (
+            f"{path}. Paths of {self._origin} start from {self._root.absolute()}; "
+            "data.image_root=DIR says where else"
+        )
+
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
         """Return the states of the image files, or of the Parquet files that contain the images."""
         return self._folder.states(keys) if self._images is None else self._images.states(keys)
@@ -141,7 +190,7 @@ class TableSource:
             )
         files = [Path(path) for _, path in tables]
         is_single = files == [Path(self._origin)]
-        table = Table(files, self._origin, self._quoting)
+        table = Table(files, self._origin, self._form)
         column = self._find_image_column(table.names)
         table.check_has(column)
         label_column = choose_label_column(table.names, self._label_column, self._origin)
@@ -155,8 +204,8 @@ class TableSource:
                 if isinstance(part, ParquetTable)
             ]
         else:
-            columns = zip(files, table.columns(column), strict=True)
-            keys_of_files = [self._paths(file, paths) for file, paths in columns]
+            columns = zip(table.parts, table.columns(column), strict=True)
+            keys_of_files = [self._paths(part, paths) for part, paths in columns]
         keys = np.concatenate(keys_of_files)
         if not len(keys):
             raise DataError(f"{self._origin} has no rows.")
@@ -224,37 +273,44 @@ class TableSource:
             columns[name] = values[order]
         return columns
 
-    def _paths(self, file: Path, column: Any) -> npt.NDArray[np.bytes_]:
+    def _paths(self, part: CsvTable | ParquetTable, column: Any) -> npt.NDArray[np.bytes_]:
         """Check a column of paths and convert it to (n,) fixed-length bytes."""
         import pyarrow.compute as pc
 
         empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
-        if (row := pc.index(empty, True).as_py()) >= 0:
-            raise DataError(f"{file}: row {row} has no path.")
-        if (first := pc.index(pc.match_substring(column, "\\"), True).as_py()) >= 0:
-            path = column[first].as_py()
-            if not (self._root / path).exists():
-                raise DataError(
-                    f"{file}: {path!r} in row {first} has backslashes, as paths of Windows have, "
-                    f"and there is no such file in {self._root}. Write paths with /."
-                )
+        problems: dict[str, list[int]] = {}
+        if rows := _true_rows(empty):
+            problems["without a path"] = rows
         # Arrow rejects text that is not UTF-8, so every path here encodes to the bytes of the file.
         # Only suspicious paths are checked one by one in Python.
-        for path in column.filter(pc.match_substring_regex(column, _SUSPECT)).to_pylist():
-            self._check_path(file, path)
+        for row in _true_rows(pc.match_substring_regex(column, rf"{_SUSPECT}|\\")):
+            if problem := self._problem(column[row].as_py()):
+                problems.setdefault(problem, []).append(row)
+        if problems:
+            sentences = [
+                f"{counted(len(rows), 'row')} {problem}: {_rows_text(part, column, rows)}."
+                for problem, rows in problems.items()
+            ]
+            raise DataError(f"{part.file}: " + "\n".join(sentences))
         return text_bytes(column)
 
-    def _check_path(self, file: Path, path: str) -> None:
-        """Raise DataError if a path is a URL, contains NUL, or leads out of the folder."""
+    def _problem(self, path: str) -> str | None:
+        """Return what is wrong with rows of such a path: a URL, NUL, or a way out of the folder."""
         if "\0" in path or re.search(r"^[a-z0-9]+://", path):
-            raise DataError(f"{file}: {path!r} is no path of a file.")
+            return "whose path is no path of a file"
+        if "\\" in path and not (self._root / path).exists():
+            return (
+                "whose path has backslashes, as paths of Windows have (write /), "
+                f"and is no file in {self._root}"
+            )
         path_in_root = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
         inside = os.path.abspath(self._root)  # noqa: PTH100
         if not self._follow_links and os.path.commonpath((path_in_root, inside)) != inside:
-            raise DataError(
-                f"{file}: {path!r} leads out of {self._root}. data.image_root=DIR is the folder "
-                "that paths start from; data.follow_links=true allows any path."
+            return (
+                f"whose path leads out of {self._root} (data.image_root=DIR is the folder that "
+                "paths start from; data.follow_links=true allows any path)"
             )
+        return None
 
     def _keys_of_images(self, part: ParquetTable, column: str) -> npt.NDArray[np.bytes_]:
         """Return the keys of one file of images: paths if all are different, else row numbers."""
@@ -309,6 +365,24 @@ class TableSource:
         if not table.is_parquet:
             return from_encoded_texts(names, codes, origin)
         return renumber(np.array(names, dtype=object), codes)
+
+
+def _true_rows(column: Any) -> list[int]:
+    """Return the rows of a pyarrow.ChunkedArray of booleans that are true."""
+    import pyarrow.compute as pc
+
+    return [int(row) for row in pc.indices_nonzero(column.fill_null(False)).to_pylist()]
+
+
+def _rows_text(part: CsvTable | ParquetTable, column: Any, rows: Sequence[int]) -> str:
+    """Return where the first rows with a problem are, and the paths that they have."""
+    named = rows[:_NAMED_ROWS]
+    shown = [
+        f"{place} ({path!r})" if (path := column[row].as_py()) else place
+        for row, place in zip(named, part.places(named), strict=True)
+    ]
+    more = f" and {len(rows) - len(named)} more" if len(rows) > len(named) else ""
+    return ", ".join(shown) + more
 
 
 def _is_text(parts: Sequence[CsvTable | ParquetTable], column: str) -> bool:

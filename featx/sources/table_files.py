@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import gzip
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,17 @@ point; and infinity."""
 
 _BOOLEAN = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
 
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-
 ENDINGS = (b".csv", b".tsv", b".csv.gz", b".tsv.gz", b".parquet")
 """Ends of the names of tables."""
+
+
+@dataclass(frozen=True)
+class CsvForm:
+    """Form of CSV files: see the options of data=table; `delimiter` None takes the header's."""
+
+    delimiter: str | None = None
+    encoding: str = "utf-8"
+    quoting: str = "line"
 
 
 class CsvTable:
@@ -39,23 +49,23 @@ class CsvTable:
         names: column names in order.
     """
 
-    def __init__(self, file: Path, quoting: str = "line") -> None:
+    def __init__(self, file: Path, form: CsvForm) -> None:
         from pyarrow import csv
 
         self.file = file
-        plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
-        separator = _SEPARATORS.get(plain.suffix.lower())
-        if separator is None:
+        self._form = form
+        if not file.name.lower().removesuffix(".gz").endswith((".csv", ".tsv")):
             raise DataError(
                 f"data.root={file}: expected a name ending in .csv, .tsv (also .gz) or .parquet."
             )
-        check_csv(file, separator, quoting)
+        self._delimiter = check_csv(file, form.delimiter, form.quoting, form.encoding)
         self._parse = csv.ParseOptions(
-            delimiter=separator,
-            quote_char=False if quoting == "none" else '"',
-            newlines_in_values=quoting == "multiline",
+            delimiter=self._delimiter,
+            quote_char=False if form.quoting == "none" else '"',
+            newlines_in_values=form.quoting == "multiline",
         )
-        self._read = csv.ReadOptions(use_threads=False)  # errors name the line then
+        # Without threads, errors name the line.
+        self._read = csv.ReadOptions(use_threads=False, encoding=form.encoding)
         with csv.open_csv(file, self._read, self._parse) as reader:
             self.names: list[str] = reader.schema.names
         if len(set(self.names)) < len(self.names):
@@ -68,6 +78,30 @@ class CsvTable:
 
         convert = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
         return csv.read_csv(self.file, self._read, self._parse, convert)[name]
+
+    def places(self, rows: Sequence[int]) -> list[str]:
+        """Return where some rows begin, in the order of the file, as 'line 7'."""
+        found: list[str] = []
+        left, row = list(rows), -1  # the header has no number
+        for line in self._first_lines():
+            if left and row == left[0]:
+                found.append(f"line {line}")
+                left.pop(0)
+            row += 1
+        return found
+
+    def _first_lines(self) -> Iterator[int]:
+        """Yield the line in which each row begins, the header first; blank lines are no rows."""
+        opened = gzip.open if self.file.suffix.lower() == ".gz" else open
+        with opened(self.file, "rt", encoding="latin-1", newline="") as lines:  # any bytes
+            if self._form.quoting != "multiline":
+                yield from (n for n, line in enumerate(lines, 1) if line.strip("\r\n"))
+                return
+            reader, first = csv.reader(lines, delimiter=self._delimiter), 1
+            for cells in reader:
+                if cells:
+                    yield first
+                first = reader.line_num + 1
 
 
 class ParquetTable:
@@ -111,6 +145,10 @@ class ParquetTable:
             column = column.cast(column.type.value_type)
         return column
 
+    def places(self, rows: Sequence[int]) -> list[str]:
+        """Return where some rows are."""
+        return [f"row {row}" for row in rows]
+
     def class_names(self, name: str) -> list[str] | None:
         """Return the class names in Hugging Face's metadata for a column, or None."""
         metadata = (self._schema.metadata or {}).get(b"huggingface")
@@ -130,13 +168,13 @@ class Table:
         warnings: column that was read -> warning of the marks of missing numbers in its text.
     """
 
-    def __init__(self, files: Sequence[Path], origin: str, quoting: str = "line") -> None:
+    def __init__(self, files: Sequence[Path], origin: str, form: CsvForm) -> None:
         self._origin = origin
         self.parts: list[CsvTable | ParquetTable] = []
         self.warnings: dict[str, str] = {}
         for file in files:
             with _read_errors(file):
-                self.parts.append(_open_file(file, quoting))
+                self.parts.append(_open_file(file, form))
         kinds = {type(part): part.file for part in self.parts}
         if len(kinds) > 1:
             first, second = kinds.values()
@@ -230,7 +268,7 @@ class Table:
             ) from error
 
 
-def _open_file(file: Path, quoting: str) -> CsvTable | ParquetTable:
+def _open_file(file: Path, form: CsvForm) -> CsvTable | ParquetTable:
     """Open a file as Parquet or CSV, which is decided by its first bytes."""
     if not file.is_file():
         raise DataError(
@@ -239,7 +277,7 @@ def _open_file(file: Path, quoting: str) -> CsvTable | ParquetTable:
         )
     with file.open("rb") as opened:
         is_parquet = opened.read(4) == b"PAR1"
-    return ParquetTable(file) if is_parquet else CsvTable(file, quoting)
+    return ParquetTable(file) if is_parquet else CsvTable(file, form)
 
 
 @contextlib.contextmanager

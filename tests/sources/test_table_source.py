@@ -128,11 +128,11 @@ def test_a_csv_of_many_blocks_keeps_text_that_looks_like_numbers_at_first(tmp_pa
     ("text", "message"),
     [
         ("path\na\nb\na\n", "path has some paths more than once: a"),
-        ("path,label\na,1\n,2\n", "row 1 has no path"),
+        ("path,label\na,1\n,2\n", "1 row without a path: line 3"),
         ("path,label\n", "has no rows"),
         ("path,path\na,b\n", "two columns of the same name"),
         ("path\nhttp://x/a.jpg\n", "is no path of a file"),
-        ("path\n../a.jpg\n", r"'\.\./a\.jpg' leads out of"),
+        ("path\n../a.jpg\n", r"leads out of .*line 2 \('\.\./a\.jpg'\)"),
         ("path\nb/../../a.jpg\n", "leads out of"),
         ("path\n/etc/passwd\n", "leads out of"),
         ("path,label\na,1\nb\n", "cannot be read: .*Row #3: Expected 2 columns, got 1: b"),
@@ -569,5 +569,5 @@ def test_files_that_are_no_one_table_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tables of two kinds, such as .*parquet and .*d\.csv"):
         table(tmp_path).listing()
     write(tmp_path / "e.csv", 'path\nb\n""\n')
-    with pytest.raises(DataError, match=r"e\.csv: row 1 has no path"):
+    with pytest.raises(DataError, match=r"e\.csv: 1 row without a path: line 3"):
         table(tmp_path / "*.csv").listing()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from featx.base import is_own_process
@@ -20,6 +23,40 @@ if TYPE_CHECKING:
     from torch import nn
 
     from featx.models.base import Backbone
+
+
+_PYTHON_OBJECT = "python object"
+"""Stands in model.factory for the module of an object that a Python program passes."""
+
+_given: ContextVar[Mapping[str, object]] = ContextVar("given", default=MappingProxyType({}))
+"""Value of model.factory -> module, or function that returns one, of the running call."""
+
+
+@contextlib.contextmanager
+def given_factory(model: object) -> Iterator[str | None]:
+    """Let model.factory name a module, or a function that returns one, inside the block.
+
+    Args:
+        model: such an object; a text, 'package.module:factory', is taken as it is, and None is
+            none.
+
+    Yields:
+        value of model.factory.
+    """
+    if model is None or isinstance(model, str):
+        yield model
+        return
+    if not callable(model):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; expected a name, a torch.nn.Module, a function "
+            "that returns one, or a mapping of options."
+        )
+    name = f"{_PYTHON_OBJECT}:{getattr(model, '__name__', type(model).__name__)}"
+    token = _given.set({**_given.get(), name: model})
+    try:
+        yield name
+    finally:
+        _given.reset(token)
 
 
 @options("model")
@@ -114,9 +151,24 @@ def _call_factory(config: CustomOptions, seed: int) -> nn.Module:
     return module  # type: ignore[no-any-return]  # the type was checked
 
 
+def _builder(model: object) -> Callable[..., Any]:
+    """Return a function that returns the module of an object of a Python program."""
+    from torch import nn
+
+    return (lambda: model) if isinstance(model, nn.Module) else model  # type: ignore[return-value]
+
+
 def _import_factory(path: str) -> Callable[..., Any]:
     """Import package.module:factory; modules in the current folder are found as well."""
+    if path in _given.get():
+        return _builder(_given.get()[path])
     module_name, _, attribute = path.partition(":")
+    if module_name == _PYTHON_OBJECT:
+        raise ModelError(
+            f"model.factory={path} stands for a model that a Python program has passed, so only "
+            "featx.extract(model=...) of such a program, and model_factory=... of other functions, "
+            "can give it."
+        )
     if not module_name or not attribute:
         raise ModelError(f"model.factory={path}: expected package.module:factory.")
     folder = str(Path.cwd())

@@ -1,0 +1,177 @@
+"""What somebody types in a notebook: a module and a data set as they have them."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_model import KEYS, MODEL, write_images
+from torch import nn
+from zoo import TwoStageConvNet
+
+import featx
+from featx.errors import ConfigError, DataError, FeatxError
+
+SMALL = {"transform": {"resize": 32, "crop": 32}}
+RUN = {key: value for key, value in KEYS.items() if key not in ("model", "out")}
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "photos", 6)
+    return tmp_path / "photos"
+
+
+def keys_of(store: featx.FeatureStore) -> list[str]:
+    return [str(key) for key in store.keys]
+
+
+def make() -> nn.Module:
+    torch.manual_seed(1)
+    return TwoStageConvNet()
+
+
+def extract(data: object, **keys: Any) -> featx.FeatureStore:
+    return featx.extract(data, verbose=False, **{"model": MODEL, "out": "store", **RUN, **keys})
+
+
+def test_a_module_is_a_model_and_is_left_as_it_was(photos: Path) -> None:
+    net = make().train()
+    store = extract("photos/", model={"factory": net, **SMALL})
+    assert net.training
+    images = [Image.open(photos / key) for key in keys_of(store)]
+    with featx.capture(net.eval(), ["conv"]) as features, torch.no_grad():
+        pixels = torch.stack(
+            [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
+        )
+        mean, std = (
+            torch.tensor(x).view(3, 1, 1) for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        )
+        net((pixels / 255 - mean) / std)
+    if images[0].size == (32, 32):
+        np.testing.assert_allclose(store["conv"][:], features["conv"].numpy(), rtol=2e-3, atol=2e-3)
+    assert store.complete
+
+
+@pytest.mark.parametrize(
+    "model", [make, TwoStageConvNet, lambda: make()], ids=["function", "class", "lambda"]
+)
+def test_what_builds_a_module_is_a_model(photos: Path, model: Any) -> None:
+    store = extract("photos/", model=model, model_transform_resize=32, model_transform_crop=32)
+    assert store["conv"].shape[0] == 6
+
+
+def test_the_same_module_again_resumes_and_another_is_refused(photos: Path) -> None:
+    extract("photos/", model={"factory": make(), **SMALL})
+    assert extract("photos/", model={"factory": make(), **SMALL}).complete
+    torch.manual_seed(2)
+    with pytest.raises(FeatxError, match="weights"):
+        extract("photos/", model={"factory": TwoStageConvNet(), **SMALL})
+
+
+def test_a_module_without_a_transform_says_what_it_assumes(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    featx.extract("photos/", model=make(), out="store", **{**RUN, "max_failures": 1.0})
+    printed = capsys.readouterr().err
+    assert "resize 256" in " ".join(printed.split())
+    assert "model.transform" in printed
+
+
+def test_a_store_of_an_object_needs_it_again(photos: Path) -> None:
+    extract("photos/", model={"factory": make(), **SMALL})
+    image = photos / keys_of(featx.open("store"))[0]
+    with pytest.raises(ConfigError, match="model_factory"):
+        featx.embed([image], "store")
+    found = featx.embed([image], "store", model_factory=make())
+    # The name of the object is that of its class, so a function needs the module it made.
+    np.testing.assert_array_equal(found["conv"][0], featx.open("store")["conv"][0])
+
+
+def test_other_objects_are_refused_by_name(photos: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model is a int; expected a name, a torch\.nn\.Module"):
+        extract("photos/", model=3)
+    with pytest.raises(ConfigError, match="worker processes"):
+        extract("photos/", model=make(), executor={"workers": 2})
+
+
+def test_data_comes_first_and_is_given_once(photos: Path) -> None:
+    assert "data" in inspect.signature(featx.extract).parameters
+    assert next(iter(inspect.signature(featx.extract).parameters)) == "data"
+    with pytest.raises(ConfigError, match="data is given twice"):
+        featx.extract("photos/", data="photos/")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"root": "photos/", "limit": 2},
+        {"source": "photos/", "limit": 2},
+        {"source": Path("photos"), "limit": 2},
+    ],
+)
+def test_a_root_or_a_path_alone_is_a_folder(photos: Path, data: Any) -> None:
+    assert len(extract(data).keys) == 2
+
+
+@pytest.mark.parametrize("keys", [{"data_limit": 2}, {"data.limit": 2}])
+def test_an_option_of_a_group_is_a_keyword(photos: Path, keys: Any) -> None:
+    assert len(extract("photos/", **keys).keys) == 2
+    assert len(extract([np.zeros((40, 40, 3), np.uint8)] * 3, out="arrays", **keys).keys) == 2
+
+
+def test_a_mistyped_keyword_is_answered_with_one_that_python_takes(photos: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'data_limt'. Nearest: data_limit"):
+        extract("photos/", data_limt=2)
+    with pytest.raises(ConfigError, match=r"data_limit and data both give data.limit"):
+        extract({"root": "photos/", "limit": 2}, data_limit=2)
+
+
+def test_paths_are_the_keys_of_a_list_of_them(photos: Path) -> None:
+    paths = sorted(photos.rglob("*.png"), reverse=True)
+    store = extract(paths)
+    assert keys_of(store) == sorted(map(str, paths))
+    labelled = extract([(path, path.parent.name) for path in paths], out="labelled")
+    assert [labelled.classes[label] for label in labelled.labels] == [
+        Path(key).parent.name for key in keys_of(labelled)
+    ]
+    twice = extract([paths[0], paths[0]], out="twice")
+    assert keys_of(twice) == ["000000", "000001"]
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars", "pyarrow"])
+def test_a_frame_is_a_table(photos: Path, package: str) -> None:
+    frames = pytest.importorskip(package)
+    paths = sorted(str(path) for path in photos.rglob("*.png"))[:3]
+    columns = {"path": paths, "label": ["a", None, "b"]}
+    frame = frames.table(columns) if package == "pyarrow" else frames.DataFrame(columns)
+    store = extract(frame)
+    assert keys_of(store) == paths
+    assert store.labels.tolist() == [0, -1, 1]
+    other = {"file": paths}
+    unnamed = frames.table(other) if package == "pyarrow" else frames.DataFrame(other)
+    with pytest.raises(DataError, match="no column path or image; it has file"):
+        extract(unnamed)
+
+
+def test_an_embedder_loads_once(photos: Path) -> None:
+    store = extract("photos/", model="efficientnet_lite0", layers=["embedding"])
+    image = photos / keys_of(store)[0]
+    once = featx.embed([image], store)
+    with featx.embedder(store) as embed:
+        first = embed([image])
+        started_at = time.process_time()
+        again = embed([image])
+        assert time.process_time() - started_at < 1
+        two = embed([image, photos / keys_of(store)[1]])
+    for found in (first, again):
+        np.testing.assert_allclose(found["embedding"], once["embedding"], rtol=1e-2, atol=1e-2)
+    assert two["embedding"].shape == (2, 1280)
+    np.testing.assert_array_equal(first["embedding"], again["embedding"])

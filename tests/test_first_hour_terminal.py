@@ -1,0 +1,161 @@
+"""What a terminal shows while somebody waits, and what is refused or answered before a run."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_model import COMMAND, KEYS, write_images
+
+import featx
+from featx.cli import job_help_text, read_command_line, sweep_of
+from featx.config import make_reduce
+from featx.errors import ConfigError
+from featx.jobs import JOBS
+from featx.layers import RowLayout, reduction
+from featx.types import Listing
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "featx", *arguments]
+
+
+def featx_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def read_until(descriptor: int, text: str, seconds: float = 120) -> str:
+    """Read a terminal until a text has come."""
+    shown, end = "", time.monotonic() + seconds
+    while text not in shown and time.monotonic() < end:
+        if select.select([descriptor], [], [], 1)[0]:
+            try:
+                shown += os.read(descriptor, 4096).decode(errors="replace")
+            except OSError:  # the process has ended
+                break
+    return shown
+
+
+def test_a_terminal_shows_the_steps_and_what_is_kept_after_ctrl_c(tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", 6)
+    ours, theirs = pty.openpty()
+    run = subprocess.Popen(
+        command(*COMMAND, "data=./photos"),
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = read_until(ours, "importing PyTorch")
+    run.send_signal(signal.SIGINT)
+    shown += read_until(ours, "no such text")
+    assert run.wait(60) == 130
+    os.close(ours)
+    for step in ("listing the images of", "6 images listed", "importing PyTorch"):
+        assert step in shown
+    assert "stopped; nothing was written yet." in shown
+
+
+def test_a_sweep_names_its_runs_and_ends_with_a_table(tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", 6)
+    sweep = ("data=./photos", "layers=[conv],[nothing]")
+    arguments = [text for text in COMMAND if not text.startswith(("layers=", "out="))]
+    done = featx_in(tmp_path, "-m", *arguments, *sweep, "dtype=float16,float32", "out=store")
+    assert "[1 of 4] layers=[conv] dtype=float16" in done.stderr
+    assert "[4 of 4] " in done.stderr
+    table = done.stderr[done.stderr.rindex("exit code") :]
+    assert "layers=[conv] dtype=float32" in table
+    assert done.returncode == 2
+    assert sum(" 6 " in line for line in table.splitlines()) >= 1
+
+
+def test_null_in_a_sweep_is_null() -> None:
+    line = read_command_line(["-m", "model.weights=null,default", "model=resnet18,resnet34"])
+    assert 'model.weights=null,"default"' in line.arguments
+    assert sweep_of(line) == (4, {"model.weights", "model"})
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("--watch", "status.watch=true"),
+        ("--limit=3", "data.limit=3"),
+        ("--out=x", "key=value, without dashes: out=x"),
+        ("--repair", "verify.repair=true"),
+    ],
+)
+def test_a_flag_is_answered_with_the_option(typed: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_command_line([typed])
+    assert answer in str(caught.value)
+
+
+def test_the_help_of_a_job_has_its_options_only(tmp_path: Path) -> None:
+    text = job_help_text(JOBS.get("probe"), JOBS.get("probe").may_read)
+    assert "probe.method=" in text
+    assert "\n  store=" in text
+    assert "export.format" not in text
+    assert "model.weights" not in text
+    done = featx_in(tmp_path, "job=probe", "--help")
+    assert done.stdout.strip() == text.strip()
+
+
+def test_a_sample_is_spread_over_classes() -> None:
+    labels = np.array([0] * 50 + [1] * 3 + [2] * 47)
+    keys = np.array([b"%03d" % row for row in range(100)])
+    taken = Listing(keys, labels, ("a", "b", "c")).sample(13)
+    assert np.bincount(taken.labels).tolist() == [5, 3, 5]
+    assert (taken.keys[1:] > taken.keys[:-1]).all()
+    assert taken.keys[0] == b"000"
+    assert len(Listing(keys, labels, ("a", "b", "c")).sample(500)) == 100
+
+
+def test_a_limit_says_of_how_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_images(tmp_path / "photos", 6)
+    keys = {**KEYS, "out": tmp_path / "a"}
+    featx.extract(tmp_path / "photos", data_limit=2, **keys)  # type: ignore[arg-type, call-arg]
+    assert "4 of 6 images by data.limit=2" in " ".join(capsys.readouterr().err.split())
+    keys["out"] = tmp_path / "b"
+    store = featx.extract(tmp_path / "photos", data_sample=2, **keys)  # type: ignore[arg-type, call-arg]
+    assert sorted(store.labels.tolist()) == [0, 1]
+    with pytest.raises(ConfigError, match="give one"):
+        featx.extract({"root": "x", "limit": 1, "sample": 1})
+
+
+@pytest.mark.parametrize("name", ["avg", "max", "gem"])
+def test_pooling_leaves_a_vector_as_it_is(name: str) -> None:
+    vectors = torch.tensor([[-1.0, 0.0, 2.0]])
+    pooled = reduction(make_reduce(name), RowLayout("head", (3,), (32, 32)))(vectors)
+    assert torch.equal(pooled, vectors)
+    assert pooled.data_ptr() != vectors.data_ptr()
+
+
+def test_a_plan_of_what_cannot_be_read_ends_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for i in range(3):
+        (tmp_path / "photos" / f"{i}.png").write_bytes(b"no image")
+    done = featx_in(tmp_path, *COMMAND, "data=./photos", "job=plan")
+    assert done.returncode == 1
+    assert "runs it" not in done.stdout
+    assert "none of the images tried can be read" in done.stdout

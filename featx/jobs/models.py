@@ -42,9 +42,7 @@ def run(config: Config, config_yaml: str) -> int:
     return 0
 
 
-def _local(
-    models: Sequence[CatalogueEntry], limit: int, disk: WeightsOnDisk
-) -> Iterator[Any]:
+def _local(models: Sequence[CatalogueEntry], limit: int, disk: WeightsOnDisk) -> Iterator[Any]:
     """Yield the models whose weights are on this machine as JSON types, and sections."""
     shown = models[:limit]
     yield {"models": [_as_json(entry, disk) for entry in models]}

@@ -9,6 +9,7 @@ from .decoder_pool import DecoderPool as DecoderPool
 from .image_policy import PILLOW as PILLOW
 from .image_policy import ImagePolicy as ImagePolicy
 from .image_policy import num_heic_without_decoder as num_heic_without_decoder
+from .image_reading import read_image as read_image
 from .label_maps import LabelTransform as LabelTransform
 from .label_maps import read_label_map as read_label_map
 from .loader import PREFETCH_BATCHES as PREFETCH_BATCHES
@@ -18,4 +19,3 @@ from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
 from .rgb_conversion import PixelFormatError as PixelFormatError
 from .rgb_conversion import PixelScale as PixelScale
-from .row_loader import read_image as read_image

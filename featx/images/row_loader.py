@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from featx.images.decode import (
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
 from featx.images.image_policy import warn
+from featx.images.image_reading import read_image
 from featx.images.tiff_blocks import TiffBlocks
 from featx.types import (
     NO_IMAGE,
@@ -240,33 +240,3 @@ class RowLoader:
         if self._decoding.reference and self._policy.channels is None:
             return decode_pillow(data, self._policy, self._at_least)
         return decode_array(data, self._policy, self._at_least)
-
-
-RETRY_WAITS_S = (0.1, 0.5, 2.0)
-"""Seconds to wait before each repeated attempt to read an image."""
-
-
-def read_image(source: Source, key: bytes) -> bytes:
-    """Read the encoded bytes of the image of a row, with retries for a few seconds.
-
-    Args:
-        source: source of the images.
-        key: key of the row.
-
-    Raises:
-        ImageFault: this image is missing or empty.
-        RunError: reading fails repeatedly with an OSError.
-    """
-    for wait_s in (*RETRY_WAITS_S, None):
-        try:
-            return source.read(key)
-        except OSError as error:
-            # The disk, not the image: such a failure never becomes a row.
-            if wait_s is None:
-                raise RunError(
-                    f"reading {name_text(key)} failed: {error.strerror or error}, "
-                    f"{len(RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
-                    "images can be read again, give the same command again."
-                ) from error
-            time.sleep(wait_s)
-    raise AssertionError("unreachable")

@@ -41,8 +41,8 @@ def test_an_option_of_another_member_is_refused() -> None:
         from_omegaconf(from_keywords({"data": {"name": "table", "root": "x.csv", "depth": 1}}))
     with pytest.raises(ConfigError, match=r"data=foldr: expected one of folder, .*: folder"):
         from_omegaconf(from_keywords({"data": {"name": "foldr", "root": "x"}}))
-    with pytest.raises(ConfigError, match=r"export\.format=csv: expected one of clip_retrieval, "):
-        from_omegaconf(from_keywords({"export": {"format": "csv"}, "store": "x"}))
+    with pytest.raises(ConfigError, match=r"export\.format=xlsx: expected one of clip_retrieval, "):
+        from_omegaconf(from_keywords({"export": {"format": "xlsx"}, "store": "x"}))
 
 
 def test_an_undeclared_family_is_named() -> None:

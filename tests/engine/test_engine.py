@@ -456,8 +456,8 @@ def test_a_shape_that_changes_between_batches_is_an_error() -> None:
 
 def test_a_reduction_that_does_not_fit_is_told_before_any_image() -> None:
     with (
-        pytest.raises(ReduceError, match="avg does not fit fc"),
-        bound(backbone_of(ResidualConvNet()), ("fc", "avg")),
+        pytest.raises(ReduceError, match="grid does not fit fc"),
+        bound(backbone_of(ResidualConvNet()), ("fc", "grid")),
     ):
         pass
 

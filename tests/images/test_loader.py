@@ -28,7 +28,7 @@ from featx.images import (
     Loader,
     Preprocess,
     decode_pillow,
-    row_loader,
+    image_reading,
 )
 from featx.sources import FolderSource
 from featx.types import Batch, ImageFault, Listing, Part, Status
@@ -115,7 +115,7 @@ def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
 @pytest.fixture
 def without_read_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries come at once."""
-    monkeypatch.setattr(row_loader, "RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr(image_reading, "RETRY_WAITS_S", (0, 0, 0))
 
 
 @pytest.fixture(autouse=True)

@@ -23,10 +23,12 @@ from featx.jobs import keywords
 )
 def test_a_signature_has_the_keywords_with_their_types(name: str, options: type) -> None:
     signature = inspect.signature(getattr(featx, name))
-    own = ["verbose"] if name in ("extract", "stats") else []
-    assert list(signature.parameters) == [*own, *get_type_hints(options)]
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+    own = ["data", "verbose"] if name in ("extract", "stats") else []
+    keywords = [each for each in get_type_hints(options) if each not in own]
+    assert list(signature.parameters) == [*own, *keywords]
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}
+    assert (kinds[0] == inspect.Parameter.POSITIONAL_OR_KEYWORD) is bool(own)
 
 
 def test_some_types() -> None:

@@ -1,0 +1,38 @@
+"""Reading of encoded images from a source, with retries."""
+
+from __future__ import annotations
+
+import time
+
+from featx.base import name_text
+from featx.errors import RunError
+from featx.types import Source
+
+RETRY_WAITS_S = (0.1, 0.5, 2.0)
+"""Seconds to wait before each repeated attempt to read an image."""
+
+
+def read_image(source: Source, key: bytes) -> bytes:
+    """Read the encoded bytes of the image of a row, with retries for a few seconds.
+
+    Args:
+        source: source of the images.
+        key: key of the row.
+
+    Raises:
+        ImageFault: this image is missing or empty.
+        RunError: reading fails repeatedly with an OSError.
+    """
+    for wait_s in (*RETRY_WAITS_S, None):
+        try:
+            return source.read(key)
+        except OSError as error:
+            # The disk, not the image: such a failure never becomes a row.
+            if wait_s is None:
+                raise RunError(
+                    f"reading {name_text(key)} failed: {error.strerror or error}, "
+                    f"{len(RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
+                    "images can be read again, give the same command again."
+                ) from error
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")

@@ -74,7 +74,7 @@ class DecodePool:
 
     def for_each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         """Call work(item) for all items in threads; raise the first error after all ended."""
-        if len(items) == 1 or self._num_threads == 1:
+        if len(items) <= 1 or self._num_threads == 1:
             for item in items:
                 work(item)
             return

@@ -38,6 +38,9 @@ chunks of compressed layers. 'rows': all chunks of which a row is read. False: n
 _GATHER_BYTES = 16 << 10
 """Larger rows are copied one by one, as the loop then costs little compared with the copies."""
 
+_INLINE_BYTES = 64 << 10
+"""Bytes of rows of one decoded chunk up to which they are copied without a thread."""
+
 _GAP_BYTES = 64 << 10
 """Largest gap between two pieces that are read together: as long to read as a call takes."""
 
@@ -173,6 +176,13 @@ class ChunkReader:
                     begin = int(self._address[chunk]) + row * self._row_bytes
                     copied = file.mapped[begin : begin + self._row_bytes].copy()
                     return copied.view(self.dtype).reshape(1, *self._row_shape)
+        is_inside = 0 <= first < self._num_rows and row + count <= self._chunk_rows
+        if is_inside and self._dtype_name != "bfloat16" and not self.closed:
+            decoded = self._decoded(chunk)
+            if decoded is not None and count and first + count <= self._num_rows:
+                begin, size = row * self._row_bytes, count * self._row_bytes
+                copied = decoded[begin : begin + size].copy()
+                return copied.view(self.dtype).reshape(count, *self._row_shape)
         out = np.empty((count, *self._row_shape), self.dtype)
         self.read_range(first, out)
         return out
@@ -294,10 +304,9 @@ class ChunkReader:
             file.read_ranges_into(zip(buffers, addresses, strict=True), self._label)
             fetched = dict(zip(numbers.tolist(), buffers, strict=True))
 
-        def fill(span: tuple[int, int]) -> None:
+        def copy(span: tuple[int, int], data: Bytes) -> None:
             low, high = span
             chunk = int(chunks[low])
-            data = self._chunk(file, chunk, fetched.get(chunk))
             values = data.view(out.dtype).reshape(-1, *self._row_shape)
             first, target = chunk * self._chunk_rows, out_indices[low:high]
             inside = rows[low:high] - first
@@ -307,12 +316,31 @@ class ChunkReader:
             else:
                 out[target] = values[inside]
 
-        decode_pool().for_each(fill, list(consecutive_ranges(chunks[1:] == chunks[:-1])))
+        def fill(span: tuple[int, int]) -> None:
+            chunk = int(chunks[span[0]])
+            copy(span, self._chunk(file, chunk, fetched.get(chunk)))
+
+        pool, waiting = decode_pool(), []
+        for span in consecutive_ranges(chunks[1:] == chunks[:-1]):
+            # A few rows of a decoded chunk are copied in less time than a thread takes to start.
+            is_small = (span[1] - span[0]) * self._row_bytes <= _INLINE_BYTES
+            decoded = self._decoded(int(chunks[span[0]])) if is_small else None
+            if decoded is None:
+                waiting.append(span)
+            else:
+                copy(span, decoded)
+        pool.for_each(fill, waiting)
+
+    def _decoded(self, chunk: int) -> Bytes | None:
+        """Bytes of the rows of a chunk if they are in the cache."""
+        if self.read_method != "decode":
+            return None
+        return decode_pool().cache.get(self._cache_key, chunk)
 
     def _chunk(self, file: RawFile | S3File | None, chunk: int, data: Bytes | None = None) -> Bytes:
         """Bytes of the rows of a chunk, decoded and compared; decoded ones are cached."""
-        cache, is_decoded = decode_pool().cache, self.read_method == "decode"
-        if is_decoded and (cached := cache.get(self._cache_key, chunk)) is not None:
+        is_decoded = self.read_method == "decode"
+        if (cached := self._decoded(chunk)) is not None:
             return cached
         first, stop = self._rows_of(chunk)
         if file is None:
@@ -330,7 +358,7 @@ class ChunkReader:
             data = self._rows_by_hdf5(first, stop).reshape(-1).view(np.uint8)
         data = data[: (stop - first) * self._row_bytes]
         if is_decoded and self._file is not None:
-            cache.put(self._cache_key, chunk, data)
+            decode_pool().cache.put(self._cache_key, chunk, data)
         return data
 
     def _stored_chunk(self, file: RawFile | S3File, chunk: int, mapped: bool) -> Bytes:

@@ -10,7 +10,7 @@ from PIL import Image
 from tiny_model import KEYS
 
 import featx
-from featx.errors import ConfigError, DataError
+from featx.errors import ConfigError, DataError, StoreMismatchError
 from featx.sources import open_source
 from featx.sources.table import TableOptions
 from featx.types import Listing
@@ -159,3 +159,21 @@ def test_a_store_in_which_every_row_failed_is_begun_anew(tmp_path: Path) -> None
     store = featx.extract(**extract)  # type: ignore[arg-type]
     assert store.ok.all()
     assert len(store.failures) == 0
+
+
+def test_rows_that_were_committed_before_a_kill_are_not_begun_anew(tmp_path: Path) -> None:
+    """A run that is killed before its end leaves the summary of the run before it."""
+    images = tmp_path / "images"
+    images.mkdir()
+    for i in range(3):
+        (images / f"{i}.png").write_bytes(b"no image")
+    extract = {**KEYS, "data": images, "out": tmp_path / "out"}
+    featx.extract(**extract)  # type: ignore[arg-type]
+    summary = (tmp_path / "out" / "summary.json").read_bytes()
+    Image.fromarray(np.full((40, 40, 3), 9, np.uint8)).save(images / "1.png")
+    featx.extract(**extract, retry_failed=True)  # type: ignore[arg-type]
+    (tmp_path / "out" / "summary.json").write_bytes(summary)
+    (images / "1.png").unlink()  # so that a new store would lack the row
+    with pytest.raises(StoreMismatchError, match="no longer in the data set"):
+        featx.extract(**extract)  # type: ignore[arg-type]
+    assert featx.open(tmp_path / "out").ok.tolist() == [False, True, False]

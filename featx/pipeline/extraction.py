@@ -20,6 +20,7 @@ from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
 from featx.storage import is_url, parse_path
 from featx.store import (
     DamagedManifestError,
+    FeatureStore,
     Heartbeat,
     Manifest,
     layout,
@@ -28,7 +29,7 @@ from featx.store import (
     missing_parts,
     read_result,
 )
-from featx.types import Source
+from featx.types import Source, Status, with_features
 
 
 def run_extraction(
@@ -56,7 +57,7 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    if _has_only_failures(config):
+    if not known_rows_only and _has_only_failures(config):
         log_message(f"every row of {shown_path(parse_path(config.out))} failed: it is begun anew.")
         config = replace(config, overwrite=True)
     output = FeatureOutput(config, config_yaml, known_rows_only, observe, source)
@@ -67,11 +68,16 @@ def _has_only_failures(config: Config) -> bool:
     """Return whether the store holds no features, and the command does not say what to mend."""
     if config.overwrite or config.retry_failed or config.refresh or config.grow:
         return False
+    root = parse_path(config.out)
     try:
-        summary = read_result(parse_path(config.out) / layout.SUMMARY)
+        summary = read_result(root / layout.SUMMARY)
+        if not 0 < summary.get("rows", 0) == summary.get("failures"):
+            return False
+        # A run that was killed before it wrote its summary may have committed rows since.
+        status = FeatureStore(root).status
     except (OSError, StoreError):
         return False
-    return bool(0 < summary.get("rows", 0) == summary.get("failures"))
+    return not bool((with_features(status) | (status == Status.ABSENT)).any())
 
 
 def kept_text(out: str) -> str:

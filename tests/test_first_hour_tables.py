@@ -147,7 +147,7 @@ def test_a_missing_folder_of_images_is_named(folder: Path) -> None:
         featx.extract(data=data, out=folder / "out")
 
 
-def test_a_store_in_which_every_row_failed_is_begun_anew(tmp_path: Path) -> None:
+def test_a_store_in_which_every_row_failed_is_started_again(tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()
     for i in range(3):
@@ -161,7 +161,7 @@ def test_a_store_in_which_every_row_failed_is_begun_anew(tmp_path: Path) -> None
     assert len(store.failures) == 0
 
 
-def test_rows_that_were_committed_before_a_kill_are_not_begun_anew(tmp_path: Path) -> None:
+def test_rows_that_were_committed_before_a_kill_are_not_deleted(tmp_path: Path) -> None:
     """A run that is killed before its end leaves the summary of the run before it."""
     images = tmp_path / "images"
     images.mkdir()

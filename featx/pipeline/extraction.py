@@ -58,7 +58,7 @@ def run_extraction(
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     if not known_rows_only and _has_only_failures(config):
-        log_message(f"every row of {shown_path(parse_path(config.out))} failed: it is begun anew.")
+        log_message(f"every row of {shown_path(parse_path(config.out))} failed: starting again.")
         config = replace(config, overwrite=True)
     output = FeatureOutput(config, config_yaml, known_rows_only, observe, source)
     return run_output(output, config_yaml, engine_spec)
@@ -81,7 +81,7 @@ def _has_only_failures(config: Config) -> bool:
 
 
 def kept_text(out: str) -> str:
-    """Say how many rows of the store of an interrupted run are kept.
+    """Describe how many rows of the store of an interrupted run are kept.
 
     Args:
         out: path or URL of the store.

@@ -1,4 +1,4 @@
-"""The golden stores of format 1: `python tests/store/golden_stores.py` writes them anew.
+"""The golden stores of the present format: `python tests/store/golden_stores.py` writes them again.
 
 They are in git, so a change of the format shows as a test that fails. Write them again only if the
 format is meant to change, and raise its number once 0.1.0 is released.

@@ -1,4 +1,4 @@
-"""Stores of format 1 in git open, verify, resume, and are what this code writes."""
+"""Stores of the present format in git open, verify, resume, and are what this code writes."""
 
 from __future__ import annotations
 

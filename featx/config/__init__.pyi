@@ -27,7 +27,6 @@ from .data import DataConfig as DataConfig
 from .data import source_of_path as source_of_path
 from .executor import ExecutorConfig as ExecutorConfig
 from .export import ExportConfig as ExportConfig
-from .job import VIEWS_OF_LAYERS as VIEWS_OF_LAYERS
 from .job import JobConfig as JobConfig
 from .job import LogConfig as LogConfig
 from .job import ModelsConfig as ModelsConfig

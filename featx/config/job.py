@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from featx.config.checks import Count, NaturalNumber, options
 from featx.errors import ConfigError
 
 ViewOfLayers = Literal["shapes", "cost", "values", "all", "watch"]
-VIEWS_OF_LAYERS: tuple[str, ...] = get_args(ViewOfLayers)
 """Values of job.show with job=layers; job=probe accepts `all` in addition to its default."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
@@ -19,7 +19,6 @@ from featx.config.checks import (
 from featx.errors import ConfigError
 
 Method = Literal["linear", "knn", "ridge", "attentive"]
-PROBES: tuple[str, ...] = get_args(Method)
 
 
 @options("probe")

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from featx.storage import S3File, S3Path
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -68,11 +66,6 @@ class TailFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
-
-
-def open_tail(path: Path) -> S3File | TailFile:
-    """Open a file for reading bytes near its end, on a disk or in an object store."""
-    return S3File(path) if isinstance(path, S3Path) else TailFile(path)
 
 
 def map_in_threads(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

@@ -1,7 +1,7 @@
 """The HDF5 store: written part by part, verified, repaired, packed, read by rows or keys.
 
 In: rows of features with their status and checksums. Out: a folder that plain h5py can read.
-Reading needs numpy, h5py and xxhash only.
+Reading needs numpy and h5py only; with xxhash, checksums are compared.
 Names for others: those in `__init__.pyi`.
 """
 

@@ -395,7 +395,7 @@ class ChunkReader:
         """Compare a stored chunk with its checksum, unless that was done before."""
         if self._sums is None or self._is_compared[chunk]:
             return
-        if layout.checksum(stored) != self._sums[chunk]:
+        if not layout.agrees(self._sums[chunk], stored):
             first, stop = self._rows_of(chunk)
             begin = self._first_row
             label = self._label.removeprefix(f"{self._path}: ")

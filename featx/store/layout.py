@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
+
+try:
+    import xxhash
+except ImportError:  # a reader of stores may have numpy and h5py only
+    xxhash = None  # type: ignore[assignment]
 
 from featx.errors import StoreError
 from featx.types import LayerSpec, Part, Status, StoreHeader, TokenGeometry
@@ -223,12 +228,45 @@ def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
     }
 
 
-def checksum(*blocks: npt.NDArray[Any] | bytes | bytearray | memoryview) -> int:
+Block = npt.NDArray[Any] | bytes | bytearray | memoryview
+
+
+def running_checksum() -> xxhash.xxh3_64:
+    """Return an xxh3_64 to which bytes are added; raises StoreError if xxhash is not installed."""
+    if xxhash is None:
+        raise StoreError(
+            "writing and verifying a store need the package xxhash: pip install xxhash"
+        )
+    return xxhash.xxh3_64()
+
+
+def checksum(*blocks: Block) -> int:
     """xxh3_64 of the bytes of C-contiguous blocks, one after the other."""
-    running = xxhash.xxh3_64()
+    running = running_checksum()
     for block in blocks:
         running.update(block.data if isinstance(block, np.ndarray) else block)
     return running.intdigest()
+
+
+def agrees(expected: Any, *blocks: Block) -> bool:
+    """Return whether blocks that are read have their checksum.
+
+    Without the package xxhash nothing is compared, which a warning says once.
+
+    Args:
+        expected: checksum as an integer, or an array of one.
+        blocks: blocks, one after the other.
+    """
+    if xxhash is None:
+        warnings.warn(
+            "the package xxhash is not installed, so nothing that is read from a store is compared "
+            "with its checksum: pip install xxhash",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+    stored: list[int] = np.atleast_1d(np.asarray(expected, np.uint64)).tolist()
+    return stored == [checksum(*blocks)]
 
 
 def text_array(values: Sequence[str]) -> npt.NDArray[np.bytes_]:

@@ -11,7 +11,6 @@ from typing import Any
 import h5py
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from featx.errors import StoreMismatchError, counted
 from featx.storage import S3File
@@ -140,7 +139,7 @@ def _compare_rows(
     file: h5py.File, name: str, expected: npt.NDArray[Any] | None = None
 ) -> tuple[bool, bool]:
     """Compare a dataset of samples.h5 with its checksum and with other values, in one reading."""
-    dataset, checksum = file[name], xxhash.xxh3_64()
+    dataset, checksum = file[name], layout.running_checksum()
     for start in range(0, len(dataset), _ROWS_AT_ONCE):
         rows = dataset[start : start + _ROWS_AT_ONCE]
         if expected is not None:

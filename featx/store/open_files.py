@@ -109,7 +109,7 @@ class OpenFile:
             if dataset.dtype.kind == "S" and self._remote_file is None:
                 values = map_values(dataset, self.file.id.get_vfd_handle())
             values = dataset[:] if values is None else values
-            is_good = sums is None or not len(values) or sums.tolist() == [layout.checksum(values)]
+            is_good = sums is None or not len(values) or layout.agrees(sums, values)
         if not is_good:
             raise StoreError(
                 f"{self.path}: /{path} differs from its checksum. {repair_hint(self.path)}"
@@ -128,7 +128,7 @@ class OpenFile:
         """Read the rows, exception names and messages of /failures."""
         columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
         sums = self.checksums(layout.FAILURES)
-        if sums is not None and sums.tolist() != [layout.checksum(*columns)]:
+        if sums is not None and not layout.agrees(sums, *columns):
             raise StoreError(
                 f"{self.path}: /{layout.FAILURES} differs from its checksum. "
                 f"{repair_hint(self.path)}"

@@ -47,6 +47,7 @@ def check_store(root: Path) -> DamageReport:
         StoreError: there is no store, it has a newer format, or cannot be read now; or a single
             file is no features.h5.
     """
+    layout.running_checksum()  # without xxhash nothing would be compared
     report = DamageReport(root)
     if root.is_file():
         manifest = _manifest_of_file(root, report)

@@ -179,7 +179,7 @@ def check_example(kind: str, folder: Path, printed: str) -> None:
         assert seconds["model"] > 0
         assert len(store) > 8, "several parts, so both processes had some"
     elif kind == "export format":
-        path = folder / "store" / "export-csv" / "features" / f"{name}.csv"
+        path = folder / "store" / "export-text" / "features" / f"{name}.txt"
         found = np.loadtxt(path, delimiter=",", ndmin=2)
         np.testing.assert_array_equal(found.astype(rows.dtype), rows.reshape(len(rows), -1))
     elif kind == "job":

@@ -234,6 +234,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     keys = sorted(str(path) for path in Path("photos").rglob("*.png"))
     lines = [f"{key},{Path(key).parent.name}" for key in keys]
     Path("photos.csv").write_text("\n".join(["path,label", *lines]) + "\n")
+    of_excel = [f"{key};Größe{Path(key).parent.name}" for key in keys]
+    Path("defects.csv").write_text("\n".join(["Dateiname;Fehlerklasse", *of_excel]), "utf-8-sig")
+    below_root = [line.removeprefix("photos/") for line in of_excel]
+    Path("latin.csv").write_text("\n".join(["path;label", *below_root]), "cp1252")
     Path("shards").mkdir()
     for number in range(13):
         with tarfile.open(f"shards/train-{number:03d}.tar", "w") as tar:
@@ -276,6 +280,7 @@ MADE_FIRST = {
         "data=folder data.root=photos model=resnet18 layers=[avgpool] out=runs/photos/resnet50"
     ],
     "statistics": [
+        PHOTOS,
         "job=stats data.limit=300 out=runs/x",
         "job=stats data=folder data.root=photos out=runs/ours",
     ],
@@ -301,7 +306,8 @@ def write_weights() -> None:
     tuned = torchvision.models.mobilenet_v3_large(num_classes=5).state_dict()
     for name, state in zip(FILES, (behind, tuned), strict=True):
         torch.save(state, name)
-    _, program = snippets_of(REPOSITORY / "docs" / "models.md")
+    snippets = snippets_of(REPOSITORY / "docs" / "models.md")
+    (program,) = [snippet for snippet in snippets if "torch.export.save" in snippet]
     exec(program, {})
     Path("clone").mkdir()
     Path("clone/hubconf.py").write_text(
@@ -314,7 +320,7 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The command in this process, with random weights and few images."""
     words = shlex.split(line)
     job = next((word[4:] for word in words if word.startswith("job=")), "extract")
-    computes = job in ("extract", "plan", "stats", "attribute", "layers")
+    computes = job in ("extract", "plan", "stats", "attribute", "layers") and "store=" not in line
     has_file = any(f"model.weights={name}" in words for name in FILES)
     has_file = has_file or any(name in words for name in MODELS)
     if computes and not has_file and any(word.startswith("model=") for word in words):

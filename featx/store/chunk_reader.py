@@ -310,8 +310,8 @@ class ChunkReader:
             values = data.view(out.dtype).reshape(-1, *self._row_shape)
             first, target = chunk * self._chunk_rows, out_indices[low:high]
             inside = rows[low:high] - first
-            is_run = len(inside) == inside[-1] - inside[0] + 1 == target[-1] - target[0] + 1
-            if is_run and bool((np.diff(target) == 1).all()):  # one copy, without an index
+            # Rows may repeat, so that their number alone does not say that they are consecutive.
+            if bool((np.diff(inside) == 1).all() and (np.diff(target) == 1).all()):
                 out[target[0] : target[-1] + 1] = values[inside[0] : inside[-1] + 1]
             else:
                 out[target] = values[inside]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -135,6 +136,18 @@ def test_any_rows_of_any_layout_are_right(data: st.DataObject) -> None:
             assert np.array_equal(read(rows, asked, (width,)), values[asked])
     finally:
         path.unlink()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_in_any_order_with_repeats_are_right(tmp_path: Path, codec: str) -> None:
+    """Every triple of rows of two chunks, before and after their chunks are decoded."""
+    values = numbers((8, 5))
+    path = make_file(tmp_path / "x.h5", values, 4, codec)
+    with opened(path) as rows:
+        for triple in itertools.product(range(8), repeat=3):
+            asked = np.array(triple)
+            assert np.array_equal(rows.take(asked), values[asked]), triple
+            assert np.array_equal(read(rows, asked, (5,)), values[asked]), triple
 
 
 def test_files_of_a_network_are_read_without_a_map(tmp_path: Path, way: str) -> None:

@@ -6,6 +6,7 @@ Used by `featx.embed`, by job=neighbors for an image that is no row, and by job=
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -160,6 +161,8 @@ class NewImagesTarget:
 class LoadedModel:
     """Model of a recipe, built with the first images and used for others until it is closed.
 
+    Threads may share it: a run waits for the one before it.
+
     Args:
         recipe: how the rows of the store were extracted.
         config: config of a run of the recipe.
@@ -172,46 +175,56 @@ class LoadedModel:
         self._config = config
         self._pads = pads
         self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
         self._first: RunContext | None = None
+        self._is_closed = False
         self._compute: Any = None
 
     @contextlib.contextmanager
     def run(self, list_images: Callable[[], tuple[Source, Listing]]) -> Iterator[RunContext]:
         """Yield the context of a run over some images."""
-        if self._first is None:
-            target = NewImagesTarget(self._recipe, list_images)
-            self._first = self._stack.enter_context(
-                build_run_context(self._config, "", FEATURES, target)
-            )
-            self._recipe.check(self._first)
-            self._compute = self._first.engine.compute
-            with self._sized(self._first):
-                yield self._first
-            return
-        from featx.images import Loader  # which imports torch
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("the model was let go by close(); make a new one.")
+            if self._first is None:
+                with self._sized(self._load(list_images)) as context:
+                    yield context
+                return
+            from featx.images import Loader  # which imports torch
 
-        source, listing = list_images()
-        with Loader(source, listing, self._first.decoding, self._first.engine.device) as loader:
-            context = replace(self._first, source=source, listing=listing, loader=loader)
-            with self._sized(context):
-                yield context
+            source, listing = list_images()
+            with Loader(source, listing, self._first.decoding, self._first.engine.device) as loader:
+                context = replace(self._first, source=source, listing=listing, loader=loader)
+                with self._sized(context):
+                    yield context
+
+    def _load(self, list_images: Callable[[], tuple[Source, Listing]]) -> RunContext:
+        """Build the model, and keep it if it is the one of the recipe."""
+        target = NewImagesTarget(self._recipe, list_images)
+        with contextlib.ExitStack() as stack:
+            context = stack.enter_context(build_run_context(self._config, "", FEATURES, target))
+            self._recipe.check(context)
+            self._stack = stack.pop_all()
+        self._first, self._compute = context, context.engine.compute
+        return context
 
     @contextlib.contextmanager
-    def _sized(self, context: RunContext) -> Iterator[None]:
-        """Choose the batch size of a run."""
+    def _sized(self, context: RunContext) -> Iterator[RunContext]:
+        """Choose the batch size of a run, and yield its context."""
         compute = self._compute
         if not self._pads and not compute.compile:
             size = min(compute.batch_size, len(context.listing))
             context.engine.compute = replace(compute, batch_size=size)
         try:
-            yield
+            yield context
         finally:
             context.engine.compute = compute
 
     def close(self) -> None:
-        """Let the model go."""
-        self._first = None
-        self._stack.close()
+        """Let the model go, after the run in progress."""
+        with self._lock:
+            self._is_closed, self._first = True, None
+            self._stack.close()
 
 
 class NewImagesSink(ABC):

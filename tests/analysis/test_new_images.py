@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,27 @@ def test_other_weights_are_refused(store: featx.FeatureStore) -> None:
             assert featx.embed(files_of(store, [0]), "of_file", **CODE).ok.all()
     with pytest.raises(StoreMismatchError, match="weights_sha256: was "):
         featx.embed(files_of(store, [0]), "of_file", **CODE)
+    with featx.embedder("of_file", **CODE) as embed:
+        for _ in range(2):
+            with pytest.raises(StoreMismatchError, match="weights_sha256: was "):
+                embed(files_of(store, [0]))
+
+
+def test_threads_share_an_embedder(store: featx.FeatureStore) -> None:
+    """As a server does it, whose threads answer requests at the same time."""
+    files = files_of(store, list(range(12)))
+    with featx.embedder(store, **CODE) as embed, ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda file: embed([file])["pool"][0], [*files, *files]))
+    wanted = featx.embed(files, store, **CODE)["pool"]
+    np.testing.assert_allclose(found, np.concatenate([wanted, wanted]), rtol=1e-2, atol=1e-3)
+
+
+def test_a_closed_embedder_says_so(store: featx.FeatureStore) -> None:
+    files = files_of(store, [0])
+    with featx.embedder(store, **CODE) as embed:
+        embed(files)
+    with pytest.raises(ConfigError, match=r"close\(\)"):
+        embed(files)
 
 
 def ask(**options: Any) -> int:

@@ -176,11 +176,11 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
     from featx import jobs
     from featx.base import log_as_json, log_message
     from featx.cli import explain_error
-    from featx.config import from_omegaconf, given_by_value, saved_yaml
+    from featx.config import from_composed, given_by_value, saved_yaml
     from featx.errors import FeatxError, StorageError
 
     try:
-        checked = from_omegaconf(node)
+        checked = from_composed(node)
         jobs.check(checked, line.given)
         if checked.log.json:
             log_as_json()

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from tiny_model import KEYS
 
-from featx.config import Config, from_keywords, from_omegaconf, saved_yaml
+from featx.config import Config, from_composed, from_keywords, saved_yaml
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_the_script_gives_the_rows_that_featx_gives(
 ) -> None:
     contenders = bench.contenders
     node = from_keywords({**KEYS, "data": str(photos), "dtype": "float32", "decode": "reference"})
-    config, text = from_omegaconf(node), saved_yaml(node)
+    config, text = from_composed(node), saved_yaml(node)
     places = [tmp_path / name for name in ("featx", "script")]
     for place in places:
         place.mkdir()

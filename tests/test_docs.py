@@ -30,7 +30,7 @@ from featx import __main__ as command
 from featx import jobs
 from featx.base import shipped_folder
 from featx.cli import read_command_line, register_with_hydra
-from featx.config import describe_options, from_omegaconf
+from featx.config import describe_options, from_composed
 from featx.models import read_catalogue
 from featx.storage import s3_client
 
@@ -112,7 +112,7 @@ def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
                 continue
             overrides = [re.sub(r"^(model=\w+),.*", r"\1", word) for word in overrides_of(line)]
             read = read_command_line(overrides)
-            config = from_omegaconf(compose("config", read.arguments))
+            config = from_composed(compose("config", read.arguments))
             jobs.check(config, read.given)
             assert config.job.name == next(
                 (word[4:] for word in overrides if word.startswith("job=")), "extract"

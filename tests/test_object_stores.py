@@ -23,7 +23,7 @@ from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_image
 
 import featx as package
 from featx import jobs
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
 from featx.storage import durability, s3_client
 from featx.store import check_store, layout, read_heartbeats
@@ -232,7 +232,7 @@ def test_nothing_of_the_credentials_is_kept_or_said(images: Path, out: str) -> N
 )
 def test_what_needs_a_disk_is_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        jobs.check(from_omegaconf(from_keywords({"out": "s3://bucket/run", **given})))
+        jobs.check(from_composed(from_keywords({"out": "s3://bucket/run", **given})))
 
 
 def test_rows_are_added_on_a_disk_only(images: Path, out: str) -> None:
@@ -246,7 +246,7 @@ def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
     node = from_keywords({"out": "s3://bucket/run"})
     node.job.name = "stats"
     with pytest.raises(ConfigError, match=r"job=stats writes to a disk only, because .*no locks"):
-        jobs.check(from_omegaconf(node))
+        jobs.check(from_composed(node))
 
 
 def test_without_the_extra_the_command_names_it(

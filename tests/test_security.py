@@ -19,8 +19,8 @@ from torch import nn
 
 import featx
 from featx.config import (
+    from_composed,
     from_keywords,
-    from_omegaconf,
     from_saved,
     known_keys,
     model_options,
@@ -115,7 +115,7 @@ def test_arguments_of_a_users_model_are_plain_values(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     args = {"poison": None, "hang": {"_target_": "os.mkdir", "path": str(mark)}}
     node = from_keywords({**KEYS, "model": {**MODEL, "args": args}})
-    assert from_omegaconf(node).model.args["hang"] == args["hang"]
+    assert from_composed(node).model.args["hang"] == args["hang"]
     assert not mark.exists()
 
 
@@ -155,7 +155,7 @@ def test_a_signed_url_is_saved_without_its_signature() -> None:
     text = saved_yaml(node)
     assert "hunter2" not in text
     assert "https://host/train-{000..003}.tar?(redacted)" in text
-    assert from_omegaconf(node).data.root == url
+    assert from_composed(node).data.root == url
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from omegaconf import DictConfig
 from PIL import Image
 
 import featx
 from featx import jobs
-from featx.config import Config, from_keywords, from_omegaconf, saved_yaml
+from featx.config import Config, from_composed, from_keywords, saved_yaml
 from featx.store.pack import pack
 
 MODEL = {
@@ -90,21 +89,23 @@ def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: An
     if job == "verify":
         # Code is imported only where the command names it.
         keys = {"model": {key: MODEL[key] for key in ("name", "library", "factory")}, **keys}
-    node = job_node(job, json=json, show=show, **keys)
-    config = from_omegaconf(node)
+    node = job_options(job, json=json, show=show, **keys)
+    config = from_composed(node)
     jobs.check(config)
     return jobs.run(config, saved_yaml(node))
 
 
-def job_node(job: str, *, json: bool = False, show: str | None = None, **keys: Any) -> DictConfig:
+def job_options(
+    job: str, *, json: bool = False, show: str | None = None, **keys: Any
+) -> dict[str, Any]:
     """The config of a job as the command composes it."""
     node = from_keywords(keys)
-    node.job.name, node.job.json, node.job.show = job, json, show
+    node["job"].update(name=job, json=json, show=show)
     return node
 
 
 def job_config(job: str, **keys: Any) -> Config:
     """The checked config of a job."""
-    config = from_omegaconf(job_node(job, **keys))
+    config = from_composed(job_options(job, **keys))
     jobs.check(config)
     return config

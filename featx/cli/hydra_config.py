@@ -27,7 +27,7 @@ from featx.cli.overrides import EXPERIMENTS, CommandLine, is_path
 from featx.config import (
     Kind,
     OptionDescription,
-    default_node,
+    default_values,
     describe_options,
     known_keys,
     member_groups,
@@ -273,7 +273,7 @@ def register_with_hydra(jobs: MemberNames, config_dirs: Sequence[Path] = ()) -> 
         config_dirs: folders of the user's own configs.
     """
     store = ConfigStore.instance()
-    store.store(name="schema", node=default_node())
+    store.store(name="schema", node=OmegaConf.create(dict(default_values())))
     for group in member_groups().values():
         if group.selector == "name":
             for member in family(group.option):

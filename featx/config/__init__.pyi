@@ -1,6 +1,7 @@
 from .all_options import Kind as Kind
 from .all_options import Option as Option
 from .all_options import OptionDescription as OptionDescription
+from .all_options import default_values as default_values
 from .all_options import describe_options as describe_options
 from .all_options import known_keys as known_keys
 from .all_options import member_groups as member_groups
@@ -61,9 +62,8 @@ from .saved_config import data_of_saved as data_of_saved
 from .saved_config import from_saved as from_saved
 from .saved_config import is_secret as is_secret
 from .saved_config import saved_yaml as saved_yaml
-from .schema import default_node as default_node
+from .schema import from_composed as from_composed
 from .schema import from_keywords as from_keywords
-from .schema import from_omegaconf as from_omegaconf
 from .schema import given_by_value as given_by_value
 from .schema import given_keywords as given_keywords
 from .schema import nested_keywords as nested_keywords

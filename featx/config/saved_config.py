@@ -11,7 +11,7 @@ from featx.base import family
 from featx.config import DataConfig
 from featx.config.all_options import default_values, member_groups, option_tree
 from featx.config.run_config import Config
-from featx.config.schema import from_values
+from featx.config.schema import from_values, merged_values, node_to_resolve
 from featx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def from_saved(text: str) -> Config:
         for group in member_groups().values():  # names a member that is not installed here
             if isinstance(values := options.get(group.name), Mapping) and group.selector in values:
                 family(group.option).get(str(values[group.selector]))
-        return from_values(_merged(default_values(), options))
+        return from_values(merged_values(default_values(), options))
     except (yaml.YAMLError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"the config that the store keeps cannot be read: {reason}") from error
@@ -56,16 +56,6 @@ def _load_mapping(text: str) -> dict[str, Any]:
     if not isinstance(values, dict | None):
         raise ValueError(f"it is a {type(values).__name__}, and a mapping was expected")
     return values or {}
-
-
-def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults with other values; groups are merged option by option."""
-    merged = dict(defaults)
-    for name, value in values.items():
-        default = defaults.get(name)
-        is_group = isinstance(default, Mapping) and default and isinstance(value, Mapping)
-        merged[name] = _merged(default, value) if is_group else value  # type: ignore[arg-type]
-    return merged
 
 
 def data_of_saved(saved: Config, options: DataConfig, store: str) -> DataConfig:
@@ -115,38 +105,23 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def saved_yaml(node: DictConfig) -> str:
-    """Return the config as YAML for a store.
+def saved_yaml(options: Mapping[str, Any] | DictConfig) -> str:
+    """Return composed options as YAML for a store.
 
     Interpolations are resolved, except those that read the environment. Values of options such as
     token or password are replaced by "(redacted)", and so is the query of a URL.
+
+    Args:
+        options: as for `from_composed`.
     """
     import yaml
-    from omegaconf import DictConfig, ListConfig
 
-    def walk(part: Any, may_hold_secrets: bool) -> Any:
-        if isinstance(part, DictConfig):
-            if part._is_none() or part._is_missing():
-                return None
-            values = {}
-            for key in part:
-                may_be_secret = may_hold_secrets and not (part is node and key in _WITHOUT_SECRETS)
-                inner_value = value(part, key, may_be_secret)
-                is_hidden = may_be_secret and inner_value is not None and is_secret(str(key))
-                values[str(key)] = "(redacted)" if is_hidden else inner_value
-            return values
-        return [value(part, i, may_hold_secrets) for i in range(len(part))]
-
-    def value(part: Any, key: Any, may_hold_secrets: bool) -> Any:
-        raw = part._get_node(key)._value()
-        if isinstance(raw, str) and "${" in raw and "env" in raw:  # its value may be a secret
-            return raw
-        inner = part[key]
-        if isinstance(inner, DictConfig | ListConfig):
-            return walk(inner, may_hold_secrets)
-        return _SIGNED.sub(r"\1?(redacted)", inner) if isinstance(inner, str) else inner
-
-    values = walk(node, may_hold_secrets=True)
+    node = node_to_resolve(options)
+    kept = options if node is None else _resolved_but_environment(node)
+    values = {
+        name: _without_secrets(value, may_hold_secrets=name not in _WITHOUT_SECRETS)
+        for name, value in kept.items()
+    }
     for group in member_groups().values():
         chosen = group.select(values[group.name])
         values[group.name] = {
@@ -161,3 +136,38 @@ def saved_yaml(node: DictConfig) -> str:
             if not different:
                 del values[name]
     return str(yaml.safe_dump(values, allow_unicode=True, sort_keys=False))
+
+
+def _resolved_but_environment(part: Any) -> Any:
+    """Return a node as plain values; interpolations of the environment, whose values may be
+    secrets, stay as they are."""
+    from omegaconf import DictConfig, ListConfig
+
+    if not isinstance(part, DictConfig | ListConfig):
+        return part
+    if part._is_none() or part._is_missing():
+        return None
+
+    def value(key: Any) -> Any:
+        raw = part._get_node(key)._value()  # type: ignore[union-attr]
+        if isinstance(raw, str) and "${" in raw and "env" in raw:
+            return raw
+        return _resolved_but_environment(part[key])
+
+    if isinstance(part, DictConfig):
+        return {str(key): value(key) for key in part}
+    return [value(i) for i in range(len(part))]
+
+
+def _without_secrets(value: Any, may_hold_secrets: bool) -> Any:
+    """Return a value whose options with names of secrets, and queries of URLs, are replaced."""
+    if isinstance(value, Mapping):
+        return {
+            str(name): "(redacted)"
+            if may_hold_secrets and inner is not None and is_secret(str(name))
+            else _without_secrets(inner, may_hold_secrets)
+            for name, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_without_secrets(inner, may_hold_secrets) for inner in value]
+    return _SIGNED.sub(r"\1?(redacted)", value) if isinstance(value, str) else value

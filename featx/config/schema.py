@@ -5,6 +5,7 @@ Hydra composes plain values; the dataclasses of the options check them.
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -29,18 +30,12 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def default_node() -> DictConfig:
-    """Return the defaults of all options as a node."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.create(dict(default_values()))
-
-
-def from_omegaconf(node: DictConfig) -> Config:
-    """Return the Config of a composed OmegaConf node; its job does not check it yet.
+def from_composed(options: Mapping[str, Any] | DictConfig) -> Config:
+    """Return the Config of composed options; its job does not check it yet.
 
     Args:
-        node: all options, those of all members included.
+        options: all options, those of all members included: the node that Hydra composed, or the
+            values that `from_keywords` returned.
 
     Raises:
         ConfigError: an option is unknown or invalid.
@@ -48,11 +43,33 @@ def from_omegaconf(node: DictConfig) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    node = node_to_resolve(options)
     try:
-        values = OmegaConf.to_container(node, resolve=True)
+        values = options if node is None else OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return from_values(values)  # type: ignore[arg-type]  # texts are the keys
+
+
+def node_to_resolve(options: Mapping[str, Any] | DictConfig) -> DictConfig | None:
+    """Return composed options as a node, or None if they are plain values without interpolations.
+
+    Making a node takes 0.1 s, and few calls from Python have interpolations.
+    """
+    from omegaconf import OmegaConf
+
+    if OmegaConf.is_config(options):
+        return options  # type: ignore[return-value]
+    return OmegaConf.create(dict(options)) if _has_interpolation(options) else None
+
+
+def _has_interpolation(value: Any) -> bool:
+    """Return whether a text of a value reads another option or the environment."""
+    if isinstance(value, Mapping):
+        return any(map(_has_interpolation, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_interpolation, value))
+    return isinstance(value, str) and "${" in value
 
 
 def from_values(values: Mapping[str, Any]) -> Config:
@@ -77,8 +94,8 @@ def _refuse_empty_texts(options: Any, prefix: str) -> None:
             raise ConfigError(f"{name} is empty: give a value, or leave {name} out.")
 
 
-def from_keywords(values: Mapping[str, Any]) -> DictConfig:
-    """Return the composed node of options that Python gives as keywords.
+def from_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of a call whose keywords give some of them, for `from_composed`.
 
     `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set),
     `reduce="avg"` and `executor="local"` are taken as on the command line; each also takes a
@@ -87,19 +104,32 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     Raises:
         ConfigError: a key is unknown or a value of the wrong type.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     given = {}
     for name, value in values.items():
         if name not in {f.name for f in fields(Config)} - {"job", "log"}:
             raise unknown_key(name, [key.replace(".", "_") for key in known_keys()])
         given[name] = _values_of_group(name, value)
-    given = _with_texts(given, "")
-    try:
-        return OmegaConf.merge(default_node(), given)  # type: ignore[return-value]  # a mapping
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+    composed = merged_values(default_values(), _with_texts(given, ""))
+    if "out" not in given:  # the default, without the interpolation
+        composed["out"] = f"runs/{composed['data']['name']}/{composed['model']['name']}"
+    return composed
+
+
+def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the defaults with other values; groups are merged option by option."""
+    merged = {name: _copied(value) for name, value in defaults.items()}
+    for name, value in values.items():
+        default = defaults.get(name)
+        is_group = isinstance(default, Mapping) and default and isinstance(value, Mapping)
+        merged[name] = merged_values(default, value) if is_group else value  # type: ignore[arg-type]
+    return merged
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a default: groups, and lists of values."""
+    if isinstance(value, Mapping):
+        return merged_values(value, {})
+    return list(value) if isinstance(value, list) else value
 
 
 def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +199,7 @@ def _is_packaged(name: str) -> bool:
 
 
 def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values with paths as text.
+    """Return the values as plain ones, with paths as text.
 
     A number is refused as a text, because it may have been written in another way: 2024_01.
     """
@@ -178,10 +208,14 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         option = option_tree().get(f"{prefix}{name}")
         if option is None:
             raise unknown_key(f"{prefix}{name}", known_keys())
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if option.kind in (Kind.GROUP, Kind.SECTION) and isinstance(value, Mapping):
-            value = _with_texts(value, f"{prefix}{name}.")
+        if option.kind in (Kind.GROUP, Kind.SECTION):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{prefix}{name} is a {type(value).__name__}; expected a mapping of options."
+                )
+            texts[name] = _with_texts(value, f"{prefix}{name}.")
+            continue
+        value = texts[name] = _plain_value(f"{prefix}{name}", value)
         elements = {Kind.TEXT: [value], Kind.TEXTS: value}.get(option.kind)
         for element in elements or ():
             if isinstance(element, int | float):
@@ -189,8 +223,33 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
                     f"{prefix}{name}={value!r}: expected text, and {element!r} is a number; put it "
                     f"in quotes: {str(element)!r}."
                 )
-        texts[name] = value
     return texts
+
+
+def _plain_value(name: str, value: Any) -> Any:
+    """Return a value of an option as YAML has it: paths are text, tuples lists.
+
+    Raises:
+        ConfigError: YAML has no such value.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return str(os.fspath(value))
+    if isinstance(value, numbers.Integral):  # that of numpy as well
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, int) else str(key): _plain_value(f"{name}.{key}", inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_plain_value(f"{name}[{i}]", inner) for i, inner in enumerate(value)]
+    raise ConfigError(
+        f"{name} is a {type(value).__name__}; expected text, a number, a list or a mapping."
+    )
 
 
 def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:

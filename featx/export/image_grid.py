@@ -10,7 +10,7 @@ from os import PathLike
 import numpy as np
 
 from featx.base import printable, shown_path
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, counted
 from featx.export.selection import as_utf8, data_of_store
 from featx.store import FeatureStore, row_indices
@@ -70,7 +70,7 @@ def image_grid(
 ) -> ImageGrid:
     """Make a grid of images of a store; see `FeatureStore.show`."""
     chosen = _rows_to_show(store, rows)
-    data_options = from_omegaconf(from_keywords({} if data is None else {"data": str(data)})).data
+    data_options = from_composed(from_keywords({} if data is None else {"data": str(data)})).data
     from featx.export.report.thumbnails import Thumbnails  # which imports torch
 
     with Thumbnails(store.key_bytes, len(chosen), MAX_BYTES) as thumbnails:

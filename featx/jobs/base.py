@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from featx.base import Member, Registry, facts, log_message, print_result, table
 from featx.config import (
     Config,
+    from_composed,
     from_keywords,
-    from_omegaconf,
     given_by_value,
     given_keywords,
     nested_keywords,
@@ -198,11 +198,11 @@ def config_of_call(job: str, keys: Mapping[str, Any]) -> tuple[Config, str]:
         ConfigError: a keyword is unknown, or does not fit.
     """
     keys = nested_keywords(keys)
-    node = from_keywords(keys)
-    node.job.name = job
-    config = from_omegaconf(node)
+    options = from_keywords(keys)
+    options["job"]["name"] = job
+    config = from_composed(options)
     check(config, given_keywords(keys))
-    return config, saved_yaml(node)
+    return config, saved_yaml(options)
 
 
 @contextlib.contextmanager

@@ -52,14 +52,14 @@ def decoding(settings: Settings) -> Mapping[str, Any]:
     from benchmarks import loader_overhead
 
     from featx.base import keep_freed_memory, num_cpus
-    from featx.config import DataConfig, from_keywords, from_omegaconf
+    from featx.config import DataConfig, from_composed, from_keywords
     from featx.images import DecodeSettings
     from featx.models import build_backbone
     from featx.sources import open_source
 
     keep_freed_memory()  # as the command does, before any thread has memory of its own
     folder = large_folder(settings, NAMES)
-    config = from_omegaconf(from_keywords(
+    config = from_composed(from_keywords(
         {"model": {"name": "resnet18", "weights": None}, "data": str(folder), "out": "unused"}
     ))  # fmt: skip
     assert isinstance(config.data, DataConfig)

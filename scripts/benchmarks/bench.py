@@ -16,7 +16,7 @@ from benchmarks.commands import Add
 from benchmarks.contenders import Measurement
 from benchmarks.photos import make_photos
 from featx.base import log_message, table
-from featx.config import DEFAULT_LAYERS, Config, from_keywords, from_omegaconf, saved_yaml
+from featx.config import DEFAULT_LAYERS, Config, from_composed, from_keywords, saved_yaml
 
 SCRIPT = "the user's script"
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
         data = {"name": "folder", "root": str(photos), "limit": arguments.images}
         model = {"name": arguments.model, "weights": None}
         node = from_keywords({"model": model, "data": data, **arguments.options})
-        config = from_omegaconf(node)
+        config = from_composed(node)
         result = _measure(config, saved_yaml(node), arguments.runs, folder)
     print(json.dumps(result, indent=2) if arguments.json else _text(result))
 

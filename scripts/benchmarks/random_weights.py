@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from featx.config import Config, from_keywords, from_omegaconf, saved_yaml
+from featx.config import Config, from_composed, from_keywords, saved_yaml
 
 
 def make_config(model: str, layer: str, photos: Path, **options: object) -> tuple[Config, str]:
@@ -23,4 +23,4 @@ def make_config(model: str, layer: str, photos: Path, **options: object) -> tupl
     node = from_keywords(
         {"model": weights, "layers": [layer], "data": photos, "precision": "fp32", **options}
     )
-    return from_omegaconf(node), saved_yaml(node)
+    return from_composed(node), saved_yaml(node)

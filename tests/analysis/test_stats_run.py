@@ -31,7 +31,7 @@ from featx.analysis.statistics import Statistics
 from featx.analysis.statistics.output import COMMIT_BYTES_PER_S, COMMIT_SHARE, StatsOutput
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.analysis.statistics.session import StatsSession
-from featx.config import StatsConfig, from_keywords, from_omegaconf
+from featx.config import StatsConfig, from_composed, from_keywords
 from featx.errors import (
     ConfigError,
     NonFiniteError,
@@ -193,7 +193,7 @@ def test_tokens_and_maps_with_channels_behind() -> None:
 def config(**keys: Any) -> Any:
     node = from_keywords({**KEYS, **keys})
     node.job.name = "stats"
-    return from_omegaconf(node)
+    return from_composed(node)
 
 
 def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:

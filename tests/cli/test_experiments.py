@@ -8,7 +8,7 @@ import pytest
 
 from featx.base import shipped_folder
 from featx.cli import explain_error, read_command_line, register_with_hydra
-from featx.config import Config, from_omegaconf
+from featx.config import Config, from_composed
 from featx.errors import ConfigError
 from featx.jobs import JOBS, check
 
@@ -35,7 +35,7 @@ def typed(*argv: str) -> Config:
     overrides = [word for word in line.arguments if not word.startswith("-")]
     with hydra.initialize_config_dir(str(shipped_folder("conf")), version_base="1.3"):
         try:
-            config = from_omegaconf(hydra.compose("config", overrides))
+            config = from_composed(hydra.compose("config", overrides))
         except (HydraException, OmegaConfBaseException) as error:
             raise explain_error(error) from error
     check(config, line.given)

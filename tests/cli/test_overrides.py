@@ -17,8 +17,8 @@ from featx.cli import read_command_line, register_with_hydra
 from featx.config import (
     Config,
     Kind,
+    from_composed,
     from_keywords,
-    from_omegaconf,
     from_saved,
     option_tree,
     saved_yaml,
@@ -43,7 +43,7 @@ def composed(*argv: str) -> Any:
 
 def typed(*argv: str) -> Config:
     """The config of a command."""
-    config = from_omegaconf(composed(*argv))
+    config = from_composed(composed(*argv))
     check(config, read_command_line(argv).given)
     return config
 
@@ -299,7 +299,7 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) 
 
 def test_python_takes_paths_and_refuses_numbers_for_text() -> None:
     def config(**keys: Any) -> Config:
-        return from_omegaconf(from_keywords(keys))
+        return from_composed(from_keywords(keys))
 
     found = config(out=Path("2024_01"), data={"name": "folder", "root": Path("1e5")})
     assert (found.out, found.data.root) == ("2024_01", "1e5")

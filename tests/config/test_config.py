@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -17,8 +18,8 @@ from featx.config import (
     DataConfig,
     ReduceConfig,
     describe_options,
+    from_composed,
     from_keywords,
-    from_omegaconf,
     given_keywords,
     known_keys,
     layer_requests,
@@ -30,7 +31,7 @@ from featx.errors import ConfigError, FeatxError
 
 
 def config(**keys: object) -> Config:
-    return from_omegaconf(from_keywords(keys))
+    return from_composed(from_keywords(keys))
 
 
 def test_short_forms_from_python() -> None:
@@ -126,8 +127,8 @@ def test_jobs_that_read_a_store_refuse_the_keys_of_making_one(
     job: str, keys: dict[str, object]
 ) -> None:
     node = from_keywords({"store": "store", **keys})
-    node.job.name = job
-    config = from_omegaconf(node)
+    node["job"]["name"] = job
+    config = from_composed(node)
     with pytest.raises(ConfigError, match=rf"^{next(iter(keys))} has no effect with job={job}: "):
         jobs.check(config)
 
@@ -154,14 +155,14 @@ def test_the_saved_config_keeps_the_environment_out(monkeypatch: pytest.MonkeyPa
     """Interpolations that read the environment stay as they are; secrets are left out."""
     monkeypatch.setenv("HUB_SECRET", "hunter2")
     node = from_keywords({"model": {"library": "custom", "factory": "a:b"}})
-    node.model.args = OmegaConf.create(
-        {"api_token": "hunter2", "home": "${oc.env:HUB_SECRET}", "depth": 20}
-    )
-    text = saved_yaml(node)
-    assert "hunter2" not in text
-    assert "${oc.env:HUB_SECRET}" in text
-    assert "depth: 20" in text
-    assert "out: runs/textiles/" in text
+    node["model"]["args"] = {"api_token": "hunter2", "home": "${oc.env:HUB_SECRET}", "depth": 20}
+    for options in (node, OmegaConf.create(node)):  # from Python, and as Hydra composes them
+        assert from_composed(options).model.args["home"] == "hunter2"
+        text = saved_yaml(options)
+        assert "hunter2" not in text
+        assert "${oc.env:HUB_SECRET}" in text
+        assert "depth: 20" in text
+        assert "out: runs/textiles/" in text
 
 
 def test_fingerprints_do_not_depend_on_order_and_name_what_differs() -> None:
@@ -205,19 +206,19 @@ def test_an_option_of_another_member_is_refused_with_its_default_too(
         contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message)
     )
     with refused:
-        jobs.check(from_omegaconf(from_keywords(values)), given_keywords(values))
+        jobs.check(from_composed(from_keywords(values)), given_keywords(values))
 
 
 def test_options_of_a_group_are_given_as_objects_mappings_or_texts() -> None:
     model = model_options(name="resnet18", library="torchvision", weights=None)
-    data = replace(from_omegaconf(from_keywords({"data": "photos"})).data, depth=2)
+    data = replace(from_composed(from_keywords({"data": "photos"})).data, depth=2)
     typed = {"model": model, "data": data, "reduce": make_reduce("gem", p=2.0)}
     mappings = {
         "model": {"name": "resnet18", "library": "torchvision", "weights": None},
         "data": {"name": "folder", "root": "photos", "depth": 2},
         "reduce": {"name": "gem", "p": 2.0},
     }
-    assert from_omegaconf(from_keywords(typed)) == from_omegaconf(from_keywords(mappings))
+    assert from_composed(from_keywords(typed)) == from_composed(from_keywords(mappings))
     assert given_keywords(typed) == {
         *("model.name", "model.weights", "data.root", "data.depth", "reduce.p"),
     }
@@ -238,3 +239,24 @@ def test_two_sizes_of_a_part_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="part_mib=512 has no effect with part_rows=64"):
         Config(part_mib=512, part_rows=64)
     assert Config(part_mib=4096).part_rows == "auto"
+
+
+@pytest.mark.parametrize("number", [np.int64(3), np.int32(3), 3])
+def test_python_gives_numbers_of_numpy(number: object) -> None:
+    made = config(batch_size=number, data={"limit": number})
+    assert (made.batch_size, made.data.limit) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data": None}, "data is a NoneType; expected a mapping of options"),
+        ({"model": ["resnet50"]}, "model is a list; expected a mapping of options"),
+        ({"reduce": None}, "reduce is a NoneType"),
+        ({"layers": np.array(["a"])}, r"layers is a ndarray; expected text, a number, a list"),
+        ({"model": {"args": {"z": {1}}}}, r"model\.args\.z is a set"),
+    ],
+)
+def test_what_is_no_value_of_an_option_is_named(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_keywords(keys)

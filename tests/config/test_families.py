@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 from featx.base import family, family_options
-from featx.config import describe_options, from_keywords, from_omegaconf, member_groups, option_tree
+from featx.config import describe_options, from_composed, from_keywords, member_groups, option_tree
 from featx.config.members import options_class
 from featx.errors import ConfigError, FeatxError
 
@@ -38,11 +38,11 @@ def test_an_option_of_another_member_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^data\.depth has an effect with data=folder only \(now data=table\)"
     ):
-        from_omegaconf(from_keywords({"data": {"name": "table", "root": "x.csv", "depth": 1}}))
+        from_composed(from_keywords({"data": {"name": "table", "root": "x.csv", "depth": 1}}))
     with pytest.raises(ConfigError, match=r"data=foldr: expected one of folder, .*: folder"):
-        from_omegaconf(from_keywords({"data": {"name": "foldr", "root": "x"}}))
+        from_composed(from_keywords({"data": {"name": "foldr", "root": "x"}}))
     with pytest.raises(ConfigError, match=r"export\.format=xlsx: expected one of clip_retrieval, "):
-        from_omegaconf(from_keywords({"export": {"format": "xlsx"}, "store": "x"}))
+        from_composed(from_keywords({"export": {"format": "xlsx"}, "store": "x"}))
 
 
 def test_an_undeclared_family_is_named() -> None:

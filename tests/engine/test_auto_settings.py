@@ -9,7 +9,7 @@ import pytest
 import torch
 from simulated_engine import Simulated
 
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.engine import AutoSettings
 from featx.errors import ConfigError, RunError
 
@@ -23,7 +23,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Any:
     ) -> tuple[AutoSettings, Any]:
         monkeypatch.setattr("time.perf_counter", lambda: engine.now)
         given = {"precision": "fp32", "compile": False, "out": "store", **keys}
-        config = from_omegaconf(from_keywords(given))
+        config = from_composed(from_keywords(given))
         images = torch.zeros(num_images, 3, 2, 2, dtype=torch.uint8)
         settings = AutoSettings(config, engine, images, num_rows, None)
         settings.resolve()

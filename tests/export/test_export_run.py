@@ -342,7 +342,7 @@ def test_keys_without_effect_are_refused(store: Path) -> None:
 _MEASURED = """
 import importlib, sys, threading, time
 from featx.export.run import run_export
-from featx.config.schema import from_keywords, from_omegaconf
+from featx.config.schema import from_keywords, from_composed
 from featx.export import selection
 selection.BLOCK_BYTES = 4 << 20
 
@@ -364,7 +364,7 @@ for kind in sys.argv[1:]:
         node = from_keywords({"store": store, "out": f"{kind}-{store}", "export": options})
         node.job.name = "export"
         peak = before = anonymous()
-        run_export(from_omegaconf(node))
+        run_export(from_composed(node))
         if store == "large":
             print(kind, peak - before)
 """

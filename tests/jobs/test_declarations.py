@@ -22,8 +22,8 @@ from tiny_model import KEYS, MODEL, extract, pack_in_process, run_job, write_ima
 from featx.config import (
     Config,
     Kind,
+    from_composed,
     from_keywords,
-    from_omegaconf,
     given_keywords,
     option_tree,
     saved_yaml,
@@ -191,8 +191,8 @@ def leaves(names: set[str]) -> set[str]:
 def run(call: Call, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, set[str]]:
     """The config of a call, and the options that its job reads."""
     node = from_keywords(call.keys)
-    node.job.name = call.job
-    config = from_omegaconf(node)
+    node["job"]["name"] = call.job
+    config = from_composed(node)
     check(config, given_keywords(call.keys))
     with recorded(config, monkeypatch) as seen:
         JOBS.get(call.job).run(config, saved_yaml(node))
@@ -246,8 +246,8 @@ def test_what_is_given_and_not_read_is_refused_also_with_its_default(
     if "args" in str(keys):
         keys["model"] = {"name": "custom", "library": "custom", "factory": "a:b", **keys["model"]}
     node = from_keywords(keys)
-    node.job.name = job
-    config = from_omegaconf(node)
+    node["job"]["name"] = job
+    config = from_composed(node)
     with pytest.raises(ConfigError, match=refused):
         check(config, given_keywords(keys))
 
@@ -255,8 +255,8 @@ def test_what_is_given_and_not_read_is_refused_also_with_its_default(
 def test_a_store_may_be_named_by_the_model_and_the_data_that_made_it() -> None:
     keys = {"model": "resnet18", "data": "photos"}
     node = from_keywords(keys)
-    node.job.name = "status"
-    config = from_omegaconf(node)
+    node["job"]["name"] = "status"
+    config = from_composed(node)
     check(config, given_keywords(keys))
     assert config.out == "runs/folder/resnet18"
 

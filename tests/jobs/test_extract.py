@@ -167,13 +167,13 @@ def test_rows_too_small_for_float16_are_reported(
 
 
 def test_every_image_failing_is_not_success(tmp_path: Path) -> None:
-    from featx.config import from_keywords, from_omegaconf
+    from featx.config import from_composed, from_keywords
     from featx.jobs import extract as job
 
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.jpg").write_bytes(b"no")
     keys = {"model": MODEL, "data": "bad", "layers": ["pool"], "max_failures": 5, "out": "s"}
-    assert job.run(from_omegaconf(from_keywords(keys)), "") == 3
+    assert job.run(from_composed(from_keywords(keys)), "") == 3
 
 
 def test_a_store_without_one_good_row_comes_with_a_warning(

@@ -19,7 +19,7 @@ from zoo import SequenceFirst
 from featx import jobs
 from featx.base import print_result
 from featx.cli import layer_table, table_rows
-from featx.config import ReduceConfig, from_keywords, from_omegaconf
+from featx.config import ReduceConfig, from_composed, from_keywords
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
 from featx.layers import select, trace_forward
 
@@ -63,10 +63,10 @@ def layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
     def run(show: str | None = None, as_json: bool = False, depth: Any = "all", **keys: Any) -> str:
         node = from_keywords({"model": MODEL, "data": "sample", **keys})
-        node.job.name, node.job.show, node.job.json = "layers", show, as_json
+        node["job"].update(name="layers", show=show, json=as_json)
         if not as_json and show != "watch" and "layers" not in keys:
-            node.job.depth = depth
-        config = from_omegaconf(node)
+            node["job"]["depth"] = depth
+        config = from_composed(node)
         jobs.check(config)
         assert jobs.run(config, "") == 0
         return capsys.readouterr().out
@@ -310,17 +310,17 @@ def test_keys_that_would_have_no_effect(layers: Layers) -> None:
     with pytest.raises(ConfigError, match=r"job\.show=costs: expected one of shapes, cost"):
         layers("costs")
     node = from_keywords({"model": MODEL})
-    node.job.show = "cost"
+    node["job"]["show"] = "cost"
     with pytest.raises(ConfigError, match=r"job\.show has an effect with job=layers and job=probe"):
-        jobs.check(from_omegaconf(node))
-    node.job.show, node.job.depth = None, 2
+        jobs.check(from_composed(node))
+    node["job"].update(show=None, depth=2)
     with pytest.raises(ConfigError, match=r"job\.depth has an effect with job=layers only"):
-        jobs.check(from_omegaconf(node))
+        jobs.check(from_composed(node))
     with pytest.raises(ConfigError, match=r"job\.depth=two: expected a whole number .* or all"):
         layers(depth="two")
-    node.job.name, node.layers = "layers", ["conv"]
+    node["job"]["name"], node["layers"] = "layers", ["conv"]
     with pytest.raises(ConfigError, match=r"job\.depth has no effect if layers names"):
-        jobs.check(from_omegaconf(node))
+        jobs.check(from_composed(node))
 
 
 def test_a_reader_may_leave_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from zoo import TwoStageConvNet
 
 from featx import jobs
 from featx.base import WIDTH
-from featx.config import from_keywords, from_omegaconf, saved_yaml
+from featx.config import from_composed, from_keywords, saved_yaml
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -78,8 +78,8 @@ def test_no_line_is_wider_than_a_terminal(
     write_images(tmp_path / PHOTOS, 16)
     for job, keys, of_job in CALLS:
         node = from_keywords(keys)
-        node.job.update({"name": job, **of_job})
-        config = from_omegaconf(node)
+        node["job"].update({"name": job, **of_job})
+        config = from_composed(node)
         jobs.check(config)
         jobs.run(config, saved_yaml(node))
         printed = "".join(capsys.readouterr())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from featx.config import from_keywords, from_omegaconf, make_reduce, model_options
+from featx.config import from_composed, from_keywords, make_reduce, model_options
 from featx.engine import Compute, Engine
 from featx.layers import select
 from featx.models import (
@@ -128,7 +128,7 @@ def test_the_figures_are_those_of_models_that_are_built(name: str) -> None:
     (entry, *_) = [each for option, each in ENTRIES.items() if option.startswith(name)]
     full = entry.full_name if entry.library == "timm" else entry.name
     options = {"library": entry.library, "name": full, "weights": None}
-    backbone = build_backbone(from_omegaconf(from_keywords({"model": options})).model, 0)
+    backbone = build_backbone(from_composed(from_keywords({"model": options})).model, 0)
     parameters = sum(parameter.numel() for parameter in backbone.module.parameters())
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         traced = engine.trace(["embedding"])

@@ -6,8 +6,8 @@ import pytest
 
 from featx.config import (
     ModelConfig,
+    from_composed,
     from_keywords,
-    from_omegaconf,
     model_choice,
     model_options,
 )
@@ -97,10 +97,10 @@ def test_the_option_model_takes_a_model_or_a_library() -> None:
     assert model_choice("resnet50") == {"name": "resnet50"}
     assert model_choice("packaged") == {"name": "efficientnet_lite0", "library": "packaged"}
     assert model_choice("auto") == {"name": "auto"}, "auto is no library that one could mean"
-    config = from_omegaconf(from_keywords({"model": "resnet50"}))
+    config = from_composed(from_keywords({"model": "resnet50"}))
     assert (config.model.name, resolve_library(config.model).name) == ("resnet50", "torchvision")
     with pytest.raises(ConfigError, match=r"model=timm needs model\.name=NAME"):
-        from_omegaconf(from_keywords({"model": "timm"}))
+        from_composed(from_keywords({"model": "timm"}))
     with pytest.raises(ConfigError, match=r"model\.library=tim: expected one of .* Nearest: timm"):
         model_options(library="tim")
     with pytest.raises(ConfigError, match=r"unknown key .*wieghts.* Nearest: model\.weights"):

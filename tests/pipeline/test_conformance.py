@@ -23,7 +23,7 @@ from timm.data.transforms_factory import create_transform
 from tiny_model import extract, write_images
 from torch import nn
 
-from featx.config import from_keywords, from_omegaconf, make_reduce, model_options
+from featx.config import from_composed, from_keywords, make_reduce, model_options
 from featx.engine import Compute, Engine
 from featx.errors import ModelError
 from featx.images import DecodeSettings, Loader, Preprocess, centre_crop
@@ -92,7 +92,7 @@ def compared(
 
     `change` cannot reach the plain path, which is taken before.
     """
-    config = from_omegaconf(from_keywords({"data": str(photos), **keys}))
+    config = from_composed(from_keywords({"data": str(photos), **keys}))
     source = open_source(config.data)
     listing = source.listing()
     decoding = DecodeSettings.of_run(config, backbone.preprocess, listing)

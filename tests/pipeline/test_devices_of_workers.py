@@ -23,7 +23,7 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
 from torch import nn
 
 import featx
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, ModelError, RunError
 from featx.pipeline.executors import worker_spec
 
@@ -44,7 +44,7 @@ GPUS: dict[str, Any] = {"executor": {"devices": [0, 1]}}
 
 
 def config(**keys: Any) -> Any:
-    return from_omegaconf(from_keywords(keys))
+    return from_composed(from_keywords(keys))
 
 
 @pytest.mark.parametrize("value", [0, -1, "all", True, 2.5, [0, 1]])
@@ -212,9 +212,9 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     from featx.pipeline import FeatureOutput, build_run_context
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})
-    output = FeatureOutput(from_omegaconf(keys))
+    output = FeatureOutput(from_composed(keys))
     with (
-        build_run_context(from_omegaconf(keys), "", FEATURES, output) as context,
+        build_run_context(from_composed(keys), "", FEATURES, output) as context,
         output.open(context),
     ):
         spec = worker_spec.worker_spec(context, output.write_session, output.for_workers(), "")

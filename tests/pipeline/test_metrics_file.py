@@ -11,7 +11,7 @@ from tiny_model import KEYS, write_images
 
 from featx import jobs
 from featx.base import RunProgress
-from featx.config import LogConfig, from_keywords, from_omegaconf, saved_yaml
+from featx.config import LogConfig, from_composed, from_keywords, saved_yaml
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline.metrics_file import INTERVAL_S, MetricsFile
 
@@ -102,7 +102,7 @@ def test_a_run_records_its_end_also_when_nothing_is_left_or_it_fails(tmp_path: P
     def run(**keys: Any) -> dict[str, float]:
         node = from_keywords({**KEYS, "data": photos, **keys})
         node.log.metrics = "featx.prom"
-        config = from_omegaconf(node)
+        config = from_composed(node)
         jobs.check(config)
         jobs.run(config, saved_yaml(node))
         return values(tmp_path / "featx.prom")

@@ -27,7 +27,7 @@ from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
 from featx.base import take_cpus
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import ray as ray_executor
@@ -238,7 +238,7 @@ def test_without_ray_the_extra_is_named_and_nothing_is_started(
 )
 def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        from_omegaconf(from_keywords({"executor": keys}))
+        from_composed(from_keywords({"executor": keys}))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])

@@ -23,7 +23,7 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, write_images
 from zoo import TwoStageConvNet
 
 import featx
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.errors import StoreMismatchError
 from featx.pipeline import FeatureOutput, Interrupted
 from featx.pipeline.stop_signals import GRACE_S
@@ -424,7 +424,7 @@ def test_the_command_and_python_begin_the_same_store() -> None:
 def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
     work_s: float, seconds: float
 ) -> None:
-    target = FeatureOutput(from_omegaconf(from_keywords(KEYS)))
+    target = FeatureOutput(from_composed(from_keywords(KEYS)))
     most_rows, found = target.part_limits(None, [make_spec("a", (1024,))], work_s)
     assert (most_rows, found) == (PART_BYTES / 4096, seconds)
 
@@ -445,7 +445,7 @@ def test_the_size_of_a_part_is_chosen_when_a_store_is_started(
 
 def test_the_size_of_a_part_is_a_limit_beside_the_minute() -> None:
     target = FeatureOutput(
-        from_omegaconf(from_keywords({**KEYS, "part_rows": "auto", "part_mib": 4096}))
+        from_composed(from_keywords({**KEYS, "part_rows": "auto", "part_mib": 4096}))
     )
     assert target.part_limits(None, [make_spec("a", (1024,))], 10**6) == (1 << 20, 60)
 
@@ -463,5 +463,5 @@ def test_the_size_of_a_part_is_a_limit_beside_the_minute() -> None:
 def test_several_parts_fit_into_the_time_limit_of_a_task(
     executor: dict[str, Any], seconds: float
 ) -> None:
-    target = FeatureOutput(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
+    target = FeatureOutput(from_composed(from_keywords({**KEYS, "executor": executor})))
     assert target.part_limits(None, [make_spec("a", (1024,))], 10**6)[1] == seconds

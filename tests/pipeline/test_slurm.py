@@ -24,7 +24,7 @@ from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
 from featx.base import take_cpus
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, RunError, StoreLockedError
 from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import slurm_array, slurm_queue, slurm_task, worker
@@ -382,7 +382,7 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: MadeSlurm) -> 
 )
 def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        from_omegaconf(from_keywords({"executor": keys}))
+        from_composed(from_keywords({"executor": keys}))
 
 
 def test_without_slurm_that_is_said_before_the_run(

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.sources import MISSING_MARKS, open_source, parquet_images
 from featx.sources.table import TableOptions
@@ -465,7 +465,7 @@ def test_columns_that_are_not_there_or_cannot_be_named_so(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=rf"data\.columns: .*{message}"):
             table(path, columns=names)
     with pytest.raises(ConfigError, match=r"data\.columns has an effect with data=table only"):
-        from_omegaconf(
+        from_composed(
             from_keywords({"data": {"name": "folder", "root": "x", "columns": ["patient"]}})
         )
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from tiny_model import extract, run_job
 
-from featx.config import from_keywords, from_omegaconf
+from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreMismatchError
 from featx.sources import open_source
 from featx.sources.video import VideoOptions
@@ -163,4 +163,4 @@ def test_times_that_are_none() -> None:
         with pytest.raises(ConfigError, match=r"data\.every_s="):
             VideoOptions(root="x", every_s=every_s)
     with pytest.raises(ConfigError, match=r"data\.every_s has an effect with data=video only"):
-        from_omegaconf(from_keywords({"data": {"name": "folder", "root": "x", "every_s": 2}}))
+        from_composed(from_keywords({"data": {"name": "folder", "root": "x", "every_s": 2}}))

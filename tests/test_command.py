@@ -348,6 +348,7 @@ def test_the_wheel_carries_conf_and_images(tmp_path: Path) -> None:
     assert str(site) in printed
 
 
+@pytest.mark.slow
 def test_the_command_that_resumes_deletes_nothing_and_can_be_pasted() -> None:
     given = ["data=folder", "data.root=my photos", "layers=[a,b]", "overwrite=true", "+overwrite=1"]
     assert resume_command(given) == (

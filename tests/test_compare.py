@@ -196,6 +196,7 @@ def test_a_command_that_fails_in_both_checkouts_is_not_the_same(
     assert "A: messages/01: exit code 1, expected 0" in printed
 
 
+@pytest.mark.slow
 def test_another_featx_than_that_of_the_checkout_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, REPOSITORY / "scripts" / "compare", tmp_path, tmp_path],

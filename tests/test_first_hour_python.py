@@ -161,6 +161,7 @@ def test_a_frame_is_a_table(photos: Path, package: str) -> None:
         extract(unnamed)
 
 
+@pytest.mark.slow
 def test_an_embedder_loads_once(photos: Path) -> None:
     store = extract("photos/", model="efficientnet_lite0", layers=["embedding"])
     image = photos / keys_of(store)[0]

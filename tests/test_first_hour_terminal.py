@@ -77,6 +77,7 @@ def test_a_terminal_shows_the_steps_and_what_is_kept_after_ctrl_c(tmp_path: Path
     assert "stopped; nothing was written yet." in shown
 
 
+@pytest.mark.slow
 def test_a_sweep_names_its_runs_and_ends_with_a_table(tmp_path: Path) -> None:
     write_images(tmp_path / "photos", 6)
     sweep = ("data=./photos", "layers=[conv],[nothing]")
@@ -151,6 +152,7 @@ def test_pooling_leaves_a_vector_as_it_is(name: str) -> None:
     assert pooled.data_ptr() != vectors.data_ptr()
 
 
+@pytest.mark.slow
 def test_a_plan_of_what_cannot_be_read_ends_otherwise(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for i in range(3):

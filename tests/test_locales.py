@@ -78,7 +78,9 @@ def locales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "arguments"),
     [
         pytest.param("POSIX", COMMAND, id="POSIX-command"),
-        pytest.param("en_US.ISO-8859-1", ["-c", CALL], id="ISO-8859-1-call"),
+        pytest.param(
+            "en_US.ISO-8859-1", ["-c", CALL], id="ISO-8859-1-call", marks=pytest.mark.slow
+        ),
         pytest.param("POSIX", ["-c", CALL], id="POSIX-call", marks=pytest.mark.slow),
         pytest.param("en_US.ISO-8859-1", COMMAND, id="ISO-8859-1-command", marks=pytest.mark.slow),
     ],

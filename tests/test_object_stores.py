@@ -284,6 +284,7 @@ def test_a_server_that_goes_away_stops_the_run_which_resumes_later(
     assert rows_of(extract(str(images), out=out)) == rows_of(extract(str(images)))
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_there_too(images: Path, out: str) -> None:
     extract(str(images), out=out)
     with pytest.raises(StoreError, match="dtype"):
@@ -306,6 +307,7 @@ def test_damage_is_repaired_there(images: Path, bucket: str, packed: bool) -> No
     assert kept.read_bytes() == bytes(data)
 
 
+@pytest.mark.slow
 def test_a_store_that_was_copied_there_is_the_same(images: Path, bucket: str) -> None:
     near = extract(str(images))
     upload(Path("store"), f"s3://{bucket}/copied")

@@ -27,6 +27,7 @@ def scaled(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(StandardScaler().fit_transform(x).astype(np.float32))
 
 
+@pytest.mark.slow
 def test_a_fit_imports_no_compiler() -> None:
     code = (
         "import sys, torch\n"

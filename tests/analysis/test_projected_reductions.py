@@ -116,6 +116,7 @@ def test_epsilon_shrinks_what_varies_little(photos: Path) -> None:
     np.testing.assert_allclose(found, variances[:4] / (variances[:4] + epsilon), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_reduction_of_the_statistics_comes_first_and_each_layer_has_its_own(
     photos: Path,
 ) -> None:

@@ -315,6 +315,7 @@ def assert_same_numbers(out: str, whole: Statistics) -> None:
     assert [found[name].sha256 for name in found] == [whole[name].sha256 for name in whole]
 
 
+@pytest.mark.slow
 def test_every_choice_is_taken_from_what_is_there(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +335,7 @@ def test_every_choice_is_taken_from_what_is_there(
     assert_same_numbers("store", whole)
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_threads_of_the_statistics(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,7 +351,7 @@ def test_a_resume_keeps_the_threads_of_the_statistics(
     assert "3 threads (as the statistics were started; 2 here would give" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("unfinished", [False, True])
+@pytest.mark.parametrize("unfinished", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_other_settings_are_refused_with_the_difference(photos: Path, unfinished: bool) -> None:
     if unfinished:
         with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):
@@ -373,6 +375,7 @@ def test_other_settings_are_refused_with_the_difference(photos: Path, unfinished
     assert {path: path.read_bytes() for path in Path("store").rglob("*.h5")} == before
 
 
+@pytest.mark.slow
 def test_a_store_and_statistics_in_one_folder_do_not_touch_each_other(photos: Path) -> None:
     extract(photos)
     store = {path: path.read_bytes() for path in files("store")}
@@ -491,6 +494,7 @@ def test_ended_at_random_moments_again_and_again(photos: Path, signum: signal.Si
 # Against others, and keys
 
 
+@pytest.mark.slow
 def test_the_distance_to_other_statistics_is_reported(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -506,6 +510,7 @@ def test_the_distance_to_other_statistics_is_reported(
     assert f"Fréchet distance of deep: {found['deep']:.4g}\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> None:
     take(photos, out="other", layers=["deep"], stats={"covariance": "diagonal"})
     for keys, error, message in (
@@ -593,6 +598,7 @@ def test_a_resume_refuses_changed_images(photos: Path) -> None:
     assert_same_numbers("store", take(photos, out="fresh"))
 
 
+@pytest.mark.slow
 def test_touched_and_mended_images_are_no_changes(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

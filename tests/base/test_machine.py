@@ -93,6 +93,7 @@ def test_a_container_with_two_of_64_cores_uses_two(monkeypatch: pytest.MonkeyPat
     assert num_cpus() == 1
 
 
+@pytest.mark.slow
 def test_a_command_with_a_quota_computes_with_so_many_threads(tmp_path: Path) -> None:
     code = """
 import os, sys

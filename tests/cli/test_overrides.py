@@ -78,6 +78,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 TEXT_OPTIONS = [name for name, kind in option_tree().items() if kind.kind is Kind.TEXT]
 
 
+@pytest.mark.slow
 # Many texts in one command: composing it is what takes the time.
 @given(st.lists(TEXT, min_size=6, max_size=6))
 @example(["2024_01"])

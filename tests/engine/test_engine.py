@@ -113,6 +113,7 @@ def test_overwritten_tokens_are_reduced_as_the_layer_gave_them(reduce: str) -> N
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_resnets_last_batchnorm_is_no_block_output() -> None:
     """pytorch#95617: `out += identity` and the in-place ReLU turn bn2 into the block's output."""
     config = model_options(name="resnet18", library="torchvision", weights=None)

@@ -377,6 +377,7 @@ def own() -> nn.Module:
 OWN = nn.Sequential(nn.Conv2d(3, 8, 8, stride=8), nn.Flatten(), nn.Linear(128, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_says_why_weights_are_cast_in_each_pass(
     photos: Path, capsys: pytest.CaptureFixture[str]

@@ -65,6 +65,7 @@ def test_no_file_has_controls_or_formulas(store: featx.FeatureStore) -> None:
     assert "\\x1b[31mred" in pages["store/report.html"]
 
 
+@pytest.mark.slow
 def test_what_is_read_again_finds_its_rows(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,6 +160,7 @@ def test_the_errors_are_those_of_the_predictions(photos: Path) -> None:
     assert "predictions.csv is missing or belongs to another probe" in report().words
 
 
+@pytest.mark.slow
 def test_the_page_names_no_folder(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
     extract(photos, out=str(tmp_path / "store"), max_failures=2)
@@ -286,6 +287,7 @@ def test_without_labels_and_without_thumbnails(tmp_path: Path) -> None:
     assert "21 images were read again" in page.words
 
 
+@pytest.mark.slow
 def test_a_table_that_went_and_an_odd_folder(photos: Path) -> None:
     keys = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))
     table = photos / "photos.csv"

@@ -223,6 +223,7 @@ def test_texts_in_cells_have_enough_contrast_to_every_colour(
         assert len(grounds) == 42
 
 
+@pytest.mark.slow
 def test_a_class_filters_the_predictions(browser: Any, folder: Path) -> None:
     with opened(browser, folder / "predictions.html", "light", 1360) as page:
         cards = page.locator("#cards li")

@@ -242,6 +242,7 @@ def test_events_change_neither_the_features_nor_the_fingerprint(photos: Path) ->
     assert (np.asarray(a["conv"]).view("u2") == np.asarray(b["conv"]).view("u2")).all()
 
 
+@pytest.mark.slow
 def test_layers_that_are_added_have_curves_of_their_own(photos: Path) -> None:
     extract(photos, tensorboard=True)
     extract(photos, layers=["conv", "deep"], tensorboard=True)
@@ -252,6 +253,7 @@ def test_layers_that_are_added_have_curves_of_their_own(photos: Path) -> None:
     assert config.index('"conv"') < config.index('"deep"')
 
 
+@pytest.mark.slow
 def test_overwrite_deletes_the_events_too(photos: Path) -> None:
     extract(photos, tensorboard=True)
     extract(photos, overwrite=True)
@@ -345,6 +347,7 @@ def test_without_the_package_the_error_names_the_extra(
     assert not Path("store").exists()
 
 
+@pytest.mark.slow
 def test_the_repair_of_a_store_needs_no_tensorboard(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,6 +261,7 @@ def test_a_decoder_without_memory_ends_the_run_and_names_the_image(
         load(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no unshare")
 @pytest.mark.parametrize("in_parent", [False, True])
 def test_a_container_with_little_shared_memory_is_enough(

@@ -402,6 +402,7 @@ with Loader(source, source.listing(), settings) as loader:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
+@pytest.mark.slow
 def test_loading_starts_no_threads_of_openmp(tmp_path: Path) -> None:
     """Otherwise there are as many as CPUs for each thread that calls torch."""
     for seed in range(8):

@@ -254,6 +254,7 @@ def test_the_last_lines_open_what_was_made(
     assert list(Path(folder).glob(names))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_heat_maps_below_data_root_are_no_images_of_the_data_set(
     photos: Path, capsys: pytest.CaptureFixture[str]

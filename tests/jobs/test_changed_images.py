@@ -78,6 +78,7 @@ def test_checksums_leave_room_for_what_is_not_known() -> None:
     assert UNKNOWN_IMAGE < NO_IMAGE < image_checksum(b"")
 
 
+@pytest.mark.slow
 def test_mended_images_have_new_checksums(photos: Path) -> None:
     first = sorted(photos.rglob("*.png"))[0]
     sound = first.read_bytes()
@@ -157,6 +158,7 @@ def test_a_touched_image_is_read_once(photos: Path, compared: list[bytes]) -> No
     assert compared == [b"cat/042.png"]
 
 
+@pytest.mark.slow
 def test_an_image_that_was_just_written_is_read_until_it_rests(
     photos: Path, compared: list[bytes]
 ) -> None:
@@ -330,6 +332,7 @@ def test_a_link_that_leads_to_another_image_is_noticed(photos: Path) -> None:
         extract(photos, **LENIENT)
 
 
+@pytest.mark.slow
 def test_all_boxes_of_a_changed_image_are_refreshed(photos: Path, compared: list[bytes]) -> None:
     names = [str(path.relative_to(photos)) for path in sorted_photos(photos)[:4]]
     lines = [f"{name},{x},0,20,20" for name in names for x in (0, 3, 6)]
@@ -477,6 +480,7 @@ def test_a_refresh_cut_off_anywhere_resumes_to_the_same_store(
     assert run_job("verify", store="store") == 0
 
 
+@pytest.mark.slow
 def test_a_repair_continues_if_another_image_has_changed(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_layer_that_is_being_added_does_not_show_before_it_is_whole(photos: Pa
         run_job("pack", out="store")
 
 
+@pytest.mark.slow
 def test_new_images_are_refused_with_their_number_until_grow_is_given(photos: Path) -> None:
     extract(photos)
     old = rows_of(PACKED)

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 X, Y = blobs(90, signal=0.3)
 
 
-@pytest.mark.parametrize("split", [{}, {"split": "kfold", "folds": 3}])
+@pytest.mark.parametrize(
+    "split", [{}, pytest.param({"split": "kfold", "folds": 3}, marks=pytest.mark.slow)]
+)
 def test_accuracies_follow_from_the_rows_of_each_draw(split: dict[str, Any]) -> None:
     write_store(Path("store"), Y, x=X, half=X[:, :9])
     found = probe(method=["linear", "knn"], shots=[2, 5], draws=4, **split)

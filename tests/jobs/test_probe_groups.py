@@ -271,6 +271,7 @@ def test_what_groups_do_not_allow_is_reported() -> None:
     )
 
 
+@pytest.mark.slow
 def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_reported(
     tmp_path: Path,
 ) -> None:
@@ -304,6 +305,7 @@ def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_repor
     ]
 
 
+@pytest.mark.slow
 def test_other_images_under_the_same_keys_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

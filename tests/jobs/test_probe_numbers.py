@@ -69,7 +69,13 @@ def recomputed(rows: list[Line], classes: list[str], probabilities: bool) -> dic
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"split": "kfold", "folds": 3}], ids=["holdout", "kfold"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="holdout"),
+        pytest.param({"split": "kfold", "folds": 3}, id="kfold", marks=pytest.mark.slow),
+    ],
+)
 def test_all_metrics_follow_from_the_predictions(options: dict[str, Any]) -> None:
     x, y = blobs(300, num_classes=8, signal=0.5)
     noise = np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
@@ -184,6 +190,7 @@ def test_without_scikit_learn_the_command_that_installs_it_is_given(
         probe(**options)
 
 
+@pytest.mark.slow
 def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -419,7 +426,13 @@ def test_an_interval_around_zero_needs_no_reason() -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"split": "kfold"}], ids=["holdout", "kfold"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="holdout"),
+        pytest.param({"split": "kfold"}, id="kfold", marks=pytest.mark.slow),
+    ],
+)
 def test_stores_are_compared_on_the_same_rows(
     capsys: pytest.CaptureFixture[str], options: dict[str, Any]
 ) -> None:

@@ -236,6 +236,7 @@ def test_rows_without_a_value_and_groups() -> None:
     assert found["unit"] == "group"
 
 
+@pytest.mark.slow
 def test_seeds_have_a_spread_and_differences_of_their_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -298,6 +299,7 @@ def test_rows_of_another_store_are_tested(task: str) -> None:
         assert "1 label that no training row has, such as unseen" in str(found["notes_on_rows"])
 
 
+@pytest.mark.slow
 def test_rows_that_are_left_out_are_named_once_for_each_store() -> None:
     for number, (store, num_missing) in enumerate((("store", 4), ("other", 3))):
         age = AGE.copy()

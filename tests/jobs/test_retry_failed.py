@@ -101,7 +101,10 @@ def test_nothing_mended_changes_nothing(photos: Path, computed: list[Any]) -> No
 
 @pytest.mark.parametrize(
     ("pack", "found", "status"),
-    [(True, b"no image", Status.UNSUPPORTED), (False, b"", Status.EMPTY)],
+    [
+        (True, b"no image", Status.UNSUPPORTED),
+        pytest.param(False, b"", Status.EMPTY, marks=pytest.mark.slow),
+    ],
 )
 def test_a_retry_writes_what_it_found(
     photos: Path, pack: bool, found: bytes, status: Status
@@ -121,6 +124,7 @@ def test_a_retry_writes_what_it_found(
     assert run_job("verify", store="store") == 0
 
 
+@pytest.mark.slow
 def test_failed_rows_of_an_unfinished_store_are_retried_and_it_resumes(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +192,7 @@ def test_layers_of_another_run_keep_their_failure_until_they_are_retried(photos:
     assert same_values(after, whole)
 
 
+@pytest.mark.slow
 def test_layers_that_were_computed_together_are_retried_together(photos: Path) -> None:
     sound = spoil(photos, [2])
     extract(photos, **LENIENT)
@@ -222,6 +227,7 @@ def test_too_many_failures_stop_a_long_run_early_and_resumably(
     assert same_values(extract(photos, retry_failed=True, **strict), whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_nearly_done_goes_to_its_end(photos: Path) -> None:
     spoil(photos, [0, 1, 2])
     store = extract(photos, **{**LENIENT, "max_failures": 2})

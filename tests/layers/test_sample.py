@@ -86,7 +86,7 @@ class TestStores:
         with pytest.raises(StoreError, match=r"only tokens of reduce=sample"):
             whole["stem"].positions()
 
-    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_batches_resumes_and_packing_change_nothing(self, packed: bool) -> None:
         expected = store_of("one", reduce=SAMPLE, batch_size=1, pack=packed)
         again = store_of("many", reduce=SAMPLE, batch_size=4, part_rows=4)

@@ -262,6 +262,7 @@ class Twice(nn.Module):
         return self.last(self.first(x))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_layers_that_are_added_later_are_right_too(photos: Path) -> None:
     keys = {

@@ -148,6 +148,7 @@ def test_tensors_that_the_untrained_model_lacks_are_named() -> None:
         reset_weights(backbone, fresh, 0)
 
 
+@pytest.mark.slow
 def test_it_is_part_of_the_stores_identity(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,7 @@ def test_a_doubt_of_the_store_builds_the_model_once(extract_again: Extract, doub
     check_doubt(extract_again, DOUBTS_OF_THE_STORE[doubt])
 
 
+@pytest.mark.slow
 def test_other_weights_of_the_same_size_and_time_are_refused(extract: Extract) -> None:
     replace_weights()
     with pytest.raises(StoreMismatchError, match="weights_sha256"):
@@ -297,6 +298,7 @@ def test_other_versions_build_the_model(
     assert extract_again()
 
 
+@pytest.mark.slow
 def test_failed_rows_are_told(extract: Extract, capsys: pytest.CaptureFixture[str]) -> None:
     Path("photos/cat/broken.png").write_bytes(b"no image")
     age(Path("photos/cat/broken.png"))
@@ -338,6 +340,7 @@ def test_a_model_of_the_users_code_is_always_built(photos: Path, built: list[str
     assert json.loads(Path("store/summary.json").read_bytes())["request"] is None
 
 
+@pytest.mark.slow
 def test_statistics_of_a_reduction_may_be_written_again(photos: Path, built: list[str]) -> None:
     keys = {**KEYS, "model": {**MODEL, "weights": None}, "data": str(photos)}
     featx.stats(**{**keys, "out": "stats"})
@@ -347,6 +350,7 @@ def test_statistics_of_a_reduction_may_be_written_again(photos: Path, built: lis
     assert built == ["test_vit"] * 2
 
 
+@pytest.mark.slow
 def test_parts_that_are_not_packed_are_looked_at(extract: Extract) -> None:
     assert extract(out="parts", pack=False)
     assert extract(out="parts", pack=False)
@@ -354,6 +358,7 @@ def test_parts_that_are_not_packed_are_looked_at(extract: Extract) -> None:
     assert not extract(out="parts")
 
 
+@pytest.mark.slow
 def test_a_growing_store_is_known_again(extract: Extract, photos: Path) -> None:
     write_image(photos / "cat" / "x.png", 50)
     age(photos / "cat" / "x.png")

@@ -70,6 +70,7 @@ def test_a_finished_store_is_overwritten(photos: Path, computed: list[Any]) -> N
     assert not MARK.exists()
 
 
+@pytest.mark.slow
 def test_the_parts_of_another_command_are_deleted(
     photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:
@@ -84,6 +85,7 @@ def test_the_parts_of_another_command_are_deleted(
     assert len(computed) == 6
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_fit_any_more_is_overwritten(
     photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_store_that_does_not_fit_any_more_is_overwritten(
     assert len(computed) == 6
 
 
+@pytest.mark.slow
 def test_the_store_of_a_model_whose_file_was_edited_is_overwritten(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:
@@ -109,6 +112,7 @@ def test_the_store_of_a_model_whose_file_was_edited_is_overwritten(
     assert len(computed) == 6
 
 
+@pytest.mark.slow
 def test_the_store_of_a_data_set_from_python_is_overwritten(
     monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:

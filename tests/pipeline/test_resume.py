@@ -39,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 # What was decided
 
 
+@pytest.mark.slow
 def test_every_choice_is_taken_from_the_store_on_another_day(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +66,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     assert added["resolved"] == json.loads(manifest)["resolved"]
 
 
+@pytest.mark.slow
 def test_what_auto_chose_may_be_said_and_what_was_said_may_be_left_to_auto(
     photos: Path,
 ) -> None:
@@ -219,7 +221,9 @@ def stopping(monkeypatch: pytest.MonkeyPatch, index: int, *signals: signal.Signa
     monkeypatch.setattr(StoreSession, "commit", commit_and_signal)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "index",
     [
@@ -429,6 +433,7 @@ def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
     assert (most_rows, found) == (PART_BYTES / 4096, seconds)
 
 
+@pytest.mark.slow
 def test_the_size_of_a_part_is_chosen_when_a_store_is_started(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

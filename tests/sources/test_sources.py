@@ -113,7 +113,7 @@ KINDS = {
     "huggingface": Kind(huggingface),
 }
 
-LONG = ("csv", "huggingface", "tar.gz", "parquets")
+LONG = ("csv", "hdf5", "huggingface", "tar.gz", "parquets")
 """Whose parts are tested by themselves; scripts/test --all takes them through whole runs."""
 
 

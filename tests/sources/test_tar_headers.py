@@ -179,6 +179,7 @@ def test_impossible_sizes_end_the_tar(start: bytes) -> None:
     assert "claims an impossible size" in str(error) or "is damaged" in str(error)
 
 
+@pytest.mark.slow
 def test_a_pax_header_of_a_mebibyte_is_read_in_linear_time() -> None:
     records = {f"k{i}": "v" for i in range(78_000)}
     data = pax_header(records) + bytes(1024)

@@ -80,6 +80,7 @@ def test_the_status_by_the_table_is_that_of_hdf5(run: MadeRun, tmp_path: Path) -
         assert status_by_table(path, run.changed(seed=5), part.start) is None
 
 
+@pytest.mark.slow
 def test_a_table_that_is_longer_than_the_end_that_is_read_at_once(tmp_path: Path) -> None:
     wide = make_run(8, 4, {f"layer{i:04d}": (1,) for i in range(500)}, failed=[6])
     root = wide.finish(tmp_path / "store")
@@ -147,7 +148,7 @@ def test_a_store_of_more_parts_than_stay_open(tmp_path: Path) -> None:
         assert [failure.row for failure in session.failures] == [7, 1099]
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", pytest.param("zstd", marks=pytest.mark.slow)])
 def test_open_descriptors_are_counted_by_files_and_not_by_layers(
     tmp_path: Path, codec: str
 ) -> None:

@@ -257,6 +257,7 @@ class Counted:
                 self._now -= 1
 
 
+@pytest.mark.slow
 def test_a_resume_fetches_parts_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each part has several blocks, and its metadata at both ends.
     run = make_run(256, 4, failed=(9, 200), shapes={"flat": (9000,)}).identified()
@@ -298,7 +299,7 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
     assert list(prefetch_files([Path("a"), Path("b")])) == [None, None]
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("error", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.slow)])
 def test_what_cannot_be_fetched_now_is_no_damage(
     monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
@@ -455,6 +456,7 @@ def test_where_deletions_have_no_condition_damage_stays_until_the_user_moves_it(
     check_store_of(RUN, finished)
 
 
+@pytest.mark.slow
 def test_layers_are_added_when_the_answer_to_the_change_is_lost(
     finished: S3Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -430,6 +430,7 @@ def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("featx.store.pack.HEADROOM_BYTES", 1 << 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     quick(

@@ -211,7 +211,7 @@ def fail_everywhere(work: Path, step: int, lasting: bool, codec: str) -> int:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("lasting", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_whichever_call_fails_the_run_says_so_and_resumes(
     quick: Path, lasting: bool, codec: str
 ) -> None:

@@ -103,7 +103,7 @@ def test_take_gives_the_values_of_the_layer(
     ("direct", "verify"),
     [
         (False, False),
-        (True, "chunks"),
+        pytest.param(True, "chunks", marks=pytest.mark.slow),
         pytest.param(False, "chunks", marks=pytest.mark.slow),
         pytest.param(True, False, marks=pytest.mark.slow),
     ],
@@ -529,7 +529,7 @@ def mixed_run(folder: Path, num_rows: int, num_tokens: int) -> Path:
     return make_run(num_rows, 1024, {"tokens": (num_tokens, 1)}, "float16").finish(folder)
 
 
-@pytest.mark.parametrize("block", [4, 16, 64])
+@pytest.mark.parametrize("block", [pytest.param(4, marks=pytest.mark.slow), 16, 64])
 def test_the_mixing_that_is_promised_is_measured(tmp_path: Path, block: int) -> None:
     root = mixed_run(tmp_path / "store", 2000, 64)
     data = TokenDataset(root, "tokens", tokens="all", batch_size=256, memory=1_000_000, block=block)

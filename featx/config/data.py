@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -96,6 +97,22 @@ class DataConfig:
         if self.root is None:
             raise ConfigError(f"data={self.name} takes no data.root.")
         return self.root
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the data set in the default of `out`: of its folder or files, or of the source.
+
+        `data.root=photos/` and `data=table data.root=a/photos.csv` are 'photos', and so are
+        `photos-{000..012}.tar` and a URL of it, without its query.
+        """
+        if self.root is None:
+            return self.name
+        name = self.root.partition("?")[0].rstrip("/").rpartition("/")[2]
+        if name in ("", ".", ".."):
+            name = self.path.resolve().name
+        if self.name != "folder":
+            name = re.split(r"[.{*\[]", name.lstrip("."), maxsplit=1)[0].strip("-_ ")
+        return name or self.name
 
     @property
     def path(self) -> Path:

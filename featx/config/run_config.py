@@ -94,9 +94,10 @@ class Config:
     """Reduction of each tensor to the stored row."""
     data: DataConfig = field(default_factory=DataConfig)
     """Source of the images; the path of a folder stands for data=folder with data.root."""
-    out: str = "runs/${data.name}/${model.name}"
+    out: str = "runs/<data>/<model>"
     """Store, a folder or s3://bucket/folder, in which job=stats writes stats.h5; the same command
-    with the same folder resumes it. For job=export, neighbors, duplicates and cka the folder of
+    with the same folder resumes it. By default it has the name of the folder or file of the images
+    and that of the model. For job=export, neighbors, duplicates and cka the folder of
     their files, by default a folder in the store; for job=report a folder or a file name that ends
     in .html."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -233,8 +234,13 @@ class Config:
         return path
 
     @property
+    def default_out(self) -> str:
+        """What `out` is if it is not given."""
+        return f"runs/{self.data.folder_name}/{self.model.name}"
+
+    @property
     def _has_default_out(self) -> bool:
-        return self.out in (Config.out, f"runs/{self.data.name}/{self.model.name}")
+        return self.out in (Config.out, self.default_out)
 
     def output_folder(self, root: Path, name: str) -> Path:
         """Return `out` of a job that reads a store, by default a folder in that of the store.

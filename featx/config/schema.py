@@ -8,7 +8,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,8 @@ def from_values(values: Mapping[str, Any]) -> Config:
         for name, value in values.items()
     }
     config = make_group(Config, made, "")
+    if config.out == Config.out:
+        config = replace(config, out=config.default_out)
     _refuse_empty_texts(config, "")
     return config
 
@@ -109,10 +111,7 @@ def from_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in {f.name for f in fields(Config)} - {"job", "log"}:
             raise unknown_key(name, [key.replace(".", "_") for key in known_keys()])
         given[name] = _values_of_group(name, value)
-    composed = merged_values(default_values(), _with_texts(given, ""))
-    if "out" not in given:  # the default, without the interpolation
-        composed["out"] = f"runs/{composed['data']['name']}/{composed['model']['name']}"
-    return composed
+    return merged_values(default_values(), _with_texts(given, ""))
 
 
 def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,7 +275,7 @@ def given_by_value(config: Config) -> frozenset[str]:
     defaults = Config()
     for f in fields(config):
         value, default = getattr(config, f.name), getattr(defaults, f.name)
-        if f.name == "out" and value == f"runs/{config.data.name}/{config.model.name}":
+        if f.name == "out" and value == config.default_out:
             continue
         if is_group(value):
             different = {

@@ -162,7 +162,7 @@ def test_the_saved_config_keeps_the_environment_out(monkeypatch: pytest.MonkeyPa
         assert "hunter2" not in text
         assert "${oc.env:HUB_SECRET}" in text
         assert "depth: 20" in text
-        assert "out: runs/textiles/" in text
+        assert "out: runs/<data>/<model>" in text
 
 
 def test_fingerprints_do_not_depend_on_order_and_name_what_differs() -> None:
@@ -260,3 +260,31 @@ def test_python_gives_numbers_of_numpy(number: object) -> None:
 def test_what_is_no_value_of_an_option_is_named(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_keywords(keys)
+
+
+@pytest.mark.parametrize(
+    ("source", "root", "name"),
+    [
+        ("folder", "photos", "photos"),
+        ("folder", "my/photos.v2/", "photos.v2"),
+        ("folder", ".", "here"),
+        ("folder", "/", "folder"),
+        ("table", "tables/labels.csv.gz", "labels"),
+        ("webdataset", "shards/train-{000..012}.tar", "train"),
+        ("webdataset", "shards/{000..012}.tar", "webdataset"),
+        ("webdataset", "https://host/x/photos.tar?signature=secret", "photos"),
+        ("webdataset", "s3://bucket/photos.tar", "photos"),
+    ],
+)
+def test_the_default_of_out_has_the_name_of_the_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, root: str, name: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    made = config(data={"name": source, "root": root}, model="resnet18")
+    assert made.out == f"runs/{name}/resnet18"
+
+
+def test_without_a_root_out_has_the_name_of_the_source() -> None:
+    assert config(data="sample", model="resnet18").out == "runs/sample/resnet18"
+    assert config(data="sample", model="resnet18", out="there").out == "there"

@@ -258,7 +258,7 @@ def test_a_store_may_be_named_by_the_model_and_the_data_that_made_it() -> None:
     node["job"]["name"] = "status"
     config = from_composed(node)
     check(config, given_keywords(keys))
-    assert config.out == "runs/folder/resnet18"
+    assert config.out == "runs/photos/resnet18"
 
 
 def test_every_option_is_read_by_a_job() -> None:

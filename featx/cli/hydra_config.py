@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -22,13 +21,11 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from featx.base import Member, family
+from featx.base import Registry, family
 from featx.cli.overrides import EXPERIMENTS, CommandLine, is_path
 from featx.config import (
     Kind,
-    OptionDescription,
     default_node,
-    describe_options,
     known_keys,
     member_groups,
     model_choice,
@@ -41,83 +38,80 @@ USER_CONF = Path("conf")
 """Folder below the current one whose experiments are found without --config-dir."""
 
 
-class MemberNames(Protocol):
-    """A registry, of whose members only the names are needed."""
-
-    def get(self, name: str) -> Member:
-        """Return a member; raises a ConfigError if there is none of this name."""
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of all members."""
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether a member has this name."""
-
-
 _STR = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 
 
-class AnyModel(ConfigSource):
+class _Choices(ConfigSource):
+    """Configs of one group that are no files."""
+
+    group: ClassVar[str]
+
+    def options(self, name: str) -> dict[str, str]:
+        """Return the options of a choice."""
+        raise NotImplementedError
+
+    def names(self) -> Sequence[str]:
+        """Return the names of all choices."""
+        return ()
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = config_path.removesuffix(".yaml").partition("/")[2]
+        node = OmegaConf.create(self.options(name))
+        return ConfigResult(
+            provider=self.provider, path=config_path, config=node, header={"package": None}
+        )
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.rstrip("/") == self.group
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.startswith(f"{self.group}/")
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        has_names = self.is_group(config_path) and results_filter is not ObjectType.GROUP
+        return [*self.names()] if has_names else []
+
+
+class AnyModel(_Choices):
     """A config for every model name, such as `model=resnet50`, and for every model library.
 
     It is last in Hydra's search path, so a YAML file of that name of the user (`--config-dir`)
     takes precedence. Whether the model exists is checked when it is built.
     """
 
+    group = "model"
+
     @staticmethod
     def scheme() -> str:
         return "any-model"
 
-    def load_config(self, config_path: str) -> ConfigResult:
-        name = config_path.removesuffix(".yaml").removeprefix("model/")
-        node = OmegaConf.create(model_choice(name))
-        return ConfigResult(
-            provider=self.provider, path=config_path, config=node, header={"package": None}
-        )
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return config_path.rstrip("/") == "model"
-
-    def is_config(self, config_path: str) -> bool:
-        return config_path.startswith("model/")
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        return []
+    def options(self, name: str) -> dict[str, str]:
+        return model_choice(name)
 
 
-class Jobs(ConfigSource):
+class Jobs(_Choices):
     """Config source with the registered jobs; `job=status` imports no other job."""
 
-    registry: ClassVar[MemberNames]
+    group = "job"
+    registry: ClassVar[Registry[Any]]
 
     @staticmethod
     def scheme() -> str:
         return "jobs"
 
-    def load_config(self, config_path: str) -> ConfigResult:
-        name = config_path.removesuffix(".yaml").removeprefix("job/")
-        node = OmegaConf.create({"name": self.registry.get(name).name})
-        return ConfigResult(
-            provider=self.provider, path=config_path, config=node, header={"package": None}
-        )
+    def options(self, name: str) -> dict[str, str]:
+        return {"name": self.registry.get(name).name}
 
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return config_path.rstrip("/") == "job"
+    def names(self) -> Sequence[str]:
+        return self.registry.names()
 
     def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        return group == "job" and name in self.registry
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        is_job = self.is_group(config_path) and results_filter is not ObjectType.GROUP
-        return [*self.registry.names()] if is_job else []
+        name = config_path.removesuffix(".yaml").partition("/")[2]
+        return super().is_config(config_path) and name in self.registry
 
 
 class ConfigFiles(FileConfigSource):
@@ -265,7 +259,7 @@ class _SearchPath(SearchPathPlugin):
         search_path.append("featx", f"{AnyModel.scheme()}://")
 
 
-def register_with_hydra(jobs: MemberNames, config_dirs: Sequence[Path] = ()) -> None:
+def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
     """Register the schema, the members of families and the search path with Hydra.
 
     Args:
@@ -350,56 +344,6 @@ def compose_once(line: CommandLine) -> Iterator[None]:
         Hydra.get_mode = read_mode  # type: ignore[method-assign]
 
 
-def job_help_text(job: Member, reads: Callable[[str], bool]) -> str:
-    """Return the text of `job=NAME --help`.
-
-    Args:
-        job: the job.
-        reads: whether the job reads an option.
-    """
-    rows = [row for row in describe_options() if reads(row.name)]
-    return (
-        f"job={job.name}: {job.help}\n\nOptions that it reads, and their defaults:\n"
-        f"{_options_text(rows)}\n\npython -m featx --help shows all jobs and options.\n"
-    )
-
-
-def help_text(jobs: Iterable[Member]) -> str:
-    """Return the text of `--help`.
-
-    Hydra's own help would list the members of every group first, which takes a second.
-
-    Args:
-        jobs: jobs of the command; all of them are imported.
-    """
-    table = "\n".join(f"  job={job.name:<12}{job.help}" for job in jobs)
-    return (
-        "featx: features of pretrained vision backbones, on disk.\n\n"
-        "  python -m featx model=resnet50 layers=[layer4]\n"
-        "  python -m featx data=folder data.root=photos model=resnet18 reduce=avg layers=stages\n"
-        "  python -m featx job=layers model=vit_b_16\n"
-        "  python -m featx -m model=resnet18,mobilenet_v2\n"
-        "  python -m featx experiment=exact          # options of conf/experiment/exact.yaml\n\n"
-        f"Jobs:\n{table}\n\n"
-        f"Options and their defaults:\n{_options_text(describe_options())}\n\n"
-        "job=probe --help shows the options of one job, "
-        "--cfg job the configuration, --hydra-help what else Hydra can do.\n"
-        "Exit codes: 0 done, 1 the run failed (the same command resumes it), 2 a wrong command,\n"
-        "config or store, 3 done with more failures than max_failures, 130 and 143 stopped.\n"
-    )
-
-
-def _options_text(rows: Sequence[OptionDescription]) -> str:
-    """Return options with their defaults and sentences, one below the other."""
-    width = max(len(f"{row.name}={row.default}") for row in rows)
-    lines = []
-    for row in rows:
-        first, *more = textwrap.wrap(row.help, max(30, 118 - width)) or [""]
-        lines.append(f"  {f'{row.name}={row.default}':<{width}}  {first}")
-        lines += [" " * (width + 4) + line for line in more]
-    return "\n".join(lines)
-
-
 def sweep_of(line: CommandLine) -> tuple[int, frozenset[str]]:
     """Return the number of runs of a multirun, and the options that differ between them."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -444,8 +388,8 @@ def explain_error(error: Exception) -> ConfigError:
     key = next((name for name in unknown.groups() if name), None) if unknown else None
     if key is not None and key not in option_tree():
         return ConfigError(
-            f"unknown key {key!r}.{nearest(key, known_keys())} python -m featx --help lists every "
-            "key."
+            f"unknown key {key!r}.{nearest(key, known_keys())} python -m featx job=NAME --help "
+            "lists the options of a job."
         )
     if (override := getattr(error, "override", None)) is not None:
         return ConfigError(

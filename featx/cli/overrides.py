@@ -147,7 +147,8 @@ def _unknown_flag(argument: str) -> str:
         flags = [flag for flag in _FLAGS if flag.startswith("--")]
         return (
             f"unknown flag {argument}.{nearest(argument, flags)} Options are given as key=value, "
-            "without dashes, such as model=resnet50; python -m featx --help lists them."
+            "without dashes, such as model=resnet50; python -m featx job=NAME --help lists those "
+            "of a job."
         )
     return f"{argument}: options are given as key=value, without dashes: {key}={text}"
 

@@ -19,24 +19,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from featx.base import family, family_options
 from featx.config.checks import (
-    MAY_BE_EMPTY,
     alternatives,
     default_of_field,
     hints_of,
     in_words,
     is_group,
-    marks_of,
     without_marks,
 )
 from featx.config.members import MemberGroup, refuse_options_of_others
 from featx.config.run_config import Config
 from featx.errors import FeatxError
-
-OptionsT = TypeVar("OptionsT")
 
 
 class Kind(Enum):
@@ -82,11 +78,6 @@ class Option:
     def is_optional(self) -> bool:
         """Whether its value may be null."""
         return type(None) in alternatives(self.hint)
-
-    @property
-    def may_be_empty(self) -> bool:
-        """Whether its value may be an empty text."""
-        return MAY_BE_EMPTY in marks_of(self.hint)
 
 
 def member_groups() -> Mapping[str, MemberGroup]:
@@ -224,12 +215,8 @@ class OptionDescription:
 
 def describe_options() -> list[OptionDescription]:
     """Return the description of every option of the command, in the order of the groups."""
-    return [_describe(option) for option in option_tree().values() if _is_described(option)]
-
-
-def _is_described(option: Option) -> bool:
     # A group's own name is the option of the group: model=resnet50, not model.name=resnet50.
-    return not option.name.endswith(".name")
+    return [_describe(each) for each in option_tree().values() if not each.name.endswith(".name")]
 
 
 def _describe(option: Option) -> OptionDescription:

@@ -191,12 +191,16 @@ def _validator(cls: type, name: str) -> TypeAdapter[Any]:
 
 
 def _check_effects(group: str, values: Any) -> None:
-    """Refuse options that differ from their defaults and have no effect."""
+    """Refuse options that differ from their defaults and have no effect, and empty texts."""
     for f in fields(values):
-        for condition in marks_of(hints_of(type(values))[f.name]):
-            if not isinstance(condition, OnlyWith) or is_default(f, getattr(values, f.name)):
-                continue
-            if not condition.holds(values):
+        value, marks = getattr(values, f.name), marks_of(hints_of(type(values))[f.name])
+        if is_default(f, value):
+            continue
+        if value == "" and MAY_BE_EMPTY not in marks:  # an empty path would be the current folder
+            name = f"{group}.{f.name}".lstrip(".")
+            raise ConfigError(f"{name} is empty: give a value, or leave {name} out.")
+        for condition in marks:
+            if isinstance(condition, OnlyWith) and not condition.holds(values):
                 of = f"={' or '.join(condition.values)}" if condition.values else ""
                 raise ConfigError(
                     f"{group}.{f.name} has an effect with {group}.{condition.option}{of} only."

@@ -6,7 +6,7 @@ that the chosen member does not read is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -43,12 +43,6 @@ class MemberGroup:
         """Return the name of the member that the options of the group select."""
         return family(self.option).select(str(values[self.selector]), values).name
 
-    def members(self) -> Iterator[tuple[str, type]]:
-        """Iterate over the members that have options of their own, and the dataclasses of these."""
-        for member in family(self.option):
-            if member.options is not None:
-                yield member.name, member.options
-
     def defaults(self) -> dict[str, Any]:
         """Return the defaults of the options of all members, groups of them as mappings."""
         owners = {f.name: self.base for f in fields(self.base)}
@@ -63,10 +57,11 @@ class MemberGroup:
         """Return the options that only some members have: name -> member -> its dataclass."""
         common = {f.name for f in fields(self.base)}
         found: dict[str, dict[str, type]] = {}
-        for member, own in self.members():
+        for member in family(self.option):
+            own = member.options or self.base
             for f in fields(own):
                 if f.name not in common:
-                    found.setdefault(f.name, {})[member] = own
+                    found.setdefault(f.name, {})[member.name] = own
         return found
 
 

@@ -297,14 +297,12 @@ class Config:
 
     def _check_repairs(self) -> None:
         """Check the options that change an existing store and exclude each other."""
-        if self.retry_failed and self.overwrite:
-            raise ConfigError(
-                "retry_failed=true mends a store and overwrite=true deletes it; give one."
-            )
-        if self.refresh and self.overwrite:
-            raise ConfigError("refresh=true mends a store and overwrite=true deletes it; give one.")
-        if self.grow and self.overwrite:
-            raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
+        changes = {"retry_failed": "mends", "refresh": "mends", "grow": "adds to"}
+        for option, verb in changes.items():
+            if getattr(self, option) and self.overwrite:
+                raise ConfigError(
+                    f"{option}=true {verb} a store and overwrite=true deletes it; give one."
+                )
 
     @property
     def takes_gradients(self) -> bool:

@@ -62,19 +62,7 @@ def from_values(values: Mapping[str, Any]) -> Config:
         name: make_member(groups[name], value) if name in groups else value
         for name, value in values.items()
     }
-    config = make_group(Config, made, "")
-    _refuse_empty_texts(config, "")
-    return config
-
-
-def _refuse_empty_texts(options: Any, prefix: str) -> None:
-    """Refuse empty texts such as `out=`: an empty path would be the current folder."""
-    for f in fields(options):
-        value, name = getattr(options, f.name), prefix + f.name
-        if is_group(value):
-            _refuse_empty_texts(value, f"{name}.")
-        elif value == "" and not option_tree()[name].may_be_empty:
-            raise ConfigError(f"{name} is empty: give a value, or leave {name} out.")
+    return make_group(Config, made, "")
 
 
 def from_keywords(values: Mapping[str, Any]) -> DictConfig:

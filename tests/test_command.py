@@ -20,7 +20,7 @@ from tiny_model import COMMAND
 
 from featx.__main__ import resume_command
 from featx.cli import job_help_text
-from featx.config import describe_options
+from featx.config import described_options
 from featx.jobs import JOBS
 
 HERE = Path(__file__).parent
@@ -198,7 +198,7 @@ def test_every_option_is_in_the_help_of_a_job() -> None:
         if line.startswith("  ") and "=" in line
     }
     # The name of the job is in the table of jobs, and a group without a name is no option.
-    assert listed >= {option.name for option in describe_options() if option.type} - {"job"}
+    assert listed >= {option.name for option in described_options() if option.type_text} - {"job"}
 
 
 def test_the_version_is_that_of_featx(featx: Featx) -> None:

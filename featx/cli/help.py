@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from featx.base import Member
-from featx.config import describe_options
+from featx.config import Option, described_options
 
 _WIDTH = 120
 
@@ -22,9 +22,9 @@ def help_text(jobs: Iterable[Member], reads: Callable[[str], bool]) -> str:
     """
     rows = [(f"job={job.name}", job.help) for job in jobs]
     options = [
-        (f"{row.name}={row.default}", row.help)
-        for row in describe_options()
-        if "." not in row.name and reads(row.name)
+        _described(each)
+        for each in described_options()
+        if "." not in each.name and reads(each.name)
     ]
     return (
         "featx: features of pretrained vision backbones, on disk.\n\n"
@@ -49,16 +49,18 @@ def job_help_text(job: Member, reads: Callable[[str], bool]) -> str:
         job: the job.
         reads: whether the job reads an option.
     """
-    rows = [
-        (f"{row.name}={row.default}", row.help) for row in describe_options() if reads(row.name)
-    ]
+    options = [_described(each) for each in described_options() if reads(each.name)]
     return (
         f"job={job.name}: {job.help}\n\nOptions that it reads, and their defaults:\n"
-        f"{_in_columns(rows)}\n\npython -m featx --help shows all jobs.\n"
+        f"{_in_columns(options)}\n\npython -m featx --help shows all jobs.\n"
     )
 
 
-def _in_columns(rows: list[tuple[str, str]], max_lines: int | None = None) -> str:
+def _described(option: Option) -> tuple[str, str]:
+    return f"{option.name}={option.default_text}", option.help
+
+
+def _in_columns(rows: Sequence[tuple[str, str]], max_lines: int | None = None) -> str:
     """Return names with their sentences beside them, of which `max_lines` lines are shown."""
     width = max(len(name) for name, _ in rows)
     lines = []

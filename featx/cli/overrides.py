@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if flag in ("--config-dir", "-cd"):
             config_dirs.append(_config_dir(value if has_value else next(arguments_left, "")))
         elif argument in _WITH_VALUE:
-            arguments += [argument, *_next_of(arguments_left)]
+            arguments += [argument, *itertools.islice(arguments_left, 1)]
         elif argument.startswith("-") and flag not in _FLAGS:
             raise ConfigError(_unknown_flag(argument))
         elif argument.startswith("-"):
@@ -117,10 +117,6 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     return CommandLine(
         argv, arguments, frozenset(given), config_dirs, has_files, wants_version, wants_help
     )
-
-
-def _next_of(arguments_left: Iterator[str]) -> list[str]:
-    return [value] if (value := next(arguments_left, None)) is not None else []
 
 
 def _config_dir(value: str) -> Path:

@@ -1,7 +1,6 @@
 from .all_options import Kind as Kind
 from .all_options import Option as Option
-from .all_options import OptionDescription as OptionDescription
-from .all_options import describe_options as describe_options
+from .all_options import described_options as described_options
 from .all_options import known_keys as known_keys
 from .all_options import member_groups as member_groups
 from .all_options import option_tree as option_tree
@@ -21,18 +20,20 @@ from .checks import Positive as Positive
 from .checks import check_choice as check_choice
 from .checks import column_name_problem as column_name_problem
 from .checks import options as options
-from .conformance import ConformanceConfig as ConformanceConfig
 from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig
 from .data import source_of_path as source_of_path
 from .executor import ExecutorConfig as ExecutorConfig
-from .export import ExportConfig as ExportConfig
+from .job import ConformanceConfig as ConformanceConfig
+from .job import ExportConfig as ExportConfig
 from .job import JobConfig as JobConfig
 from .job import LogConfig as LogConfig
 from .job import ModelsConfig as ModelsConfig
+from .job import ReportConfig as ReportConfig
 from .job import StatsConfig as StatsConfig
 from .job import StatusConfig as StatusConfig
 from .job import VerifyConfig as VerifyConfig
+from .job import ZeroshotConfig as ZeroshotConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY
 from .model import CodeModelConfig as CodeModelConfig
 from .model import InputSize as InputSize
@@ -45,7 +46,6 @@ from .model import model_options as model_options
 from .probe import ProbeConfig as ProbeConfig
 from .reduce import ReduceConfig as ReduceConfig
 from .reduce import make_reduce as make_reduce
-from .report import ReportConfig as ReportConfig
 from .requested_layers import CAPTURES as CAPTURES
 from .requested_layers import DEFAULT_LAYERS as DEFAULT_LAYERS
 from .requested_layers import GRADIENTS as GRADIENTS
@@ -83,4 +83,3 @@ from .transform import INTERPOLATIONS as INTERPOLATIONS
 from .transform import USUAL_CROP as USUAL_CROP
 from .transform import USUAL_RESIZE as USUAL_RESIZE
 from .transform import TransformConfig as TransformConfig
-from .zeroshot import ZeroshotConfig as ZeroshotConfig

@@ -256,7 +256,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     It is empty for other options.
     """
     parts = [without_marks(part) for part in alternatives(hint) if part is not type(None)]
-    parts = [_element(part) if _is_list(part) else part for part in parts]
+    parts = [get_args(without_marks(part))[0] if _is_list(part) else part for part in parts]
     if not parts or not all(get_origin(part) is Literal for part in parts):
         return ()
     return tuple(dict.fromkeys(value for part in parts for value in get_args(part)))
@@ -264,10 +264,6 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 def _is_list(hint: Any) -> bool:
     return get_origin(without_marks(hint)) is list
-
-
-def _element(hint: Any) -> Any:
-    return get_args(without_marks(hint))[0]
 
 
 def without_marks(hint: Any) -> Any:

@@ -19,6 +19,7 @@ from featx.config import (
     SCALARS,
     AttributeConfig,
     CkaConfig,
+    ConformanceConfig,
     DataConfig,
     DistanceConfig,
     DuplicatesConfig,
@@ -40,7 +41,6 @@ from featx.config import (
 )
 from featx.config.attribute import MAX_PROJECTOR_IMAGES
 from featx.config.checks import Count, Matching, NaturalNumber, OneOrMore, options
-from featx.config.conformance import ConformanceConfig
 from featx.config.requested_layers import Capture, layer_requests, reduction_options
 from featx.errors import ConfigError, StoreError
 from featx.storage import is_url, parse_path

@@ -142,18 +142,11 @@ def _values_of_group(name: str, value: Any) -> Any:
     if name in ("reduce", "executor"):
         return {"name": value}
     if name == "data":
-        return (
-            {"name": value}
-            if _is_packaged(value)
-            else {"name": source_of_path(value), "root": value}
-        )
+        sources = family("data")
+        if value in sources and value != OBJECT_SOURCE and sources.get(value).options is None:
+            return {"name": value}  # it needs no data.root, such as 'sample'
+        return {"name": source_of_path(value), "root": value}
     return value
-
-
-def _is_packaged(name: str) -> bool:
-    """Return whether a text names a source that needs no data.root, such as 'sample'."""
-    sources = family("data")
-    return name in sources and name != OBJECT_SOURCE and sources.get(name).options is None
 
 
 def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -209,7 +209,10 @@ class Thumbnails:
             fault_of = {failure.row: failure for failure in job.failures}
             for number, row in enumerate(job.rows.tolist()):
                 if (fault := fault_of.get(row)) is None:
-                    yield row, _unpacked(pixels[number].numpy())
+                    packed = pixels[number].numpy()
+                    width, height = packed[:_SIZE_BYTES].copy().view("<u4").tolist()
+                    rgb = packed[_SIZE_BYTES : _SIZE_BYTES + 3 * width * height]
+                    yield row, Image.fromarray(rgb.reshape(height, width, 3).copy())
                     continue
                 self._last_error = fault.message
                 is_unread = fault.status in (Status.MISSING, Status.EMPTY)
@@ -277,12 +280,6 @@ class _ThumbnailMaker:
         columns = min(max(1, round(width * scale)), _MAX_PIXELS)
         lines = min(max(1, round(height * scale)), _MAX_PIXELS // columns)
         return decoded.resize((columns, lines), Image.Resampling.BICUBIC, reducing_gap=2)
-
-
-def _unpacked(packed: npt.NDArray[np.uint8]) -> Image.Image:
-    width, height = packed[:_SIZE_BYTES].copy().view("<u4").tolist()
-    pixels = packed[_SIZE_BYTES : _SIZE_BYTES + 3 * width * height]
-    return Image.fromarray(pixels.reshape(height, width, 3).copy())
 
 
 def readable_part(data: bytes, max_pixels: int) -> Image.Image:

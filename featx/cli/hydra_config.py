@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,22 +42,24 @@ _STR = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 
 
-class _Choices(ConfigSource):
-    """Configs of one group that are no files."""
+class Members(ConfigSource):
+    """Config source with the members of one family; `job=status` imports no other job.
 
-    group: ClassVar[str]
+    The path of the source is the name of the group.
+    """
+
+    families: ClassVar[Mapping[str, Registry[Any]]] = {}
+
+    @staticmethod
+    def scheme() -> str:
+        return "members"
 
     def options(self, name: str) -> dict[str, str]:
-        """Return the options of a choice."""
-        raise NotImplementedError
-
-    def names(self) -> Sequence[str]:
-        """Return the names of all choices."""
-        return ()
+        """Return the options that a choice sets."""
+        return {"name": self.families[self.path].get(name).name}
 
     def load_config(self, config_path: str) -> ConfigResult:
-        name = config_path.removesuffix(".yaml").partition("/")[2]
-        node = OmegaConf.create(self.options(name))
+        node = OmegaConf.create(self.options(_choice(config_path)))
         return ConfigResult(
             provider=self.provider, path=config_path, config=node, header={"package": None}
         )
@@ -66,24 +68,23 @@ class _Choices(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.rstrip("/") == self.group
+        return config_path.rstrip("/") == self.path
 
     def is_config(self, config_path: str) -> bool:
-        return config_path.startswith(f"{self.group}/")
+        is_choice = config_path.startswith(f"{self.path}/")
+        return is_choice and _choice(config_path) in self.families[self.path]
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         has_names = self.is_group(config_path) and results_filter is not ObjectType.GROUP
-        return [*self.names()] if has_names else []
+        return [*self.families[self.path].names()] if has_names else []
 
 
-class AnyModel(_Choices):
+class AnyModel(Members):
     """A config for every model name, such as `model=resnet50`, and for every model library.
 
     It is last in Hydra's search path, so a YAML file of that name of the user (`--config-dir`)
     takes precedence. Whether the model exists is checked when it is built.
     """
-
-    group = "model"
 
     @staticmethod
     def scheme() -> str:
@@ -92,26 +93,15 @@ class AnyModel(_Choices):
     def options(self, name: str) -> dict[str, str]:
         return model_choice(name)
 
-
-class Jobs(_Choices):
-    """Config source with the registered jobs; `job=status` imports no other job."""
-
-    group = "job"
-    registry: ClassVar[Registry[Any]]
-
-    @staticmethod
-    def scheme() -> str:
-        return "jobs"
-
-    def options(self, name: str) -> dict[str, str]:
-        return {"name": self.registry.get(name).name}
-
-    def names(self) -> Sequence[str]:
-        return self.registry.names()
-
     def is_config(self, config_path: str) -> bool:
-        name = config_path.removesuffix(".yaml").partition("/")[2]
-        return super().is_config(config_path) and name in self.registry
+        return config_path.startswith(f"{self.path}/")
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+def _choice(config_path: str) -> str:
+    return config_path.removesuffix(".yaml").partition("/")[2]
 
 
 class ConfigFiles(FileConfigSource):
@@ -246,7 +236,7 @@ class Experiments(ConfigFiles):
 
 
 class _SearchPath(SearchPathPlugin):
-    """Search path of Hydra besides conf/: the user's folders, jobs, and model names."""
+    """Search path of Hydra besides conf/: the user's folders, members, and model names."""
 
     folders: ClassVar[Sequence[Path]] = ()
 
@@ -255,8 +245,9 @@ class _SearchPath(SearchPathPlugin):
             search_path.prepend("command-line", f"{Experiments.scheme()}://{folder}")
         for folder in self.folders:
             search_path.append("command-line", f"{ConfigFiles.scheme()}://{folder}")
-        search_path.append("featx", f"{Jobs.scheme()}://")
-        search_path.append("featx", f"{AnyModel.scheme()}://")
+        for group in Members.families:
+            search_path.append("featx", f"{Members.scheme()}://{group}")
+        search_path.append("featx", f"{AnyModel.scheme()}://model")
 
 
 def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
@@ -266,15 +257,11 @@ def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -
         jobs: jobs of the command.
         config_dirs: folders of the user's own configs.
     """
-    store = ConfigStore.instance()
-    store.store(name="schema", node=default_node())
-    for group in member_groups().values():
-        if group.selector == "name":
-            for member in family(group.option):
-                store.store(group=group.name, name=member.name, node={"name": member.name})
-    Jobs.registry = jobs
+    ConfigStore.instance().store(name="schema", node=default_node())
+    groups = [group for group in member_groups().values() if group.selector == "name"]
+    Members.families = {"job": jobs, **{group.name: family(group.option) for group in groups}}
     _SearchPath.folders = tuple(config_dirs)
-    for plugin in (AnyModel, Jobs, ConfigFiles, Experiments, _SearchPath):
+    for plugin in (AnyModel, Members, ConfigFiles, Experiments, _SearchPath):
         Plugins.instance().register(plugin)
 
 

@@ -57,11 +57,17 @@ def from_omegaconf(node: DictConfig) -> Config:
 
 def from_values(values: Mapping[str, Any]) -> Config:
     """Return the Config of plain values, groups of them as mappings."""
-    groups = member_groups()
-    made = {
-        name: make_member(groups[name], value) if name in groups else value
-        for name, value in values.items()
-    }
+    made = dict(values)
+    for name, group in member_groups().items():
+        if not isinstance(values[name], Mapping):
+            raise ConfigError(f"{name}={values[name]}: expected options of this group.")
+        defaults, selectors = default_values()[name], ("name", group.selector)
+        given = {
+            option: value
+            for option, value in values[name].items()
+            if option in selectors or option not in defaults or value != defaults[option]
+        }
+        made[name] = make_member(group, given)
     return make_group(Config, made, "")
 
 

@@ -99,6 +99,7 @@ class Thumbnails:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+        self._explain_none()
 
     def open(self, config: DataConfig) -> None:
         """Open the data set; `why_none` is set if that fails."""
@@ -149,8 +150,8 @@ class Thumbnails:
             for _ in self._images(chosen, partial=False):
                 pass
 
-    def finish(self) -> None:
-        """End the addition of thumbnails, and set `why_none` if no image could be read."""
+    def _explain_none(self) -> None:
+        """Set `why_none` if images were tried and none could be read."""
         if self.unread and not self._tiles and not self.why_none:
             self.why_none = (
                 f"none of {len(self.unread)} images can be read now ({self._last_error}). If they "
@@ -198,7 +199,7 @@ class Thumbnails:
             except FeatxError as error:  # the data set, which is listed with the first image
                 self.why_none = str(error)
             if not self._tiles and len(self.unread) >= _MAX_FAILED_IMAGES:
-                self.finish()
+                self._explain_none()
 
     def _load(self, rows: Sequence[int], partial: bool) -> Iterable[tuple[int, Image.Image | None]]:
         """Load the small images of some rows; None for one that cannot be read or decoded."""

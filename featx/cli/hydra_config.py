@@ -116,18 +116,14 @@ class ConfigFiles(FileConfigSource):
         return "config-files"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        group = config_path.rpartition("/")[0].replace("/", ".")
-        return self._options(config_path, "_global_" if group == EXPERIMENTS else group)
-
-    def _options(self, config_path: str, package: str) -> ConfigResult:
-        """Read a file of options."""
         path = Path(self.path, self._normalize_file_name(config_path))
         try:
             loaded = super().load_config(config_path)
             tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is no YAML: {error}") from error
-        package = loaded.header.get("package") or package
+        group = config_path.rpartition("/")[0].replace("/", ".")
+        package = loaded.header.get("package") or ("_global_" if group == EXPERIMENTS else group)
         if isinstance(tree, yaml.MappingNode):
             keep_text(tree, "" if package == "_global_" else package)
             if package in ("", "_global_"):

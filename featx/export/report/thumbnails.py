@@ -192,33 +192,28 @@ class Thumbnails:
                 return
             block = untried[start : start + _JOB_ROWS * _JOBS_AHEAD]
             try:
-                for row, image in self._load(block, partial):
-                    if image is not None and (row in self._tiles or not self.is_full):
-                        self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
-                        yield row, image
+                yield from self._load(block, partial)
             except FeatxError as error:  # the data set, which is listed with the first image
                 self.why_none = str(error)
             if not self._tiles and len(self.unread) >= _MAX_FAILED_IMAGES:
                 self._explain_none()
 
-    def _load(self, rows: Sequence[int], partial: bool) -> Iterable[tuple[int, Image.Image | None]]:
-        """Load the small images of some rows; None for one that cannot be read or decoded."""
+    def _load(self, rows: Sequence[int], partial: bool) -> Iterable[tuple[int, Image.Image]]:
+        """Load the small images of some rows, and make their tiles; others get their reason."""
         chunks = [rows[i : i + _JOB_ROWS] for i in range(0, len(rows), _JOB_ROWS)]
         jobs = [self._pool.begin(int(partial), np.array(chunk), _JOB_ROWS) for chunk in chunks]
         for job in jobs:
-            pixels, _ = self._pool.finish(job)
+            packed, _ = self._pool.finish(job)
             fault_of = {failure.row: failure for failure in job.failures}
             for number, row in enumerate(job.rows.tolist()):
-                if (fault := fault_of.get(row)) is None:
-                    packed = pixels[number].numpy()
-                    width, height = packed[:_SIZE_BYTES].copy().view("<u4").tolist()
-                    rgb = packed[_SIZE_BYTES : _SIZE_BYTES + 3 * width * height]
-                    yield row, Image.fromarray(rgb.reshape(height, width, 3).copy())
-                    continue
-                self._last_error = fault.message
-                is_unread = fault.status in (Status.MISSING, Status.EMPTY)
-                self.unread[row] = UNREAD if is_unread else UNDECODED
-                yield row, None
+                if (fault := fault_of.get(row)) is not None:
+                    self._last_error = fault.message
+                    is_unread = fault.status in (Status.MISSING, Status.EMPTY)
+                    self.unread[row] = UNREAD if is_unread else UNDECODED
+                elif row in self._tiles or not self.is_full:
+                    image = _unpacked(packed[number].numpy())
+                    self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
+                    yield row, image
 
 
 class _ThumbnailMaker:
@@ -281,6 +276,12 @@ class _ThumbnailMaker:
         columns = min(max(1, round(width * scale)), _MAX_PIXELS)
         lines = min(max(1, round(height * scale)), _MAX_PIXELS // columns)
         return decoded.resize((columns, lines), Image.Resampling.BICUBIC, reducing_gap=2)
+
+
+def _unpacked(packed: npt.NDArray[np.uint8]) -> Image.Image:
+    width, height = packed[:_SIZE_BYTES].copy().view("<u4").tolist()
+    pixels = packed[_SIZE_BYTES : _SIZE_BYTES + 3 * width * height]
+    return Image.fromarray(pixels.reshape(height, width, 3).copy())
 
 
 def readable_part(data: bytes, max_pixels: int) -> Image.Image:

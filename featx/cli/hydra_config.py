@@ -382,7 +382,12 @@ def explain_error(error: Exception) -> ConfigError:
         )
     full_key = re.search(r"full_key: (\S+)", text)
     place = f"{full_key.group(1)}: " if full_key else ""
-    return ConfigError(place + _first_line(chain))
+    lines = [text.strip().splitlines()[0] for text in chain if text.strip()]
+    outer = lines[0] if lines else "the configuration cannot be composed"
+    # The outer messages of Hydra only name the override.
+    if outer.startswith(("Error merging override", "In ")) and len(lines) > 1:
+        outer = f"{outer}: {lines[1]}"
+    return ConfigError(place + outer)
 
 
 _OF_ONES_OWN = {
@@ -391,12 +396,3 @@ _OF_ONES_OWN = {
     "experiment/{0}.yaml in the folder of --config-dir.",
 }
 """Group -> what a choice can be besides the names that exist."""
-
-
-def _first_line(chain: list[Any]) -> str:
-    """Return the innermost message, as the outer ones of Hydra only name the override."""
-    lines = [text.strip().splitlines()[0] for text in chain if text.strip()]
-    outer = lines[0] if lines else "the configuration cannot be composed"
-    if outer.startswith(("Error merging override", "In ")) and len(lines) > 1:
-        return f"{outer}: {lines[1]}"
-    return outer

@@ -158,14 +158,17 @@ def _printed_information(line: CommandLine) -> bool:
     from featx.base import print_result
     from featx.base.version import __version__
     from featx.cli import help_text, job_help_text
+    from featx.config import Config
     from featx.jobs import JOBS
 
     if line.wants_version:
         print_result(f"featx {__version__}")
     elif line.wants_help:
-        job = JOBS.get(line.job) if line.job is not None and line.job in JOBS else None
-        text = help_text(JOBS) if job is None else job_help_text(job, job.may_read)
-        print_result(text)
+        if line.job is not None and line.job in JOBS:
+            job = JOBS.get(line.job)
+            print_result(job_help_text(job, job.may_read))
+        else:
+            print_result(help_text(JOBS, JOBS.get(Config().job.name).may_read))
     return line.wants_version or line.wants_help
 
 

@@ -19,6 +19,9 @@ from conftest import REPOSITORY
 from tiny_model import COMMAND
 
 from featx.__main__ import resume_command
+from featx.cli import job_help_text
+from featx.config import described_options
+from featx.jobs import JOBS
 
 HERE = Path(__file__).parent
 
@@ -178,11 +181,24 @@ def test_importing_featx_is_quick_and_loads_neither_torch_nor_hydra(module: str)
     assert float(done.stdout) < 0.2
 
 
-def test_help_lists_every_key(featx: Featx) -> None:
+def test_the_help_fits_two_screens(featx: Featx) -> None:
     done = featx("--help")
     assert done.returncode == 0
-    for key in ("job=extract", "model.weights=default", "out=runs/<data>/<model>", "seed=0"):
-        assert key in done.stdout
+    for key in ("job=extract", "layers=null", "out=runs/<data>/<model>", "seed=0"):
+        assert f"\n  {key} " in done.stdout
+    assert len(done.stdout.splitlines()) < 80
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_every_option_is_in_the_help_of_a_job() -> None:
+    listed = {
+        line.partition("=")[0].strip()
+        for job in JOBS
+        for line in job_help_text(job, job.may_read).splitlines()
+        if line.startswith("  ") and "=" in line
+    }
+    # The name of the job is in the table of jobs, and a group without a name is no option.
+    assert listed >= {option.name for option in described_options() if option.type_text} - {"job"}
 
 
 def test_the_version_is_that_of_featx(featx: Featx) -> None:

@@ -30,7 +30,7 @@ from featx import __main__ as command
 from featx import jobs
 from featx.base import shipped_folder
 from featx.cli import read_command_line, register_with_hydra
-from featx.config import describe_options, from_composed
+from featx.config import described_options, from_composed
 from featx.models import read_catalogue
 from featx.storage import s3_client
 
@@ -161,8 +161,8 @@ def test_the_pages_made_from_the_code_are_as_the_code_is() -> None:
     for path, text in pages.items():
         assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run scripts/reference"
     written = "".join(text for path, text in pages.items() if path.parent.name == "options")
-    for option in describe_options():
-        assert f"| `{option.name}` | {option.type} |" in written
+    for option in described_options():
+        assert f"| `{option.name}` | {option.type_text} |" in written
     assert set(script["EXAMPLES"]) == set(script["TITLES"]) == {
         path.stem for path in (REPOSITORY / "docs" / "reference" / "options").glob("*.md")
     }  # fmt: skip

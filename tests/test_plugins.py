@@ -89,7 +89,7 @@ def test_an_installed_package_adds_a_model_library(installed: Path, tmp_path: Pa
 
 
 def test_its_options_are_described_and_checked(installed: Path, tmp_path: Path) -> None:
-    text = " ".join(command(tmp_path, installed, "--help").stdout.split())
+    text = " ".join(command(tmp_path, installed, "job=extract", "--help").stdout.split())
     assert "data.num_images=8 data=stripes: Number of images." in text
     assert "stripes: Computed images of stripes." in text
     done = command(tmp_path, installed, *STRIPES, "data.num_images=0")

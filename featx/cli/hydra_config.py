@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -22,13 +21,11 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from featx.base import Member, family
+from featx.base import Registry, family
 from featx.cli.overrides import EXPERIMENTS, CommandLine, is_path
 from featx.config import (
     Kind,
-    OptionDescription,
     default_values,
-    describe_options,
     known_keys,
     member_groups,
     model_choice,
@@ -41,24 +38,48 @@ USER_CONF = Path("conf")
 """Folder below the current one whose experiments are found without --config-dir."""
 
 
-class MemberNames(Protocol):
-    """A registry, of whose members only the names are needed."""
-
-    def get(self, name: str) -> Member:
-        """Return a member; raises a ConfigError if there is none of this name."""
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of all members."""
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether a member has this name."""
-
-
 _STR = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 
 
-class AnyModel(ConfigSource):
+class Members(ConfigSource):
+    """Config source with the members of one family; `job=status` imports no other job.
+
+    The path of the source is the name of the group.
+    """
+
+    families: ClassVar[Mapping[str, Registry[Any]]] = {}
+
+    @staticmethod
+    def scheme() -> str:
+        return "members"
+
+    def options(self, name: str) -> dict[str, str]:
+        """Return the options that a choice sets."""
+        return {"name": self.families[self.path].get(name).name}
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        node = OmegaConf.create(self.options(_choice(config_path)))
+        return ConfigResult(
+            provider=self.provider, path=config_path, config=node, header={"package": None}
+        )
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.rstrip("/") == self.path
+
+    def is_config(self, config_path: str) -> bool:
+        is_choice = config_path.startswith(f"{self.path}/")
+        return is_choice and _choice(config_path) in self.families[self.path]
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        has_names = self.is_group(config_path) and results_filter is not ObjectType.GROUP
+        return [*self.families[self.path].names()] if has_names else []
+
+
+class AnyModel(Members):
     """A config for every model name, such as `model=resnet50`, and for every model library.
 
     It is last in Hydra's search path, so a YAML file of that name of the user (`--config-dir`)
@@ -69,55 +90,18 @@ class AnyModel(ConfigSource):
     def scheme() -> str:
         return "any-model"
 
-    def load_config(self, config_path: str) -> ConfigResult:
-        name = config_path.removesuffix(".yaml").removeprefix("model/")
-        node = OmegaConf.create(model_choice(name))
-        return ConfigResult(
-            provider=self.provider, path=config_path, config=node, header={"package": None}
-        )
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return config_path.rstrip("/") == "model"
+    def options(self, name: str) -> dict[str, str]:
+        return model_choice(name)
 
     def is_config(self, config_path: str) -> bool:
-        return config_path.startswith("model/")
+        return config_path.startswith(f"{self.path}/")
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return []
 
 
-class Jobs(ConfigSource):
-    """Config source with the registered jobs; `job=status` imports no other job."""
-
-    registry: ClassVar[MemberNames]
-
-    @staticmethod
-    def scheme() -> str:
-        return "jobs"
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        name = config_path.removesuffix(".yaml").removeprefix("job/")
-        node = OmegaConf.create({"name": self.registry.get(name).name})
-        return ConfigResult(
-            provider=self.provider, path=config_path, config=node, header={"package": None}
-        )
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return config_path.rstrip("/") == "job"
-
-    def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        return group == "job" and name in self.registry
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        is_job = self.is_group(config_path) and results_filter is not ObjectType.GROUP
-        return [*self.registry.names()] if is_job else []
+def _choice(config_path: str) -> str:
+    return config_path.removesuffix(".yaml").partition("/")[2]
 
 
 class ConfigFiles(FileConfigSource):
@@ -132,18 +116,14 @@ class ConfigFiles(FileConfigSource):
         return "config-files"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        group = config_path.rpartition("/")[0].replace("/", ".")
-        return self._options(config_path, "_global_" if group == EXPERIMENTS else group)
-
-    def _options(self, config_path: str, package: str) -> ConfigResult:
-        """Read a file of options."""
         path = Path(self.path, self._normalize_file_name(config_path))
         try:
             loaded = super().load_config(config_path)
             tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is no YAML: {error}") from error
-        package = loaded.header.get("package") or package
+        group = config_path.rpartition("/")[0].replace("/", ".")
+        package = loaded.header.get("package") or ("_global_" if group == EXPERIMENTS else group)
         if isinstance(tree, yaml.MappingNode):
             keep_text(tree, "" if package == "_global_" else package)
             if package in ("", "_global_"):
@@ -252,7 +232,7 @@ class Experiments(ConfigFiles):
 
 
 class _SearchPath(SearchPathPlugin):
-    """Search path of Hydra besides conf/: the user's folders, jobs, and model names."""
+    """Search path of Hydra besides conf/: the user's folders, members, and model names."""
 
     folders: ClassVar[Sequence[Path]] = ()
 
@@ -261,26 +241,24 @@ class _SearchPath(SearchPathPlugin):
             search_path.prepend("command-line", f"{Experiments.scheme()}://{folder}")
         for folder in self.folders:
             search_path.append("command-line", f"{ConfigFiles.scheme()}://{folder}")
-        search_path.append("featx", f"{Jobs.scheme()}://")
-        search_path.append("featx", f"{AnyModel.scheme()}://")
+        for group in Members.families:
+            search_path.append("featx", f"{Members.scheme()}://{group}")
+        search_path.append("featx", f"{AnyModel.scheme()}://model")
 
 
-def register_with_hydra(jobs: MemberNames, config_dirs: Sequence[Path] = ()) -> None:
+def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
     """Register the schema, the members of families and the search path with Hydra.
 
     Args:
         jobs: jobs of the command.
         config_dirs: folders of the user's own configs.
     """
-    store = ConfigStore.instance()
-    store.store(name="schema", node=OmegaConf.create(dict(default_values())))
-    for group in member_groups().values():
-        if group.selector == "name":
-            for member in family(group.option):
-                store.store(group=group.name, name=member.name, node={"name": member.name})
-    Jobs.registry = jobs
+    defaults = OmegaConf.create(dict(default_values()))
+    ConfigStore.instance().store(name="schema", node=defaults)
+    groups = [group for group in member_groups().values() if group.selector == "name"]
+    Members.families = {"job": jobs, **{group.name: family(group.option) for group in groups}}
     _SearchPath.folders = tuple(config_dirs)
-    for plugin in (AnyModel, Jobs, ConfigFiles, Experiments, _SearchPath):
+    for plugin in (AnyModel, Members, ConfigFiles, Experiments, _SearchPath):
         Plugins.instance().register(plugin)
 
 
@@ -350,56 +328,6 @@ def compose_once(line: CommandLine) -> Iterator[None]:
         Hydra.get_mode = read_mode  # type: ignore[method-assign]
 
 
-def job_help_text(job: Member, reads: Callable[[str], bool]) -> str:
-    """Return the text of `job=NAME --help`.
-
-    Args:
-        job: the job.
-        reads: whether the job reads an option.
-    """
-    rows = [row for row in describe_options() if reads(row.name)]
-    return (
-        f"job={job.name}: {job.help}\n\nOptions that it reads, and their defaults:\n"
-        f"{_options_text(rows)}\n\npython -m featx --help shows all jobs and options.\n"
-    )
-
-
-def help_text(jobs: Iterable[Member]) -> str:
-    """Return the text of `--help`.
-
-    Hydra's own help would list the members of every group first, which takes a second.
-
-    Args:
-        jobs: jobs of the command; all of them are imported.
-    """
-    table = "\n".join(f"  job={job.name:<12}{job.help}" for job in jobs)
-    return (
-        "featx: features of pretrained vision backbones, on disk.\n\n"
-        "  python -m featx model=resnet50 layers=[layer4]\n"
-        "  python -m featx data=folder data.root=photos model=resnet18 reduce=avg layers=stages\n"
-        "  python -m featx job=layers model=vit_b_16\n"
-        "  python -m featx -m model=resnet18,mobilenet_v2\n"
-        "  python -m featx experiment=exact          # options of conf/experiment/exact.yaml\n\n"
-        f"Jobs:\n{table}\n\n"
-        f"Options and their defaults:\n{_options_text(describe_options())}\n\n"
-        "job=probe --help shows the options of one job, "
-        "--cfg job the configuration, --hydra-help what else Hydra can do.\n"
-        "Exit codes: 0 done, 1 the run failed (the same command resumes it), 2 a wrong command,\n"
-        "config or store, 3 done with more failures than max_failures, 130 and 143 stopped.\n"
-    )
-
-
-def _options_text(rows: Sequence[OptionDescription]) -> str:
-    """Return options with their defaults and sentences, one below the other."""
-    width = max(len(f"{row.name}={row.default}") for row in rows)
-    lines = []
-    for row in rows:
-        first, *more = textwrap.wrap(row.help, max(30, 118 - width)) or [""]
-        lines.append(f"  {f'{row.name}={row.default}':<{width}}  {first}")
-        lines += [" " * (width + 4) + line for line in more]
-    return "\n".join(lines)
-
-
 def sweep_of(line: CommandLine) -> tuple[int, frozenset[str]]:
     """Return the number of runs of a multirun, and the options that differ between them."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -444,8 +372,8 @@ def explain_error(error: Exception) -> ConfigError:
     key = next((name for name in unknown.groups() if name), None) if unknown else None
     if key is not None and key not in option_tree():
         return ConfigError(
-            f"unknown key {key!r}.{nearest(key, known_keys())} python -m featx --help lists every "
-            "key."
+            f"unknown key {key!r}.{nearest(key, known_keys())} python -m featx job=NAME --help "
+            "lists the options of a job."
         )
     if (override := getattr(error, "override", None)) is not None:
         return ConfigError(
@@ -455,7 +383,12 @@ def explain_error(error: Exception) -> ConfigError:
         )
     full_key = re.search(r"full_key: (\S+)", text)
     place = f"{full_key.group(1)}: " if full_key else ""
-    return ConfigError(place + _first_line(chain))
+    lines = [text.strip().splitlines()[0] for text in chain if text.strip()]
+    outer = lines[0] if lines else "the configuration cannot be composed"
+    # The outer messages of Hydra only name the override.
+    if outer.startswith(("Error merging override", "In ")) and len(lines) > 1:
+        outer = f"{outer}: {lines[1]}"
+    return ConfigError(place + outer)
 
 
 _OF_ONES_OWN = {
@@ -464,12 +397,3 @@ _OF_ONES_OWN = {
     "experiment/{0}.yaml in the folder of --config-dir.",
 }
 """Group -> what a choice can be besides the names that exist."""
-
-
-def _first_line(chain: list[Any]) -> str:
-    """Return the innermost message, as the outer ones of Hydra only name the override."""
-    lines = [text.strip().splitlines()[0] for text in chain if text.strip()]
-    outer = lines[0] if lines else "the configuration cannot be composed"
-    if outer.startswith(("Error merging override", "In ")) and len(lines) > 1:
-        return f"{outer}: {lines[1]}"
-    return outer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featx.base import WIDTH, ElementPath, size_text, table
-from featx.layers import Call, Operation, Trace, element_name
+from featx.layers import Call, Trace, element_name
 
 if TYPE_CHECKING:
     from featx.layers import Profile, Values
@@ -48,54 +48,48 @@ def table_rows(
     operations = [each for each in traced.operations if not (each.module and each.is_returned)]
     if modules is not None:
         operations = []
-    for i, call in enumerate(traced.calls):
-        for each in operations:
-            if each.num_calls_before == i:
-                values_by_path = profiled.operations.get(each.name) if profiled else None
-                rows += operation_rows(each, traced.batch_size, item_bytes, values_by_path or {})
-        if not call.module or (modules is not None and call.module not in modules):
-            continue
-        for kind in kinds:
-            for path, shape in call.tensors(kind).items():
-                row = {
-                    "name": _name(traced, call, kind, path),
-                    "type": call.type_name,
-                    "shape": list(shape[1:]),
-                    "calls": len(traced.by_module[call.module]),
-                    "parameters": call.num_parameters,
-                    "mflops": round(call.mflops, 3),
-                    "bytes_per_row": _row_bytes(shape, item_bytes),
-                    "batch_in_front": shape[:1] == (traced.batch_size,),
-                    "inputs": {
-                        _name(traced, call, "input", element): list(input_shape[1:])
-                        for element, input_shape in call.inputs.items()
-                    },
-                }
-                rows.append({**row, **_measurements(profiled, call, kind, path)})
-    return rows
 
-
-def operation_rows(
-    each: Operation, batch_size: int, item_bytes: int, values_by_path: Mapping[ElementPath, Values]
-) -> list[dict[str, Any]]:
-    """Return the rows of operations that belong to no module; hooks do not time these."""
-    single = len(each.outputs) == 1
-    return [
-        {
-            "name": each.name if single else each.name + element_name(path),
-            "type": each.function,
+    def add_row(name: str, type_name: str, shape: tuple[int, ...], **figures: Any) -> None:
+        rows.append({
+            "name": name,
+            "type": type_name,
             "shape": list(shape[1:]),
             "calls": 1,
             "parameters": 0,
             "mflops": None,
-            "bytes_per_row": _row_bytes(shape, item_bytes),
-            "batch_in_front": shape[:1] == (batch_size,),
+            "bytes_per_row": int(np.prod(shape[1:], dtype=np.int64)) * item_bytes,
+            "batch_in_front": shape[:1] == (traced.batch_size,),
             "inputs": {},
-            **dict.fromkeys(("ms", "own_ms", "output_bytes", "added_bytes", "peak_bytes")),
-            **_values(values_by_path.get(path)),
-        }
-        for path, shape in each.outputs.items()
-    ]
+            **figures,
+        })  # fmt: skip
+
+    for i, call in enumerate(traced.calls):
+        for each in operations:
+            if each.num_calls_before == i:
+                values_of = profiled.operations.get(each.name, {}) if profiled else {}
+                for path, shape in each.outputs.items():
+                    name = each.name + (element_name(path) if len(each.outputs) > 1 else "")
+                    # Hooks do not time operations.
+                    measured = _measurements(None, call, values_of.get(path))
+                    add_row(name, each.function, shape, **measured)
+        if not call.module or (modules is not None and call.module not in modules):
+            continue
+        for kind in kinds:
+            for path, shape in call.tensors(kind).items():
+                add_row(
+                    _name(traced, call, kind, path),
+                    call.type_name,
+                    shape,
+                    calls=len(traced.by_module[call.module]),
+                    parameters=call.num_parameters,
+                    mflops=round(call.mflops, 3),
+                    inputs={
+                        _name(traced, call, "input", element): list(input_shape[1:])
+                        for element, input_shape in call.inputs.items()
+                    },
+                    **_measurements(profiled, call, _values_of(profiled, call, kind, path)),
+                )
+    return rows
 
 
 def _name(traced: Trace, call: Call, kind: str, path: ElementPath) -> str:
@@ -109,29 +103,25 @@ def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
     return int(np.prod(shape[1:], dtype=np.int64)) * item_bytes
 
 
-def _measurements(
-    profiled: Profile | None, call: Call, kind: str, path: ElementPath
-) -> dict[str, Any]:
-    """Return the measurements of one tensor of a call by their JSON keys."""
+def _values_of(profiled: Profile | None, call: Call, kind: str, path: ElementPath) -> Values | None:
+    """Return the values of one tensor of a call; None if they were not measured."""
+    found = profiled.values.get((call.module, call.number)) if profiled else None
+    if found is None or kind not in ("output", "input"):  # the values of gradients are not those
+        return None
+    return (found.outputs if kind == "output" else found.inputs).get(path)
+
+
+def _measurements(profiled: Profile | None, call: Call, values: Values | None) -> dict[str, Any]:
+    """Return the measurements of one tensor of a call by their JSON keys; what is not, is None."""
     key = call.module, call.number
     times = profiled.times if profiled else None
     memory = profiled.memory.get(key) if profiled else None
-    call_values = profiled.values.get(key) if profiled else None
-    values: Values | None = None
-    if call_values and kind in ("output", "input"):  # the values of gradients are not those
-        values = (call_values.outputs if kind == "output" else call_values.inputs).get(path)
     return {
         "ms": _rounded(times.total.get(key)) if times else None,
         "own_ms": _rounded(times.own.get(key)) if times else None,
         "output_bytes": memory.output if memory else None,
         "added_bytes": memory.added if memory else None,
         "peak_bytes": memory.peak if memory else None,
-        **_values(values),
-    }
-
-
-def _values(values: Values | None) -> dict[str, Any]:
-    return {
         "compute_dtype": values.dtype if values else None,
         "min": values.minimum if values else None,
         "mean": values.mean if values else None,

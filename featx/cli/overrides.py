@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if flag in ("--config-dir", "-cd"):
             config_dirs.append(_config_dir(value if has_value else next(arguments_left, "")))
         elif argument in _WITH_VALUE:
-            arguments += [argument, *_next_of(arguments_left)]
+            arguments += [argument, *itertools.islice(arguments_left, 1)]
         elif argument.startswith("-") and flag not in _FLAGS:
             raise ConfigError(_unknown_flag(argument))
         elif argument.startswith("-"):
@@ -117,10 +117,6 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     return CommandLine(
         argv, arguments, frozenset(given), config_dirs, has_files, wants_version, wants_help
     )
-
-
-def _next_of(arguments_left: Iterator[str]) -> list[str]:
-    return [value] if (value := next(arguments_left, None)) is not None else []
 
 
 def _config_dir(value: str) -> Path:
@@ -147,7 +143,8 @@ def _unknown_flag(argument: str) -> str:
         flags = [flag for flag in _FLAGS if flag.startswith("--")]
         return (
             f"unknown flag {argument}.{nearest(argument, flags)} Options are given as key=value, "
-            "without dashes, such as model=resnet50; python -m featx --help lists them."
+            "without dashes, such as model=resnet50; python -m featx job=NAME --help lists those "
+            "of a job."
         )
     return f"{argument}: options are given as key=value, without dashes: {key}={text}"
 

@@ -19,24 +19,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from featx.base import family, family_options
 from featx.config.checks import (
-    MAY_BE_EMPTY,
     alternatives,
     default_of_field,
     hints_of,
     in_words,
     is_group,
-    marks_of,
+    shown,
     without_marks,
 )
 from featx.config.members import MemberGroup, refuse_options_of_others
 from featx.config.run_config import Config
 from featx.errors import FeatxError
-
-OptionsT = TypeVar("OptionsT")
 
 
 class Kind(Enum):
@@ -84,9 +81,32 @@ class Option:
         return type(None) in alternatives(self.hint)
 
     @property
-    def may_be_empty(self) -> bool:
-        """Whether its value may be an empty text."""
-        return MAY_BE_EMPTY in marks_of(self.hint)
+    def type_text(self) -> str:
+        """Its values in words, such as 'a whole number, or null'; '' for a section."""
+        if self.kind is Kind.SECTION:
+            return ""
+        return "a name" if self.kind is Kind.GROUP else in_words(self.hint)
+
+    @property
+    def default_text(self) -> str:
+        """Its default as it is written on the command line; '' for a section."""
+        if self.kind in (Kind.GROUP, Kind.SECTION):
+            return getattr(self.default, "name", "")
+        return re.sub(r"\$\{(\w+)\.name\}", r"<\1>", shown(self.default))
+
+    @property
+    def help(self) -> str:
+        """What it does, with what selects the members that read it in front."""
+        last = self.name.rpartition(".")[2]
+        sentences = [_sentences(owner)[last] for owner in self.owners]
+        if not self.members or len(self.members) != len(self.owners):
+            choices = family(self.name) if self.name in family_options() else ()
+            return sentences[0] + "".join(f" {each.name}: {each.help}" for each in choices)
+        group = member_groups()[self.name.partition(".")[0]]
+        members_of: dict[str, list[str]] = {}
+        for member, sentence in zip(self.members, sentences, strict=True):
+            members_of.setdefault(sentence, []).append(f"{group.option}={member}")
+        return " ".join(f"{', '.join(names)}: {text}" for text, names in members_of.items())
 
 
 def member_groups() -> Mapping[str, MemberGroup]:
@@ -200,66 +220,12 @@ def refuse_given_of_others(config: Config, given: Iterable[str]) -> None:
         refuse_options_of_others(group, chosen, names)
 
 
-# Help and reference
+def described_options() -> list[Option]:
+    """Return the options that the help and the documentation describe, in their order.
 
-
-@dataclass(frozen=True)
-class OptionDescription:
-    """An option as `--help` and the documentation show it.
-
-    Attributes:
-        name: dotted name, such as 'data.root'.
-        type: its values in words, such as 'a whole number, or null'; '' for a group without a name
-            of its own.
-        default: default as it is written on the command line; '' for such a group.
-        help: what it does. An option that only some members of a family read has their names in
-            front.
+    A group's own name is the option of the group: model=resnet50, not model.name=resnet50.
     """
-
-    name: str
-    type: str
-    default: str
-    help: str
-
-
-def describe_options() -> list[OptionDescription]:
-    """Return the description of every option of the command, in the order of the groups."""
-    return [_describe(option) for option in option_tree().values() if _is_described(option)]
-
-
-def _is_described(option: Option) -> bool:
-    # A group's own name is the option of the group: model=resnet50, not model.name=resnet50.
-    return not option.name.endswith(".name")
-
-
-def _describe(option: Option) -> OptionDescription:
-    default, values = option.default, in_words(option.hint) if not is_group(option.default) else ""
-    if is_group(default):
-        default = getattr(default, "name", "")
-        values = "a name" if default else ""
-    text = str(default).lower() if isinstance(default, bool) else str(default)
-    text = "null" if default is None else re.sub(r"\$\{(\w+)\.name\}", r"<\1>", text)
-    return OptionDescription(option.name, values, text, _help_of(option))
-
-
-def _help_of(option: Option) -> str:
-    """Return the sentence of an option, with what selects its members in front."""
-    last = option.name.rpartition(".")[2]
-    sentences = [_sentences(owner)[last] for owner in option.owners]
-    if not option.members or len(option.members) != len(option.owners):
-        return sentences[0] + _members_of_choice(option.name)
-    group = member_groups()[option.name.partition(".")[0]]
-    members_of: dict[str, list[str]] = {}
-    for member, sentence in zip(option.members, sentences, strict=True):
-        members_of.setdefault(sentence, []).append(f"{group.option}={member}")
-    return " ".join(f"{', '.join(names)}: {text}" for text, names in members_of.items())
-
-
-def _members_of_choice(option: str) -> str:
-    """Return the members that an option selects, each with its sentence; '' if it selects none."""
-    if option not in family_options():
-        return ""
-    return "".join(f" {member.name}: {member.help}" for member in family(option))
+    return [option for option in option_tree().values() if not option.name.endswith(".name")]
 
 
 @functools.cache

@@ -191,12 +191,16 @@ def _validator(cls: type, name: str) -> TypeAdapter[Any]:
 
 
 def _check_effects(group: str, values: Any) -> None:
-    """Refuse options that differ from their defaults and have no effect."""
+    """Refuse options that differ from their defaults and have no effect, and empty texts."""
     for f in fields(values):
-        for condition in marks_of(hints_of(type(values))[f.name]):
-            if not isinstance(condition, OnlyWith) or is_default(f, getattr(values, f.name)):
-                continue
-            if not condition.holds(values):
+        value, marks = getattr(values, f.name), marks_of(hints_of(type(values))[f.name])
+        if is_default(f, value):
+            continue
+        if value == "" and MAY_BE_EMPTY not in marks:  # an empty path would be the current folder
+            name = f"{group}.{f.name}".lstrip(".")
+            raise ConfigError(f"{name} is empty: give a value, or leave {name} out.")
+        for condition in marks:
+            if isinstance(condition, OnlyWith) and not condition.holds(values):
                 of = f"={' or '.join(condition.values)}" if condition.values else ""
                 raise ConfigError(
                     f"{group}.{f.name} has an effect with {group}.{condition.option}{of} only."
@@ -252,7 +256,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     It is empty for other options.
     """
     parts = [without_marks(part) for part in alternatives(hint) if part is not type(None)]
-    parts = [_element(part) if _is_list(part) else part for part in parts]
+    parts = [get_args(without_marks(part))[0] if _is_list(part) else part for part in parts]
     if not parts or not all(get_origin(part) is Literal for part in parts):
         return ()
     return tuple(dict.fromkeys(value for part in parts for value in get_args(part)))
@@ -260,10 +264,6 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 def _is_list(hint: Any) -> bool:
     return get_origin(without_marks(hint)) is list
-
-
-def _element(hint: Any) -> Any:
-    return get_args(without_marks(hint))[0]
 
 
 def without_marks(hint: Any) -> Any:

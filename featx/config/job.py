@@ -1,11 +1,16 @@
-"""Options of the group `job`, and of jobs and logs with few options."""
+"""Groups with few options: of `job`, of single jobs, of the log and of the comparison of a run."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from featx.config.checks import Count, NaturalNumber, options
 from featx.errors import ConfigError
+
+MAX_CONFORMANCE_IMAGES = 16
+"""Largest number of images that are compared; so many are read before a long run anyway."""
 
 ViewOfLayers = Literal["shapes", "cost", "values", "all", "watch"]
 """Values of job.show with job=layers; job=probe accepts `all` in addition to its default."""
@@ -109,3 +114,57 @@ class ModelsConfig:
     def __post_init__(self) -> None:
         if self.query is not None and not self.query.strip():
             raise ConfigError("models.query is empty: expected words, such as models.query=dino.")
+
+
+@options("export")
+class ExportConfig:
+    """Files that job=export writes; a format with options of its own has them in a subclass."""
+
+    format: str = "npy"
+    """File format of the export."""
+    ok_only: bool = False
+    """Leave failed rows out. Otherwise they are exported with their status, and their features are
+    NaN."""
+    incomplete: bool = False
+    """Export a store that is not complete, with NaN and status 255 in rows that are missing."""
+
+
+@options("report")
+class ReportConfig:
+    """Contents of the page of job=report."""
+
+    rows: Annotated[int, Ge(10), Le(10_000)] = 2000
+    """Number of random rows for embedding plots and the statistics of layers, 10 to 10000; a
+    smaller store is taken whole."""
+    thumbnails: NaturalNumber = 1000
+    """Largest number of images that are read again for thumbnails; 0 leaves them out."""
+    tsne: bool = True
+    """Plot t-SNE as well as PCA; false saves its time, and needs no scikit-learn."""
+
+
+@options("zeroshot")
+class ZeroshotConfig:
+    """Classifier of class names that job=zeroshot builds from the text tower of a CLIP model."""
+
+    classes: str | None = None
+    """Names of the classes as the texts have them: a text file with one a line, or a .json file
+    that maps classes of the store to their names; null takes the classes of the store."""
+    templates: str = "a photo of a {}."
+    """Texts of a class, {} being its name: one such text, a text file with one a line, or openai
+    (80 texts) or simple (7), of open_clip. The vectors of the texts are averaged."""
+
+    def __post_init__(self) -> None:
+        if not self.templates.strip():
+            raise ConfigError("zeroshot.templates is empty: give a text with {}, or a file.")
+
+
+@options("conformance")
+class ConformanceConfig:
+    """Comparison of some images with the model library's own path, before a run starts."""
+
+    mode: Literal["off", "warn", "strict"] = "strict"
+    """strict refuses a run whose values differ by more than featx promises (docs/models.md); warn
+    runs with a warning; off leaves the comparison out."""
+    images: Annotated[int, Ge(1), Le(MAX_CONFORMANCE_IMAGES)] = 8
+    """Number of images that go through the library's own transform and forward pass, 1 to 16; a
+    resume compares none."""

@@ -6,12 +6,12 @@ that the chosen member does not read is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 from featx.base import family
-from featx.config.checks import default_of_field, hints_of, is_group
+from featx.config.checks import hints_of
 from featx.errors import ConfigError, FeatxError, nearest
 
 OptionsT = TypeVar("OptionsT")
@@ -43,30 +43,15 @@ class MemberGroup:
         """Return the name of the member that the options of the group select."""
         return family(self.option).select(str(values[self.selector]), values).name
 
-    def members(self) -> Iterator[tuple[str, type]]:
-        """Iterate over the members that have options of their own, and the dataclasses of these."""
-        for member in family(self.option):
-            if member.options is not None:
-                yield member.name, member.options
-
-    def defaults(self) -> dict[str, Any]:
-        """Return the defaults of the options of all members, groups of them as mappings."""
-        owners = {f.name: self.base for f in fields(self.base)}
-        owners |= {name: next(iter(readers.values())) for name, readers in self.readers().items()}
-        found = {}
-        for name, cls in owners.items():
-            value = default_of_field(cls.__dataclass_fields__[name])  # type: ignore[attr-defined]
-            found[name] = asdict(value) if is_group(value) else value
-        return found
-
     def readers(self) -> dict[str, dict[str, type]]:
         """Return the options that only some members have: name -> member -> its dataclass."""
         common = {f.name for f in fields(self.base)}
         found: dict[str, dict[str, type]] = {}
-        for member, own in self.members():
+        for member in family(self.option):
+            own = member.options or self.base
             for f in fields(own):
                 if f.name not in common:
-                    found.setdefault(f.name, {})[member] = own
+                    found.setdefault(f.name, {})[member.name] = own
         return found
 
 
@@ -84,18 +69,12 @@ def options_class(option: str, name: str, base: type[OptionsT]) -> type[OptionsT
 
 
 def make_member(group: MemberGroup, values: Mapping[str, Any]) -> Any:
-    """Make the options of the member that values select."""
+    """Make the options of the member that values select; `values` are those that were given."""
     chosen = group.select(values)
     cls: type[Any] = options_class(group.option, chosen, group.base)
     own = {f.name for f in fields(cls)}
-    defaults = group.defaults()
-    given = {
-        name: value
-        for name, value in values.items()
-        if name in ("name", group.selector) or name not in defaults or value != defaults[name]
-    }
-    refuse_options_of_others(group, chosen, [name for name in given if name not in own])
-    return make_group(cls, {name: given[name] for name in given if name in own}, group.name)
+    refuse_options_of_others(group, chosen, [name for name in values if name not in own])
+    return make_group(cls, {name: values[name] for name in values if name in own}, group.name)
 
 
 def make_group(cls: type[OptionsT], values: Mapping[str, Any], name: str) -> OptionsT:
@@ -118,7 +97,8 @@ def refuse_options_of_others(group: MemberGroup, chosen: str, names: Iterable[st
     names = list(names)
     if not names:
         return
-    readers, known = group.readers(), list(group.defaults())
+    readers = group.readers()
+    known = [*(f.name for f in fields(group.base)), *readers]
     for name in names:
         if name not in known:
             raise unknown_key(f"{group.name}.{name}", [f"{group.name}.{each}" for each in known])

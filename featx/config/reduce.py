@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from featx.base import family
 from featx.config.checks import options
 from featx.config.members import MemberGroup, make_member
-from featx.errors import FeatxError
+from featx.errors import ConfigError, FeatxError
 
 
 @options("reduce")
@@ -61,3 +62,21 @@ def make_reduce(name: str, **values: Any) -> ReduceConfig:
         ConfigError: there is no such reduction, or a value is unknown, without effect or invalid.
     """
     return make_member(MemberGroup("reduce", ReduceConfig), {"name": name, **values})  # type: ignore[no-any-return]
+
+
+def reduction_options(value: object) -> ReduceConfig:
+    """Return the reduction that a mapping in `layers` gives a layer: a name, or its options."""
+    if isinstance(value, ReduceConfig):
+        return value
+    if isinstance(value, str):
+        return make_reduce(value)
+    if isinstance(value, Mapping):
+        try:
+            return make_reduce(**{"name": "none", **value})
+        except ConfigError as error:
+            raise ConfigError(f"layers: {error}") from error
+    raise ConfigError(
+        f"layers: {value} is not a reduction; expected one of "
+        f"{', '.join(family('reduce').names())}, "
+        "or a mapping such as {name: grid, size: 4}."
+    )

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Le
 
 from featx.base import family
 from featx.config import (
-    GRADIENTS,
-    SCALARS,
     AttributeConfig,
     CkaConfig,
+    ConformanceConfig,
     DataConfig,
     DistanceConfig,
     DuplicatesConfig,
@@ -39,11 +38,26 @@ from featx.config import (
     ZeroshotConfig,
 )
 from featx.config.attribute import MAX_PROJECTOR_IMAGES
-from featx.config.checks import Count, Matching, NaturalNumber, OneOrMore, options
-from featx.config.conformance import ConformanceConfig
-from featx.config.requested_layers import Capture, layer_requests, reduction_options
+from featx.config.checks import Count, Matching, NaturalNumber, OneOrMore, names_tuple, options
+from featx.config.reduce import reduction_options
 from featx.errors import ConfigError, StoreError
 from featx.storage import is_url, parse_path
+
+PRESETS = ("embedding", "output", "stages", "leaves", "all")
+"""Names of sets of layers that `layers` takes instead of names."""
+
+Capture = Literal["output", "input", "grad_output", "grad_input", "attention"]
+CAPTURES: tuple[str, ...] = get_args(Capture)
+"""Tensors of a layer that can be captured."""
+
+GRADIENTS = ("grad_output", "grad_input")
+"""The captures that need a backward pass."""
+
+SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
+"""Numbers whose gradient can be taken, besides the logit of a class by its index."""
+
+DEFAULT_LAYERS = "embedding"
+"""Preset that a run takes if `layers` is null."""
 
 MAX_SEED = 2**32 - 1
 """Largest seed that all libraries accept."""
@@ -303,14 +317,12 @@ class Config:
 
     def _check_repairs(self) -> None:
         """Check the options that change an existing store and exclude each other."""
-        if self.retry_failed and self.overwrite:
-            raise ConfigError(
-                "retry_failed=true mends a store and overwrite=true deletes it; give one."
-            )
-        if self.refresh and self.overwrite:
-            raise ConfigError("refresh=true mends a store and overwrite=true deletes it; give one.")
-        if self.grow and self.overwrite:
-            raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
+        changes = {"retry_failed": "mends", "refresh": "mends", "grow": "adds to"}
+        for option, verb in changes.items():
+            if getattr(self, option) and self.overwrite:
+                raise ConfigError(
+                    f"{option}=true {verb} a store and overwrite=true deletes it; give one."
+                )
 
     @property
     def takes_gradients(self) -> bool:
@@ -323,6 +335,43 @@ class Config:
         if isinstance(self.max_failures, float):
             return int(self.max_failures * num_rows + 1e-9)  # 0.29 of 100 are 29
         return int(self.max_failures)
+
+
+def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
+    """Return the options `layers`, in its three forms, and `capture` as one list.
+
+    Returns:
+        (name, glob or preset; reduction). A tensor that is not an output has its kind after the
+        name, as in 'layer4:input'.
+    """
+    layers = DEFAULT_LAYERS if config.layers is None else config.layers
+    if isinstance(layers, str):
+        layers = [layers]
+    if isinstance(layers, Mapping):
+        pairs = [
+            (str(name), config.reduce if value is None else reduction_options(value))
+            for name, value in layers.items()
+        ]
+    elif isinstance(layers, list | tuple) and all(isinstance(name, str) for name in layers):
+        pairs = [(name, config.reduce) for name in layers]
+    else:
+        raise ConfigError(
+            f"layers={layers}: expected a preset ({', '.join(PRESETS)}), a list such as "
+            "[layer4,avgpool], or a mapping such as {layer4: avg}."
+        )
+    if not pairs:
+        raise ConfigError(f"layers is empty: name a layer or a preset ({', '.join(PRESETS)}).")
+    kinds = captures(config)
+    return [
+        (f"{name}:{kind}" if kind != "output" and ":" not in name else name, reduce)
+        for name, reduce in pairs
+        for kind in (kinds if ":" not in name else ("output",))
+    ]
+
+
+def captures(config: Config) -> tuple[str, ...]:
+    """Return the option `capture` as a tuple."""
+    return names_tuple(config.capture)
 
 
 def with_statistics_at(config: Config, path: str | None) -> Config:

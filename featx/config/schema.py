@@ -74,26 +74,19 @@ def _has_interpolation(value: Any) -> bool:
 
 def from_values(values: Mapping[str, Any]) -> Config:
     """Return the Config of plain values, groups of them as mappings."""
-    groups = member_groups()
-    made = {
-        name: make_member(groups[name], value) if name in groups else value
-        for name, value in values.items()
-    }
+    made = dict(values)
+    for name, group in member_groups().items():
+        if not isinstance(values[name], Mapping):
+            raise ConfigError(f"{name}={values[name]}: expected options of this group.")
+        defaults, selectors = default_values()[name], ("name", group.selector)
+        given = {
+            option: value
+            for option, value in values[name].items()
+            if option in selectors or option not in defaults or value != defaults[option]
+        }
+        made[name] = make_member(group, given)
     config = make_group(Config, made, "")
-    if config.out == Config.out:
-        config = replace(config, out=config.default_out)
-    _refuse_empty_texts(config, "")
-    return config
-
-
-def _refuse_empty_texts(options: Any, prefix: str) -> None:
-    """Refuse empty texts such as `out=`: an empty path would be the current folder."""
-    for f in fields(options):
-        value, name = getattr(options, f.name), prefix + f.name
-        if is_group(value):
-            _refuse_empty_texts(value, f"{name}.")
-        elif value == "" and not option_tree()[name].may_be_empty:
-            raise ConfigError(f"{name} is empty: give a value, or leave {name} out.")
+    return replace(config, out=config.default_out) if config.out == Config.out else config
 
 
 def from_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,18 +176,11 @@ def _values_of_group(name: str, value: Any) -> Any:
     if name in ("reduce", "executor"):
         return {"name": value}
     if name == "data":
-        return (
-            {"name": value}
-            if _is_packaged(value)
-            else {"name": source_of_path(value), "root": value}
-        )
+        sources = family("data")
+        if value in sources and value != OBJECT_SOURCE and sources.get(value).options is None:
+            return {"name": value}  # it needs no data.root, such as 'sample'
+        return {"name": source_of_path(value), "root": value}
     return value
-
-
-def _is_packaged(name: str) -> bool:
-    """Return whether a text names a source that needs no data.root, such as 'sample'."""
-    sources = family("data")
-    return name in sources and name != OBJECT_SOURCE and sources.get(name).options is None
 
 
 def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

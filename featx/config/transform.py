@@ -85,19 +85,16 @@ class TransformConfig:
                 "model.transform.interpolation=nearest: with model.transform.scale expected "
                 "bilinear or bicubic."
             )
-        if self.bands is not None:
-            self._check_bands(self.bands)
-
-    def _check_bands(self, bands: Sequence[int]) -> None:
-        """Check the bands."""
+        if self.bands is None:
+            return
         if self.channels is None:
             raise ConfigError(
-                f"model.transform.bands={list(bands)} needs model.transform.channels, the number "
+                f"model.transform.bands={self.bands} needs model.transform.channels, the number "
                 "of channels of the images, of which these are taken."
             )
-        if any(band >= self.channels for band in bands):
+        if any(band >= self.channels for band in self.bands):
             raise ConfigError(
-                f"model.transform.bands={list(bands)}: expected numbers from 0 to "
+                f"model.transform.bands={self.bands}: expected numbers from 0 to "
                 f"{self.channels - 1}, as the images have {self.channels} channels."
             )
 

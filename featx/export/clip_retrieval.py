@@ -7,7 +7,7 @@ The layout is that of `clip_retrieval.clip_inference.writer`
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +53,9 @@ class ClipRetrieval(ShardedFormat):
 
     def write(self, folder: ExportFolder) -> None:
         """Write the shards, vectors before metadata."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
         for number, start, stop in self._shards:
             with folder.file(_VECTORS.format(number)) as file:
                 shape = (stop - start, self._width)
@@ -60,15 +63,10 @@ class ClipRetrieval(ShardedFormat):
                 np.lib.format.write_array_header_1_0(file, header)
                 for _, _, values in self.selection.blocks(start, stop):
                     file.write(unit_rows(values[self._layer]).astype("<f2").data)
+            columns = arrow.listing(self.selection, start, stop, _LISTING, self._columns)
+            table = pa.table({"image_path": columns.pop("key"), **columns})
             with folder.file(_METADATA.format(number)) as file:
-                self._write_metadata(start, stop, file)
-
-    def _write_metadata(self, start: int, stop: int, file: BinaryIO) -> None:
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        columns = arrow.listing(self.selection, start, stop, _LISTING, self._columns)
-        parquet.write_table(pa.table({"image_path": columns.pop("key"), **columns}), file)
+                parquet.write_table(table, file)
 
     def opening(self, out: Path) -> str:
         """Return lines that read vectors and paths with embedding_reader."""

@@ -76,7 +76,6 @@ def image_grid(
     with Thumbnails(store.key_bytes, len(chosen), MAX_BYTES) as thumbnails:
         thumbnails.open(data_of_store(store, data_options))
         thumbnails.add(chosen)
-        thumbnails.finish()
     tiles = [
         Tile(
             row=row,

@@ -7,7 +7,7 @@ and `coords_to_h5`), and with export.clam=true that of CLAM (https://github.com/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -65,7 +65,7 @@ class TridentOptions(ExportConfig):
 
 @dataclass(frozen=True)
 class _Slide:
-    """Tiles of one image."""
+    """Tiles of one image: their places in the selection, and their order in the file."""
 
     name: str
     places: npt.NDArray[np.int64]
@@ -155,12 +155,10 @@ class Trident(Format):
             )
         name = PurePosixPath(image_name).stem
         positions = np.array([(box.x, box.y) for box in boxes], np.int64)
-        position_order = np.lexsort((positions[:, 0], positions[:, 1]))
-        order = np.empty(len(positions), np.int64)
-        order[position_order] = np.arange(len(positions))
+        order = np.lexsort((positions[:, 0], positions[:, 1]))
         tile_places = np.array(places, np.int64)
         attributes = self._attributes(image_name, name, tile_places, boxes[0].width)
-        return _Slide(name, tile_places, order, positions[position_order], attributes)
+        return _Slide(name, tile_places, order, positions[order], attributes)
 
     def _attributes(
         self, image: str, name: str, places: npt.NDArray[np.int64], size: int
@@ -208,13 +206,9 @@ class Trident(Format):
 
     def _rows(self, slide: _Slide, layer: str) -> npt.NDArray[Any]:
         """Return the features of a slide in the order of its file."""
-        shape = (len(slide.places), *self.selection.row_shape(layer))
-        rows = np.empty(shape, self.selection.dtype(layer))
-        bounds = int(slide.places[0]), int(slide.places[-1]) + 1
-        for start, stop, values in self.selection.blocks(*bounds, [layer]):
-            first, last = np.searchsorted(slide.places, (start, stop))
-            rows[slide.order[first:last]] = values[layer][slide.places[first:last] - start]
-        return rows
+        tiles = replace(self.selection, rows=self.selection.rows[slide.places])
+        blocks = [values[layer] for _, _, values in tiles.blocks(0, len(tiles), [layer])]
+        return np.concatenate(blocks)[slide.order]
 
     def _write_h5(
         self,

@@ -121,7 +121,7 @@ class WebDataset(ShardedFormat):
                     key = name_text(bytes(selection.keys[position]))
                     label = int(selection.labels[position])
                     if (encoded := self._encoded_image(position)) is not None:
-                        _add(tar, f"{row:09d}{_ending(key)}", encoded)
+                        _add(tar, f"{row:09d}{Path(key).suffix.lower()}", encoded)
                     for name, layer_values in values.items():
                         _add(tar, f"{row:09d}.{name}.npy", _as_npy(layer_values[position - first]))
                     _add(tar, f"{row:09d}.cls", str(label).encode())
@@ -156,11 +156,6 @@ class WebDataset(ShardedFormat):
             "rows = rows.decode()  # arrays and labels; images stay encoded\n"
             f'for sample in rows: sample[{layer}], sample["cls"]'
         )
-
-
-def _ending(key: str) -> str:
-    """Return the extension of an image's file name in lower case, such as '.jpg'."""
-    return Path(key).suffix.lower()
 
 
 def _as_json_values(column: npt.NDArray[Any]) -> list[Any]:

@@ -10,12 +10,13 @@ import contextlib
 import inspect
 import json
 import signal
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from featx.base import Member, Registry, facts, log_message, print_result, table
+from featx.base import WIDTH, Member, Registry, facts, log_message, print_result, table
 from featx.config import (
     Config,
     from_composed,
@@ -51,11 +52,21 @@ _ALWAYS_READ = ("job.name", "log.json")
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a result; the first `left` columns are flush left, the others flush right."""
+    """A table of a result.
+
+    Attributes:
+        header: names of the columns.
+        rows: cells as text.
+        left: number of columns that are flush left.
+        title: line above the table, or ''.
+        notes: lines below it.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: int = 1
+    title: str = ""
+    notes: Sequence[str] = ()
 
 
 Section = str | Table | Sequence[tuple[str, str | None]]
@@ -300,7 +311,9 @@ def as_text(*sections: Section | None) -> str:
         if isinstance(section, str):
             texts.append(section)
         elif isinstance(section, Table):
-            texts.append(table(section.header, section.rows, section.left))
+            lines = [section.title, table(section.header, section.rows, section.left)]
+            notes = (textwrap.fill(note, WIDTH) for note in section.notes)
+            texts.append("\n".join(filter(None, [*lines, *notes])))
         elif section is not None:
             texts.append(facts([(name, text) for name, text in section if text is not None]))
     return "\n\n".join(texts)

@@ -31,10 +31,11 @@ def extract(
             `data={"source": dataset, "limit": 100}`.
         verbose: whether the settings are printed before the run, and a summary after it; None
             prints them except in a notebook, which shows a progress bar and what is returned.
-        keys: options of the command (`featx --help`). `model` is a name, a `torch.nn.Module`, or a
-            function that returns one; `reduce` is a name. Each also takes a mapping, such as
-            `model={"name": "resnet50", "weights": None}` or `model={"factory": net, "transform":
-            {"crop": 64}}`, and an option of a group may be a keyword: `data_limit=10`.
+        keys: options of the command (`featx job=extract --help`). `model` is a name, a
+            `torch.nn.Module`, or a function that returns one; `reduce` is a name. Each also takes a
+            mapping, such as `model={"name": "resnet50", "weights": None}` or `model={"factory":
+            net, "transform": {"crop": 64}}`, and an option of a group may be a keyword:
+            `data_limit=10`.
 
     Returns:
         The store, open for reading. Failed images are rows of NaN with their status; see

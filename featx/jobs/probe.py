@@ -8,9 +8,12 @@ from featx.base import log_message
 from featx.config import Config, ProbeConfig
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
-from featx.jobs.probe_text import classification_text
-from featx.jobs.segmentation_text import segmentation_text
-from featx.jobs.value_probe_text import values_text
+from featx.jobs.probe_text import classification_sections
+from featx.jobs.segmentation_text import segmentation_sections
+from featx.jobs.value_probe_text import values_sections
+
+_SECTIONS = {"classification": classification_sections, "segmentation": segmentation_sections}
+"""Task -> function that describes its result; that of other tasks is `values_sections`."""
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -19,8 +22,8 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.probe import run_probe  # which imports torch
 
     result = run_probe(config, log_message)
-    formatted = {"classification": classification_text, "segmentation": segmentation_text}
-    print_summary(config, result, formatted.get(result["task"], values_text)(config, result))
+    sections = _SECTIONS.get(result["task"], values_sections)(config, result)
+    print_summary(config, result, *sections)
     return 0
 
 

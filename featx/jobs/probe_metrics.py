@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from featx.analysis.probe import METRICS, Metric
-from featx.base import command_text, percent_text, shown_path
+from featx.base import WIDTH, command_text, percent_text, shown_path
 from featx.errors import counted
 from featx.storage import parse_path
 from featx.store import layout
@@ -16,6 +17,17 @@ _LAYERS_NAMED = 8
 """Number of layers that a line names."""
 
 _BESIDE_ACCURACY = METRICS["classification"][1:]
+
+T_TEST = (
+    "p: corrected resampled t-test (Nadeau and Bengio, 2003), corrected for the number of layers "
+    "(Holm); told apart: p < 0.05."
+)
+"""Note below a table of differences over the splits of several seeds."""
+
+
+def filled(lines: Sequence[str]) -> str:
+    """Break lines to the width of the output."""
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
 def number_text(value: float | None) -> str:
@@ -28,6 +40,36 @@ def metric_text(metric: Metric, value: float | None) -> str:
     return percent_text(value) if value is not None and metric.is_share else number_text(value)
 
 
+def spread_text(spread: dict[str, Any] | None, is_share: bool = False) -> str:
+    """Format mean and standard deviation, of a share in percent without the sign; '-' for None."""
+    if spread is None:
+        return "-"
+    factor, digits = (100, 1) if is_share else (1, 3)
+    std = "" if spread["std"] is None else f" ± {factor * spread['std']:.{digits}f}"
+    return f"{factor * spread['mean']:.{digits}f}{std}"
+
+
+def setting_text(value: float | Sequence[float]) -> str:
+    """Format the chosen penalty or number of neighbours, or the different ones of all folds."""
+    values = value if isinstance(value, list) else [value]
+    return ",".join(f"{each:g}" for each in dict.fromkeys(values))
+
+
+def setting_name(method: str) -> str:
+    """Return what is chosen for a method: its number of neighbours, or its penalty."""
+    return "k" if method == "knn" else "l2"
+
+
+def yes_or_no(value: bool | None) -> str:
+    """Return a truth value for people; '-' if it is unknown."""
+    return "-" if value is None else "yes" if value else "no"
+
+
+def p_text(p: float | None) -> str:
+    """Format a p-value; '-' if there is none."""
+    return "-" if p is None else f"{p:.2g}"
+
+
 def metrics_text(result: dict[str, Any]) -> str:
     """Return the metrics of the best layer, and why others are not available."""
     texts = [
@@ -36,8 +78,7 @@ def metrics_text(result: dict[str, Any]) -> str:
         for metric in _BESIDE_ACCURACY
         if result[metric.key] is not None
     ]
-    lines = [", ".join(texts[i : i + 4]) for i in range(0, len(texts), 4)]
-    return "\n".join([*lines, *not_available(result)])
+    return "\n".join([*_in_lines(texts, 4), *not_available(result)])
 
 
 def intervals_text(bootstrap: dict[str, Any]) -> str:
@@ -49,25 +90,30 @@ def intervals_text(bootstrap: dict[str, Any]) -> str:
         low, high = interval
         text = f"{interval_text(interval)} %" if metric.is_share else f"{low:.3f} - {high:.3f}"
         texts.append(f"{metric.title} {text}")
-    lines = [", ".join(texts[i : i + 3]) for i in range(0, len(texts), 3)]
     undefined = [
         f"{count} resamples without {name} are left out of its interval"
         for name, count in bootstrap["undefined"].items()
     ]
     units = counted(bootstrap["units"], bootstrap["unit"])
     about = f"95 %, {bootstrap['resamples']} resamples of {units}"
-    return "\n".join([*lines, about, *undefined])
+    return "\n".join([*_in_lines(texts, 3), about, *undefined])
 
 
 def seeds_metrics_text(result: dict[str, Any]) -> str:
     """Return mean and standard deviation over the splits of the metrics of the chosen layers."""
-    texts = []
-    for metric in _BESIDE_ACCURACY:
-        if (spread := result["seeds"]["chosen"][metric.key]) is not None:
-            factor, unit, digits = (100, " %", 1) if metric.is_share else (1, "", 3)
-            mean, std = factor * spread["mean"], factor * spread["std"]
-            texts.append(f"{metric.title} {mean:.{digits}f} ± {std:.{digits}f}{unit}")
-    return "\n".join(", ".join(texts[i : i + 3]) for i in range(0, len(texts), 3))
+    chosen = result["seeds"]["chosen"]
+    texts = [
+        f"{metric.title} {spread_text(chosen[metric.key], metric.is_share)}"
+        + (" %" if metric.is_share else "")
+        for metric in _BESIDE_ACCURACY
+        if chosen[metric.key] is not None
+    ]
+    return "\n".join(_in_lines(texts, 3))
+
+
+def _in_lines(texts: Sequence[str], count: int) -> list[str]:
+    """Join texts by commas, `count` of them in a line."""
+    return [", ".join(texts[i : i + count]) for i in range(0, len(texts), count)]
 
 
 def not_available(about: dict[str, Any]) -> list[str]:
@@ -166,19 +212,17 @@ def bootstrap_text(result: dict[str, Any]) -> str:
     return f"95 % interval {low:.3f} to {high:.3f}"
 
 
-def resamples_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the row of facts about the interval of the metric of the answer, if there is one."""
+def resamples_text(result: dict[str, Any]) -> str | None:
+    """Describe how the interval of the metric of the answer was found; None without one."""
     if result["interval"] is None:
-        return []
-    units = f"{result['units']} {result['unit']}s"
-    return [("interval", f"{result['resamples']} bootstrap resamples of {units}")]
+        return None
+    return f"{result['resamples']} bootstrap resamples of {result['units']} {result['unit']}s"
 
 
-def split_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of facts about the splits and groups."""
+def split_facts(result: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Return (name, text) of the splits and groups."""
     split, groups = result["split"], result["split"]["groups"]
-    rows = [("split", split_text(split))]
-    return [*rows, ("groups", groups_text(groups))] if groups else rows
+    return [("split", split_text(split)), ("groups", groups_text(groups) if groups else None)]
 
 
 def notes_of_layers(result: dict[str, Any], methods: Sequence[str]) -> list[str]:
@@ -192,8 +236,8 @@ def notes_of_layers(result: dict[str, Any], methods: Sequence[str]) -> list[str]
     return [*result["notes_on_rows"], *of_layers]
 
 
-def last_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of facts about the files, and the commands that follow."""
+def last_facts(result: dict[str, Any], notes: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Return (name, text) of the notes and the files, and the commands that follow."""
     store = parse_path(result["store"])
     folder = store if store.is_dir() else store.parent
     files = [layout.PROBE, result["predictions"]["file"]]
@@ -201,5 +245,8 @@ def last_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     if result["head"]:
         files.append(result["head"]["file"])
         commands.append(command_text("job=predict", f"store={shown_path(store)}", "data=./new"))
-    wrote = "\n".join([*files, f"in {shown_path(folder)}"])
-    return [("wrote", wrote), ("next", "\n".join(commands))]
+    return [
+        ("notes", "\n".join(notes) or None),
+        ("wrote", "\n".join([*files, f"in {shown_path(folder)}"])),
+        ("next", "\n".join(commands)),
+    ]

@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
-import textwrap
+from collections.abc import Sequence
 from typing import Any
 
-from featx.base import (
-    WIDTH,
-    facts,
-    percent_text,
-    shown_path,
-)
+from featx.analysis.probe import METRICS
+from featx.base import percent_text, shown_path
 from featx.config import Config
 from featx.errors import counted
+from featx.jobs.base import Section, Table
 from featx.jobs.probe_metrics import (
+    T_TEST,
     choice_text,
     counts_text,
+    filled,
     indistinguishable_text,
     interval_text,
     intervals_text,
-    last_rows,
+    last_facts,
+    metric_text,
     metrics_text,
+    not_available,
     notes_of_layers,
+    p_text,
     points_text,
     seeds_metrics_text,
-    split_rows,
+    setting_name,
+    setting_text,
+    split_facts,
+    spread_text,
+    yes_or_no,
 )
-from featx.jobs.probe_tables import details_table, few_shot_table, layers_table, seeds_table
 
 _NAMED = 3
 """Number of pairs of classes that a line names."""
 
+_NOTES = 12
+"""Number of notes that are printed; probe.json has all."""
 
-def classification_text(config: Config, result: dict[str, Any]) -> str:
-    """Format the result for people: the answer, the table, what it rests on, and what follows."""
-    parts = [_answer(result), layers_table(config, result)]
+
+def classification_sections(config: Config, result: dict[str, Any]) -> list[Section]:
+    """Describe the result: the answer, the table, what it rests on, and what follows."""
+    sections: list[Section] = [_answer(result), _layers_table(config, result)]
     if result["seeds"]:
-        parts = [_seeds_answer(result), seeds_table(config, result), *parts]
+        sections = [_seeds_answer(result), _seeds_table(config, result), *sections]
     if config.job.show == "all":
-        parts += [details_table(config, result), *_paired_lines(result)]
+        sections += [*_details_tables(config, result), *_paired_lines(result)]
     if config.probe.all_shots:
-        parts.append(few_shot_table(config, result))
-    return "\n\n".join([*parts, facts(_facts(config, result))])
+        sections.append(_few_shot_table(config, result))
+    return [*sections, _facts(config, result)]
 
 
 def _answer(result: dict[str, Any]) -> str:
@@ -58,7 +66,7 @@ def _answer(result: dict[str, Any]) -> str:
     )
     highest = [] if result["seeds"] else _highest_on_test(result)
     lines = [answer, *_comparison(result), *highest, *_store_comparison(result)]
-    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
+    return filled(lines)
 
 
 def _comparison(result: dict[str, Any]) -> list[str]:
@@ -163,41 +171,162 @@ def _seeds_answer(result: dict[str, Any]) -> str:
         about["layer"], about["differences"], f"the {len(about['seeds'])} splits"
     )
     lines = [answer, *sentences, *_highest_on_test(result)]
-    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
+    return filled(lines)
 
 
-def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of what the accuracy rests on, of the files, and of what follows."""
-    over_splits = seeds_metrics_text(result) if result["seeds"] else ""
-    task_text = f"{result['task']}: {result['task_reason']}"
-    rows = [
-        *([("task", task_text)] if config.probe.label_column else []),
-        ("rows", f"{result['rows_labelled']} labelled, {len(result['classes'])} classes"),
-        *split_rows(result),
-        ("chance", _chance_text(result)),
-        ("metrics", metrics_text(result)),
-        *([("calibration", calibration)] if (calibration := _calibration_text(result)) else []),
-        *([("intervals", intervals_text(result["bootstrap"]))] if result["bootstrap"] else []),
-        *([("over splits", over_splits)] if over_splits else []),
+def _layers_table(config: Config, result: dict[str, Any]) -> Table:
+    """Make a table with one row per layer, in the order of the store."""
+    methods, tests = config.probe.methods, result["paired_tests"]
+    rows = []
+    for layer, about in result["layers"].items():
+        cells = [layer, str(about["features"])]
+        cells += [percent_text(about[method]["accuracy"]) for method in methods]
+        cells.insert(3, interval_text(about[methods[0]]["interval"]))
+        if test := tests.get(layer):
+            cells += [
+                points_text(-test["difference"], "+"),
+                _negated_interval_text(test["interval"]),
+                p_text(test["p_holm"]),
+                yes_or_no(test["told_apart"]),
+            ]
+        elif tests:
+            cells += ["best", "", "", ""]
+        rows.append(cells)
+    header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
+    if not tests:
+        return Table(header, rows)
+    note = (
+        "The first interval holds for a layer that was chosen beforehand, not for the best one; "
+        "p: exact McNemar test, corrected for the number of layers (Holm); told apart: p < 0.05, "
+        "and the interval with the same correction excludes 0."
+    )
+    header += ["against\nbest", "95 % interval\nof difference", "p", "told\napart"]
+    return Table(header, rows, notes=[note])
+
+
+def _seeds_table(config: Config, result: dict[str, Any]) -> Table:
+    """Make a table of the accuracies over all splits, with one row per layer."""
+    about, methods, best = result["seeds"], config.probe.methods, result["seeds"]["layer"]
+    rows = []
+    for layer, entries in about["layers"].items():
+        first, *others = (entries[method]["accuracy"] for method in methods)
+        cells = [layer, spread_text(first, True), interval_text((first["min"], first["max"]))]
+        cells += [spread_text(other, True) for other in others]
+        if difference := about["differences"].get(layer):
+            better = sum(value < 0 for value in difference["values"])
+            cells += [
+                f"{points_text(-difference['mean'], '+')} ± {100 * difference['std']:.1f}",
+                f"{better} of {len(about['seeds'])}",
+                p_text(difference["p_holm"]),
+                yes_or_no(difference["told_apart"]),
+            ]
+        elif about["differences"]:
+            cells += ["best", "", "", ""]
+        rows.append(cells)
+    header = ["layer", methods[0], "smallest - largest", *methods[1:]]
+    note = "Mean ± standard deviation over the splits, in percent."
+    if about["differences"]:
+        name = best if len(best) < 12 else "best"
+        header += [f"against\n{name}, points", "better in", "p", "told\napart"]
+        note += f" {T_TEST}"
+    return Table(header, rows, notes=[note])
+
+
+def _negated_interval_text(interval: Sequence[float] | None) -> str:
+    """Format an interval of the best layer minus another one, seen from the other; '-' for None."""
+    if interval is None:
+        return "-"
+    low, high = interval
+    return f"{points_text(-high, '+')} to {points_text(-low, '+')}"
+
+
+def _details_tables(config: Config, result: dict[str, Any]) -> list[Section]:
+    """Make two tables with the settings and all metrics of each layer and method."""
+    settings, metrics, reasons = [], [], []
+    beside_accuracy = METRICS["classification"][1:]
+    for layer, about in result["layers"].items():
+        for method in config.probe.methods:
+            entry, name = about[method], setting_name(method)
+            cells = (
+                f"{name}={setting_text(entry[name])}",
+                percent_text(entry["validation_accuracy"]),
+                percent_text(entry["accuracy"]),
+                interval_text(entry["interval"]),
+                f"{entry['seconds']:.1f}",
+            )
+            settings.append((layer, method, *cells))
+            values = [metric_text(metric, entry[metric.key]) for metric in beside_accuracy]
+            metrics.append((layer, method, *values))
+            reasons += [f"{layer}, {method}, {line}" for line in not_available(entry)]
+    header = ("layer", "method", "chosen", "validation", "test", "95 % interval", "seconds")
+    names = [metric.title.replace(" ", "\n") for metric in beside_accuracy]
+    return [
+        Table(header, settings, left=2),
+        Table(("layer", "method", *names), metrics, left=2, notes=reasons),
     ]
+
+
+def _few_shot_table(config: Config, result: dict[str, Any]) -> Table:
+    """Make a table of the accuracies with few training rows per class."""
+    methods, all_shots = config.probe.methods, config.probe.all_shots
+    rows = [
+        (layer, method, *(f"{spread_text(each, True)} %" for each in entries.values()))
+        for layer, about in result["layers"].items()
+        for method in methods
+        for entries in [about[method]["few_shot"]]
+    ]
+    # All layers and methods have the same draws.
+    entries = next(iter(result["layers"].values()))[methods[0]]["few_shot"]
+    shortages = [_shortage_text(shots, entries[str(shots)]) for shots in all_shots]
+    return Table(
+        ("layer", "method", *(f"{shots} a class" for shots in all_shots)),
+        rows,
+        left=2,
+        title="Few-shot, mean ± standard deviation over the draws:",
+        notes=[text for text in shortages if text],
+    )
+
+
+def _shortage_text(shots: int, entry: dict[str, Any]) -> str:
+    """Return a note if classes have fewer training rows than the draws ask for, or ''."""
+    fewest, most = entry["rows_per_class"]
+    if most < shots:
+        found = str(most) if fewest == most else f"{fewest} to {most}"
+        return (
+            f"{shots} a class: no class has so many training rows; all of them are taken, {found} "
+            "a class."
+        )
+    if fewest < shots:
+        return f"{shots} a class: some classes have fewer training rows, {fewest} at least."
+    return ""
+
+
+def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Return (name, text) of what the accuracy rests on, of the files, and of what follows."""
+    task_text = f"{result['task']}: {result['task_reason']}"
+    calibration = folds_text = None
+    if (temperature := result.get("calibration_temperature")) is not None:
+        calibration = f"logits divided by {temperature:.3f} (validation rows)"
     if folds := result.get("folds"):
         mean, std = percent_text(folds["mean"]), percent_text(folds["std"])
-        rows.append(("folds", f"mean {mean}, standard deviation {std}"))
-    rows.append(("errors", _errors_text(result)))
-    rows.append(("duplicates", _near_text(result)))
+        folds_text = f"mean {mean}, standard deviation {std}"
     notes = notes_of_layers(result, config.probe.methods)
-    if notes:
-        first_notes = notes[:12] + (
-            [f"and {len(notes) - 12} more, in probe.json"] if notes[12:] else []
-        )
-        rows.append(("notes", "\n".join(first_notes)))
-    return [*rows, *last_rows(result)]
-
-
-def _calibration_text(result: dict[str, Any]) -> str:
-    """Return the temperature of the logits of the best layer; '' without one."""
-    temperature = result.get("calibration_temperature")
-    return "" if temperature is None else f"logits divided by {temperature:.3f} (validation rows)"
+    if len(notes) > _NOTES:
+        notes = [*notes[:_NOTES], f"and {len(notes) - _NOTES} more, in probe.json"]
+    return [
+        ("task", task_text if config.probe.label_column else None),
+        ("rows", f"{result['rows_labelled']} labelled, {len(result['classes'])} classes"),
+        *split_facts(result),
+        ("chance", _chance_text(result)),
+        ("metrics", metrics_text(result)),
+        ("calibration", calibration),
+        ("intervals", intervals_text(result["bootstrap"]) if result["bootstrap"] else None),
+        ("over splits", (seeds_metrics_text(result) or None) if result["seeds"] else None),
+        ("folds", folds_text),
+        ("errors", _errors_text(result)),
+        ("duplicates", _near_text(result)),
+        *last_facts(result, notes),
+    ]
 
 
 def _chance_text(result: dict[str, Any]) -> str:
@@ -249,4 +378,4 @@ def _paired_lines(result: dict[str, Any]) -> list[str]:
         f"{layer}; p = {test['p']:.2g}, corrected {test['p_holm']:.2g}"
         for layer, test in result["paired_tests"].items()
     ]
-    return ["\n".join(textwrap.fill(line, WIDTH) for line in lines)] if lines else []
+    return [filled(lines)] if lines else []

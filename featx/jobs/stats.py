@@ -31,6 +31,7 @@ from featx.jobs.base import (
 )
 from featx.jobs.keywords import StatsOptions
 from featx.pipeline import exit_code
+from featx.types import Source
 
 if TYPE_CHECKING:
     from featx.analysis.statistics import Statistics
@@ -58,19 +59,11 @@ def stats(
     Raises:
         FeatxError: an error that the command would report with exit code 1 or 2.
     """
-    from featx.analysis.statistics import (
-        Statistics,
-        run_stats,  # which imports torch
-        stats_of_store,
-    )
+    from featx.analysis.statistics import Statistics
 
     is_verbose = not is_notebook() if verbose is None else verbose
     with call_of_job("stats", keys, data) as call, announcements(is_verbose):
-        config, config_yaml, source = call
-        if config.store is None:
-            summary = run_stats(config, config_yaml, source)
-        else:
-            summary = stats_of_store(config)
+        summary = _compute(*call)
     if is_verbose:
         print_result(as_text(*_sections(summary)))
     return Statistics(summary["file"])
@@ -78,18 +71,12 @@ def stats(
 
 def run(config: Config, config_yaml: str) -> int:
     """Compute the statistics and print a summary; returns the exit code."""
-    from featx.analysis.statistics import (
-        FAILURES_CSV,
-        run_stats,  # which imports torch
-        stats_of_store,
-    )
+    from featx.analysis.statistics import FAILURES_CSV
 
-    if config.store is not None:
-        summary = stats_of_store(config)
-        print_summary(config, summary, *_sections(summary))
-        return 0
-    summary = run_stats(config, config_yaml)
+    summary = _compute(config, config_yaml)
     print_summary(config, summary, *_sections(summary))
+    if config.store is not None:
+        return 0
     failures = Path(config.out) / FAILURES_CSV
     return exit_code(
         config,
@@ -97,6 +84,15 @@ def run(config: Config, config_yaml: str) -> int:
         summary["failures"],
         f"They are left out of the statistics; see {failures}.",
     )
+
+
+def _compute(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
+    """Compute the statistics of a run over images, or of the rows of a store."""
+    from featx.analysis.statistics import run_stats, stats_of_store  # which import torch
+
+    if config.store is not None:
+        return stats_of_store(config)
+    return run_stats(config, config_yaml, source)
 
 
 _VALUES = ("layer", "rows", "features", "smallest", "largest", "mean", "std from", "to")

@@ -38,14 +38,10 @@ def run(config: Config, config_yaml: str) -> int:
 def statuses(root: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[StoreStatus]:
     """Read the status every INTERVAL_S seconds, the last time when the run has ended."""
     yield (status := store_status(root))
-    while not _has_ended(status):
+    # Also when every part is committed, a process may be at work, as in packing.
+    while not status.complete or any(record.is_alive for record in status.workers):
         sleep(INTERVAL_S)
         yield (status := store_status(root))
-
-
-def _has_ended(status: StoreStatus) -> bool:
-    """Return whether every part is committed and no process is at work any more, as in packing."""
-    return status.complete and not any(record.is_alive for record in status.workers)
 
 
 def _facts(status: StoreStatus) -> list[tuple[str, str | None]]:

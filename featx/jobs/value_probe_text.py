@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 from featx.analysis.probe import METRICS
-from featx.base import WIDTH, facts, table
 from featx.config import Config
 from featx.errors import counted
+from featx.jobs.base import Section, Table
 from featx.jobs.probe_metrics import (
+    T_TEST,
     bootstrap_text,
     choice_text,
+    filled,
     folds_text,
     indistinguishable_text,
-    last_rows,
+    last_facts,
     notes_of_layers,
     number_text,
-    resamples_rows,
-    split_rows,
+    p_text,
+    resamples_text,
+    setting_name,
+    setting_text,
+    split_facts,
+    spread_text,
+    yes_or_no,
 )
-from featx.jobs.probe_tables import yes_or_no
 
 
-def values_text(config: Config, result: dict[str, Any]) -> str:
-    """Format the result for people: the answer, the table, and what it rests on."""
-    metrics = METRICS[result["task"]]
-    reasons = [
-        f"{layer}, {method}: {metric.title} not available; "
-        f"{about[method]['not_available'][metric.key]}"
-        for layer, about in result["layers"].items()
-        for method in config.probe.methods
-        for metric in metrics
-        if metric.key in about[method]["not_available"]
+def values_sections(config: Config, result: dict[str, Any]) -> list[Section]:
+    """Describe the result: the answer, the table, and what it rests on."""
+    sections: list[Section] = [
+        _answer(result),
+        _layers_table(config, result),
+        _facts(config, result),
     ]
-    lines = [_layers_table(config, result), *(textwrap.fill(line, WIDTH) for line in reasons)]
-    parts = [_answer(result), "\n".join(lines), facts(_facts(config, result))]
     if result["seeds"]:
-        parts = [_seeds_answer(result), _seeds_table(config, result), *parts]
-    return "\n\n".join(parts)
+        return [_seeds_answer(result), _seeds_table(config, result), *sections]
+    return sections
 
 
 def _answer(result: dict[str, Any]) -> str:
@@ -47,19 +46,18 @@ def _answer(result: dict[str, Any]) -> str:
         f"{metric.title} {number_text(result[metric.key])}" for metric in METRICS[result["task"]]
     ]
     seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
-    return textwrap.fill(
+    answer = (
         f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
-        "rows). "
-        f"{texts[0]}, {bootstrap_text(result)}; {', '.join(texts[1:])}; "
-        f"{result['rows']} test rows.{folds_text(result)}",
-        WIDTH,
+        f"rows). {texts[0]}, {bootstrap_text(result)}; {', '.join(texts[1:])}; "
+        f"{result['rows']} test rows.{folds_text(result)}"
     )
+    return filled([answer])
 
 
 def _seeds_answer(result: dict[str, Any]) -> str:
     """Return the metrics over the splits of all seeds."""
     about, metrics = result["seeds"], METRICS[result["task"]]
-    texts = [f"{metric.title} {_spread_text(about['chosen'][metric.key])}" for metric in metrics]
+    texts = [f"{metric.title} {spread_text(about['chosen'][metric.key])}" for metric in metrics]
     span = about["chosen"][metrics[0].key]
     between = "" if span is None else f" (from {span['min']:.3f} to {span['max']:.3f})"
     answer = (
@@ -69,85 +67,66 @@ def _seeds_answer(result: dict[str, Any]) -> str:
     sentences = indistinguishable_text(
         about["layer"], about["differences"] or {}, f"the {len(about['seeds'])} splits"
     )
-    return "\n".join(textwrap.fill(line, WIDTH) for line in [answer, *sentences])
+    return filled([answer, *sentences])
 
 
-def _seeds_table(config: Config, result: dict[str, Any]) -> str:
-    """Format a table of the metrics over all splits, with one row per layer and method."""
+def _seeds_table(config: Config, result: dict[str, Any]) -> Table:
+    """Make a table of the metrics over all splits, with one row per layer and method."""
     metrics, about = METRICS[result["task"]], result["seeds"]
+    differences = about["differences"] or {}
     rows = []
     for layer, entries in about["layers"].items():
         for method in config.probe.methods:
-            spreads = [_spread_text(entries[method][metric.key]) for metric in metrics]
-            cells = [layer, method, *spreads]
-            difference = (about["differences"] or {}).get(layer)
-            if about["differences"] and method == config.probe.methods[0]:
-                cells += ["best", "", ""] if difference is None else _difference_cells(difference)
-            elif about["differences"]:
+            cells = [layer, method, *(spread_text(entries[method][each.key]) for each in metrics)]
+            if differences and method != config.probe.methods[0]:
                 cells += ["", "", ""]
+            elif difference := differences.get(layer):
+                cells += [
+                    f"{-difference['mean']:+.3f} ± {difference['std']:.3f}",
+                    p_text(difference["p_holm"]),
+                    yes_or_no(difference["told_apart"]),
+                ]
+            elif differences:
+                cells += ["best", "", ""]
             rows.append(cells)
     header = ["layer", "method", *(metric.title for metric in metrics)]
-    if about["differences"]:
+    note = "Mean ± standard deviation over the splits."
+    if differences:
         header += [f"{metrics[0].title} against\nbest", "p", "told\napart"]
-    text = table(header, rows, left=2) + "\nMean ± standard deviation over the splits."
-    if about["differences"]:
-        text += (
-            " p: corrected resampled t-test (Nadeau and Bengio,\n2003), corrected for the number "
-            "of layers (Holm); told apart: p < 0.05."
-        )
-    return text
+        note += f" {T_TEST}"
+    return Table(header, rows, left=2, notes=[note])
 
 
-def _difference_cells(difference: dict[str, Any]) -> list[str]:
-    """Return the difference of a layer to the best one, its p, and whether they are told apart."""
-    p = "-" if difference["p_holm"] is None else f"{difference['p_holm']:.2g}"
-    return [
-        f"{-difference['mean']:+.3f} ± {difference['std']:.3f}",
-        p,
-        yes_or_no(difference["told_apart"]),
-    ]
-
-
-def _spread_text(spread: dict[str, Any] | None) -> str:
-    """Format mean and standard deviation; '-' if a metric is not available for every seed."""
-    return "-" if spread is None else f"{spread['mean']:.3f} ± {spread['std']:.3f}"
-
-
-def _layers_table(config: Config, result: dict[str, Any]) -> str:
-    """Format a table with one row per layer and method, in the order of the store."""
+def _layers_table(config: Config, result: dict[str, Any]) -> Table:
+    """Make a table with one row per layer and method, in the order of the store."""
     metrics = METRICS[result["task"]]
-    rows = []
+    rows, reasons = [], []
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
-            entry = about[method]
-            name = "k" if method == "knn" else "l2"
-            chosen = entry[name] if isinstance(entry[name], list) else [entry[name]]
-            rows.append(
-                (
-                    layer,
-                    method,
-                    str(about["features"]),
-                    f"{name}={','.join(f'{value:g}' for value in dict.fromkeys(chosen))}",
-                    *(number_text(entry[metric.key]) for metric in metrics),
-                )
-            )
+            entry, name = about[method], setting_name(method)
+            cells = (layer, method, str(about["features"]), f"{name}={setting_text(entry[name])}")
+            rows.append((*cells, *(number_text(entry[metric.key]) for metric in metrics)))
+            reasons += [
+                f"{layer}, {method}: {metric.title} not available; {reason}"
+                for metric in metrics
+                if (reason := entry["not_available"].get(metric.key)) is not None
+            ]
     header = ("layer", "method", "width", "chosen", *(metric.title for metric in metrics))
-    return table([name.replace("absolute ", "absolute\n") for name in header], rows, left=2)
+    header_in_lines = [name.replace("absolute ", "absolute\n") for name in header]
+    return Table(header_in_lines, rows, left=2, notes=reasons)
 
 
-def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(config: Config, result: dict[str, Any]) -> list[tuple[str, str | None]]:
     """Return (name, text) of what the metrics rest on, of the files, and of what follows."""
     targets = result["targets"]
     count = f"{result['rows_labelled']} with a value of {result['split']['label_column']}"
     if result["task"] == "multilabel":
         names = ", ".join(targets[:8]) + (f" and {len(targets) - 8} more" if targets[8:] else "")
         count += f", {counted(len(targets), 'label')}: {names}"
-    notes = notes_of_layers(result, config.probe.methods)
     return [
         ("task", f"{result['task']}: {result['task_reason']}"),
         ("rows", count),
-        *split_rows(result),
-        *resamples_rows(result),
-        *([("notes", "\n".join(notes))] if notes else []),
-        *last_rows(result),
+        *split_facts(result),
+        ("interval", resamples_text(result)),
+        *last_facts(result, notes_of_layers(result, config.probe.methods)),
     ]

@@ -45,7 +45,7 @@ def test_options_that_have_an_effect(make: Callable[[], Options]) -> None:
         ({"k": 3}, r"^fit\.k has an effect with fit\.method=knn or vote only\.$"),
         ({"method": ["mean"], "k": 3}, "knn or vote only"),
         ({"ignore": None}, r"^fit\.ignore has an effect with fit\.masks only\.$"),
-        ({"masks": "", "ignore": 0}, "masks only"),
+        ({"masks": ""}, r"^fit\.masks is empty: give a value, or leave fit\.masks out\.$"),
         ({"method": "kn"}, r"^fit\.method=kn: expected some of mean, knn, vote\. Nearest: knn\.$"),
         ({"method": ["knn", "voto"]}, r"expected some of mean, knn, vote\. Nearest: vote\.$"),
         ({"method": ["knn", "knn"]}, "a value is repeated"),

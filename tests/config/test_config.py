@@ -17,7 +17,7 @@ from featx.config import (
     Config,
     DataConfig,
     ReduceConfig,
-    describe_options,
+    described_options,
     from_composed,
     from_keywords,
     given_keywords,
@@ -140,14 +140,14 @@ def test_a_part_is_one_mib_to_four_gib(value: object) -> None:
 
 
 def test_every_key_is_described() -> None:
-    rows = describe_options()
+    rows = described_options()
     assert [row.name for row in rows if "." not in row.name] == list(Config.__dataclass_fields__)
     assert all(len(row.help) > 10 for row in rows)
-    assert all(bool(row.type) == bool(row.default) for row in rows)
-    assert {row.type for row in rows if row.name == "batch_size"} == {
+    assert all(bool(row.type_text) == bool(row.default_text) for row in rows)
+    assert {row.type_text for row in rows if row.name == "batch_size"} == {
         "auto, or a whole number of at least 1"
     }
-    assert {row.type for row in rows if row.name == "data.root"} == {"a text, or null"}
+    assert {row.type_text for row in rows if row.name == "data.root"} == {"a text, or null"}
     assert {"model.weights", "data.root", "model.transform.mean"} <= set(known_keys())
 
 

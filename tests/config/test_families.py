@@ -9,13 +9,19 @@ from dataclasses import fields
 import pytest
 
 from featx.base import family, family_options
-from featx.config import describe_options, from_composed, from_keywords, member_groups, option_tree
+from featx.config import (
+    described_options,
+    from_composed,
+    from_keywords,
+    member_groups,
+    option_tree,
+)
 from featx.config.members import options_class
 from featx.errors import ConfigError, FeatxError
 
 
 def test_every_member_and_its_options_are_described() -> None:
-    sentences = {option.name: option.help for option in describe_options()}
+    sentences = {option.name: option.help for option in described_options()}
     for option in family_options():
         for member in family(option):
             assert len(member.help) > 10
@@ -52,7 +58,7 @@ def test_an_undeclared_family_is_named() -> None:
 
 def test_the_help_of_all_members_needs_no_torch() -> None:
     code = (
-        "import sys; from featx.config.all_options import describe_options; describe_options();"
+        "import sys; from featx.config.all_options import described_options; described_options();"
         "sys.exit('torch' in sys.modules or 'torchvision' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

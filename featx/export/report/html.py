@@ -58,10 +58,11 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
         "metric": metric, "between": between, "spread": spread,
     }  # fmt: skip
     sources = [_text(name) for name in scripts]
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in sources]
     return environment.get_template(template).render(
         style=_text("page.css"),
         scripts=sources,
-        hashes=" ".join(f"'sha256-{_checksum(source)}'" for source in sources),
+        hashes=" ".join(f"'sha256-{digest.decode()}'" for digest in digests),
         data=as_json(data),
         written=time.strftime("%d %B %Y").lstrip("0"),
         **values,
@@ -166,11 +167,6 @@ def _text(name: str) -> str:
     """Read a file of the page; browsers normalise line ends before they compute a checksum."""
     text = (_FILES / name).read_text(encoding="utf-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _checksum(script: str) -> str:
-    """Return the checksum of a script as a content security policy names it."""
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def without_folders(text: str, folders: Iterable[str] = ()) -> str:

@@ -195,7 +195,6 @@ class Page:
             for section_rows, partial in sections:
                 thumbnails.add(section_rows, partial)
             thumbnails.add_tiles(self.rows.tolist())
-            thumbnails.finish()
         undecoded = [row for row in thumbnails.rows_that(UNDECODED) if store.ok[row]]
         if thumbnails.why_none and config.report.thumbnails:
             self._log(f"no thumbnails: {thumbnails.why_none}")
@@ -221,7 +220,6 @@ class Page:
             with Thumbnails(store.key_bytes, limit) as thumbnails:
                 thumbnails.open(data_of_store(store, DataConfig()))
                 thumbnails.add(rows.values())
-                thumbnails.finish()
             reason = thumbnails.why_none
         except FeatxError as error:
             reason = str(error)

@@ -44,7 +44,6 @@ def render_predictions(predictions: Predictions, data: DataConfig, title: str) -
     with Thumbnails(np.array(keys or [b""]), max(1, len(chosen)), MAX_BYTES) as thumbnails:
         thumbnails.open(data)
         thumbnails.add(chosen)
-        thumbnails.finish()
     failed = [row for row in predictions.rows if row.label is None]
     probabilities = [row.probability for row in predictions.rows if row.probability is not None]
     return render_page(

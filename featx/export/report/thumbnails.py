@@ -99,6 +99,7 @@ class Thumbnails:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+        self._explain_none()
 
     def open(self, config: DataConfig) -> None:
         """Open the data set; `why_none` is set if that fails."""
@@ -149,8 +150,8 @@ class Thumbnails:
             for _ in self._images(chosen, partial=False):
                 pass
 
-    def finish(self) -> None:
-        """End the addition of thumbnails, and set `why_none` if no image could be read."""
+    def _explain_none(self) -> None:
+        """Set `why_none` if images were tried and none could be read."""
         if self.unread and not self._tiles and not self.why_none:
             self.why_none = (
                 f"none of {len(self.unread)} images can be read now ({self._last_error}). If they "
@@ -191,30 +192,28 @@ class Thumbnails:
                 return
             block = untried[start : start + _JOB_ROWS * _JOBS_AHEAD]
             try:
-                for row, image in self._load(block, partial):
-                    if image is not None and (row in self._tiles or not self.is_full):
-                        self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
-                        yield row, image
+                yield from self._load(block, partial)
             except FeatxError as error:  # the data set, which is listed with the first image
                 self.why_none = str(error)
             if not self._tiles and len(self.unread) >= _MAX_FAILED_IMAGES:
-                self.finish()
+                self._explain_none()
 
-    def _load(self, rows: Sequence[int], partial: bool) -> Iterable[tuple[int, Image.Image | None]]:
-        """Load the small images of some rows; None for one that cannot be read or decoded."""
+    def _load(self, rows: Sequence[int], partial: bool) -> Iterable[tuple[int, Image.Image]]:
+        """Load the small images of some rows, and make their tiles; others get their reason."""
         chunks = [rows[i : i + _JOB_ROWS] for i in range(0, len(rows), _JOB_ROWS)]
         jobs = [self._pool.begin(int(partial), np.array(chunk), _JOB_ROWS) for chunk in chunks]
         for job in jobs:
-            pixels, _ = self._pool.finish(job)
+            packed, _ = self._pool.finish(job)
             fault_of = {failure.row: failure for failure in job.failures}
             for number, row in enumerate(job.rows.tolist()):
-                if (fault := fault_of.get(row)) is None:
-                    yield row, _unpacked(pixels[number].numpy())
-                    continue
-                self._last_error = fault.message
-                is_unread = fault.status in (Status.MISSING, Status.EMPTY)
-                self.unread[row] = UNREAD if is_unread else UNDECODED
-                yield row, None
+                if (fault := fault_of.get(row)) is not None:
+                    self._last_error = fault.message
+                    is_unread = fault.status in (Status.MISSING, Status.EMPTY)
+                    self.unread[row] = UNREAD if is_unread else UNDECODED
+                elif row in self._tiles or not self.is_full:
+                    image = _unpacked(packed[number].numpy())
+                    self._tiles[row] = ImageOps.fit(image, (TILE_PIXELS, TILE_PIXELS))
+                    yield row, image
 
 
 class _ThumbnailMaker:

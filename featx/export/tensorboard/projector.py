@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,36 +171,24 @@ def _sprite_sheet(
     An image that cannot be read is grey, so that the others keep their positions. Returns the
     sheet, (H, W, 3) uint8, and the (width, height) of one sprite.
     """
+    from PIL import Image
+
     side = math.ceil(math.sqrt(len(rows)))
-    height, width = context.engine.backbone.preprocess.crop
+    preprocess = context.engine.backbone.preprocess
+    height, width = preprocess.crop
     longest = min(SPRITE_PIXELS, max(height, width))
     h, w = (max(1, round(n * longest / max(height, width))) for n in (height, width))
     places = np.full((side * side, h, w, 3), _GREY, dtype=np.uint8)
     num_missing = 0
-    for place, sprite in enumerate(_sprites(context, rows, (w, h))):
-        if sprite is None:
+    for place, x in enumerate(context.loader.each(rows.tolist())):
+        if x is None:
             num_missing += 1
-        else:
-            places[place] = sprite
+            continue
+        image = Image.fromarray(preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy())
+        sprite = image.resize((w, h), Image.Resampling.BILINEAR, reducing_gap=2)
+        places[place] = np.asarray(sprite)
     if num_missing:
         images_text = counted(num_missing, "image")
         log_message(f"tensorboard: {images_text} cannot be read now; the sprites are grey")
     sheet = places.reshape(side, side, h, w, 3).transpose(0, 2, 1, 3, 4)
     return sheet.reshape(side * h, side * w, 3), (w, h)
-
-
-def _sprites(
-    context: RunContext, rows: npt.NDArray[np.int64], size: tuple[int, int]
-) -> Iterator[npt.NDArray[np.uint8] | None]:
-    """Yield the sprite of each row, (h, w, 3) uint8 for a size (w, h), or None without an image."""
-    from PIL import Image
-
-    preprocess = context.engine.backbone.preprocess
-    for x in context.loader.each(rows.tolist()):
-        if x is None:
-            yield None
-            continue
-        pixels = preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy()
-        image = Image.fromarray(pixels)
-        sprite = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
-        yield np.asarray(sprite)

@@ -119,7 +119,7 @@ def test_kills_at_any_moment_and_two_drivers_at_once(images: Path, out: str, wor
     assert report.complete, report
     far = package.open(out)
     assert far["conv"][:].tobytes() == near["conv"][:].tobytes()
-    assert not list((place(out) / layout.QUARANTINE).glob("*"))
+    assert not (place(out) / layout.DAMAGED).exists()
     assert not list((place(out) / layout.WORKERS).glob("*"))
     assert json.loads((place(out) / layout.SUMMARY).read_bytes())["failures"] == 0
 

@@ -167,7 +167,11 @@ class CommittedParts:
         for name in sorted(part_names(self._root)):
             path, part = self._root / layout.PARTS / name, parts.get(name)
             if part is None:
-                logger.warning("%s is ignored: this run has no such part.", path)
+                if not self._is_dry:
+                    aside = self._disk.set_aside(path, self._root)
+                    logger.warning(
+                        "%s: this run has no such part; it was moved to %s.", path, aside
+                    )
             elif part.index not in self.indices:
                 present.append(part)
             elif not self._is_dry:

@@ -189,9 +189,12 @@ def _files(
         for part in run.parts():
             name = layout.part_name(part.index)
             if name in names:
+                names.remove(name)
                 yield root / layout.PARTS / name, _expected_part(run, part)
             elif number >= num_packed:
                 report.missing.append(name)
+    for name in sorted(names):
+        report.damages.append(Damage(root / layout.PARTS / name, "the store has no such part"))
 
 
 def _expected_packed(manifest: Manifest, num_runs: int) -> ExpectedFile:

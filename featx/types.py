@@ -39,6 +39,8 @@ class Status(IntEnum):
     NON_FINITE = 8
     TIMEOUT = 9
     CRASHES_DECODER = 10
+    DAMAGED_AND_IMAGE_GONE = 11
+    """Lost with a damaged chunk of the store, and its image is not there any more."""
     IMAGE_DAMAGED = 12
     """Accepted although the image is damaged: the row has features of what its decoder made."""
     ABSENT = 255

@@ -127,7 +127,7 @@ class MadeRun:
         return builder
 
     def compute_lost(self, session: StoreSession) -> list[int]:
-        """Compute the rows that a repair could not keep, put to those that it kept."""
+        """Compute the rows that were lost with damaged chunks, put to the sound ones."""
         rows = session.lost_rows()
         for part in session.parts_with(rows):
             stored, failures, images, damaged = session.read_part(part)
@@ -139,12 +139,15 @@ class MadeRun:
             damaged |= {*self.damaged} & {*lost}
             builder.add(part.start, stored, failures, images, damaged)
             session.replace(builder)
+        if rows:
+            session.survey_again()
         return rows
 
     def write(self, root: Path, parts: Iterable[int] | None = None, packed: bool = False) -> Path:
         """Commit parts, all of them unless some are named, in the order given; then pack."""
         session = self.session(root)
         with session.hold():
+            self.compute_lost(session)
             order = range(len(self.grid)) if parts is None else parts
             for index in order:
                 session.commit(self.part_of(session, self.grid.part(index)))
@@ -158,6 +161,7 @@ class MadeRun:
     ) -> Path:
         """Commit what the session says is missing, or the first parts of it; then pack."""
         with self.session(root, grow).hold() as session:
+            self.compute_lost(session)
             for part in session.missing()[:at_most]:
                 session.commit(self.part_of(session, part))
             if packed and not session.is_packed:

@@ -54,7 +54,7 @@ def test_a_share_of_all_answers_is_spoilt_and_the_rows_are_the_same(
     assert rows_of(far) == rows_of(near)
     proxy.set_faults(lambda method, path: None)
     assert check_store(place(out)).complete
-    assert not list((place(out) / "quarantine").glob("*"))
+    assert not list(place(out).glob("damaged.json"))
 
 
 @pytest.mark.slow

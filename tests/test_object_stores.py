@@ -119,7 +119,7 @@ def test_kills_at_any_moment_and_two_drivers_at_once(images: Path, out: str, wor
     assert report.complete, report
     far = package.open(out)
     assert far["conv"][:].tobytes() == near["conv"][:].tobytes()
-    assert not list((place(out) / layout.QUARANTINE).glob("*"))
+    assert not (place(out) / layout.DAMAGED).exists()
     assert not list((place(out) / layout.WORKERS).glob("*"))
     assert json.loads((place(out) / layout.SUMMARY).read_bytes())["failures"] == 0
 
@@ -303,8 +303,7 @@ def test_damage_is_repaired_there(images: Path, bucket: str, packed: bool) -> No
     assert run_job("verify", store=str(root)) == 2
     assert run_job("verify", store=str(root), verify={"repair": True}) == 0
     assert rows_of(package.open(root)) == rows_of(near)
-    [kept] = (root / layout.QUARANTINE).glob("*")
-    assert kept.read_bytes() == bytes(data)
+    assert not (root / layout.DAMAGED).exists()
 
 
 @pytest.mark.slow

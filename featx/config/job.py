@@ -96,7 +96,7 @@ class VerifyConfig:
     reextract_rows: NaturalNumber = 0
     """Number of random rows that are extracted from their images again and compared."""
     repair: bool = False
-    """Quarantine damaged files and extract their rows again."""
+    """Extract the rows of damaged chunks again; all others are kept."""
 
 
 @options("models")

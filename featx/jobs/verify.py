@@ -15,13 +15,14 @@ from featx.analysis import (
     engine_spec,
     recheck_rows,
 )
-from featx.base import facts, log_message, size_text
+from featx.base import facts, size_text
 from featx.config import Config, VerifyConfig, from_saved
 from featx.errors import ConfigError, FeatxError, StoreError, counted
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.pipeline import check_extraction, run_extraction, unknown_images_text
 from featx.storage import is_url
 from featx.store import (
+    DamageRecord,
     DamageReport,
     Manifest,
     check_store,
@@ -29,7 +30,7 @@ from featx.store import (
     load_manifest,
     missing_parts,
     pack_store,
-    quarantine_damage,
+    repair_files,
     runs_to_extract,
 )
 
@@ -71,21 +72,18 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[str, Any]]:
-    """Quarantine damaged files, extract the missing rows, and check the store again."""
+    """Repair the files of the store, extract the rows that are lost, and check the store again."""
     root = report.root
-    # Decided before anything moves: a store that cannot be repaired stays as it is, and its sound
-    # rows can be read.
+    # Decided before anything is written: a store that cannot be repaired stays as it is, and its
+    # sound rows can be read.
     for run in runs_to_extract(report):
         manifest = _manifest(root)
         run_config = config_of_run(config, root, manifest, run)
         check_extraction(run_config, run.header.config, engine_spec(run_config.job.name), manifest)
     is_to_pack = (root / layout.PACKED).exists() or _awaits_packing(root)
-    moved = quarantine_damage(report)
-    for path in moved:
-        log_message(f"moved {path}")
+    runs = repair_files(report)
     manifest = _manifest(root)
     missing_of_run = missing_parts(root, manifest)
-    runs = [run for run, _ in missing_of_run]
     if not runs and not (root / layout.LISTING).exists():
         runs = [manifest.runs[-1]]  # no file has a copy of the listing: the images are listed again
     for run in runs:
@@ -96,14 +94,15 @@ def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[st
         pack_store(root)
     row_ranges = {(part.start, part.stop) for _, parts in missing_of_run for part in parts}
     rows = sum(stop - start for start, stop in row_ranges)
-    return check_store(root), {"moved": [str(path) for path in moved], "rows": rows}
+    files = sorted({damage.path.name for damage in report.damages})
+    return check_store(root), {"files": files, "rows": rows}
 
 
 def _awaits_packing(root: Path) -> bool:
     """Return whether a repair of a packed store was killed before it packed the store again."""
     if is_url(root) or (root / layout.PACKED).exists():
         return False
-    was_packed = any((root / layout.QUARANTINE).glob(f"{layout.PACKED}.*"))
+    was_packed = layout.PACKED in DamageRecord.read(root).files
     return was_packed and from_saved(_manifest(root).runs[-1].header.config).pack is not False
 
 
@@ -184,8 +183,8 @@ def _conclusion(
         code = _code_of(report.root)
         options = "verify.repair=true" if code is None else f"verify.repair=true {code}"
         return (
-            f"The store is damaged. {options} moves damaged files to quarantine and extracts those "
-            "rows again."
+            f"The store is damaged. {options} extracts the rows of its damaged chunks again "
+            "and keeps all others."
         )
     if images.changed:
         return (

@@ -29,7 +29,7 @@ from featx.pipeline.loop import run_parts
 from featx.pipeline.row_failures import Rows, compute_rows
 from featx.pipeline.run_context import RunContext
 from featx.store import PartBuilder, Run, StoreSession
-from featx.types import Batch, Failure, Part, Status
+from featx.types import NO_IMAGE, Batch, Failure, Part, Status
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -216,8 +216,8 @@ class _RowReplacement:
 
     Such rows failed before, belong to changed images, or were lost with a damaged chunk. The last
     bits of a row depend on its batch, so the batches of the original run are computed again as a
-    whole, but only the requested rows are replaced. Among them are all rows that the pieces of a
-    repaired part lack.
+    whole, but only the requested rows are replaced. Among them are all rows that a damaged part has
+    lost.
     """
 
     seconds: Mapping[str, float] = {}
@@ -272,7 +272,8 @@ class _RowReplacement:
         stored, before, images, damaged = self._session.read_part(part)
         computed = {row for new in self._new for row in new.features}
         missing = set(self._session.missing_rows(part))
-        require(missing <= computed, "a row that no piece holds was not computed")
+        require(missing <= computed, "a row that was lost was not computed")
+        had_image = {row for row in missing if images[row - part.start] != NO_IMAGE}
         failures = [failure for failure in before if failure.row not in computed]
         damaged -= computed
         for new in self._new:
@@ -281,8 +282,18 @@ class _RowReplacement:
             for row, values in new.features.items():
                 for name, value in values.items():
                     stored[name][row - part.start] = value
-            failures += new.failures
+            failures += [
+                _lost_for_good(failure) if failure.row in had_image else failure
+                for failure in new.failures
+            ]
             damaged |= new.damaged
         builder = PartBuilder(part, self._context.specs)
         builder.add(part.start, stored, failures, images, damaged)
         self._session.replace(builder)
+
+
+def _lost_for_good(failure: Failure) -> Failure:
+    """Failure of a row that the store has lost, and that cannot be computed without its image."""
+    if failure.status != Status.MISSING:
+        return failure
+    return replace(failure, status=Status.DAMAGED_AND_IMAGE_GONE)

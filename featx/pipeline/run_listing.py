@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from featx.base import log_message, log_step
+import numpy as np
+
+from featx.base import log_message, log_step, name_text, printable
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.images import num_heic_without_decoder
@@ -64,6 +66,8 @@ def list_images(
     if stored is not None:
         root = parse_path(config.out)
         before = _stored_listing(root, stored, listing)
+        if before is not None and known_rows_only and _warn_of_gone_images(before, listing):
+            return source, before
         if before is not None:
             listing = merge_listing(root, before, listing)
             if known_rows_only:
@@ -90,6 +94,20 @@ def _some_rows(listing: Listing, config: Config) -> Listing:
         f"of {counted(len(listing), 'image')} by {option}": (len(listing) - len(taken)),
     }
     return replace(taken, skipped=skipped)
+
+
+def _warn_of_gone_images(stored: Listing, listed: Listing) -> bool:
+    """Warn if images of a store are not in the data set any more; return whether any is not."""
+    gone = stored.keys[~np.isin(stored.keys, listed.keys)]
+    if len(gone):
+        what = counted(len(gone), "image of the store is", "images of the store are")
+        log_message(
+            f"{what} gone, such as "
+            f"{printable(name_text(bytes(gone[0])))}. Rows that a repair cannot "
+            "compute for this reason are recorded as failed; all others stay.",
+            level="warning",
+        )
+    return bool(len(gone))
 
 
 def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | None:

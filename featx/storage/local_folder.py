@@ -12,7 +12,6 @@ import contextlib
 import errno
 import fcntl
 import glob
-import itertools
 import os
 import shutil
 import time
@@ -290,37 +289,15 @@ class AtomicFolder:
         except OSError as error:
             raise storage_error(path, error) from error
 
-    def quarantine(
-        self, path: Path, folder: Path, replacement: bytes | memoryview | None = None
-    ) -> Path:
-        """Move a file into quarantine; it is never deleted.
-
-        The new name is synced before the old name is removed, so that a crash leaves at least one.
-
-        Args:
-            path: damaged file.
-            folder: folder of the quarantine.
-            replacement: content that takes the place of the file; at no moment there is neither.
-
-        Returns:
-            new path of the file.
-        """
-        self.make_folder(folder)
-        names = (folder / f"{path.name}.{number}" for number in itertools.count(1))
+    def set_aside(self, path: Path, folder: Path) -> Path:
+        """Rename a file that is damaged or another run's to NAME.damaged in a folder."""
+        target = folder / f"{path.name}.damaged"
         try:
-            if replacement is not None:
-                damaged = path.read_bytes()
-                target = next(name for name in names if self.publish(name, damaged))
-                self.replace(path, replacement)
-                return target
-            target = next(name for name in names if self._link(path, name))
-            self._sync_entries(folder, path)
-            path.unlink(missing_ok=True)  # without hard links, `_link` has moved the file
-            self._sync_entries(path.parent, path)
-        except FeatxError:
-            raise
+            os.replace(path, target)  # noqa: PTH105 - as in `replace`
         except OSError as error:
-            raise storage_error(path, error) from error
+            raise storage_error(path, error, "renaming") from error
+        self._sync_entries(folder, path)
+        self._sync_entries(path.parent, path)
         return target
 
     def remove(self, path: Path) -> None:

@@ -231,14 +231,6 @@ def delete(bucket: str, key: str, **condition: str) -> None:
         return
 
 
-def copy(bucket: str, key: str, destination: str, etag: str) -> None:
-    """Copy an object to another key of its bucket, provided that it has this entity tag."""
-    source = {"Bucket": bucket, "Key": key}
-    request(
-        "copy_object", Bucket=bucket, Key=destination, CopySource=source, CopySourceIfMatch=etag
-    )
-
-
 def list_objects(
     bucket: str, prefix: str, max_keys: int | None = None
 ) -> Iterator[tuple[str, ObjectMetadata]]:

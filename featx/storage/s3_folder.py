@@ -99,44 +99,12 @@ class S3Folder(AtomicFolder):
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
             s3_client.delete(*_bucket_and_key(path))
 
-    def quarantine(
-        self, path: Path, folder: Path, replacement: bytes | memoryview | None = None
-    ) -> Path:
-        """Copy a damaged object into quarantine, and delete it unless it was replaced meanwhile.
-
-        The copy is named after the content. So two writers that find the same damage make one copy,
-        and neither deletes the object that the other has put in its place.
-
-        Returns:
-            path of the copy, or `folder` if another writer moved the object first.
-        """
-
-        def quarantine() -> Path | None:
-            bucket, key = _bucket_and_key(path)
-            try:
-                etag = s3_client.head(bucket, key).etag
-                quarantine_path = folder / f"{path.name}.{etag.strip(chr(34))[:16]}"
-                s3_client.copy(bucket, key, _bucket_and_key(quarantine_path)[1], etag)
-                if replacement is not None:
-                    # As in `compare_and_swap`, a refusal may be an earlier attempt of ours.
-                    _write_object(path, replacement, IfMatch=etag)
-                    return quarantine_path
-                if not _honours_delete_condition(quarantine_path):
-                    return None
-                s3_client.delete(bucket, key, IfMatch=etag)
-            except (FileNotFoundError, PreconditionFailedError):
-                return folder  # another writer was quicker
-            return quarantine_path
-
-        moved = with_retries(path, quarantine)
-        if moved is None:
-            raise StoreError(
-                f"{path} is damaged, and the server ignores IfMatch of a DELETE request, without "
-                "which featx could delete what another writer has put in its place. When no other "
-                f"process writes this store, move {path} away yourself and give the same command "
-                "again."
-            )
-        return moved
+    def set_aside(self, path: Path, folder: Path) -> Path:
+        """Copy an object to NAME.damaged in a folder, and delete it."""
+        target = folder / f"{path.name}.damaged"
+        self.replace(target, path.read_bytes())
+        self.remove(path)
+        return target
 
     def remove(self, path: Path) -> None:
         """Delete an object, or all objects below a folder."""
@@ -195,19 +163,6 @@ def _write_object(path: Path, data: bytes | memoryview, **condition: str) -> boo
     except PreconditionFailedError:
         return False
     return True
-
-
-def _honours_delete_condition(copy: Path) -> bool:
-    """Return whether the server honours the condition of a deletion, by a trial on a spare copy.
-
-    This is not checked at the start of a run, since only damaged objects are deleted with a
-    condition.
-    """
-    try:
-        s3_client.delete(*_bucket_and_key(copy), IfMatch=_NO_ETAG)
-    except PreconditionFailedError:
-        return True
-    return False
 
 
 def _bucket_and_key(path: Path) -> tuple[str, str]:

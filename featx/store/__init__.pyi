@@ -49,6 +49,7 @@ from .pack import pack_store as pack_store
 from .pack import packed_size_bound as packed_size_bound
 from .pack import reason_to_keep_parts as reason_to_keep_parts
 from .part_builder import PartBuilder as PartBuilder
+from .part_files import DamageRecord as DamageRecord
 from .part_files import begin_part as begin_part
 from .part_files import is_streamed as is_streamed
 from .part_files import leftover_bytes as leftover_bytes
@@ -56,7 +57,7 @@ from .part_files import part_names as part_names
 from .part_files import publish_part as publish_part
 from .reader import FeatureStore as FeatureStore
 from .reader import check_rows_present as check_rows_present
-from .repair import quarantine_damage as quarantine_damage
+from .repair import repair_files as repair_files
 from .repair import runs_to_extract as runs_to_extract
 from .result_files import failures_csv as failures_csv
 from .result_files import read_result as read_result

@@ -4,48 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
 
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder
+from featx.errors import StoreError
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder, is_url
 from featx.store import layout
+from featx.store.checksums import check_chunks
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run, num_runs_of
 from featx.store.part_files import (
-    Pieces,
-    inspect_part,
+    DamageRecord,
     inspect_parts,
     part_names,
     part_path,
     shape_problem,
 )
-from featx.store.repair import matches_manifest, repair_part, unpack_good_rows
 from featx.store.result_files import read_failures
+from featx.store.sound_rows import (
+    Reasons,
+    SoundRows,
+    matches_manifest,
+    open_damaged,
+    sound_rows,
+    sound_rows_of_part,
+)
 from featx.types import Failure, Listing, Part
 
 logger = logging.getLogger(__name__)
 
 
 class CommittedParts:
-    """Content of a store: committed parts, pieces of repaired parts, and failed rows.
+    """Content of a store: committed parts, parts with lost rows, and failed rows.
 
     Args:
         disk: performs every write to the store.
+        is_dry: whether `survey` writes nothing.
 
     Attributes:
         indices: indices of the committed parts.
-        pieces: pieces of parts that are not committed.
         num_packed_runs: number of runs that features.h5 holds.
     """
 
-    def __init__(self, disk: AtomicFolder) -> None:
+    def __init__(self, disk: AtomicFolder, is_dry: bool = False) -> None:
         self.indices: set[int] = set()
-        self.pieces = Pieces()
         self.num_packed_runs = 0
+        self._sources: dict[int, Path] = {}  # damaged part -> file with its sound rows
+        self._lost: dict[int, list[tuple[int, int]]] = {}  # damaged part -> ranges of lost rows
+        self._record = DamageRecord()
+        self._suspects: set[str] = set()
         self._disk = disk
+        self._is_dry = is_dry
         self._root = disk.root
         self._failed: dict[int, Failure] = {}
 
@@ -71,84 +83,208 @@ class CommittedParts:
         return new
 
     def missing_parts(self, run: Run) -> list[Part]:
-        """Parts of a run that are not committed."""
-        first = run.grid.first_part
-        missing = (i for i in range(len(run.grid)) if first + i not in self.indices)
-        return [run.grid.part(i) for i in missing]
+        """Parts of a run of which no row is there."""
+        known = self.indices | self._lost.keys()
+        return [part for part in run.parts() if part.index not in known]
 
-    def survey(self, manifest: Manifest, listing: Listing) -> None:
-        """Find the committed parts and read their failures; move invalid files to quarantine."""
-        self._failed.clear()
-        self.indices.clear()
-        packed = self._root / layout.PACKED
+    def damaged_parts(self, run: Run) -> list[Part]:
+        """Parts of a run that have lost rows."""
+        return [part for part in run.parts() if part.index in self._lost]
+
+    def lacks_rows(self, run: Run) -> bool:
+        """Return whether any row of a run is missing or lost."""
+        return bool(self.missing_parts(run) or self.damaged_parts(run))
+
+    def lost_rows(self, part: Part) -> list[int]:
+        """Rows that a damaged part has lost; none for other parts."""
+        return [row for start, stop in self._lost.get(part.index, ()) for row in range(start, stop)]
+
+    def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows | None:
+        """Rows of a damaged part that are there; None if none is."""
+        path = self._sources[part.index]
+        if path.name != layout.PACKED:
+            return sound_rows_of_part(path, manifest, part, listing)
+        with open_damaged(path) as file:
+            reasons = Reasons(file, self._root)
+            return sound_rows(file, manifest.run_of(part), part, listing, reasons)
+
+    def set_committed(self, part: Part) -> None:
+        """Record that a file with all rows of a part exists."""
+        self.indices.add(part.index)
+        if self._lost.pop(part.index, None) is not None:
+            self._sources.pop(part.index)
+            self._write_record(self._record.files - {layout.part_name(part.index)})
+
+    def set_packed(self, num_runs: int) -> None:
+        """Record that a new features.h5 holds all runs, and delete the parts."""
+        self.num_packed_runs = num_runs
+        remove_parts(self._disk)
+        self._write_record(frozenset())
+
+    def survey(
+        self, manifest: Manifest, listing: Listing | None, suspects: Collection[str] = ()
+    ) -> None:
+        """Find the committed parts, and the rows that damaged files have lost.
+
+        A damaged part of which all rows are sound is written again at once. The rows of a damaged
+        features.h5 become parts, and it is deleted when all of them exist.
+
+        Args:
+            manifest: manifest of the store.
+            listing: all rows; None if no file has them.
+            suspects: names of files that are damaged, besides those of damaged.json.
+        """
+        for known in (self._failed, self.indices, self._sources, self._lost):
+            known.clear()
+        self._record = DamageRecord.read(self._root)
+        self._suspects = {*suspects, *map(layout.part_name, self._record.lost)}
+        if self._record.lost:
+            self._suspects |= self._record.files & {layout.PACKED}
+        stored = None if listing is None else _stored_listing(manifest, listing)
+        packed, problem = self._root / layout.PACKED, None
+        self.num_packed_runs = 0
         if packed.exists():
-            self._survey_packed(packed, manifest, listing)
-        if self.num_packed_runs == len(manifest.runs):
+            problem = self._survey_packed(packed, manifest)
+        if self.num_packed_runs < len(manifest.runs):
+            self._survey_parts(manifest, stored)
+        elif not self._is_dry:
             remove_parts(self._disk)
-            return
-        known = {
+        if problem is not None:
+            self._keep_packed_rows(packed, problem, manifest, stored)
+        # features.h5 stays in the record until it is there again, so that a repair packs the store.
+        awaits_packing = layout.PACKED in self._record.files and not self.num_packed_runs
+        files = {layout.part_name(index) for index in self._lost}
+        if problem is not None or awaits_packing:
+            files.add(layout.PACKED)
+        self._write_record(frozenset(files))
+
+    def _survey_parts(self, manifest: Manifest, listing: Listing | None) -> None:
+        """Find the parts that features.h5 does not hold."""
+        parts = {
             layout.part_name(part.index): part for run in manifest.runs for part in run.parts()
         }
         present = []
-        folder = self._root / layout.PARTS
         for name in sorted(part_names(self._root)):
-            part = known.get(name)
+            path, part = self._root / layout.PARTS / name, parts.get(name)
             if part is None:
-                quarantine_invalid(self._disk, folder / name, "this run has no such part")
-            elif part.index in self.indices:
-                # features.h5 holds it: killed before it was deleted
-                self._disk.remove(folder / name)
-            else:
+                if not self._is_dry:
+                    aside = self._disk.set_aside(path, self._root)
+                    logger.warning(
+                        "%s: this run has no such part; it was moved to %s.", path, aside
+                    )
+            elif part.index not in self.indices:
                 present.append(part)
+            elif not self._is_dry:
+                self._disk.remove(path)  # killed before it was deleted
         for part, problem, failures in inspect_parts(self._root, manifest, present):
-            self.add_failures(failures)
-            is_intact = problem is None
-            if problem is not None:
-                path = part_path(self._root, part.index)
-                is_intact = self._replace_damaged(path, part, problem, manifest, listing)
-            if is_intact:
-                self.indices.add(part.index)
-        self._survey_pieces(manifest, listing)
-
-    def _survey_pieces(self, manifest: Manifest, listing: Listing) -> None:
-        """Find the pieces of parts and compare all of their chunks, as pieces are few."""
-        for path in sorted((self._root / layout.PARTS).glob(layout.PIECE_GLOB)):
-            piece = layout.parse_piece_name(path.name)
-            if piece is None or manifest.part_of(piece) is None:
-                quarantine_invalid(self._disk, path, "this run has no such part")
-            elif piece.index in self.indices:
-                self._disk.remove(path)  # its part is complete: killed before it was deleted
-            else:
-                run = manifest.run_of(piece)
-                problem, failures = inspect_part(path, piece, run, compare=True)
+            path = part_path(self._root, part.index)
+            problem = problem or self._recorded_problem(path)
+            if problem is None:
                 self.add_failures(failures)
-                if problem is not None:
-                    self._replace_damaged(path, piece, problem, manifest, listing)
-        self.pieces = Pieces.in_store(self._root)
+                self.indices.add(part.index)
+            elif not is_url(path) and path.is_dir():
+                if not self._is_dry:  # no file can take its name
+                    aside = self._disk.set_aside(path, self._root)
+                    logger.warning("%s is not valid: it is a folder, moved to %s.", path, aside)
+            else:
+                rows = sound_rows_of_part(path, manifest, part, listing)
+                self._keep(path, part, rows, problem, manifest, listing)
 
-    def _survey_packed(self, path: Path, manifest: Manifest, listing: Listing) -> None:
-        """Check features.h5 and record its runs; turn its good rows into parts if it is damaged."""
+    def _recorded_problem(self, path: Path) -> str | None:
+        """Say what is wrong with a file that is known or recorded to be damaged, or None."""
+        if path.name in self._suspects:
+            return "it is damaged"
+        return _chunk_problem(path) if path.name in self._record.files else None
+
+    def _survey_packed(self, path: Path, manifest: Manifest) -> str | None:
+        """Check features.h5 and record its runs; return what is wrong with it, or None."""
         num_runs, failures, problem = _inspect_packed(path, manifest)
-        if problem is not None:
-            if (known := _stored_listing(manifest, listing)) is not None:
-                unpack_good_rows(self._disk, path, manifest, known)
-            quarantine_invalid(self._disk, path, problem)
-            return
+        if (problem := problem or self._recorded_problem(path)) is not None:
+            return problem
         self.num_packed_runs = num_runs
         self.add_failures(failures)
         for run in manifest.runs[:num_runs]:
             self.indices.update(part.index for part in run.parts())
+        return None
 
-    def _replace_damaged(
-        self, path: Path, part: Part, problem: str, manifest: Manifest, listing: Listing
-    ) -> bool:
-        """Move a damaged part or piece to quarantine and write its good rows to new files."""
-        result = repair_part(self._disk, path, manifest, part, _stored_listing(manifest, listing))
-        logger.warning("%s is not valid: %s. It was %s.", path, problem, result)
-        if result.is_complete:
-            _, failures = inspect_part(path, part, manifest.run_of(part))
-            self.add_failures(failures)
-        return result.is_complete
+    def _keep_packed_rows(
+        self, path: Path, problem: str, manifest: Manifest, listing: Listing | None
+    ) -> None:
+        """Write the sound rows of a damaged features.h5 as parts."""
+        if listing is None:
+            return
+        runs: Sequence[Run] = ()
+        with contextlib.suppress(IsADirectoryError), open_damaged(path) as file:
+            if file.holds_runs_of(manifest):
+                runs = manifest.runs[: file.num_runs]
+            if runs and not self._is_dry:
+                self._disk.make_folder(self._root / layout.PARTS)
+            reasons = Reasons(file, self._root)
+            for run in runs:
+                for part in run.parts():
+                    if part.index in self.indices:
+                        continue
+                    rows = sound_rows(file, run, part, listing, reasons)
+                    lost = rows.lost if rows is not None else [(part.start, part.stop)]
+                    # A part of its own may have been left by a killed repair, damaged as well.
+                    if _count(lost) < _count(self._lost.get(part.index, [(0, len(part) + 1)])):
+                        self._keep(path, part, rows, problem, manifest, listing)
+        if self._is_dry:
+            return
+        if not runs:  # an orphan of an earlier run may have given its file this name
+            aside = self._disk.set_aside(path, self._root)
+            logger.warning("%s has no row of this store. It was moved to %s.", path, aside)
+        elif all(part.index in self.indices for run in runs for part in run.parts()):
+            self._disk.remove(path)
+
+    def _keep(
+        self,
+        path: Path,
+        part: Part,
+        rows: SoundRows | None,
+        problem: str,
+        manifest: Manifest,
+        listing: Listing | None,
+    ) -> None:
+        """Write a part of which all rows are sound, or record those that are lost."""
+        num_sound = 0 if rows is None else int(rows.good.sum())
+        if not self._is_dry:
+            logger.warning(
+                "%s is not valid: %s. %d of the %d rows of part %d are sound.",
+                path, problem, num_sound, len(part), part.index,
+            )  # fmt: skip
+        if rows is not None:
+            self.add_failures(rows.failures)
+        if rows is not None and listing is not None and num_sound == len(part):
+            if not self._is_dry:
+                data = rows.build(manifest.run_of(part), listing, manifest)
+                self._disk.replace(part_path(self._root, part.index), data)
+            self.indices.add(part.index)
+            self._lost.pop(part.index, None)
+        else:
+            self._sources[part.index] = path
+            self._lost[part.index] = [(part.start, part.stop)] if rows is None else rows.lost
+
+    def _write_record(self, files: frozenset[str]) -> None:
+        """Bring damaged.json up to date."""
+        before, self._record = self._record, DamageRecord(files, dict(sorted(self._lost.items())))
+        if not self._is_dry:
+            self._record.write(self._disk, before)
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    """Number of rows in some ranges."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def _chunk_problem(path: Path) -> str | None:
+    """Compare all chunks of a file with their checksums; return what is wrong, or None."""
+    try:
+        with open_metadata(path) as file:
+            check_chunks(file)
+    except (StoreError, *layout.UNREADABLE) as error:
+        return damage_text(path, error)
+    return None
 
 
 def _stored_listing(manifest: Manifest, listing: Listing) -> Listing | None:
@@ -178,7 +314,7 @@ def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
         manifest: manifest of the store.
     """
     path = root / layout.PACKED
-    if not path.exists():
+    if not path.exists() or layout.PACKED in DamageRecord.read(root).files:
         return None
     num_runs, failures, problem = _inspect_packed(path, manifest)
     if problem is not None or num_runs != len(manifest.runs):
@@ -209,16 +345,10 @@ def _packed_problem(file: h5py.File, manifest: Manifest, num_runs: int) -> str |
     return shape_problem(file, num_rows, list(specs.values()))
 
 
-def quarantine_invalid(disk: AtomicFolder, path: Path, problem: str) -> None:
-    """Move a file of a store to quarantine and log the reason."""
-    quarantined = disk.quarantine(path, disk.root / layout.QUARANTINE)
-    logger.warning("%s is not valid: %s. It was moved to %s.", path, problem, quarantined)
-
-
 def remove_parts(disk: AtomicFolder) -> None:
-    """Delete the parts and pieces of a store, and their folder if it is empty."""
+    """Delete the parts of a store, and their folder if it is empty."""
     parts = disk.root / layout.PARTS
-    for pattern in (layout.PART_GLOB, layout.PIECE_GLOB, f"{TEMPORARY_PREFIX}*"):
+    for pattern in (layout.PART_GLOB, f"{TEMPORARY_PREFIX}*"):
         for path in parts.glob(pattern):
             disk.remove(path)
     with contextlib.suppress(OSError):  # it holds other files, or does not exist

@@ -16,8 +16,7 @@ from featx.store.hdf5_files import check_hard_links
 from featx.store.layout import geometry_values
 from featx.store.manifest import DamagedManifestError, Manifest, Run, load_manifest, num_runs_of
 from featx.store.open_files import Handles, OpenFile
-from featx.store.part_files import Pieces, names_in, piece_path
-from featx.types import Part
+from featx.store.part_files import DamageRecord, part_names
 
 _NUM_ATTEMPTS = 3
 """Number of attempts to list a folder that is being packed meanwhile."""
@@ -123,8 +122,16 @@ def _packed_state(root: Path) -> tuple[int, int] | None:
 def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
     """Contents of a folder, with or without a features.h5."""
     manifest, _ = load_manifest(root)
+    packed = None
     if is_packed:
-        contents, num_runs = _packed_contents(root / layout.PACKED, handles)
+        try:
+            packed = _packed_contents(root / layout.PACKED, handles)
+        except StoreError:
+            # The rows of one that waits for its repair are in the parts, as far as they are sound.
+            if layout.PACKED not in DamageRecord.read(root).files:
+                raise
+    if packed is not None:
+        contents, num_runs = packed
         if num_runs is None and manifest is not None:
             num_runs = manifest.num_runs_of(str(contents.attrs.get("fingerprint")))
         if num_runs is None or manifest is None or len(manifest.runs) < num_runs:
@@ -206,7 +213,7 @@ def _contents_with_parts(
             raise StoreError(
                 f"{listing} has {known} rows, but {layout.MANIFEST} counts {manifest.num_rows}."
             )
-    file_names = names_in(root, layout.PART_OR_PIECE_GLOB)
+    file_names = part_names(root)
     segments = list(packed.segments) if packed else []
     layers = dict(packed.layers) if packed else {}
     num_rows = packed.num_rows if packed else 0
@@ -244,17 +251,15 @@ def _contents_with_parts(
 
 
 def _segments(root: Path, run: Run, file_names: set[str]) -> list[Segment]:
-    """Parts of a run that exist, and pieces of parts that do not."""
-    pieces = Pieces(file_names)
-    files: list[tuple[Path, Part]] = []
+    """Parts of a run that exist."""
     # A path is joined once for each part, and not twice: most of the time of opening very many.
-    folder, names = root / layout.PARTS, run.names
-    for part in run.parts():
-        if (name := layout.part_name(part.index)) in file_names:
-            files.append((folder / name, part))
-        else:
-            files += [(piece_path(root, piece), piece) for piece in pieces.of(part)]
-    return [Segment(path, rows.start, rows.stop, run.digest, names) for path, rows in files]
+    folder, layers = root / layout.PARTS, run.names
+    names = ((layout.part_name(part.index), part) for part in run.parts())
+    return [
+        Segment(folder / name, part.start, part.stop, run.digest, layers)
+        for name, part in names
+        if name in file_names
+    ]
 
 
 def _python_value(value: Any) -> Any:

@@ -19,7 +19,7 @@ from featx.store import layout
 from featx.store.checksums import chunks_with_verdict
 from featx.store.hdf5_files import open_metadata, raise_unless_damage
 from featx.store.manifest import Manifest, num_runs_of
-from featx.store.part_files import Pieces, part_names, part_path, piece_path
+from featx.store.part_files import part_names, part_path
 from featx.types import IMAGE_STATE, UNKNOWN_IMAGE, Part
 
 UNSETTLED = np.array((-3, -3, -3), IMAGE_STATE)
@@ -134,14 +134,12 @@ def stored_image_checksums(
             for run, (sums, is_stored) in zip(manifest.runs[:num_packed], checksums, strict=False):
                 run_sums = all_sums[run.grid.first_row : run.grid.stop_row]
                 sums[: len(run_sums)], is_stored[: len(run_sums)] = run_sums, True
-    names, pieces = part_names(root), Pieces.in_store(root)
+    names = part_names(root)
     parts: list[tuple[int, Part, Path]] = []
     for number, run in enumerate(manifest.runs[num_packed:], num_packed):
         for part in run.parts():
             if layout.part_name(part.index) in names:
                 parts.append((number, part, part_path(root, part.index)))
-            else:
-                parts += [(number, piece, piece_path(root, piece)) for piece in pieces.of(part)]
     fetched = prefetch_files([path for _, _, path in parts])
     for (number, part, path), opened in zip(parts, fetched, strict=True):
         first = part.start - manifest.runs[number].grid.first_row

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ SUMMARY = "summary.json"
 LOCK = ".lock"
 OVERWRITE_MARKER = ".overwriting"
 STATS_OVERWRITE_MARKER = ".stats-overwriting"
-QUARANTINE = "quarantine"
+DAMAGED = "damaged.json"
 WORKERS = "workers"
 JOBS = "jobs"
 TENSORBOARD = "tensorboard"
@@ -80,10 +79,6 @@ COLUMN_CHUNK_ROWS = 1 << 14
 
 
 PART_GLOB = "part-*.h5"
-PIECE_GLOB = "piece-*.h5"
-PART_OR_PIECE_GLOB = "p*-*.h5"
-
-_PIECE_NAME = re.compile(r"piece-(\d+)-(\d+)-(\d+)\.h5")
 
 UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 """Exceptions that h5py may raise for a file; `is_damage` tells damage from failed access."""
@@ -100,17 +95,6 @@ def is_damage(error: Exception) -> bool:
 def part_name(index: int) -> str:
     """File name of a part in the folder parts/."""
     return f"part-{index:06d}.h5"
-
-
-def piece_name(piece: Part) -> str:
-    """File name of a piece in the folder parts/: index of its part, first row, and stop row."""
-    return f"piece-{piece.index:06d}-{piece.start}-{piece.stop}.h5"
-
-
-def parse_piece_name(name: str) -> Part | None:
-    """Rows of a piece from its file name, or None for names of other files."""
-    match = _PIECE_NAME.fullmatch(name)
-    return None if match is None else Part(*map(int, match.groups()))
 
 
 def power_of_two_at_most(value: float) -> int:

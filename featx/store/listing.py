@@ -239,7 +239,7 @@ def _read_from_packed(root: Path, num_rows: int) -> Listing | None:
 def _read_from_parts(root: Path, num_rows: int) -> Listing | None:
     """Concatenate the rows of the listing in all parts; parts of several runs overlap."""
     pieces: list[tuple[int, Listing]] = []
-    for path in sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB)):
+    for path in sorted((root / layout.PARTS).glob(layout.PART_GLOB)):
         try:
             with open_metadata(path) as file:
                 start, count = int(file.attrs["start"]), len(file[layout.KEY])

@@ -225,15 +225,6 @@ class Manifest:
         """Run that a part belongs to."""
         return next(run for run in reversed(self.runs) if run.grid.first_part <= part.index)
 
-    def part_of(self, piece: Part) -> Part | None:
-        """Part that a piece belongs to, or None if the store has no such part."""
-        if not 0 <= piece.index < self.num_parts:
-            return None
-        run = self.run_of(piece)
-        part = run.grid.part(piece.index - run.grid.first_part)
-        inside = part.start <= piece.start < piece.stop <= part.stop
-        return part if inside else None
-
     def to_json(self) -> bytes:
         """Content of featx.json."""
         first, *others = self.runs
@@ -334,7 +325,7 @@ def _read_copy(file: h5py.File) -> Manifest:
 def _find_copy(root: Path) -> Manifest | None:
     """Manifest with the most runs among the copies in features.h5 and the parts, or None."""
     copies: list[Manifest] = []
-    parts = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
+    parts = sorted((root / layout.PARTS).glob(layout.PART_GLOB))
     for path in [root / layout.PACKED, *parts]:
         try:
             with open_metadata(path) as file:

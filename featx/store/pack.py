@@ -44,8 +44,7 @@ from featx.store.part_builder import (
     whole_chunk,
     write_columns,
 )
-from featx.store.part_files import clear_leftovers
-from featx.store.repair import repair_part, unpack_good_rows
+from featx.store.part_files import DamageRecord, clear_leftovers
 from featx.store.result_files import read_failures, write_failures
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status, with_features
 
@@ -94,7 +93,7 @@ def pack_parts(root: Path, lock: int, stored_bytes: int) -> None:
         stored_bytes: bytes of the files to pack.
 
     Raises:
-        RunError: packing failed. The parts are kept; damaged ones are in quarantine/.
+        RunError: packing failed. The parts are kept; the next run repairs damaged ones.
     """
     if stored_bytes > IN_MEMORY_BYTES:
         pack_in_child(root, lock)
@@ -161,6 +160,7 @@ def pack_store(root: Path) -> bool:
                 )
             pack_parts(root, lock, stored_bytes)
         remove_parts(disk)
+        DamageRecord().write(disk, DamageRecord.read(root))
     return has_parts
 
 
@@ -206,7 +206,7 @@ def pack(root: Path, in_memory: bool = False) -> None:
                 check_texts(packed, read_at)
                 check_chunks(packed)
         except layout.UNREADABLE as error:
-            damaged = _quarantine_damaged(disk, sources, manifest, listing)
+            damaged = _record_damaged(disk, sources)
             if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
                 raise  # the disk failed; no source is damaged
             raise StoreError(f"{error}{damaged}") from error
@@ -231,14 +231,15 @@ def _source_files(root: Path, manifest: Manifest) -> list[_SourceFile]:
     """Source files: an existing features.h5, then the parts that it does not hold."""
     sources, num_packed = [], 0
     packed = root / layout.PACKED
-    if packed.exists():
+    # The rows of a damaged one have become parts, and the new one takes its place.
+    if packed.exists() and packed.name not in DamageRecord.read(root).files:
         try:
             with open_hdf5(packed) as file:
                 num_packed, fingerprint_sha256 = num_runs_of(file), file.attrs["fingerprint"]
         except (*layout.UNREADABLE, StoreError) as error:
             raise StoreError(
-                f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true moves it "
-                "to quarantine/ and rebuilds it."
+                f"{packed}: {damage_text(packed, error)}. job=verify "
+                "verify.repair=true rebuilds it."
             ) from error
         if len(manifest.runs) < num_packed or fingerprint_sha256 != manifest.digest_of(num_packed):
             raise StoreError(
@@ -264,25 +265,20 @@ def _source_files(root: Path, manifest: Manifest) -> list[_SourceFile]:
     return sources
 
 
-def _quarantine_damaged(
-    disk: AtomicFolder, sources: list[_SourceFile], manifest: Manifest, listing: Listing
-) -> str:
-    """Move sources that differ from their checksums to quarantine, and keep their good rows."""
-    text = ""
+def _record_damaged(disk: AtomicFolder, sources: list[_SourceFile]) -> str:
+    """Record the sources that differ from their checksums; the next run repairs them."""
+    damaged, text = [], ""
     for source in sources:
         try:
             with open_hdf5(source.path) as file:
                 check_chunks(file)
         except layout.UNREADABLE as error:
-            if not layout.is_damage(error):
-                continue
-            if source.part is None:
-                unpack_good_rows(disk, source.path, manifest, listing)
-                target = disk.quarantine(source.path, disk.root / layout.QUARANTINE)
-                text += f" {source.path.name} is damaged ({error}), moved to {target}."
-            else:
-                result = repair_part(disk, source.path, manifest, source.part, listing)
-                text += f" {source.path.name} is damaged ({error}), {result}."
+            if layout.is_damage(error):
+                damaged.append(source.path.name)
+                name = source.path.name
+                text += f" {name} is damaged ({error}); the next run computes its lost rows."
+    before = DamageRecord.read(disk.root)
+    DamageRecord(before.files.union(damaged), before.lost).write(disk, before)
     return text
 
 

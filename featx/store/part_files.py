@@ -1,11 +1,12 @@
-"""Files of parts and pieces: publishing them, their validity, and temporary files beside them."""
+"""Files of parts: publishing them, their validity, the record of damage, and temporary files."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from featx.store.dtypes import memory_dtype
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
-from featx.store.result_files import read_failures
+from featx.store.result_files import read_failures, read_result, result_json
 from featx.store.streamed_part import StreamedPart
 from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 from featx.types import Failure, LayerSpec, Listing, Part
@@ -250,52 +251,45 @@ def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) ->
     return None
 
 
-class Pieces:
-    """Pieces of a store, found by the names of their files.
+@dataclass(frozen=True)
+class DamageRecord:
+    """Content of damaged.json: what is to be repaired in a store, until it is.
 
-    A piece has the format of a part, with some of its rows. It counts as long as the part itself
-    does not exist.
-
-    Args:
-        names: file names in parts/; names of other files are ignored.
+    Attributes:
+        files: names of damaged files, whose chunks the next run compares; features.h5 stays among
+            them until the store is packed again.
+        lost: index of a part -> ranges of its rows that no file holds, each (start, stop).
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self._pieces: dict[int, list[Part]] = {}
-        found = [piece for piece in map(layout.parse_piece_name, names) if piece is not None]
-        # A repair writes a shorter piece from a damaged one, and then moves the damaged one to
-        # quarantine. If it is killed in between, both exist, and the shorter one is sound.
-        for piece in sorted(found, key=lambda piece: (len(piece), piece.start)):
-            others = self._pieces.setdefault(piece.index, [])
-            overlaps = any(p.start < piece.stop and piece.start < p.stop for p in others)
-            if len(piece) > 0 and not overlaps:
-                others.append(piece)
+    files: frozenset[str] = frozenset()
+    lost: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     @classmethod
-    def in_store(cls, root: Path) -> Pieces:
-        """Pieces in the folder of a store."""
-        return cls(names_in(root, layout.PIECE_GLOB))
+    def read(cls, root: Path) -> DamageRecord:
+        """Record of a store; if it is damaged itself, all files have to be compared."""
+        try:
+            values = read_result(root / layout.DAMAGED)
+            lost = {int(index): [(a, b) for a, b in rows] for index, rows in values["rows"].items()}
+            return cls(frozenset(values["files"]), lost)
+        except FileNotFoundError:
+            return cls()
+        except (StoreError, LookupError, TypeError, ValueError):
+            return cls(frozenset([layout.PACKED, *part_names(root)]))
 
-    def of(self, part: Part) -> list[Part]:
-        """Pieces of a part in ascending order; they do not overlap."""
-        pieces = self._pieces.get(part.index, [])
-        inside = [p for p in pieces if part.start <= p.start and p.stop <= part.stop]
-        return sorted(inside, key=lambda piece: piece.start)
+    def write(self, disk: AtomicFolder, before: DamageRecord) -> None:
+        """Write the record in place of another one, or delete it if nothing is to be repaired."""
+        path = disk.root / layout.DAMAGED
+        if not self.files and not self.lost:
+            if before.files or before.lost:
+                disk.remove(path)
+        elif self != before:
+            rows = {str(index): list(ranges) for index, ranges in self.lost.items()}
+            disk.replace(path, result_json({"files": sorted(self.files), "rows": rows}, indent=2))
 
-    def gaps(self, part: Part) -> Iterator[Part]:
-        """Ranges of rows of a part that no piece holds; the whole part if it has no piece."""
-        start = part.start
-        for piece in self.of(part):
-            if piece.start > start:
-                yield Part(part.index, start, piece.start)
-            start = piece.stop
-        if start < part.stop:
-            yield Part(part.index, start, part.stop)
-
-
-def piece_path(root: Path, piece: Part) -> Path:
-    """Path of a piece in a store."""
-    return root / layout.PARTS / layout.piece_name(piece)
+    def gaps(self, part: Part, is_there: bool) -> list[Part]:
+        """Ranges of rows of a part that are lost: all, if neither its file nor a record exists."""
+        ranges = self.lost.get(part.index, [] if is_there else [(part.start, part.stop)])
+        return [Part(part.index, start, stop) for start, stop in ranges]
 
 
 _FOLDERS = (

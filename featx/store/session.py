@@ -19,11 +19,7 @@ from featx.errors import StoreError, StoreLockedError
 from featx.storage import open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
-from featx.store.committed_parts import (
-    CommittedParts,
-    quarantine_invalid,
-    remove_parts,
-)
+from featx.store.committed_parts import CommittedParts, remove_parts
 from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.hdf5_files import damage_text, open_metadata, open_plain_dataset
@@ -41,13 +37,12 @@ from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
     STREAMED_BYTES,
-    Pieces,
+    DamageRecord,
     begin_part,
     clear_leftovers,
     part_names,
     part_path,
     parts_committed_by_others,
-    piece_path,
     publish_part,
 )
 from featx.store.repair import unpack_store
@@ -112,7 +107,7 @@ class StoreSession:
             clear_leftovers(self.disk)
             if before is not None:
                 self._parts.survey(before, self.listing)
-                unfinished = [run for run in before.runs if self._parts.missing_parts(run)]
+                unfinished = [run for run in before.runs if self._parts.lacks_rows(run)]
                 self.manifest = merge_manifest(
                     self.root, before, self._requested, unfinished, self._grow
                 )
@@ -150,13 +145,12 @@ class StoreSession:
     @property
     def is_complete(self) -> bool:
         """Whether every part of every run is committed."""
-        return not any(self._parts.missing_parts(run) for run in self.manifest.runs)
+        return not any(self._parts.lacks_rows(run) for run in self.manifest.runs)
 
     @property
     def num_committed(self) -> int:
-        """Number of rows of the requested layers in committed parts and in pieces."""
-        gaps = (gap for part in self.missing() for gap in self._parts.pieces.gaps(part))
-        return self.num_rows - sum(map(len, gaps))
+        """Number of rows of the requested layers that are stored."""
+        return self.num_rows - sum(map(len, self.missing())) - len(self.lost_rows())
 
     @property
     def num_rows(self) -> int:
@@ -165,14 +159,14 @@ class StoreSession:
         return max((run.grid.stop_row for run in runs), default=0)
 
     def lost_rows(self) -> list[int]:
-        """Rows of the requested layers that were lost with damaged chunks of repaired parts."""
-        parts = [part for part in self.missing() if self._parts.pieces.of(part)]
-        return [row for part in parts for row in self.missing_rows(part)]
+        """Rows of the requested layers that were lost with damaged chunks."""
+        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
+        parts = [part for run in runs for part in self._parts.damaged_parts(run)]
+        return [row for part in parts for row in self._parts.lost_rows(part)]
 
     def missing_rows(self, part: Part) -> list[int]:
-        """Rows of a part that the store does not hold."""
-        gaps = () if part.index in self._parts.indices else self._parts.pieces.gaps(part)
-        return [row for gap in gaps for row in range(gap.start, gap.stop)]
+        """Rows that a part has lost with damaged chunks."""
+        return self._parts.lost_rows(part)
 
     def begin_part(
         self, part: Part, specs: Sequence[LayerSpec], streamed_bytes: int = STREAMED_BYTES
@@ -194,10 +188,7 @@ class StoreSession:
 
     def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record that a part is committed, by this process or a worker, and its failures."""
-        self._parts.indices.add(part.index)
-        # A kill in between leaves the part and its pieces; the next run deletes the pieces.
-        for piece in self._parts.pieces.of(part):
-            self.disk.remove(piece_path(self.root, piece))
+        self._parts.set_committed(part)
         if new := self._parts.add_failures(failures):
             rows = csv_rows(sorted(new, key=lambda failure: failure.row))
             self.disk.append(self.root / layout.FAILURES_CSV, rows)
@@ -228,14 +219,11 @@ class StoreSession:
         return run.names == self._requested.names
 
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
-        """Parts of the requested layers with any of some rows, committed or with pieces."""
+        """Parts of the requested layers with any of some rows, committed or damaged."""
         runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
         parts = {run.grid.part_of(row) for run in runs for row in rows if run.grid.holds(row)}
-        stored = [
-            part
-            for part in parts
-            if part.index in self._parts.indices or self._parts.pieces.of(part)
-        ]
+        damaged = [part for run in runs for part in self._parts.damaged_parts(run)]
+        stored = [part for part in parts if part.index in self._parts.indices or part in damaged]
         return sorted(stored, key=lambda part: part.index)
 
     def read_part(
@@ -245,46 +233,35 @@ class StoreSession:
 
         Returns:
             dataset name -> (n, ...) stored values, failures, (n,) image checksums, and the rows of
-            damaged images that were accepted. Rows that no piece holds are NaN.
+            damaged images that were accepted. Rows that are lost have no meaning.
 
         Raises:
             StoreError: the part is damaged.
         """
-        if part.index in self._parts.indices:
-            return self._read_file(self.part_path(part.index), part)
-        rows = {
-            spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
-            for spec in self.manifest.run_of(part).layers
-        }
-        failures, images = [], np.full(len(part), UNKNOWN_IMAGE, np.uint64)
-        all_damaged: set[int] = set()
-        for piece in self._parts.pieces.of(part):
-            features, failed, sums, damaged = self._read_file(piece_path(self.root, piece), piece)
-            inside = slice(piece.start - part.start, piece.stop - part.start)
-            for name, values in features.items():
-                rows[name][inside] = values
-            failures += failed
-            images[inside] = sums
-            all_damaged |= damaged
-        return rows, failures, images, all_damaged
-
-    def _read_file(
-        self, path: Path, part: Part
-    ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64], set[int]]:
-        """Read the file of a part or piece, as `read_part` does."""
+        run = self.manifest.run_of(part)
+        if part.index not in self._parts.indices:
+            rows = self._parts.sound_rows(part, self.manifest, self.listing)
+            if rows is not None:
+                return rows.features, rows.failures, rows.images, rows.damaged
+            empty = {
+                spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
+                for spec in run.layers
+            }
+            return empty, [], np.full(len(part), UNKNOWN_IMAGE, np.uint64), set()
+        path = self.part_path(part.index)
         try:
             with open_metadata(path) as file:
                 check_chunks(file)
-                rows = {
+                features = {
                     spec.name: read_raw(
                         open_plain_dataset(file, f"{layout.FEATURES}/{spec.name}"), 0, len(part)
                     )
-                    for spec in self.manifest.run_of(part).layers
+                    for spec in run.layers
                 }
                 status = open_plain_dataset(file, layout.STATUS)[:]
                 damaged = np.flatnonzero(status == Status.IMAGE_DAMAGED) + part.start
                 return (
-                    rows, read_failures(file), read_image_checksums(file), set(damaged.tolist())
+                    features, read_failures(file), read_image_checksums(file), set(damaged.tolist())
                 )  # fmt: skip
         except layout.UNREADABLE as error:
             raise StoreError(
@@ -292,13 +269,12 @@ class StoreSession:
             ) from error
 
     def replace(self, builder: PartBuilder) -> None:
-        """Replace a part or its pieces; a crash leaves either the old or the new rows."""
-        if builder.part.index not in self._parts.indices:
-            self.commit(builder)
-            return
+        """Replace a part; a crash leaves either the old or the new rows."""
         run = self.manifest.run_of(builder.part)
         data = builder.build(run, self.listing, self.manifest.to_json())
         self.disk.replace(self.part_path(builder.part.index), data)
+        if builder.part.index not in self._parts.indices:
+            self.record_commit(builder.part, builder.failures)
 
     def write_image_states(self, states: npt.NDArray[np.void]) -> None:
         """Write images.h5 if its content changes."""
@@ -342,8 +318,7 @@ class StoreSession:
 
         Must be called only after a features.h5 with all of them has been published.
         """
-        self._parts.num_packed_runs = len(self.manifest.runs)
-        remove_parts(self.disk)
+        self._parts.set_packed(len(self.manifest.runs))
 
     def part_path(self, index: int) -> Path:
         """Path of the part with this index."""
@@ -371,9 +346,8 @@ class StoreSession:
             self._manifest_before = path.read_bytes()
         manifest, intact = load_manifest(self.root)
         if manifest is not None and not intact:
-            if path.exists():
-                quarantine_invalid(self.disk, path, "it is damaged; the copy in a part replaces it")
-            self.disk.publish(path, manifest.to_json())
+            logger.warning("%s is missing or damaged; the copy in a part replaces it.", path)
+            self.disk.replace(path, manifest.to_json())
         return manifest
 
     def _write_manifest_and_listing(self, before: Manifest | None) -> None:
@@ -390,12 +364,14 @@ class StoreSession:
             )
         if listing.exists():
             num_rows, problem = compare_listing(listing, self.listing)
-            if problem:
-                quarantine_invalid(self.disk, listing, problem)
             if problem or num_rows != len(self.listing):
                 write_listing(self.disk, listing, self.listing)
             if problem:
-                logger.warning("%s was written again from the listing of this run.", listing)
+                logger.warning(
+                    "%s is not valid: %s. It was written again from the listing of this run.",
+                    listing,
+                    problem,
+                )
         else:
             write_listing(self.disk, listing, self.listing)
         if before is not None and before.runs != self.manifest.runs:
@@ -422,7 +398,14 @@ class StoreSession:
         if not any((self.root / name).exists() for name in essential):
             return
         remove_parts(self.disk)
-        names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.IMAGES, layout.LISTING)
+        names = (
+            layout.PACKED,
+            layout.FAILURES_CSV,
+            layout.SUMMARY,
+            layout.IMAGES,
+            layout.LISTING,
+            layout.DAMAGED,
+        )
         heads = (layout.PROBE, layout.PROBE_HEADS, layout.ZEROSHOT, layout.ZEROSHOT_HEADS)
         derived = (layout.TENSORBOARD, *heads, layout.JOBS)
         for name in (*names, *derived, ".hydra", layout.OVERWRITE_MARKER, layout.MANIFEST):
@@ -432,23 +415,24 @@ class StoreSession:
 def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]]:
     """Runs of a store that lack parts, with the missing rows, judged by file names only.
 
-    Commands use this before they hold the lock and look into the files. For a part with pieces, the
-    gaps between them are listed.
+    Commands use this before they hold the lock and look into the files. For a part with lost rows,
+    the ranges of these are listed.
     """
-    num_packed = 0
+    num_packed, record = 0, DamageRecord.read(root)
     with contextlib.suppress(*layout.UNREADABLE), open_metadata(root / layout.PACKED) as file:
         num_packed = num_runs_of(file)
-    names, pieces = part_names(root), Pieces.in_store(root)
+    names = part_names(root)
     parts_of_runs = [
         (
             run,
             [
                 gap
                 for part in run.parts()
-                if layout.part_name(part.index) not in names
-                for gap in pieces.gaps(part)
+                for gap in record.gaps(
+                    part, number < num_packed or layout.part_name(part.index) in names
+                )
             ],
         )
-        for run in manifest.runs[num_packed:]
+        for number, run in enumerate(manifest.runs)
     ]
     return [(run, parts) for run, parts in parts_of_runs if parts]

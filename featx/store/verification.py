@@ -27,7 +27,7 @@ from featx.store.manifest import (
     num_runs_of,
     read_manifest,
 )
-from featx.store.part_files import Pieces, part_names
+from featx.store.part_files import part_names
 from featx.store.result_files import (
     csv_rows,
     parse_failures_csv,
@@ -184,22 +184,17 @@ def _files(
             yield packed, _expected_packed(manifest, num_packed)
     if root.is_file():
         return
-    files = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
-    existing, pieces = {path.name: path for path in files}, Pieces(path.name for path in files)
+    names = part_names(root)
     for number, run in enumerate(manifest.runs):
         for part in run.parts():
             name = layout.part_name(part.index)
-            if (path := existing.pop(name, None)) is not None:
-                yield path, _expected_part(run, part)
+            if name in names:
+                names.remove(name)
+                yield root / layout.PARTS / name, _expected_part(run, part)
             elif number >= num_packed:
                 report.missing.append(name)
-                for rows in pieces.of(part):
-                    yield existing.pop(layout.piece_name(rows)), _expected_part(run, rows)
-    for path in existing.values():
-        piece = layout.parse_piece_name(path.name)
-        if piece is not None and manifest.part_of(piece) is not None:
-            continue  # a piece of an existing part, which the next run deletes
-        report.damages.append(Damage(path, "the store has no such part"))
+    for name in sorted(names):
+        report.damages.append(Damage(root / layout.PARTS / name, "the store has no such part"))
 
 
 def _expected_packed(manifest: Manifest, num_runs: int) -> ExpectedFile:

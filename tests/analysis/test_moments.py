@@ -711,7 +711,7 @@ def test_a_damaged_part_is_refused_by_name_and_done_again(
     with caplog.at_level(logging.WARNING):
         again = run.folder(tmp_path / "bad")
     assert path.name in caplog.text
-    assert (tmp_path / "bad" / "quarantine" / f"{path.name}.1").exists()
+    assert (tmp_path / "bad" / f"{path.name}.damaged").exists()
     assert again.missing() == run.parts()[:2]
     for part in run.parts():
         run.commit(again, part)

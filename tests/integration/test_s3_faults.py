@@ -31,7 +31,7 @@ def is_whole(photos: Path) -> None:
     """Every row is that of a run to the disk, and nothing was damaged on the way."""
     assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="reference"))
     assert check_store(place(OUT)).complete
-    assert not list((place(OUT) / "quarantine").glob("*"))
+    assert not list(place(OUT).glob("damaged.json"))
 
 
 def last_line(driver: Driver) -> str:

@@ -72,7 +72,7 @@ def test_verify(command: Command, tmp_path: Path) -> None:
     assert "The store is complete and sound." in command("job=verify", "store=store").stdout
     repaired = command("job=verify", "store=store", "verify.repair=true")
     assert "The store is complete and sound." in repaired.stdout
-    assert not (tmp_path / "store/quarantine").exists()
+    assert not (tmp_path / "store/damaged.json").exists()
 
 
 def test_repair(command: Command, made: Path, tmp_path: Path) -> None:

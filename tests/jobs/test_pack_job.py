@@ -94,7 +94,7 @@ def test_a_part_that_is_damaged_is_named_and_never_packed(photos: Path) -> None:
     values = featx.open("store")["conv"][9].tobytes()
     data[data.index(values)] ^= 1
     part.write_bytes(data)
-    with pytest.raises(RunError, match=r"part-000002\.h5 is damaged.*quarantine") as failed:
+    with pytest.raises(RunError, match=r"part-000002\.h5 is damaged.*next run") as failed:
         run_job("pack", out="store")
     assert failed.value.exit_code == 1
     assert not PACKED.exists()

@@ -135,7 +135,6 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
     assert found["damages"] == []
     assert dataset_digests(Path("store/features.h5")) == before
     assert not Path("store/parts").exists()
-    assert [path.name for path in Path("store/quarantine").iterdir()] == ["features.h5.1"]
     assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
@@ -174,7 +173,7 @@ def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
     assert found["repaired"]["rows"] == 4
     assert {path.name: dataset_digests(path) for path in parts} == before
     assert not Path("store/features.h5").exists()
-    assert Path("store/quarantine").exists() == (how != "gone")
+    assert not Path("store", layout.DAMAGED).exists()
 
 
 @pytest.mark.parametrize(("pack", "codec"), [(True, "none"), (False, "gzip")])
@@ -201,12 +200,12 @@ def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
         patch.setattr("featx.pipeline.row_updates.compute_rows", raises_runtime_error)
         with pytest.raises(RuntimeError):
             look(capsys, verify={"repair": True})
-    store = featx.open("store")
-    assert np.flatnonzero(store.status == Status.ABSENT).tolist() == [8, 9]
-    assert store["conv"][store.ok].tobytes() == whole[store.ok].tobytes()
-    assert store.num_rows_present == 19
-    status, found = look(capsys)
-    assert (status, found["missing"]) == (verify.EXIT_INCOMPLETE, ["part-000000.h5"])
+    conv = featx.open("store")["conv"]
+    assert conv[:8].tobytes() == whole[:8].tobytes()
+    assert conv[10:].tobytes() == whole[10:].tobytes()
+    with pytest.raises(StoreError, match="rows 8 to 9"):
+        conv[8:10]
+    assert look(capsys)[0] == verify.EXIT_DAMAGED
     capsys.readouterr()
     assert run_job("status", json=True, out="store") == 0
     output = json.loads(capsys.readouterr().out)
@@ -214,7 +213,6 @@ def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
     extract(photos, pack=pack, **keys)
     assert computed == [(frozenset({"conv", "pool"}), 8)]
     assert dataset_digests(path) == before
-    assert not list(Path("store").rglob("piece-*"))
     assert look(capsys)[0] == 0
 
 
@@ -283,30 +281,36 @@ def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(
     assert not Path("store/features.h5").exists()
 
 
-def test_repair_without_the_image_names_it_and_moves_nothing(
+def test_repair_of_a_sound_store_moves_nothing(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The good rows can be read where they are; with the image back, the same command repairs."""
+    extract(photos)
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0
+    assert "repaired" not in found
+    assert not Path("store", layout.DAMAGED).exists()
+
+
+def test_repair_without_the_image_records_the_row_and_keeps_the_others(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the image back, retry_failed=true makes the store that it was."""
     extract(photos)
     before = dataset_digests(Path("store/features.h5"))
     whole = featx.open("store")["conv"][:]
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
-    key = str(featx.open("store").keys[17])
+    key = str(featx.open("store").keys[9])
     (photos / key).rename("elsewhere.png")
-    with pytest.raises(StoreMismatchError, match=f"1 row whose image is no longer.*{key}"):
-        look(capsys, verify={"repair": True})
-    rest = featx.open("store")["conv"]
-    assert rest[:8].tobytes() == whole[:8].tobytes()
-    assert rest[12:].tobytes() == whole[12:].tobytes()
-    with pytest.raises(StoreError, match="rows 8 to 11"):
-        rest[8:12]
-    assert look(capsys)[0] == verify.EXIT_DAMAGED
-    assert not Path("store/quarantine").exists()
-    Path("elsewhere.png").rename(photos / key)
     code, found = look(capsys, verify={"repair": True})
-    assert code == 0
-    assert found["repaired"]["rows"] == 4
-    assert Path("store/features.h5").exists()
+    assert code == 0, found
+    store = featx.open("store")
+    assert store.status.tolist() == [0] * 9 + [Status.DAMAGED_AND_IMAGE_GONE] + [0] * 11
+    assert store.failures[0]["status"] == "damaged and image gone"
+    assert np.isnan(store["conv"][9]).all()
+    rest = np.arange(21) != 9
+    assert store["conv"][rest].tobytes() == whole[rest].tobytes()
+    Path("elsewhere.png").rename(photos / key)
+    extract(photos, retry_failed=True)
     assert dataset_digests(Path("store/features.h5")) == before
 
 
@@ -378,7 +382,7 @@ def test_what_cannot_be_extracted_again_is_refused_before_anything_moves(
     damaged = Path("store/features.h5").read_bytes()
     assert run_job("verify", out="store") == verify.EXIT_DAMAGED
     text = capsys.readouterr().out
-    assert "verify.repair=true model=custom model.factory=zoo:TwoStageConvNet moves" in text
+    assert "verify.repair=true model=custom model.factory=zoo:TwoStageConvNet extracts" in text
     packaged = {"name": "efficientnet_lite0", "library": "packaged"}
     options = {"out": "store", "verify": {"repair": True}, "model": packaged}
     if damage == "metadata":
@@ -388,7 +392,7 @@ def test_what_cannot_be_extracted_again_is_refused_before_anything_moves(
     with pytest.raises(ConfigError, match=r"model\.factory=zoo:TwoStageConvNet"):
         run_job("verify", **options)
     assert Path("store/features.h5").read_bytes() == damaged
-    assert not Path("store/quarantine").exists()
+    assert not Path("store", layout.DAMAGED).exists()
     assert not Path("store/parts").exists()
 
 

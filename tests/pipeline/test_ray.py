@@ -379,7 +379,7 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
     assert [driver.returncode for driver in drivers] == [0, 0], output
     assert rows_of(package.open(out)) == rows_of(near)
     assert check_store(place(out)).complete
-    assert not list((place(out) / layout.QUARANTINE).glob("*"))
+    assert not (place(out) / layout.DAMAGED).exists()
     assert not list((place(out) / layout.WORKERS).glob("*"))
 
 

@@ -319,7 +319,7 @@ def assert_resumes_to_the_same(data: Path, out: str = "store", pixels: int = 32)
     assert dataset_digests(packed) == dataset_digests(whole.root / "features.h5")
     assert temporary_files(Path(out)) == []
     assert not Path(out, "parts").exists()
-    assert not Path(out, "quarantine").exists()
+    assert not Path(out, "damaged.json").exists()
 
 
 @pytest.mark.slow

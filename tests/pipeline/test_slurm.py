@@ -479,6 +479,6 @@ def test_killed_in_a_bucket_nothing_is_lost(
             time.sleep(0.5)
     assert rows_of(package.open(out)) == rows_of(near)
     assert check_store(place(out)).complete
-    assert not list((place(out) / layout.QUARANTINE).glob("*"))
+    assert not (place(out) / layout.DAMAGED).exists()
     assert not list((place(out) / layout.WORKERS).glob("*"))
     assert len(list(Path("jobs").iterdir())) == (victim == "driver"), "logs of the killed one stay"

@@ -218,17 +218,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> No
         AtomicFolder(tmp_path).make_folder(tmp_path / "file" / "store")
 
 
-def test_quarantine_keeps_the_file_and_other_files_of_that_name(tmp_path: Path) -> None:
-    disk = AtomicFolder(tmp_path)
-    for content in (b"one", b"two"):
-        (tmp_path / "part.h5").write_bytes(content)
-        target = disk.quarantine(tmp_path / "part.h5", tmp_path / "quarantine")
-        assert target.read_bytes() == content
-    assert not (tmp_path / "part.h5").exists()
-    assert len(list((tmp_path / "quarantine").iterdir())) == 2
-
-
-@pytest.mark.parametrize("method", ["remove", "quarantine"])
+@pytest.mark.parametrize("method", ["remove", "set_aside"])
 def test_a_disk_that_fails_while_clearing_up_is_a_run_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -241,9 +231,9 @@ def test_a_disk_that_fails_while_clearing_up_is_a_run_error(
     disk = AtomicFolder(tmp_path)
     disk.make_folder(tmp_path / "q")
     monkeypatch.setattr(os, "unlink", failing)
-    monkeypatch.setattr(os, "rename", failing)
+    monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(RunError, match="Input/output error"):
-        disk.remove(path) if method == "remove" else disk.quarantine(path, tmp_path / "q")
+        disk.remove(path) if method == "remove" else disk.set_aside(path, tmp_path / "q")
 
 
 class TestReservedFile:
@@ -420,18 +410,16 @@ def one_failed_sync(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.mark.parametrize(
     "call",
     ["publish", "replace", "replace_unlocked", "begin_file", "reserve_file", "stream_file",
-     "quarantine", "quarantine_replaced", "make_folder", "lock"],
+     "set_aside", "make_folder", "lock"],
 )  # fmt: skip
 def test_a_sync_of_a_folder_that_fails_once_is_repeated_and_changes_no_answer(
     tmp_path: Path, one_failed_sync: list[Path], call: str
 ) -> None:
-    disk, path, quarantined = AtomicFolder(tmp_path), tmp_path / "part.h5", tmp_path / "q/part.h5.1"
-    if call.startswith("quarantine"):
+    disk, path = AtomicFolder(tmp_path), tmp_path / "part.h5"
+    if call == "set_aside":
         path.write_bytes(b"damaged")
-        replacement = CONTENT if call == "quarantine_replaced" else None
-        assert disk.quarantine(path, tmp_path / "q", replacement) == quarantined
-        assert quarantined.read_bytes() == b"damaged"
-        assert path.exists() == (replacement is not None)
+        assert disk.set_aside(path, tmp_path).read_bytes() == b"damaged"
+        assert not path.exists()
     elif call == "publish":
         assert disk.publish(path, CONTENT)
     elif call in ("replace", "replace_unlocked"):

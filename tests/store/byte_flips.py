@@ -78,6 +78,7 @@ def resumed(root: Path, run: MadeRun) -> list[str]:
     """The same command again, twice where packing finds damage; then what a reader gets."""
     for _ in range(2):
         with run.session(root).hold() as session:
+            run.compute_lost(session)
             for part in session.missing():
                 session.commit(run.builder(part))
             if session.is_packed:

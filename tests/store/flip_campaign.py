@@ -19,7 +19,7 @@ from made_store import MadeRun, make_added, make_run
 
 import featx
 from featx.errors import StoreError, StoreMismatchError
-from featx.store import check_store, layout, load_manifest, missing_parts, quarantine_damage
+from featx.store import check_store, layout, load_manifest, missing_parts, repair_files
 from featx.store.pack import pack
 
 CHUNK_BYTES = 48
@@ -114,7 +114,7 @@ def wrong_in(root: Path, runs: list[MadeRun]) -> list[str]:
 def repaired(root: Path) -> list[tuple[int, int]]:
     """job=verify verify.repair=true, as far as the store goes; the rows of runs that it lost."""
     before = missing_rows(root)
-    quarantine_damage(check_store(root))
+    repair_files(check_store(root))
     return sorted(missing_rows(root) - before)
 
 

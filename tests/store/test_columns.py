@@ -16,8 +16,8 @@ from featx.store import (
     check_store,
     listing_identity,
     merge_listing,
-    quarantine_damage,
     read_listing,
+    repair_files,
 )
 from featx.store.listing import compare_listing, listing_digest
 from featx.store.listing_writer import listing_file
@@ -134,7 +134,7 @@ def test_they_are_put_back_from_another_file(tmp_path: Path, lost: str) -> None:
             file["columns/patient"][1] = b"nobody"
     report = check_store(tmp_path)
     assert not report.complete
-    quarantine_damage(report)
+    repair_files(report)
     run.finish(tmp_path, packed=True)
     assert check_store(tmp_path).complete
     check_columns(tmp_path, run.listing)

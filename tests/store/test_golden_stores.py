@@ -10,7 +10,7 @@ import pytest
 from golden_stores import CODECS, GOLDEN, PARTS, golden_run
 from made_store import MadeRun, dataset_digests, make_added
 
-from featx.store import FeatureStore, check_store, dtypes, quarantine_damage, read_manifest
+from featx.store import FeatureStore, check_store, dtypes, read_manifest, repair_files
 
 
 @pytest.fixture(params=[*CODECS, PARTS])
@@ -88,7 +88,7 @@ def test_what_is_lost_of_it_is_computed_again(golden: tuple[MadeRun, Path]) -> N
         (root / "features.h5").write_bytes(data[: len(data) // 2])
     else:
         (root / "parts" / "part-000001.h5").unlink()
-    quarantine_damage(check_store(root))
+    repair_files(check_store(root))
     with run.session(root).hold() as session:
         run.compute_lost(session)
     run.finish(root, packed=True)

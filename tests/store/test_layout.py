@@ -105,6 +105,7 @@ def test_status_names_name_every_number_of_the_contract() -> None:
         8: "non finite",
         9: "timeout",
         10: "crashes decoder",
+        11: "damaged and image gone",
         12: "image damaged",
         255: "absent",
     }

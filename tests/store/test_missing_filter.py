@@ -20,11 +20,11 @@ import sys
 from pathlib import Path
 {before}
 from featx.errors import FeatxError
-from featx.store import check_store, quarantine_damage
+from featx.store import check_store, repair_files
 root = Path(sys.argv[1])
 try:
     report = check_store(root)
-    print([damage.what for damage in report.damages], quarantine_damage(report))
+    print([damage.what for damage in report.damages], repair_files(report))
 except FeatxError as error:
     print(type(error).__name__, error)
 """

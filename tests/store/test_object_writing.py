@@ -33,8 +33,8 @@ from featx.store import (
     StoreSession,
     check_store,
     layout,
-    quarantine_damage,
     read_heartbeats,
+    repair_files,
 )
 from featx.store.part_files import inspect_parts
 
@@ -97,6 +97,7 @@ def finish(run: MadeRun, root: Path) -> None:
     """What the main job does with a store."""
     with run.session(root).hold() as session:
         session.write_config("model: toy\n")
+        run.compute_lost(session)
         for part in session.missing():
             session.commit(run.builder(part))
         session.write_failures()
@@ -217,7 +218,7 @@ def test_whatever_fails_at_any_request_the_same_command_resumes(
             _check_what_is_there(root)
         finish(RUN, root)
         check_store_of(RUN, root)
-        assert not list((root / layout.QUARANTINE).glob("*")), faulty.hit
+        assert not (root / layout.DAMAGED).exists(), faulty.hit
         if faulty.made < at:
             break
     assert 25 < at < 199
@@ -317,7 +318,7 @@ def test_what_cannot_be_fetched_now_is_no_damage(
     with pytest.raises(StoreError, match=r"part-000020.h5: s3://there: the server fails"):
         finish(run, root)
     monkeypatch.setattr(s3_client, "request", memory)
-    assert not list((root / layout.QUARANTINE).glob("*"))
+    assert not (root / layout.DAMAGED).exists()
     finish(run, root)
     check_store_of(run, root)
 
@@ -364,7 +365,7 @@ def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_reported(
     check_store_of(other, root)
 
 
-def test_a_damaged_part_is_quarantined_by_who_finds_it_and_not_what_replaced_it(
+def test_a_damaged_part_is_computed_again(
     finished: S3Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = finished / layout.PARTS / layout.part_name(1)
@@ -375,34 +376,6 @@ def test_a_damaged_part_is_quarantined_by_who_finds_it_and_not_what_replaced_it(
     assert "part-000001.h5 is not valid" in caplog.text
     check_store_of(RUN, finished)
     assert part.read_bytes() == data
-    [kept] = (finished / layout.QUARANTINE).glob("*")
-    assert kept.read_bytes() == data[: len(data) // 2]
-    # Another writer looked at the damaged part, and acts on that only now.
-    s3_client.write(part.bucket, part.key, data[: len(data) // 2])
-    head = s3_client.head
-
-    def replaced_after(bucket: str, key: str) -> s3_client.ObjectMetadata:
-        found = head(bucket, key)
-        s3_client.write(part.bucket, part.key, data)
-        return found
-
-    s3_client.head = replaced_after
-    try:
-        S3Folder(finished).quarantine(part, finished / layout.QUARANTINE)
-        assert part.read_bytes() == data
-        s3_client.write(part.bucket, part.key, data[: len(data) // 2])
-        S3Folder(finished).quarantine(part, finished / layout.QUARANTINE, b"rebuilt")
-    finally:
-        s3_client.head = head
-    assert part.read_bytes() == data
-
-
-def test_a_rebuilt_object_takes_the_place_of_the_damaged_one(finished: S3Path) -> None:
-    part = finished / layout.PARTS / layout.part_name(1)
-    data = part.read_bytes()
-    copy = S3Folder(finished).quarantine(part, finished / layout.QUARANTINE, b"rebuilt")
-    assert copy.read_bytes() == data
-    assert part.read_bytes() == b"rebuilt"
 
 
 def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:
@@ -412,10 +385,11 @@ def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:
     s3_client.write(part.bucket, part.key, bytes(data))
     report = check_store(finished)
     assert [damage.path for damage in report.damages] == [part]
-    quarantine_damage(report)
-    assert check_store(finished).missing == [part.name]
+    assert len(repair_files(report)) == 1
+    assert [damage.path for damage in check_store(finished).damages] == [part]
     finish(RUN, finished)
     check_store_of(RUN, finished)
+    assert not (finished / layout.DAMAGED).exists()
 
 
 @pytest.mark.parametrize("condition", ["IfNoneMatch", "IfMatch"])
@@ -433,27 +407,6 @@ def test_a_server_that_ignores_a_condition_is_refused(
     with pytest.raises(StoreError, match=f"ignores {condition} of a PUT"):
         finish(RUN, root)
     assert not list(root.objects())
-
-
-def test_where_deletions_have_no_condition_damage_stays_until_the_user_moves_it(
-    finished: S3Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = finished / layout.PARTS / layout.part_name(1)
-    s3_client.write(part.bucket, part.key, b"damaged")
-    request = s3_client.request
-
-    def careless(operation: str, **parameters: Any) -> dict[str, Any]:
-        if operation == "delete_object":
-            parameters.pop("IfMatch", None)
-        return request(operation, **parameters)
-
-    monkeypatch.setattr(s3_client, "request", careless)
-    with pytest.raises(StoreError, match=r"part-000001.h5 is damaged, .* IfMatch of a DELETE"):
-        finish(RUN, finished)
-    assert part.read_bytes() == b"damaged"
-    s3_client.delete(part.bucket, part.key)
-    finish(RUN, finished)
-    check_store_of(RUN, finished)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from featx.base import digest
 from featx.errors import RunError, StoreError
 from featx.storage import AtomicFolder
 from featx.store import (
+    DamageRecord,
     FeatureStore,
     Manifest,
     layout,
@@ -235,13 +236,13 @@ def flip_a_bit_of(path: Path, name: str) -> None:
 def test_a_flipped_bit_in_a_part_never_reaches_the_packed_file(
     run: MadeRun, tmp_path: Path, name: str, codec: str
 ) -> None:
-    """It is found, the part is quarantined, and the run computes it again."""
+    """It is found, and the run computes the rows of the chunk again."""
     run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21], codec=codec)
     run.copied(tmp_path)
     flip_a_bit_of(tmp_path / "parts" / "part-000001.h5", name)
     others = part_files(tmp_path)
     others.pop("part-000001.h5")
-    with pytest.raises(StoreError, match=r"part-000001\.h5 is damaged .* moved to .*quarantine"):
+    with pytest.raises(StoreError, match=r"part-000001\.h5 is damaged .* the next run computes"):
         pack(tmp_path)
     # All that is there is sound; the damaged one is made again where its chunks are right.
     left = part_files(tmp_path)
@@ -327,14 +328,14 @@ def test_a_full_disk_leaves_the_parts_of_a_small_store(
     assert temporary_files(tmp_path) == []
 
 
-def test_a_damaged_part_of_a_small_store_goes_to_quarantine(run: MadeRun, tmp_path: Path) -> None:
+def test_a_damaged_part_of_a_small_store_is_recorded(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path)
     path = tmp_path / "parts" / "part-000001.h5"
     with h5py.File(path, "r+") as file:
         file["features/flat"][1] = 7
-    with pytest.raises(RunError, match=r"part-000001\.h5 is damaged.*moved to"):
+    with pytest.raises(RunError, match=r"part-000001\.h5 is damaged.*next run"):
         pack_parts(tmp_path, -1, 1000)
-    assert list((tmp_path / "quarantine").iterdir())
+    assert DamageRecord.read(tmp_path).files == {"part-000001.h5"}
 
 
 UNRESERVED = """

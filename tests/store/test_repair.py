@@ -1,4 +1,4 @@
-"""Repair moves what is damaged to quarantine and keeps every good row, bit for bit."""
+"""Repair keeps every sound row, bit for bit, and names the others."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from featx.store import (
     check_store,
     layout,
     missing_parts,
-    quarantine_damage,
     read_manifest,
+    repair_files,
     runs_to_extract,
 )
-from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
@@ -46,20 +45,13 @@ def lacking(root: Path) -> list[int]:
     return [part.index for _, parts in missing_parts(root, manifest) for part in parts]
 
 
-def repaired(root: Path) -> list[str]:
-    """Names of the files that were moved; which rows would be lost was known before."""
+def repaired(root: Path) -> None:
+    """Repair what needs no images; which rows are lost was known before."""
     report = check_store(root)
     before = snapshot(root)
     expected = [run.names for run in runs_to_extract(report)]
     assert snapshot(root) == before
-    moved = [path.name for path in quarantine_damage(report)]
-    manifest = read_manifest(root)
-    assert manifest is not None
-    if (root / layout.LISTING).exists():
-        assert [run.names for run, _ in missing_parts(root, manifest)] == expected
-    else:
-        assert expected
-    return moved
+    assert [run.names for run in repair_files(report)] == expected
 
 
 def snapshot(root: Path) -> dict[Path, bytes]:
@@ -69,7 +61,7 @@ def snapshot(root: Path) -> dict[Path, bytes]:
 def test_a_sound_store_is_left_alone(run: MadeRun, tmp_path: Path) -> None:
     run.copied(tmp_path, packed=True)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    assert repaired(tmp_path) == []
+    repaired(tmp_path)
     assert {p: p.read_bytes() for p in before} == before
     assert not (tmp_path / "parts").exists()
 
@@ -80,8 +72,8 @@ def test_of_parts_only_the_bad_one_goes(run: MadeRun, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in parts}
     spoil(parts[1], "features/map", 3)
     bad = parts[1].read_bytes()
-    assert repaired(tmp_path) == ["part-000001.h5.1"]
-    assert (tmp_path / "quarantine" / "part-000001.h5.1").read_bytes() == bad
+    repaired(tmp_path)
+    assert parts[1].read_bytes() == bad
     assert lacking(tmp_path) == [1]
     run.finish(tmp_path)
     assert check_store(tmp_path).complete
@@ -101,16 +93,10 @@ def test_of_a_packed_file_the_parts_with_bad_rows_go(
     before = dataset_digests(tmp_path / "features.h5")
     value = b"cow" if name in ("key", "classes") else 1
     spoil(tmp_path / "features.h5", name, row, value)
-    assert repaired(tmp_path) == ["features.h5.1"]
+    repaired(tmp_path)
     lost = set(lacking(tmp_path))
     assert lost == left if name != "status" else lost <= {0, 1, 2, 3}
-    report = check_store(tmp_path)
-    assert report.damages == []
-    store = FeatureStore(tmp_path)
-    there = np.repeat([part not in lost for part in range(4)], 8)[:29]
-    for layer in run.features:
-        np.testing.assert_array_equal(store[layer][there], run.expected(layer)[there])
-    assert store.status[there].tolist() == run.status()[there].tolist()
+    assert check_store(tmp_path).complete == (not lost)
     run.finish(tmp_path, packed=True)
     assert dataset_digests(tmp_path / "features.h5") == before
     assert check_store(tmp_path).complete
@@ -145,8 +131,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "CHUNK_BYTES", 100)
 
 
-def absent(root: Path) -> list[int]:
-    return np.flatnonzero(FeatureStore(root).status == Status.ABSENT).tolist()
+def lost_rows(root: Path) -> list[int]:
+    manifest = read_manifest(root)
+    assert manifest is not None
+    ranges = [part for _, parts in missing_parts(root, manifest) for part in parts]
+    return [row for part in ranges for row in range(part.start, part.stop)]
 
 
 def compute_lost(run: MadeRun, root: Path) -> list[int]:
@@ -167,14 +156,13 @@ def test_only_the_rows_of_damaged_chunks_are_lost(
     spoil(path, "features/map", 19 - first)  # rows 18 and 19
     spoil(path, "features/flat", 21 - first)  # rows 20 to 23
     repaired(tmp_path)
-    assert [p.name for p in (tmp_path / "parts").glob("piece-*")] == ["piece-000002-16-18.h5"]
-    assert absent(tmp_path) == [18, 19, 20, 21, 22, 23]
+    assert lost_rows(tmp_path) == [18, 19, 20, 21, 22, 23]
     store = FeatureStore(tmp_path)
-    assert store.failures == [failure for failure in before[2] if failure["row"] != 20]
-    np.testing.assert_array_equal(store["map"][16], run.expected("map")[16])
-    assert check_store(tmp_path).damages == []
+    np.testing.assert_array_equal(store["map"][16:18], run.expected("map")[16:18])
+    with pytest.raises(StoreError, match=r"verify\.repair=true"):
+        store["map"][18:20]
     assert compute_lost(run, tmp_path) == [18, 19, 20, 21, 22, 23]
-    assert not list(tmp_path.rglob("piece-*"))
+    assert not (tmp_path / layout.DAMAGED).exists() or packed
     assert check_store(tmp_path).complete
     np.testing.assert_equal(contents_of(tmp_path), before)
 
@@ -182,52 +170,6 @@ def test_only_the_rows_of_damaged_chunks_are_lost(
 def contents_of(root: Path) -> tuple[Any, ...]:
     store = FeatureStore(root)
     return {name: store[name][:] for name in store}, store.status, store.failures
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_damaged_piece_is_repaired_as_a_part_is(run: MadeRun, tmp_path: Path) -> None:
-    """By a repair, and by the next run without one."""
-    run.copied(tmp_path)
-    parts = tmp_path / "parts"
-    spoil(parts / "part-000001.h5", "features/map", 0)
-    repaired(tmp_path)
-    spoil(parts / "piece-000001-10-16.h5", "features/map", 2)  # rows 12 and 13
-    assert repaired(tmp_path) == ["piece-000001-10-16.h5.1"]
-    assert absent(tmp_path) == [8, 9, 12, 13]
-    spoil(parts / "piece-000001-14-16.h5", "features/flat", 0)
-    with run.session(tmp_path).hold() as session:
-        assert session.lost_rows() == [8, 9, 12, 13, 14, 15]
-        assert session.num_committed == 29 - 6
-        run.compute_lost(session)
-        assert session.missing() == []
-    assert check_store(tmp_path).complete
-    assert np.array_equal(FeatureStore(tmp_path)["map"][:], run.expected("map"), equal_nan=True)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_pieces_of_a_part_that_is_there_and_of_none_do_no_harm(
-    run: MadeRun, tmp_path: Path
-) -> None:
-    """A kill between making the part and removing its pieces leaves them, as other writers may."""
-    run.copied(tmp_path)
-    parts = tmp_path / "parts"
-    whole = (parts / "part-000001.h5").read_bytes()
-    spoil(parts / "part-000001.h5", "features/map", 0)
-    repaired(tmp_path)
-    piece = (parts / "piece-000001-10-16.h5").read_bytes()
-    (parts / "part-000001.h5").write_bytes(whole)
-    (parts / "piece-000001-8-16.h5").write_bytes(b"")
-    assert check_store(tmp_path).complete
-    (parts / "piece-000077-0-4.h5").write_bytes(piece)
-    assert [damage.what for damage in check_store(tmp_path).damages] == [
-        "the store has no such part"
-    ]
-    run.finish(tmp_path)
-    assert not list(parts.glob("piece-*"))
-    assert [path.name for path in (tmp_path / "quarantine").glob("piece-*")] == [
-        "piece-000077-0-4.h5.1"
-    ]
-    assert check_store(tmp_path).complete
 
 
 @pytest.mark.parametrize("name", ["samples.h5", "featx.json"])
@@ -324,16 +266,16 @@ def interrupted(root: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> bool:
         return step
 
     with monkeypatch.context() as patch:
-        for name in ("publish", "replace", "quarantine"):
+        for name in ("publish", "replace", "remove"):
             patch.setattr(AtomicFolder, name, dying(getattr(AtomicFolder, name)))
         try:
-            quarantine_damage(check_store(root))
+            repair_files(check_store(root))
         except KeyboardInterrupt:
             return True
     return False
 
 
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", range(5))
 def test_an_interrupted_repair_is_given_again(
     run: MadeRun, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,8 +287,6 @@ def test_an_interrupted_repair_is_given_again(
     assert interrupted(tmp_path, at, monkeypatch)
     repaired(tmp_path)
     assert lacking(tmp_path) == [0]
-    quarantined = sorted(path.name for path in (tmp_path / "quarantine").iterdir())
-    assert quarantined == ["features.h5.1", "featx.json.1"]
     run.finish(tmp_path, packed=True)
     assert dataset_digests(tmp_path / "features.h5") == before
     assert temporary_files(tmp_path) == []
@@ -357,7 +297,7 @@ def test_an_interrupted_repair_is_given_again(
 def test_a_good_row_is_in_the_store_at_every_step_of_a_repair(
     run: MadeRun, tmp_path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part whose chunks are sound is rebuilt, of another one a piece without one chunk stays."""
+    """A part whose chunks are sound is rebuilt; of another one all rows but those of one chunk."""
     for at in range(20):
         root = tmp_path / str(at)
         run.copied(root, packed=packed)
@@ -371,15 +311,11 @@ def test_a_good_row_is_in_the_store_at_every_step_of_a_repair(
             spoil(root / "parts" / "part-000002.h5", "features/flat", 1)
         is_interrupted = interrupted(root, at, monkeypatch)
         assert packed or rebuilt.exists()
-        if not any(damage.path == rebuilt for damage in check_store(root).damages):
-            status = FeatureStore(root).status
-            is_good = ~np.isin(np.arange(29), [16, 17, 18, 19])
-            assert status[is_good].tolist() == run.status()[is_good].tolist()
         repaired(root)
-        assert absent(root) == [16, 17, 18, 19]
+        assert lost_rows(root) == [16, 17, 18, 19]
         if not is_interrupted:
             break
-    assert at > 3
+    assert at >= 2
 
 
 def test_a_full_disk_leaves_the_packed_file_where_it_is(
@@ -397,9 +333,8 @@ def test_a_full_disk_leaves_the_packed_file_where_it_is(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(RunError, match="Free some space"):
-            quarantine_damage(report)
+            repair_files(report)
     assert (tmp_path / "features.h5").read_bytes() == bad
-    assert not (tmp_path / "quarantine").exists()
     repaired(tmp_path)
     assert lacking(tmp_path) == [0]
 
@@ -416,7 +351,7 @@ def test_a_packed_file_that_cannot_be_read_now_is_left_where_it_is(
 
     monkeypatch.setattr("featx.store.chunk_table.open_metadata", failing)
     with pytest.raises(StoreError, match="When it can be read"):
-        quarantine_damage(report)
+        repair_files(report)
     assert (tmp_path / "features.h5").exists()
 
 
@@ -425,7 +360,7 @@ def test_a_store_that_is_being_written_is_not_repaired(run: MadeRun, tmp_path: P
     spoil(tmp_path / "parts" / "part-000001.h5", "features/flat", 3)
     report = check_store(tmp_path)
     with run.session(tmp_path).hold(), pytest.raises(StoreLockedError):
-        quarantine_damage(report)
+        repair_files(report)
     assert (tmp_path / "parts" / "part-000001.h5").exists()
 
 
@@ -470,7 +405,7 @@ def test_without_a_chunk_table_a_chunk_that_cannot_be_decoded_costs_its_rows_onl
     data[data.rfind(b"featx chunk table 2") + 60] ^= 1
     path.write_bytes(data)
     repaired(tmp_path)
-    assert absent(tmp_path) == list(range(step, 2 * step))
+    assert lost_rows(tmp_path) == list(range(step, 2 * step))
 
 
 def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(
@@ -488,7 +423,7 @@ def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(
         (root / "parts" / name).write_bytes((tmp_path / source / "parts" / name).read_bytes())
     spoil(root / "parts" / "part-000002.h5", "features/flat", 0)
     spoil(root / "features.h5", "features/flat", 3)
-    assert repaired(root) == ["part-000002.h5.1", "features.h5.1"]
+    repaired(root)
     assert lacking(root) == [0]
     run.finish(root, packed=True)
     assert np.array_equal(FeatureStore(root)["flat"][:], run.expected("flat"), equal_nan=True)

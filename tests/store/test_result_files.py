@@ -10,7 +10,7 @@ import pytest
 from made_store import make_run
 
 from featx.errors import StoreError
-from featx.store import check_store, quarantine_damage, read_result, result_json
+from featx.store import check_store, read_result, repair_files, result_json
 
 
 def made(tmp_path: Path) -> Path:
@@ -39,7 +39,8 @@ def test_a_changed_file_is_named_and_set_aside(tmp_path: Path, name: str, flip: 
     assert [damage.path.name for damage in report.damages] == [name]
     with pytest.raises(StoreError, match=name):
         read_result(root / name)
-    assert [path.name for path in quarantine_damage(report)] == [f"{name}.1"]
+    assert repair_files(report) == []
+    assert (root / f"{name}.damaged").read_bytes() == changed
     assert check_store(root).complete
 
 
@@ -48,7 +49,7 @@ def test_a_file_that_a_probe_names_is_compared(tmp_path: Path) -> None:
     (root / "probe/predictions.csv").write_bytes(b"row,label\n1,61.8\n")
     (damage,) = check_store(root).damages
     assert (damage.path.name, "predictions.csv differs" in damage.what) == ("probe.json", True)
-    quarantine_damage(check_store(root))
+    repair_files(check_store(root))
     assert check_store(root).complete
 
 

@@ -45,7 +45,8 @@ def part_path(root: Path, index: int) -> Path:
 def missing(run: MadeRun, root: Path) -> list[int]:
     """What a resume finds to be done."""
     with run.session(root).hold() as session:
-        return [part.index for part in session.missing()]
+        parts = {*session.missing(), *session.parts_with(session.lost_rows())}
+        return sorted(part.index for part in parts)
 
 
 def test_a_new_store_has_its_manifest_listing_and_no_rows(run: MadeRun, tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ FEWER_DAMAGES = (
 
 
 @pytest.mark.parametrize("damage", slow_except(DAMAGES, *FEWER_DAMAGES))
-def test_a_damaged_part_is_quarantined_and_computed_again(
+def test_a_damaged_part_is_computed_again(
     run: MadeRun, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.copied(tmp_path)
@@ -189,9 +190,6 @@ def test_a_damaged_part_is_quarantined_and_computed_again(
         lost = missing(run, tmp_path)
     assert lost in ([], [0])  # no more than its chunks are needed to make it again
     assert "part-000000.h5 is not valid" in caplog.text
-    quarantined = list((tmp_path / "quarantine").iterdir())
-    assert len(quarantined) == 1
-    assert quarantined[0].name.startswith("part-000000.h5.")
     run.write(tmp_path, lost, packed=True)
     assert_whole(run, tmp_path)
 
@@ -253,7 +251,7 @@ def test_a_good_part_under_a_wrong_name_does_not_count(
 
 
 @pytest.mark.parametrize("damage", ["zeroed", "truncated", "empty", "no hdf5", "not complete"])
-def test_a_damaged_packed_file_is_quarantined_and_the_parts_are_kept(
+def test_a_damaged_packed_file_goes_and_the_parts_are_kept(
     run: MadeRun, tmp_path: Path, damage: str
 ) -> None:
     run.copied(tmp_path)
@@ -263,7 +261,6 @@ def test_a_damaged_packed_file_is_quarantined_and_the_parts_are_kept(
     with run.session(tmp_path).hold() as session:
         assert not session.is_packed
         assert session.missing() == []
-    assert [path.name[:11] for path in (tmp_path / "quarantine").iterdir()] == ["features.h5"]
     run.write(tmp_path, [], packed=True)
     assert_whole(run, tmp_path)
 
@@ -277,7 +274,7 @@ def test_a_part_under_the_packed_files_name_does_not_count(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("other", ["rows", "labels", "damaged"])
-def test_a_listing_of_another_run_is_quarantined_and_written_again(
+def test_a_listing_of_another_run_is_written_again(
     run: MadeRun, tmp_path: Path, other: str
 ) -> None:
     """A reader takes keys and labels from it as long as there are parts."""

@@ -16,7 +16,7 @@ from featx.analysis.statistics.part_moments import is_aligned
 from featx.analysis.statistics.stats_file import DamagedError
 from featx.errors import LayerError, StoreError
 from featx.storage import TEMPORARY_PREFIX
-from featx.store import Grid, failures_csv, layout
+from featx.store import Grid, failures_csv
 from featx.types import UNKNOWN_IMAGE, Failure, Part
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class StatsSession:
         return [failure for span in sorted(self._spans) for failure in self._spans[span]]
 
     def survey(self) -> None:
-        """Find complete parts, quarantine damaged files, delete leftovers of killed processes."""
+        """Find complete parts, set damaged files aside, delete leftovers of killed processes."""
         self._spans = {}
         self.disk.make_folder(self.path.parent)  # a killed process may not have synced it
         if self.path.exists():
@@ -210,10 +210,10 @@ class StatsSession:
         return any(first <= start and stop <= last for first, last in self._spans)
 
     def _check_file(self, path: Path, start: int, stop: int) -> tuple[Failure, ...] | None:
-        """Return the images that a file left out, or None if it was damaged and is quarantined."""
+        """Return the images that a file left out, or None if it was damaged and is set aside."""
         try:
             return self.tree.check_file(path, start, stop)
         except (DamagedError, LayerError) as error:  # LayerError: a file of this run has all layers
-            target = self.disk.quarantine(path, self.path.parent / layout.QUARANTINE)
+            target = self.disk.set_aside(path, self.path.parent)
             logger.warning("%s Moved to %s; its rows are done again.", error, target)
             return None

@@ -331,7 +331,7 @@ def stored_settings(root: Path) -> tuple[dict[str, Any], int | None] | None:
     for path in (root / STATS_FILE, *sorted(parts)):
         if not path.is_file():
             continue
-        # Damaged files are quarantined later, by the process that holds the lock.
+        # Damaged files are set aside later, by the process that holds the lock.
         with contextlib.suppress(DamagedError), reading(path) as file:
             attributes = attributes_of(file)
             return json.loads(attributes["settings"]), attributes.get("threads")

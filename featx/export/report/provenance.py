@@ -61,6 +61,10 @@ _EXPLAINED = {
     Status.NON_FINITE: ("Not finite", "The model returned NaN or infinity for this image."),
     Status.TIMEOUT: ("Too slow", "Decoding took longer than data.timeout_s."),
     Status.CRASHES_DECODER: ("Crashes the decoder", "Decoding ended the process."),
+    Status.DAMAGED_AND_IMAGE_GONE: (
+        "Damaged, image gone",
+        "The row was in a damaged chunk of the store, and its image is not there any more.",
+    ),
 }
 """Status -> title and explanation for people."""
 

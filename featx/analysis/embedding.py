@@ -5,7 +5,6 @@ found = featx.embed(["new/1.jpg", pillow_image, array], store="runs/photos")
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.new_images import ExtractionRecipe, LoadedModel, NewImagesSink
-from featx.config import Config, DataConfig, ModelConfig, model_choice, model_options
+from featx.analysis.new_images import (
+    ExtractionRecipe,
+    LoadedFunction,
+    LoadedModel,
+    NewImagesSink,
+    config_of_call,
+)
+from featx.config import Config, DataConfig
 from featx.errors import DataError, StoreError
 from featx.models import given_factory
 from featx.pipeline import RunContext, run_parts
@@ -89,7 +94,8 @@ def embed(
         FeatxError: the store does not say how it was made, its model is not available as it was, or
             a layer holds tokens that were chosen by key (reduce=sample).
     """
-    with Embedder(store, layers, device, model_factory, pads=True) as model:
+    config = config_of_call(device, model_factory)
+    with Embedder(config, store, layers, pads=True, model_factory=model_factory) as model:
         return model(images)
 
 
@@ -116,31 +122,46 @@ def embedder(
     Raises:
         FeatxError: as for `embed`.
     """
-    return Embedder(store, layers, device, model_factory, pads=False)
+    config = config_of_call(device, model_factory)
+    return Embedder(config, store, layers, pads=False, model_factory=model_factory)
 
 
-class Embedder:
-    """Features of new images by a model that stays loaded; made by `embedder`."""
+class Embedder(LoadedFunction):
+    """Features of new images by models that stay loaded; made by `embedder`."""
 
     def __init__(
         self,
+        config: Config,
         store: FeatureStore | str | os.PathLike[str],
         layers: Sequence[str] | str | None,
-        device: str,
-        model_factory: object,
         pads: bool,
+        model_factory: object = None,
     ) -> None:
-        opened = store if isinstance(store, FeatureStore) else FeatureStore(store)
-        self._factory = model_factory
-        with given_factory(model_factory) as factory:
-            pass
-        config = Config(
-            model=ModelConfig()
-            if factory is None
-            else model_options(**model_choice("custom"), factory=factory),
-            device=device,
-        )
-        self._model = _StoreModel(config, opened, matching_layers(opened, layers), pads)
+        store = store if isinstance(store, FeatureStore) else FeatureStore(store)
+        manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
+        if manifest is None or manifest.digest != store.attrs["fingerprint"]:
+            raise StoreError(
+                f"{store.root} does not say how its features were extracted: there is no "
+                "featx.json of it. Give the folder that job=extract made."
+            )
+        self._layers = matching_layers(store, layers)
+        for name in self._layers:
+            if store[name].attrs.get("reduce") == "sample":
+                raise StoreError(
+                    f"{store.root}: the tokens of {name} were chosen by the key of each row "
+                    "(reduce=sample). A new image has no key, so they would be other tokens than "
+                    "those of a row. Name other layers, or extract the images to a store of their "
+                    "own."
+                )
+        runs = {id(run): run for run in manifest.runs}
+        names_of_run: dict[int, list[str]] = {}
+        for name in self._layers:
+            names_of_run.setdefault(id(manifest.first_run_with(name)), []).append(name)
+        models = []
+        for number, names in names_of_run.items():
+            recipe = ExtractionRecipe.of_run(str(store.root), runs[number], names)
+            models.append(LoadedModel(recipe, recipe.config_for(config, DataConfig()), pads))
+        super().__init__(models, model_factory)
 
     def __call__(self, images: Sequence[Any]) -> Embedding:
         """Compute the features of some images, as `embed` does."""
@@ -151,18 +172,22 @@ class Embedder:
             )
         if not images:
             raise DataError("images is empty: give at least one.")
-        with given_factory(self._factory):
-            return self._model.embed(list(images))
-
-    def __enter__(self) -> Embedder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let the model go."""
-        self._model.close()
+        features: dict[str, npt.NDArray[Any]] = {}
+        failures: dict[int, str] = {}
+        with given_factory(self.model_factory):
+            for model in self.models:
+                sink = _extract(model, list(images))
+                features |= sink.features
+                failures |= {
+                    row: f"{failure.status.label}: {failure.message}"
+                    for row, failure in sink.failures.items()
+                }
+        ok = np.ones(len(images), bool)
+        ok[list(failures)] = False
+        for values in features.values():
+            values[~ok] = np.nan
+        found = {name: features[name] for name in self._layers}
+        return Embedding(found, ok, dict(sorted(failures.items())))
 
 
 def embed_images(
@@ -179,63 +204,8 @@ def embed_images(
     Raises:
         FeatxError: as for `embed`.
     """
-    with contextlib.closing(_StoreModel(config, store, layers, pads=True)) as model:
-        return model.embed(images)
-
-
-class _StoreModel:
-    """Models of the runs of a store that computed some of its layers."""
-
-    def __init__(
-        self, config: Config, store: FeatureStore, layers: Sequence[str], pads: bool
-    ) -> None:
-        manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
-        if manifest is None or manifest.digest != store.attrs["fingerprint"]:
-            raise StoreError(
-                f"{store.root} does not say how its features were extracted: there is no "
-                "featx.json of it. Give the folder that job=extract made."
-            )
-        for name in layers:
-            if store[name].attrs.get("reduce") == "sample":
-                raise StoreError(
-                    f"{store.root}: the tokens of {name} were chosen by the key of each row "
-                    "(reduce=sample). A new image has no key, so they would be other tokens than "
-                    "those of a row. Name other layers, or extract the images to a store of their "
-                    "own."
-                )
-        self._layers = layers
-        runs = {id(run): run for run in manifest.runs}
-        names_of_run: dict[int, list[str]] = {}
-        for name in layers:
-            names_of_run.setdefault(id(manifest.first_run_with(name)), []).append(name)
-        self._models = []
-        for number, names in names_of_run.items():
-            recipe = ExtractionRecipe.of_run(str(store.root), runs[number], names)
-            run_config = recipe.config_for(config, DataConfig())
-            self._models.append(LoadedModel(recipe, run_config, pads))
-
-    def embed(self, images: Sequence[Any]) -> Embedding:
-        """Compute the features of some images."""
-        features: dict[str, npt.NDArray[Any]] = {}
-        failures: dict[int, str] = {}
-        for model in self._models:
-            sink = _extract(model, images)
-            features |= sink.features
-            failures |= {
-                row: f"{failure.status.label}: {failure.message}"
-                for row, failure in sink.failures.items()
-            }
-        ok = np.ones(len(images), bool)
-        ok[list(failures)] = False
-        for values in features.values():
-            values[~ok] = np.nan
-        found = {name: features[name] for name in self._layers}
-        return Embedding(found, ok, dict(sorted(failures.items())))
-
-    def close(self) -> None:
-        """Let the models go."""
-        for model in self._models:
-            model.close()
+    with Embedder(config, store, layers, pads=True) as model:
+        return model(images)
 
 
 def _extract(model: LoadedModel, images: Sequence[Any]) -> _EmbeddingSink:

@@ -10,14 +10,23 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy.typing as npt
 
 from featx.analysis.engine_specs import FEATURES, engine_spec
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
-from featx.config import Config, DataConfig, from_saved, in_this_process, with_statistics_at
+from featx.config import (
+    Config,
+    DataConfig,
+    from_saved,
+    in_this_process,
+    model_choice,
+    model_options,
+    with_statistics_at,
+)
 from featx.errors import ConfigError, StoreMismatchError
+from featx.models import given_factory
 from featx.pipeline import PART_SECONDS, Rows, RunContext, build_run_context, compute_rows
 from featx.store import Grid, Run, from_raw, layout
 from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
@@ -225,6 +234,38 @@ class LoadedModel:
         with self._lock:
             self._is_closed, self._first = True, None
             self._stack.close()
+
+
+class LoadedFunction:
+    """Function of new images whose models stay loaded until it is closed.
+
+    Args:
+        models: the models.
+        model_factory: factory of a custom model, as the caller gave it.
+    """
+
+    def __init__(self, models: Sequence[LoadedModel], model_factory: object) -> None:
+        self.models, self.model_factory = models, model_factory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the models go."""
+        for model in self.models:
+            model.close()
+
+
+def config_of_call(device: str, model_factory: object, **options: Any) -> Config:
+    """Return the config of a call from Python."""
+    with given_factory(model_factory) as factory:
+        pass
+    if factory is not None:
+        options["model"] = model_options(**model_choice("custom"), factory=factory)
+    return Config(device=device, **options)
 
 
 class NewImagesSink(ABC):

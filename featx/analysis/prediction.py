@@ -5,7 +5,6 @@ rows = featx.predict("runs/photos/probe/avgpool.safetensors", images="new/")
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,10 @@ import numpy.typing as npt
 
 from featx.analysis.new_images import (
     ExtractionRecipe,
+    LoadedFunction,
     LoadedModel,
     NewImagesSink,
+    config_of_call,
     images_read_as,
 )
 from featx.analysis.probe.heads import (
@@ -31,13 +32,7 @@ from featx.analysis.probe.heads import (
 )
 from featx.analysis.probe.layer_rows import as_vectors
 from featx.base import name_text
-from featx.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    model_choice,
-    model_options,
-)
+from featx.config import Config, DataConfig
 from featx.errors import DataError, StoreError
 from featx.models import given_factory
 from featx.pipeline import (
@@ -131,7 +126,8 @@ def predict(
     Raises:
         FeatxError: the head, its model or the images are not available.
     """
-    with Predictor(head, device, model_factory, pads=True) as model:
+    config = config_of_call(device, model_factory, data=FolderOptions(root="/"))
+    with Predictor(config, Path(head), pads=True, model_factory=model_factory) as model:
         return model(images)
 
 
@@ -154,84 +150,43 @@ def predictor(
     Raises:
         FeatxError: as for `predict`.
     """
-    return Predictor(head, device, model_factory, pads=False)
+    config = config_of_call(device, model_factory, data=FolderOptions(root="/"))
+    return Predictor(config, Path(head), pads=False, model_factory=model_factory)
 
 
-class Predictor:
+class Predictor(LoadedFunction):
     """Predictions by a head and a model that stay loaded; made by `predictor`."""
 
     def __init__(
-        self, head: str | os.PathLike[str], device: str, model_factory: object, pads: bool
+        self, config: Config, path: Path, pads: bool, model_factory: object = None
     ) -> None:
-        self._factory = model_factory
-        with given_factory(model_factory) as factory:
-            pass
-        self._config = Config(
-            model=ModelConfig()
-            if factory is None
-            else model_options(**model_choice("custom"), factory=factory),
-            data=FolderOptions(root="/"),
-            device=device,
-        )
-        self._model = _HeadModel(self._config, Path(head), pads)
-
-    def __call__(
-        self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-    ) -> Predictions:
-        """Predict for a folder or a list of image files, as `predict` does."""
-        data, files = self._config.data, None
-        if isinstance(images, str | os.PathLike):
-            data = replace(data, root=str(images))
-        else:
-            files = [Path(image).absolute() for image in images]
-        with given_factory(self._factory):
-            return self._model.predict(data, files)
-
-    def __enter__(self) -> Predictor:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let the model go."""
-        self._model.close()
-
-
-def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = None) -> Predictions:
-    """Predict classes, labels or numbers of the images of `config.data` with the head in `path`.
-
-    Args:
-        config: config of which the data, device, seed and, for custom models, the model are used.
-        path: file of the head.
-        files: image files to classify instead of a whole folder.
-
-    Raises:
-        FeatxError: as for `predict`.
-    """
-    with contextlib.closing(_HeadModel(config, path, pads=True)) as model:
-        return model.predict(config.data, files)
-
-
-class _HeadModel:
-    """A head, and the model that computes the features it takes."""
-
-    def __init__(self, config: Config, path: Path, pads: bool) -> None:
         from featx.base import choose_device
 
         self._head, self._about = read_head(path.expanduser(), choose_device(config.device))
         recipe = _recipe_of(path, self._about)
         run_config = recipe.config_for(config, config.data)
-        self._config = replace(run_config, max_failures=config.max_failures)
-        self._model = LoadedModel(recipe, self._config, pads)
+        self._config, self._data = (
+            replace(run_config, max_failures=config.max_failures),
+            config.data,
+        )
+        super().__init__([LoadedModel(recipe, self._config, pads)], model_factory)
+
+    def __call__(
+        self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    ) -> Predictions:
+        """Predict for a folder or a list of image files, as `predict` does."""
+        with given_factory(self.model_factory):
+            if isinstance(images, str | os.PathLike):
+                return self.predict(replace(self._data, root=str(images)))
+            return self.predict(self._data, [Path(image).absolute() for image in images])
 
     def predict(self, data: DataConfig, files: Sequence[Path] | None = None) -> Predictions:
         """Predict for the images of a data set, or for some files."""
         import torch
 
-        head, about = self._head, self._about
+        head, about, (model,) = self._head, self._about, self.models
         lister = _lister(replace(self._config, data=images_read_as(data, self._config.data)), files)
-        with self._model.run(lister) as context, torch.no_grad():
+        with model.run(lister) as context, torch.no_grad():
             sink = _PredictionSink(context, head, about)
             metrics = run_parts(context, sink)
         keys = [name_text(key) for key in context.listing.keys.tolist()]
@@ -248,9 +203,19 @@ class _HeadModel:
         layer = str(about["dataset"])
         return Predictions(rows, scores, classes, layer, accuracy, metrics, head.task)
 
-    def close(self) -> None:
-        """Let the model go."""
-        self._model.close()
+
+def run_prediction(config: Config, path: Path) -> Predictions:
+    """Predict classes, labels or numbers of the images of `config.data` with the head in `path`.
+
+    Args:
+        config: config of which the data, device, seed and, for custom models, the model are used.
+        path: file of the head.
+
+    Raises:
+        FeatxError: as for `predict`.
+    """
+    with Predictor(config, path, pads=True) as model:
+        return model.predict(config.data)
 
 
 def _recipe_of(path: Path, about: dict[str, Any]) -> ExtractionRecipe:

@@ -18,7 +18,7 @@ from featx.analysis.probe.heads import Scaler, fit_scaler
 from featx.analysis.probe.logistic_regression import Fit, Trial, best_trial, fit_logistic, sweep
 from featx.analysis.probe.splits import Split, holdout
 from featx.config import ProbeConfig
-from featx.gradients import GradientAlarm
+from featx.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -184,7 +184,7 @@ def test_streamed_rows_end_near_the_same_minimum(tmp_path: Path) -> None:
 
 
 def test_streaming_many_strengths_is_streaming_each(tmp_path: Path) -> None:
-    """Each strength has its own optimizer and is clipped by itself."""
+    """The gradient of each strength is clipped by itself."""
     x, y = blobs(200)
     features = features_of(tmp_path, x, y, memory_bytes=0)
     places = np.arange(150)
@@ -192,9 +192,9 @@ def test_streaming_many_strengths_is_streaming_each(tmp_path: Path) -> None:
     schedule = minibatch_regression.Schedule(20, 1e-2, 0.05, seed=3)
 
     def fits(*strengths: float) -> list[Fit]:
-        rows = features.parts[0]
-        found = minibatch_regression.fit_streamed(rows, places, y, 3, scaler, strengths, schedule)
-        return found.fits
+        return minibatch_regression.fit_streamed(
+            features, places, y, 3, scaler, strengths, schedule
+        )
 
     together = fits(1.0, 1e-3)
     for fit, l2 in zip(together, (1.0, 1e-3), strict=True):
@@ -202,15 +202,13 @@ def test_streaming_many_strengths_is_streaming_each(tmp_path: Path) -> None:
     assert not torch.allclose(together[0].weight, together[1].weight, atol=1e-2)
 
 
-def test_a_gradient_that_is_not_finite_is_an_alarm(tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     x, y = blobs(60)
     features = features_of(tmp_path, x, y, memory_bytes=0)
     broken = Scaler(torch.zeros(20), torch.full((20,), 1e-44))
     schedule = minibatch_regression.Schedule(1, 1e-2, 1.0, seed=0)
-    with pytest.raises(GradientAlarm, match="gradient in step"):
-        minibatch_regression.fit_streamed(
-            features.parts[0], np.arange(60), y, 3, broken, (0.1,), schedule
-        )
+    with pytest.raises(RunError, match="gradient in step"):
+        minibatch_regression.fit_streamed(features, np.arange(60), y, 3, broken, (0.1,), schedule)
 
 
 def test_gradients_reach_the_optimizer_clipped(
@@ -230,9 +228,7 @@ def test_gradients_reach_the_optimizer_clipped(
     monkeypatch.setattr(torch.optim.AdamW, "step", noted)
     for clip_norm in (1e6, 0.01):
         schedule = minibatch_regression.Schedule(1, 1e-3, clip_norm, seed=0)
-        minibatch_regression.fit_streamed(
-            features.parts[0], np.arange(60), y, 3, scaler, (0.1,), schedule
-        )
+        minibatch_regression.fit_streamed(features, np.arange(60), y, 3, scaler, (0.1,), schedule)
     free, clipped = norms
     assert free > 0.1
     assert clipped == pytest.approx(0.01, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Metrics of many resamples at once, against `prediction_metrics`, which uses scikit-learn."""
+"""Metrics of many resamples at once, against scikit-learn's of the drawn rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import math
 
 import numpy as np
 import pytest
+from sklearn import metrics as oracle
+from sklearn.calibration import calibration_curve
 
-from featx.analysis.probe.metric_intervals import bootstrap_entry, resampled_metrics
-from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, prediction_metrics
+from featx.analysis.probe.class_metrics import prediction_metrics, weighted_metrics
+from featx.analysis.probe.metric_intervals import bootstrap_entry
+from featx.analysis.probe.metrics import CLASS_METRICS, Predictions
 
 
 def made(
@@ -24,25 +27,55 @@ def made(
     return Predictions.of_scores(y, scores.round(1) if ties else scores, probabilities)
 
 
+def of_scikit_learn(predictions: Predictions) -> dict[str, float]:
+    """The metrics that are defined."""
+    y, scores, predicted = predictions.y, predictions.scores, predictions.predicted
+    labels, tested, rows = np.arange(scores.shape[1]), np.unique(y), np.arange(len(y))
+    metrics = {
+        "accuracy": oracle.accuracy_score(y, predicted),
+        "balanced_accuracy": oracle.recall_score(y, predicted, labels=tested, average="macro"),
+        "macro_f1": oracle.f1_score(y, predicted, average="macro", zero_division=0),
+    }
+    if len(labels) > 5 and (predictions.most_ranked or 5) >= 5:
+        # Ties count against a row: scikit-learn ranks equal scores by the place of their classes.
+        lowered = scores.copy()
+        lowered[rows, y] = np.nextafter(scores[rows, y], -np.inf)
+        metrics["top5"] = oracle.top_k_accuracy_score(y, lowered, k=5, labels=labels)
+    if len(tested) > 1:
+        areas = [oracle.roc_auc_score(y == label, scores[:, label]) for label in tested]
+        metrics |= {"auroc": np.mean(areas), "kappa": oracle.cohen_kappa_score(y, predicted)}
+        if len(np.unique(predicted)) > 1:
+            metrics["mcc"] = oracle.matthews_corrcoef(y, predicted)
+    if predictions.p_true is not None:
+        if (predictions.p_true > 0).all():
+            metrics["log_loss"] = oracle.log_loss(y, scores, labels=labels)
+        confidence, edges = scores.max(1), np.linspace(0, 1, 16)[1:-1]
+        share, middle = calibration_curve(predicted == y, confidence, n_bins=15, pos_label=True)
+        counts = np.bincount(np.searchsorted(edges, confidence))
+        metrics["calibration_error"] = np.abs(share - middle) @ counts[counts > 0] / len(y)
+    return metrics
+
+
 def check(predictions: Predictions, drawn: np.ndarray) -> None:
     """Compare all metrics of resamples, given as (b, n) rows, with those of the drawn rows."""
     count = len(predictions.y)
     weights = np.array([np.bincount(rows, minlength=count) for rows in drawn], np.float64)
-    found = resampled_metrics(predictions, weights)
+    found = weighted_metrics(predictions, weights)
     assert tuple(found) == CLASS_METRICS
     for i, rows in enumerate(drawn):
-        expected = prediction_metrics(
-            Predictions.of_scores(
-                predictions.y[rows],
-                predictions.scores[rows],
-                predictions.p_true is not None,
-                None,
-                predictions.most_ranked,
-            )
+        of_rows = Predictions.of_scores(
+            predictions.y[rows],
+            predictions.scores[rows],
+            predictions.p_true is not None,
+            None,
+            predictions.most_ranked,
         )
+        expected, of_one_test = of_scikit_learn(of_rows), prediction_metrics(of_rows)
+        assert set(CLASS_METRICS) - set(expected) == set(of_one_test["not_available"])
         for name in CLASS_METRICS:
-            value = math.nan if expected[name] is None else expected[name]
-            assert found[name][i] == pytest.approx(value, rel=1e-12, abs=1e-14, nan_ok=True), name
+            value = pytest.approx(expected.get(name, math.nan), rel=1e-12, abs=1e-14, nan_ok=True)
+            assert found[name][i] == value, name
+            assert (math.nan if of_one_test[name] is None else of_one_test[name]) == value, name
 
 
 @pytest.mark.parametrize(("classes", "rows"), [(2, 12), (3, 60), (9, 40)])

@@ -7,12 +7,8 @@ import pytest
 from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
 
-from featx.analysis.probe.metrics import (
-    Predictions,
-    mean_and_spread,
-    prediction_metrics,
-    wilson,
-)
+from featx.analysis.probe.class_metrics import prediction_metrics
+from featx.analysis.probe.metrics import Predictions, mean_and_spread, wilson
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

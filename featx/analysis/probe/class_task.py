@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from featx.analysis.probe import methods
+from featx.analysis.probe.class_metrics import metrics_of_folds
 from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry, read_probe
 from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
 from featx.analysis.probe.heads import Head
@@ -34,7 +35,6 @@ from featx.analysis.probe.metrics import (
     Predictions,
     join_predictions,
     mean_and_spread,
-    metrics_of_folds,
 )
 from featx.analysis.probe.records import Choice, Record, Results
 from featx.analysis.probe.splits import (

@@ -95,13 +95,11 @@ class _Sweep:
 
     Attributes:
         trials: setting, accuracy (of classes) and loss of each.
-        notes: notes for the user.
         fits: fits of logistic regression, one for each trial.
         logits: function fit -> logits of the validation rows, for these.
     """
 
     trials: list[dict[str, Any]]
-    notes: list[str] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
     logits: Callable[[Fit], Matrix] | None = None
 
@@ -132,7 +130,7 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
         best = max(sweep.trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
     else:
         best = min(sweep.trials, key=lambda trial: trial["loss"])
-    chosen, notes = best[name], list(sweep.notes)
+    chosen, notes = best[name], list[str]()
     if method != "knn":
         notes += logistic_regression.note_grid_end(chosen, grid)
     start = sweep.fits[sweep.trials.index(best)] if sweep.fits else None
@@ -240,7 +238,6 @@ def _sweep_linear(problem: Problem, split: Split, grid: Sequence[float]) -> _Swe
         log_p = torch.from_numpy(logits(fit)).log_softmax(1).numpy()
         return logistic_regression.accuracy_and_loss(y, log_p)
 
-    alarms: list[str] = []
     if features.whole is not None:
         x, targets = scaler(features.take(split.fit)), _targets(problem, split.fit)
         trials = logistic_regression.sweep(
@@ -248,22 +245,21 @@ def _sweep_linear(problem: Problem, split: Split, grid: Sequence[float]) -> _Swe
         )
         del x
     else:
-        streamed = _fit_streamed(problem, split.fit, scaler, grid)
-        alarms = streamed.alarms
+        fits = _fit_streamed(problem, split.fit, scaler, grid)
         trials = [
             logistic_regression.Trial(l2, *judge(fit), fit)
-            for l2, fit in zip(grid, streamed.fits, strict=True)
+            for l2, fit in zip(grid, fits, strict=True)
         ]
     entries = [
         {"l2": trial.l2, "loss": trial.loss} if is_multilabel else trial.as_dict()
         for trial in trials
     ]
-    return _Sweep(entries, alarms, [trial.fit for trial in trials], logits)
+    return _Sweep(entries, [trial.fit for trial in trials], logits)
 
 
 def _fit_linear(problem: Problem, places: Ints, l2: float, start: Fit | None) -> FittedProbe:
     """Fit logistic regression with a known penalty."""
-    features, notes, solver = problem.features, list[str](), "lbfgs"
+    features, solver = problem.features, "lbfgs"
     scaler = fit_scaler(features, places)
     if features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES:
         x, targets = scaler(features.take(places)), _targets(problem, places)
@@ -272,8 +268,7 @@ def _fit_linear(problem: Problem, places: Ints, l2: float, start: Fit | None) ->
         )
         del x
     else:
-        streamed = _fit_streamed(problem, places, scaler, (l2,))
-        fit, notes, solver = streamed.fits[0], list(streamed.alarms), "adamw"
+        (fit,), solver = _fit_streamed(problem, places, scaler, (l2,)), "adamw"
     details = {
         "solver": solver,
         "iterations": fit.iterations,
@@ -281,7 +276,7 @@ def _fit_linear(problem: Problem, places: Ints, l2: float, start: Fit | None) ->
         "converged": fit.converged,
     }
     head = _logistic_head(problem, scaler, fit)
-    return _head_probe(features, head, l2, notes + fit.notes(l2), details)
+    return _head_probe(features, head, l2, fit.notes(l2), details)
 
 
 def _logistic_head(problem: Problem, scaler: Scaler, fit: Fit) -> Head:
@@ -302,11 +297,12 @@ def _targets(problem: Problem, places: Ints) -> torch.Tensor:
 
 def _fit_streamed(
     problem: Problem, places: Ints, scaler: Scaler, grid: Sequence[float]
-) -> minibatch.Streamed:
+) -> list[Fit]:
     """Fit logistic regression on mini-batches."""
-    rows = problem.features.parts[0]  # training rows are in the first store
-    y, schedule = problem.y[: len(rows.rows)], problem.schedule(minibatch.LEARNING_RATE)
-    return minibatch.fit_streamed(rows, places, y, problem.num_outputs, scaler, grid, schedule)
+    features, schedule = problem.features, problem.schedule(minibatch.LEARNING_RATE)
+    return minibatch.fit_streamed(
+        features, places, problem.y, problem.num_outputs, scaler, grid, schedule
+    )
 
 
 # ---------------------------------------------------------------------------- attentive

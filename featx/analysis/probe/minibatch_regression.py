@@ -6,16 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
-from featx.analysis import gradients
 from featx.analysis.probe.heads import Attention, Head, Scaler
-from featx.analysis.probe.layer_rows import LayerRows, Tokens, threads_for
+from featx.analysis.probe.layer_rows import Features, Tokens, threads_for
 from featx.analysis.probe.logistic_regression import Fit
 from featx.analysis.probe.metrics import Ints
 from featx.errors import RunError
@@ -52,178 +50,130 @@ class Schedule:
     seed: int
 
 
-class Batches(Protocol):
-    """Batches of the rows to train on, in another order each time they are iterated over."""
+class Batches:
+    """Batches of the rows to train on, in another order in each pass.
 
-    def __len__(self) -> int:
-        """Return the number of batches of a pass."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield vectors (B, D) float32 and classes (B,) int64, on any device."""
-
-
-class MemoryBatches:
-    """Batches of some of the (N, D) vectors in memory, with the (N,) classes `y`."""
+    Args:
+        features: rows in memory, or streamed; the training rows are in the first store.
+        places: places to train on.
+        y: (N,) classes of all places.
+        batch_rows: rows of a batch.
+        seed: seed of the order.
+    """
 
     def __init__(
-        self, whole: torch.Tensor, places: Ints, y: Ints, batch_rows: int, seed: int
+        self, features: Features, places: Ints, y: Ints, batch_rows: int, seed: int
     ) -> None:
-        self._whole = whole
-        self._places = torch.from_numpy(places)
-        self._labels = torch.from_numpy(y)
-        self._batch_rows = batch_rows
+        self._rows, self._whole = features.parts[0], features.whole
+        self._places, self._batch_rows = places, batch_rows
+        self._y = torch.from_numpy(y)
         self._generator = torch.Generator().manual_seed(seed)
+        if self._whole is None:
+            self._dataset = FeatureDataset(self._rows.store.root, self._rows.layer)
+            self._items = np.searchsorted(self._dataset.rows, self._rows.rows[places])
+            items = Subset(self._dataset, self._items.tolist())
+            self._sampler = BlockShuffleSampler(items, seed=seed)
 
     def __len__(self) -> int:
         return math.ceil(len(self._places) / self._batch_rows)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        order = self._places[torch.randperm(len(self._places), generator=self._generator)]
-        for start in range(0, len(order), self._batch_rows):
-            places = order[start : start + self._batch_rows]
-            yield self._whole[places.to(self._whole.device)], self._labels[places]
+        """Yield vectors (B, D) float32 and classes (B,) int64, on any device."""
+        if self._whole is None:
+            order = torch.tensor(list(self._sampler))
+        else:
+            order = torch.randperm(len(self._places), generator=self._generator)
+        for chosen in torch.split(order, self._batch_rows):
+            places = torch.from_numpy(self._places[chosen.numpy()])
+            if self._whole is None:
+                vectors = self._read(self._items[chosen.numpy()], places.numpy())
+            else:
+                vectors = self._whole[places.to(self._whole.device)]
+            yield vectors, self._y[places]
 
-
-class StreamedBatches:
-    """Batches of some rows of a store, with the (n,) classes `y` of all of `rows`."""
-
-    def __init__(self, rows: LayerRows, places: Ints, y: Ints, batch_rows: int, seed: int) -> None:
-        self._rows = rows
-        dataset = FeatureDataset(rows.store.root, rows.layer)
-        items = np.searchsorted(dataset.rows, rows.rows[places])
-        sampler = BlockShuffleSampler(Subset(dataset, items.tolist()), seed=seed)
-        self._loader = DataLoader(
-            _RowNumberDataset(dataset, items), batch_size=batch_rows, sampler=sampler
-        )
-        self._class_of = torch.full((len(rows.store),), -1, dtype=torch.int64)
-        self._class_of[torch.from_numpy(rows.rows)] = torch.from_numpy(y)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for values, numbers in self._loader:
-            vectors = self._rows.vectors(values)
-            self._rows.check(vectors, numbers.numpy())
-            yield vectors, self._class_of[numbers]
-
-
-class _RowNumberDataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Dataset whose items are (feature, row of the store) instead of (feature, label)."""
-
-    def __init__(self, dataset: FeatureDataset, items: Ints) -> None:
-        self._dataset = dataset
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
-        chosen = self._items[np.asarray(indices)]
-        pairs = self._dataset.__getitems__(chosen.tolist())
-        numbers = self._dataset.rows[chosen].tolist()
-        return [(value, number) for (value, _), number in zip(pairs, numbers, strict=True)]
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.__getitems__([index])[0]
+    def _read(self, items: Ints, places: Ints) -> torch.Tensor:
+        """Read rows by the dataset, which keeps blocks of the store."""
+        values = torch.stack([value for value, _ in self._dataset.__getitems__(items.tolist())])
+        vectors = self._rows.vectors(values)
+        self._rows.check(vectors, self._rows.rows[places])
+        return vectors
 
 
 def _train(
-    objective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
+    logits_of: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    parameters: Sequence[nn.Parameter],
+    strengths: Sequence[float],
     batches: Batches,
     passes: int,
-    learning_rate: float,
-    clip: Callable[[int], None] | None = None,
+    schedule: Schedule,
 ) -> int:
-    """Minimise the objective of several classifiers in the same passes; returns the steps.
+    """Minimise cross-entropy + l2/2 squares for S penalties in the same passes; returns the steps.
 
-    The learning rate falls with half a cosine, which ends at 0. AdamW treats every number by
-    itself. Its own decay is off, because the penalty is part of the objective.
+    `logits_of` returns the logits (S, B, C) of a batch and the sums of squares (S,). The first axis
+    of each parameter is that of the penalties, whose gradients are clipped separately. The learning
+    rate falls with half a cosine, which ends at 0. AdamW treats every number by itself. Its own
+    decay is off, because the penalty is part of the objective.
     """
-    num_steps = passes * len(batches)
+    num_steps, rate = passes * len(batches), schedule.learning_rate
+    optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
+    penalties = torch.tensor(list(strengths), device=parameters[0].device)
     every = itertools.chain.from_iterable(itertools.repeat(batches, passes))
     with torch.enable_grad():  # callers disable gradients, which other parts do not need
         for step, (rows, labels) in enumerate(every):
-            losses = objective(rows, labels)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            torch.autograd.backward(losses.sum())
-            if clip is not None:
-                clip(step)
-            rate = learning_rate * (1 + math.cos(math.pi * step / num_steps)) / 2
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                optimizer.step()
+            logits, squares = logits_of(rows)
+            labels = labels.to(logits.device)
+            means = torch.stack([nn.functional.cross_entropy(each, labels) for each in logits])
+            optimizer.zero_grad()
+            torch.autograd.backward((means + penalties / 2 * squares).sum())
+            _clip(parameters, step, schedule.clip_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (1 + math.cos(math.pi * step / num_steps)) / 2
+            optimizer.step()
     return num_steps
 
 
-def _penalised_losses(
-    logits: torch.Tensor, labels: torch.Tensor, squares: torch.Tensor, penalties: torch.Tensor
-) -> torch.Tensor:
-    """Compute mean cross-entropy + penalty/2 squares of several classifiers, (S,)."""
-    losses = torch.stack([nn.functional.cross_entropy(each, labels) for each in logits])
-    return losses + penalties / 2 * squares
+def _clip(parameters: Sequence[nn.Parameter], step: int, clip_norm: float) -> None:
+    """Limit the norm of the gradient of each classifier."""
+    grads = [each.grad for each in parameters if each.grad is not None]
+    norms = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
+    if not bool(norms.isfinite().all()):
+        raise RunError(
+            f"the gradient in step {step} of the probe is not finite. Lower "
+            "probe.learning_rate, or look for extreme values with job=stats."
+        )
+    factors = (clip_norm / norms.clamp(min=clip_norm)).to(norms)
+    for grad in grads:
+        grad.mul_(factors.view(-1, *[1] * (grad.ndim - 1)))
 
 
-# ---------------------------------------------------------------------------- vectors
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """One fit per penalty, and the texts of the gradient alarms."""
-
-    fits: list[Fit]
-    alarms: list[str]
-
-
-class _Candidates(nn.ModuleList):
-    """One linear layer per penalty, all applied to the same batch: (B, D) -> (S, B, C)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([layer(x) for layer in self])
+def _parameters(*shapes: tuple[int, ...], device: torch.device) -> list[nn.Parameter]:
+    """Return parameters of zeros."""
+    return [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
 
 
 def fit_streamed(
-    rows: LayerRows,
+    features: Features,
     places: Ints,
     y: Ints,
     num_classes: int,
     scaler: Scaler,
     strengths: Sequence[float],
     schedule: Schedule,
-) -> Streamed:
-    """Minimise mean cross-entropy + l2/2 |weight|^2 for all penalties in the same passes.
+) -> list[Fit]:
+    """Minimise mean cross-entropy + l2/2 |weight|^2 for all penalties in the same passes."""
+    device, count, width = scaler.mean.device, len(strengths), features.width
+    batches = Batches(features, places, y, BATCH_ROWS, schedule.seed)
+    weight, bias = _parameters((count, num_classes, width), (count, num_classes), device=device)
 
-    Each penalty has its own optimizer, so its gradients are clipped separately.
-    """
-    device = scaler.mean.device
-    batches = StreamedBatches(rows, places, y, BATCH_ROWS, schedule.seed)
-    layers = [nn.Linear(rows.width, num_classes).to(device) for _ in strengths]
-    model = _Candidates(layers)
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    penalties = torch.tensor(list(strengths), device=device)
+    def logits_of(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = scaler(vectors.to(device)) @ weight.transpose(1, 2) + bias[:, None]
+        return logits, weight.square().sum((1, 2))
 
-    def objective(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = scaler(vectors.to(device))
-        squares = torch.stack([layer.weight.square().sum() for layer in layers])
-        return _penalised_losses(model(x), labels.to(device), squares, penalties)
-
-    rate = schedule.learning_rate
-    optimizers = [torch.optim.AdamW(each.parameters(), rate, weight_decay=0.0) for each in layers]
-    watched = gradients.watch(model, clip_norm=schedule.clip_norm, layers=[])
-    with threads_for(BATCH_ROWS * rows.width, device), watched as log:
-        num_steps = _train(objective, optimizers, batches, schedule.epochs or EPOCHS, rate)
-    fits = [
-        Fit(layer.weight.detach().clone(), layer.bias.detach().clone(), None, None, num_steps)
-        for layer in layers
-    ]
-    return Streamed(fits, [str(alarm) for alarm in log.alarms])
-
-
-# ---------------------------------------------------------------------------- tokens
+    with threads_for(BATCH_ROWS * width, device):
+        passes = schedule.epochs or EPOCHS
+        num_steps = _train(logits_of, [weight, bias], strengths, batches, passes, schedule)
+    pairs = zip(weight.detach(), bias.detach(), strict=True)
+    return [Fit(one.clone(), other.clone(), None, None, num_steps) for one, other in pairs]
 
 
 @dataclass(frozen=True)
@@ -253,52 +203,24 @@ def fit_attentive(
     follows, so that q = 0 is the linear probe of the mean token. The start is W = 0, b = 0, q = 0,
     so that nothing is random but the order of the rows.
     """
-    features, device, count = tokens.features, tokens.device, len(strengths)
-    batches: Batches
-    if features.whole is not None:
-        batches = MemoryBatches(features.whole, places, y, TOKEN_BATCH_ROWS, schedule.seed)
-    else:
-        rows = features.parts[0]  # training rows are in the first store
-        of_rows = y[: len(rows.rows)]
-        batches = StreamedBatches(rows, places, of_rows, TOKEN_BATCH_ROWS, schedule.seed)
-    shapes = (count, num_classes, tokens.width), (count, num_classes), (count, tokens.width)
-    weight, bias, query = (nn.Parameter(torch.zeros(each, device=device)) for each in shapes)
-    penalties = torch.tensor(list(strengths), device=device)
+    device, count, width = tokens.device, len(strengths), tokens.width
+    batches = Batches(tokens.features, places, y, TOKEN_BATCH_ROWS, schedule.seed)
+    shapes = (count, num_classes, width), (count, num_classes), (count, width)
+    weight, bias, query = _parameters(*shapes, device=device)
 
-    def objective(values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def logits_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         z = scaler(tokens.layout.tokens(values.to(device)))
-        attention = (z @ query.T / math.sqrt(tokens.width)).softmax(1)
+        attention = (z @ query.T / math.sqrt(width)).softmax(1)
         pooled = torch.einsum("bts,btd->sbd", attention, z)
         logits = torch.baddbmm(bias[:, None], pooled, weight.transpose(1, 2))
-        squares = weight.square().sum((1, 2)) + query.square().sum(1)
-        return _penalised_losses(logits, labels.to(device), squares, penalties)
+        return logits, weight.square().sum((1, 2)) + query.square().sum(1)
 
-    def clip(step: int) -> None:
-        """Limit the norm of the gradient of each classifier."""
-        grads = [each.grad for each in (weight, bias, query) if each.grad is not None]
-        norms = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
-        if not bool(norms.isfinite().all()):
-            raise RunError(
-                f"probe.method=attentive: the gradient in step {step} is not finite. Lower "
-                "probe.learning_rate, or look for extreme values with job=stats."
-            )
-        factors = (schedule.clip_norm / norms.clamp(min=schedule.clip_norm)).to(norms)
-        for grad in grads:
-            grad.mul_(factors.view(-1, *[1] * (grad.ndim - 1)))
-
-    rate = schedule.learning_rate
-    optimizer = torch.optim.AdamW([weight, bias, query], rate, weight_decay=0.0)
     passes = schedule.epochs or max(EPOCHS, math.ceil(MIN_STEPS / len(batches)))
-    with threads_for(TOKEN_BATCH_ROWS * tokens.layout.count * tokens.width, device):
-        num_steps = _train(objective, [optimizer], batches, passes, rate, clip)
+    with threads_for(TOKEN_BATCH_ROWS * tokens.layout.count * width, device):
+        num_steps = _train(logits_of, [weight, bias, query], strengths, batches, passes, schedule)
+    parts = zip(weight.detach(), bias.detach(), query.detach(), strict=True)
     heads = [
-        Head(
-            scaler,
-            weight[i].detach().clone(),
-            bias[i].detach().clone(),
-            probabilities=True,
-            attention=Attention(query[i].detach().clone(), tokens.layout),
-        )
-        for i in range(count)
+        Head(scaler, w.clone(), b.clone(), True, attention=Attention(q.clone(), tokens.layout))
+        for w, b, q in parts
     ]
     return Training(heads, num_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,8 +23,6 @@ from featx.analysis.probe.metric_intervals import (
 from featx.analysis.probe.metrics import (
     Matrix,
     Predictions,
-    UndefinedMetricError,
-    compute_metrics,
     join_predictions,
 )
 from featx.analysis.probe.records import Choice, Record, Results
@@ -192,6 +191,31 @@ def _check_options(config: Config, kind: TaskKind) -> None:
         )
 
 
+class UndefinedMetricError(ValueError):
+    """A metric is not defined for some predictions; the message is the reason."""
+
+
+def _compute_metrics(
+    metrics: Mapping[str, Callable[[], float]],
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Compute metrics, each of which may be undefined.
+
+    Returns:
+        name -> value, None if it is not available; and name -> reason for those.
+    """
+    values: dict[str, float | None] = {}
+    reasons: dict[str, str] = {}
+    for name, metric in metrics.items():
+        try:
+            value = float(metric())
+            if not math.isfinite(value):
+                raise UndefinedMetricError("it is not defined for these predictions")
+            values[name] = value
+        except UndefinedMetricError as reason:
+            values[name], reasons[name] = None, str(reason)
+    return values, reasons
+
+
 def value_metrics(
     task: str, truth: Matrix, predicted: Matrix
 ) -> tuple[dict[str, float | None], dict[str, str]]:
@@ -209,14 +233,14 @@ def value_metrics(
         return float(f1_score(is_true > 0, scores >= THRESHOLD, zero_division=0))
 
     if task == "regression":
-        return compute_metrics(
+        return _compute_metrics(
             {
                 "r2": lambda: _r2(truth, predicted),
                 "mae": lambda: mean_absolute_error(truth[:, 0], predicted[:, 0]),
                 "spearman": lambda: _spearman(truth[:, 0], predicted[:, 0]),
             }
         )
-    return compute_metrics(
+    return _compute_metrics(
         {
             "map": lambda: _mean_over_labels(truth, predicted, average_precision_score),
             "macro_f1": lambda: _mean_over_labels(truth, predicted, macro_f1),
@@ -235,7 +259,7 @@ def first_value_metric(task: str, truth: Matrix, predicted: Matrix) -> float | N
             "regression": lambda: _r2(truth, predicted),
             "multilabel": lambda: _mean_over_labels(truth, predicted, _average_precision),
         }
-        return compute_metrics({task: metrics[task]})[0][task]
+        return _compute_metrics({task: metrics[task]})[0][task]
 
 
 def _spearman(truth: Matrix, predicted: Matrix) -> float:

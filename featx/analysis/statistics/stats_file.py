@@ -34,59 +34,7 @@ from featx.store import (
     open_metadata,
     open_plain_dataset,
 )
-from featx.types import Failure, Status
-
-NORMS = "norms"
-"""Name of the group below that of the layer."""
-
-_MOMENTS = ("mean", "scatter", "smallest", "largest")
-_HISTOGRAM = "histogram"
-
-NORM_ARRAYS = (*_MOMENTS, _HISTOGRAM)
-"""Datasets of the group."""
-
-
-def write_norms(group: h5py.Group, norms: PositionNorms) -> None:
-    """Write norms and the places of the tokens into an empty group."""
-    for key in _MOMENTS:
-        group.create_dataset(key, data=getattr(norms.positions, key).cpu().numpy())
-    group.create_dataset(_HISTOGRAM, data=norms.histogram)
-    group.attrs.update(geometry_values(norms.tokens))
-
-
-def read_norms(
-    datasets: Mapping[str, h5py.Dataset], attributes: Mapping[str, Any], count: int
-) -> PositionNorms:
-    """Read the norms of a group."""
-    tokens = geometry_of(attributes)
-    if tokens is None:
-        raise ValueError("the places of the tokens are missing")
-    size = tokens.prefix_tokens + math.prod(tokens.grid)
-    for key in _MOMENTS:
-        if datasets[key].shape != (size,) or datasets[key].dtype != np.float64:
-            raise ValueError(f"{key} does not have {size} float64 numbers")
-    if datasets[_HISTOGRAM].shape != (NUM_BINS,) or datasets[_HISTOGRAM].dtype != np.int64:
-        raise ValueError(f"the histogram does not have {NUM_BINS} int64 numbers")
-    arrays = [torch.from_numpy(datasets[key][()]) for key in _MOMENTS]
-    if count and not all(array.isfinite().all() for array in arrays):
-        raise ValueError("a number is not finite")
-    histogram = datasets[_HISTOGRAM][()]
-    if int(histogram.sum()) != count * math.prod(tokens.grid):
-        raise ValueError(f"the histogram is not that of {count} images")
-    mean, scatter, smallest, largest = arrays
-    return PositionNorms(Moments(count, mean, scatter, smallest, largest), histogram, tokens)
-
-
-def are_equal_norms(a: PositionNorms | None, b: PositionNorms | None) -> bool:
-    """Return whether two norms hold the same numbers, or both are None."""
-    if a is None or b is None:
-        return a is b
-    same = (
-        torch.equal(getattr(a.positions, key).cpu(), getattr(b.positions, key).cpu())
-        for key in _MOMENTS
-    )
-    return all(same) and np.array_equal(a.histogram, b.histogram) and a.tokens == b.tokens
-
+from featx.types import Failure, Status, TokenGeometry
 
 STATS_FORMAT = 1
 """Version of the format."""
@@ -101,7 +49,10 @@ PARTS_FOLDER = "stats-parts"
 """Folder next to it, which exists during a run."""
 
 _ARRAYS = ("mean", "scatter", "smallest", "largest")
-"""Datasets of a layer other than `count`."""
+"""Datasets of a layer other than `count`, and of its norms other than the histogram."""
+
+_NORMS, _HISTOGRAM = "norms", "histogram"
+"""Group of the norms below that of the layer, and its dataset of counts."""
 
 _SEAL_BYTES = 512
 """Size of the HDF5 user block at the beginning of the file, which HDF5 ignores and which contains
@@ -157,12 +108,10 @@ def file_bytes(
     path = Path(STATS_FILE)
     with h5py.File(buffer, "r") as file:
         for name in layers:
-            read = read_layer(file, path, name, root)[0]
-            for key in _ARRAYS:
-                if not torch.equal(getattr(read, key), getattr(moments[name], key).cpu()):
+            read = _arrays_of(read_layer(file, path, name, root)[0])
+            for key, array in _arrays_of(moments[name]).items():
+                if not np.array_equal(read[key], array):
                     raise memory_mismatch_error(path, name)
-            if not are_equal_norms(read.norms, moments[name].norms):
-                raise memory_mismatch_error(path, name)
         if len(read_failures(file, path, root)) != len(failures):
             raise memory_mismatch_error(path, layout.FAILURES)
         if not np.array_equal(read_checksums(file, path, root), checksums):
@@ -173,14 +122,24 @@ def file_bytes(
     return data
 
 
+def _arrays_of(moments: Moments) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a layer by the names of their datasets in its group."""
+    arrays = {key: getattr(moments, key).cpu().numpy() for key in _ARRAYS}
+    if (norms := moments.norms) is not None:
+        for key in _ARRAYS:
+            arrays[f"{_NORMS}/{key}"] = getattr(norms.positions, key).cpu().numpy()
+        arrays[f"{_NORMS}/{_HISTOGRAM}"] = norms.histogram
+    return arrays
+
+
 def _write_layer(group: h5py.Group, layer: StatsLayer, moments: Moments) -> None:
     """Write /layers/<name>: count, arrays and attributes."""
     group.create_dataset("count", data=np.int64(moments.count))
-    for key in _ARRAYS:
-        group.create_dataset(key, data=getattr(moments, key).cpu().numpy())
+    for key, array in _arrays_of(moments).items():
+        group.create_dataset(key, data=array)
     group.attrs.update(layer.attributes)
     if moments.norms is not None:
-        write_norms(group.create_group(NORMS), moments.norms)
+        group[_NORMS].attrs.update(geometry_values(moments.norms.tokens))
 
 
 def _write_failures(group: h5py.Group, failures: Sequence[Failure]) -> None:
@@ -310,14 +269,36 @@ def read_layer(
 
 def _read_norms(file: h5py.File, path: Path, name: str, count: int) -> PositionNorms | None:
     """Read the norms of the tokens of a layer."""
-    group = f"layers/{name}/{NORMS}"
-    if NORMS not in file[f"layers/{name}"]:
+    group = f"layers/{name}/{_NORMS}"
+    if group not in file:
         return None
     try:
-        datasets = _plain_datasets(file, path, group, NORM_ARRAYS)
-        return read_norms(datasets, attributes_of(file[group]), count)
+        datasets = _plain_datasets(file, path, group, (*_ARRAYS, _HISTOGRAM))
+        return _norms_of(datasets, geometry_of(attributes_of(file[group])), count)
     except (ValueError, TypeError) as error:
         raise DamagedError(f"{path}: the norms of {name}: {error}.") from error
+
+
+def _norms_of(
+    datasets: Mapping[str, h5py.Dataset], tokens: TokenGeometry | None, count: int
+) -> PositionNorms:
+    """Return the norms in some datasets, which are checked."""
+    if tokens is None:
+        raise ValueError("the places of the tokens are missing")
+    size = tokens.prefix_tokens + math.prod(tokens.grid)
+    for key in _ARRAYS:
+        if datasets[key].shape != (size,) or datasets[key].dtype != np.float64:
+            raise ValueError(f"{key} does not have {size} float64 numbers")
+    histogram = datasets[_HISTOGRAM][()]
+    if histogram.shape != (NUM_BINS,) or histogram.dtype != np.int64:
+        raise ValueError(f"the histogram does not have {NUM_BINS} int64 numbers")
+    arrays = [torch.from_numpy(datasets[key][()]) for key in _ARRAYS]
+    if count and not all(array.isfinite().all() for array in arrays):
+        raise ValueError("a number is not finite")
+    if int(histogram.sum()) != count * math.prod(tokens.grid):
+        raise ValueError(f"the histogram is not that of {count} images")
+    mean, scatter, smallest, largest = arrays
+    return PositionNorms(Moments(count, mean, scatter, smallest, largest), histogram, tokens)
 
 
 def stored_settings(root: Path) -> tuple[dict[str, Any], int | None] | None:

@@ -34,8 +34,8 @@ MISTAKES = [
     (
         ["job=extrct"],
         "expected one of attribute, cka, distance, doctor, duplicates, export, extract, "
-        "layers, models, neighbors, outliers, pack, plan, predict, probe, report, stats, status, "
-        "verify, zeroshot. Nearest: extract",
+        "layers, mislabelled, models, neighbors, outliers, pack, plan, predict, probe, report, "
+        "stats, status, verify, zeroshot. Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
     (["data=folder"], "data.root=DIR"),

@@ -26,6 +26,7 @@ from featx.config import (
     ExportConfig,
     JobConfig,
     LogConfig,
+    MislabelledConfig,
     ModelConfig,
     ModelsConfig,
     NeighborsConfig,
@@ -178,6 +179,8 @@ class Config:
     """Near-duplicates that job=duplicates finds."""
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
     """Outliers, for job=outliers."""
+    mislabelled: MislabelledConfig = field(default_factory=MislabelledConfig)
+    """Labels that job=mislabelled judges."""
     cka: CkaConfig = field(default_factory=CkaConfig)
     """Layers and rows that job=cka compares."""
     distance: DistanceConfig = field(default_factory=DistanceConfig)

@@ -104,6 +104,12 @@ class TestOutliers(_Job):
 
 
 @pytest.mark.slow
+class TestMislabelled(_Job):
+    name = "mislabelled"
+    arguments = (*STORE, "layers=head")
+
+
+@pytest.mark.slow
 class TestNeighbors(_Job):
     name = "neighbors"
     arguments = (*STORE, "layers=head")

@@ -33,7 +33,7 @@ MISTAKES = [
     (["+foo=1"], "unknown key 'foo'"),
     (
         ["job=extrct"],
-        "expected one of attribute, cka, distance, doctor, duplicates, export, extract, "
+        "expected one of attribute, cka, compare, distance, doctor, duplicates, export, extract, "
         "layers, mislabelled, models, neighbors, outliers, pack, plan, predict, probe, report, "
         "stats, status, verify, zeroshot. Nearest: extract",
     ),

@@ -164,7 +164,8 @@ class Config:
     choose, and of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
     """Folder or features.h5 of the store that a job reads, on a disk or as s3://bucket/folder. null
-    takes `out`, for jobs that do not write to a folder of their own; the others need a value."""
+    takes `out`, for jobs that do not write to a folder of their own; the others need a value.
+    job=compare takes a list, [runs/a,runs/b], or a pattern, runs/*."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """Statistics that job=stats computes of each layer, and a reference to compare them with."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)

@@ -110,6 +110,11 @@ class TestMislabelled(_Job):
 
 
 @pytest.mark.slow
+class TestCompare(_Job):
+    name = "compare"
+
+
+@pytest.mark.slow
 class TestNeighbors(_Job):
     name = "neighbors"
     arguments = (*STORE, "layers=head")

@@ -33,11 +33,11 @@ def layers_table(config: Config, result: dict[str, Any]) -> str:
                 yes_or_no(tests[layer]["told_apart"]),
             ]
         elif tests:
-            cells += ["best", "", "", ""]
+            cells += ["chosen", "", "", ""]
         rows.append(cells)
     header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
     columns_against = (
-        ["against\nbest", "95 % interval\nof difference", "p", "told\napart"] if tests else []
+        ["against\nchosen", "95 % interval\nof difference", "p", "told\napart"] if tests else []
     )
     text = table([*header, *columns_against], rows)
     if tests:
@@ -68,12 +68,12 @@ def seeds_table(config: Config, result: dict[str, Any]) -> str:
                 yes_or_no(difference["told_apart"]),
             ]
         elif about["differences"]:
-            cells += ["best", "", "", ""]
+            cells += ["chosen", "", "", ""]
         rows.append(cells)
     header = ["layer", methods[0], "smallest - largest", *methods[1:]]
     if about["differences"]:
         header += [
-            f"against\n{best if len(best) < 12 else 'best'}, points",
+            f"against\n{best if len(best) < 12 else 'chosen'}, points",
             "better in",
             "p",
             "told\napart",

@@ -51,7 +51,7 @@ def _answer(result: dict[str, Any]) -> str:
         folds = f", with the layer that each fold chose within training ({counts_text(chosen)})"
     seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     answer = (
-        f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
+        f"Chosen layer{seed_text}: {result['layer']} ({result['method']}, by the validation "
         f"rows). {percent_text(result['accuracy'])} of {counted(result['rows'], 'test row')} "
         f"{'is' if result['rows'] == 1 else 'are'} right, 95 % interval "
         f"{interval_text(result['interval'])} %{folds}."

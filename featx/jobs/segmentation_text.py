@@ -38,7 +38,7 @@ def _answer(result: dict[str, Any]) -> str:
     """Return the best layer with its metrics, and the interval of mIoU."""
     height, width = result["masks"]["crop"]
     return textwrap.fill(
-        f"Best layer: {result['layer']} (linear, chosen on validation images). mIoU "
+        f"Chosen layer: {result['layer']} (linear, by the validation images). mIoU "
         f"{number_text(result['miou'])}, {bootstrap_text(result)}; pixel accuracy "
         f"{number_text(result['pixel_accuracy'])}, mean accuracy "
         f"{number_text(result['mean_accuracy'])}; {result['rows']} test images. These are of the "

@@ -48,7 +48,7 @@ def _answer(result: dict[str, Any]) -> str:
     ]
     seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     return textwrap.fill(
-        f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
+        f"Chosen layer{seed_text}: {result['layer']} ({result['method']}, by the validation "
         "rows). "
         f"{texts[0]}, {bootstrap_text(result)}; {', '.join(texts[1:])}; "
         f"{result['rows']} test rows.{folds_text(result)}",
@@ -82,13 +82,13 @@ def _seeds_table(config: Config, result: dict[str, Any]) -> str:
             cells = [layer, method, *spreads]
             difference = (about["differences"] or {}).get(layer)
             if about["differences"] and method == config.probe.methods[0]:
-                cells += ["best", "", ""] if difference is None else _difference_cells(difference)
+                cells += ["chosen", "", ""] if difference is None else _difference_cells(difference)
             elif about["differences"]:
                 cells += ["", "", ""]
             rows.append(cells)
     header = ["layer", "method", *(metric.title for metric in metrics)]
     if about["differences"]:
-        header += [f"{metrics[0].title} against\nbest", "p", "told\napart"]
+        header += [f"{metrics[0].title} against\nchosen", "p", "told\napart"]
     text = table(header, rows, left=2) + "\nMean ± standard deviation over the splits."
     if about["differences"]:
         text += (

@@ -49,22 +49,19 @@ def rankings_of(store: FeatureStore, log: Callable[[str], None]) -> list[Ranking
 
 
 def _outliers(store: FeatureStore, result: Mapping[str, Any]) -> list[Ranking]:
-    order = (
-        f"by {result['metric']} distance to the {result['k']} nearest rows in {result['layer']}, "
-        f"the farthest of {result['rows']} first"
-    )
+    distance = f"{result['metric']} distance in {result['layer']} to the {result['k']} nearest"
     return [
         Ranking(
             title,
-            f"{text} {order} (job=outliers).",
+            f"By {distance} images{of_class}, the farthest first (job=outliers).",
             {
                 row: f"{as_utf8(one['class']) + ', ' if one['class'] else ''}{one[name]:.3f}"
                 for row, one in _rows(store, result[rows]).items()
             },
         )
-        for rows, name, title, text in (
-            ("farthest", "distance", "Far from all other images", "Images"),
-            ("farthest_in_class", "class_distance", "Far from their class", "Images of a class"),
+        for rows, name, title, of_class in (
+            ("farthest", "distance", "Far from all other images", ""),
+            ("farthest_in_class", "class_distance", "Far from their class", " of the same class"),
         )
     ]
 

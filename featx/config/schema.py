@@ -6,6 +6,7 @@ Hydra composes plain values; the dataclasses of the options check them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -49,10 +50,25 @@ def from_omegaconf(node: DictConfig) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
+        _name_lists_in_out(node)
         values = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return from_values(values)  # type: ignore[arg-type]  # texts are the keys
+
+
+def _name_lists_in_out(node: DictConfig) -> None:
+    """Replace ${layers} in `out` by layer4+avgpool, if it is a list: brackets are no folder."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    def text(match: re.Match[str]) -> str:
+        value = OmegaConf.select(node, match[1])
+        if not isinstance(value, DictConfig | ListConfig):
+            return match[0]
+        return "+".join(re.sub(r"[^\w.+@=-]", "_", str(each)) for each in value)
+
+    out = OmegaConf.to_container(node, resolve=False)["out"]  # type: ignore[call-overload,index]
+    node.out = re.sub(r"\$\{([\w.]+)\}", text, out) if isinstance(out, str) else out
 
 
 def from_values(values: Mapping[str, Any]) -> Config:

@@ -65,6 +65,7 @@ def list_images(
         root = parse_path(config.out)
         before = _stored_listing(root, stored, listing)
         if before is not None:
+            _refuse_fewer_rows(root, before, listing, config)
             listing = merge_listing(root, before, listing)
             if known_rows_only:
                 return source, before
@@ -90,6 +91,18 @@ def _some_rows(listing: Listing, config: Config) -> Listing:
         f"of {counted(len(listing), 'image')} by {option}": (len(listing) - len(taken)),
     }
     return replace(taken, skipped=skipped)
+
+
+def _refuse_fewer_rows(root: Path, stored: Listing, listed: Listing, config: Config) -> None:
+    """Refuse data.limit or data.sample that takes fewer images than the store has."""
+    for option in ("limit", "sample"):
+        number = getattr(config.data, option)
+        if number is not None and len(listed) < len(stored):
+            raise StoreMismatchError(
+                f"data.{option}={number} takes {counted(len(listed), 'image')}, fewer than the "
+                f"{len(stored)} rows that {root} has. Leave it out, give the number of the store, "
+                "or choose out=DIR for a new store."
+            )
 
 
 def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | None:

@@ -171,6 +171,18 @@ _ALSO_CALLED = {
     "fp32": ("float32",),
     "float": ("float32", "fp32"),
     "float32": ("fp32",),
+    "anomaly": ("outliers",),
+    "anomalies": ("outliers",),
+    "novelty": ("outliers",),
+    "odd": ("outliers",),
+    "knn": ("neighbors", "probe"),
+    "similar": ("neighbors", "duplicates"),
+    "similarity": ("neighbors", "duplicates", "cka"),
+    "search": ("neighbors",),
+    "near-duplicates": ("duplicates",),
+    "label_errors": ("mislabelled",),
+    "noisy_labels": ("mislabelled",),
+    "classify": ("probe", "predict"),
 }
 """Name in other programs -> names of the same thing in featx."""
 

@@ -36,9 +36,9 @@ MISTAKES = [
     (["+foo=1"], "unknown key 'foo'"),
     (
         ["job=extrct"],
-        "expected one of attribute, cka, distance, doctor, duplicates, export, extract, "
-        "layers, models, neighbors, outliers, pack, plan, predict, probe, report, stats, status, "
-        "verify, zeroshot. Nearest: extract",
+        "expected one of attribute, cka, compare, distance, doctor, duplicates, export, extract, "
+        "layers, mislabelled, models, neighbors, outliers, pack, plan, predict, probe, report, "
+        "stats, status, verify, zeroshot. Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
     (["data=folder"], "data.root=DIR"),

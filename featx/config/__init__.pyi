@@ -77,6 +77,7 @@ from .similarity import CkaConfig as CkaConfig
 from .similarity import DistanceConfig as DistanceConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import Metric as Metric
+from .similarity import MislabelledConfig as MislabelledConfig
 from .similarity import NeighborsConfig as NeighborsConfig
 from .similarity import OutliersConfig as OutliersConfig
 from .transform import INTERPOLATIONS as INTERPOLATIONS

@@ -25,6 +25,7 @@ from featx.config import (
     ExportConfig,
     JobConfig,
     LogConfig,
+    MislabelledConfig,
     ModelConfig,
     ModelsConfig,
     NeighborsConfig,
@@ -178,7 +179,8 @@ class Config:
     choose, and of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
     """Folder or features.h5 of the store that a job reads, on a disk or as s3://bucket/folder. null
-    takes `out`, for jobs that do not write to a folder of their own; the others need a value."""
+    takes `out`, for jobs that do not write to a folder of their own; the others need a value.
+    job=compare takes a list, [runs/a,runs/b], or a pattern, runs/*."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """Statistics that job=stats computes of each layer, and a reference to compare them with."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -193,6 +195,8 @@ class Config:
     """Near-duplicates that job=duplicates finds."""
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
     """Outliers, for job=outliers."""
+    mislabelled: MislabelledConfig = field(default_factory=MislabelledConfig)
+    """Labels that job=mislabelled judges."""
     cka: CkaConfig = field(default_factory=CkaConfig)
     """Layers and rows that job=cka compares."""
     distance: DistanceConfig = field(default_factory=DistanceConfig)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -45,6 +46,8 @@ def from_composed(options: Mapping[str, Any] | DictConfig) -> Config:
 
     node = node_to_resolve(options)
     try:
+        if node is not None:
+            _name_lists_in_out(node)
         values = options if node is None else OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
@@ -70,6 +73,20 @@ def _has_interpolation(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_has_interpolation, value))
     return isinstance(value, str) and "${" in value
+
+
+def _name_lists_in_out(node: DictConfig) -> None:
+    """Replace ${layers} in `out` by layer4+avgpool, if it is a list: brackets are no folder."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    def text(match: re.Match[str]) -> str:
+        value = OmegaConf.select(node, match[1])
+        if not isinstance(value, DictConfig | ListConfig):
+            return match[0]
+        return "+".join(re.sub(r"[^\w.+@=-]", "_", str(each)) for each in value)
+
+    out = OmegaConf.to_container(node, resolve=False)["out"]  # type: ignore[call-overload,index]
+    node.out = re.sub(r"\$\{([\w.]+)\}", text, out) if isinstance(out, str) else out
 
 
 def from_values(values: Mapping[str, Any]) -> Config:

@@ -1,4 +1,5 @@
-"""Options of job=neighbors, duplicates, outliers, cka and distance."""
+"""Options of job=neighbors, duplicates, outliers, mislabelled,
+cka and distance."""
 
 from __future__ import annotations
 
@@ -78,7 +79,19 @@ class OutliersConfig:
     metric: Metric = "cosine"
     """Distance of two rows of standardised values: cosine (1 - cosine) or euclidean."""
     show: Count = 10
-    """Number of rows that are printed; outliers.csv has all."""
+    """Number of rows that are printed and shown in the report; outliers.csv has all."""
+
+
+@options("mislabelled")
+class MislabelledConfig:
+    """Labels that job=mislabelled judges."""
+
+    folds: Annotated[int, Ge(2)] = 5
+    """Number of folds: each row is judged by a linear probe that is fitted on the other folds."""
+    label_column: str | None = None
+    """Column of the store (data.columns) with the labels to judge instead of the store's."""
+    show: Count = 10
+    """Number of rows that are printed and shown in the report; mislabelled.csv has all."""
 
 
 @options("cka")

@@ -322,6 +322,11 @@ class Engine(DeviceModel):
         return self._captures.takes_gradients
 
     @property
+    def vector_names(self) -> tuple[str, ...]:
+        """Captures whose rows are vectors before any reduction."""
+        return self._collector.vector_names
+
+    @property
     def eager_reason(self) -> str | None:
         """The reason why the model cannot be compiled, or None if it can."""
         if self.takes_gradients:

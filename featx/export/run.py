@@ -138,7 +138,12 @@ def _refuse_other_export(root: Path, old: dict[str, Any], fingerprint: dict[str,
     """Check that an existing export has the content that the command asks for."""
     changed = differences(old, fingerprint)
     if changed:
-        lines = [f"  {key}: {_shorten(old)}, now {_shorten(new)}" for key, old, new in changed]
+        lines = [
+            f"  {key}: {', '.join(old)}; now {', '.join(new)}"
+            if key == "layers" and set(old) != set(new)
+            else f"  {key}: {_shorten(old)}, now {_shorten(new)}"
+            for key, old, new in changed
+        ]
         raise StoreMismatchError(
             f"{root} holds an export of something else:\n"
             + "\n".join(lines)

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 from featx.base import WIDTH, Member, Registry, facts, log_message, print_result, table
@@ -158,6 +159,8 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
         raise ConfigError(
             f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
         )
+    if job.name != "compare":
+        _check_one_store(config, job)
     if job.input is Input.IMAGES:
         _check_gradients(config, job)
     job.check(config)
@@ -345,6 +348,17 @@ def _check_object_store(config: Config, job: Job) -> None:
             f"executor=slurm: out={config.out} lies in an object store, and what the tasks are to "
             "do travels in files. Say where with executor.folder=DIR, on a disk that all machines "
             "see."
+        )
+
+
+def _check_one_store(config: Config, job: Job) -> None:
+    """Refuse a list of stores."""
+    store = config.store or ""
+    is_list = store.startswith("[") or "," in store
+    if is_list and not is_url(store) and not Path(store).exists():
+        raise ConfigError(
+            f"store={store}: job={job.name} reads one store. With -m and store=A,B each is a run "
+            "of its own; job=compare 'store=[A,B]' shows several in one table."
         )
 
 

@@ -16,6 +16,7 @@ from featx.jobs.similarity_files import (
     open_input,
     result_folder,
     write_csv,
+    write_json,
 )
 from featx.store import FeatureStore
 
@@ -49,6 +50,7 @@ def run(config: Config, config_yaml: str) -> int:
         "farthest_in_class": _described(store, found, of_class[: options.show]),
         "file": str(path),
     }
+    write_json(disk, "outliers.json", store, summary)
     rows = [
         ("layer", layer),
         ("distance", f"{found.metric}, mean of the {found.k} nearest rows, standardised values"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from featx.base import WIDTH, command_text, percent_text, shown_path
 from featx.errors import counted
 from featx.storage import parse_path
 from featx.store import layout
+
+_FOLD = re.compile(r"^fold \d+ of \d+: ")
 
 _LAYERS_NAMED = 8
 """Number of layers that a line names."""
@@ -226,12 +229,21 @@ def split_facts(result: dict[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def notes_of_layers(result: dict[str, Any], methods: Sequence[str]) -> list[str]:
-    """Return all notes: those on rows, and those of each layer and method."""
+    """Return all notes: those on rows, and those of layers, a line for equal ones."""
+    places: dict[str, dict[str, int]] = {}
+    for layer, about in result["layers"].items():
+        for method in methods:
+            for note in about[method]["notes"]:
+                of_note = places.setdefault(_FOLD.sub("", note), {})
+                name = f"{layer}, {method}"
+                of_note[name] = of_note.get(name, 0) + int(bool(_FOLD.match(note)))
     of_layers = [
-        f"{layer}, {method}: {note}"
-        for layer, about in result["layers"].items()
-        for method in methods
-        for note in about[method]["notes"]
+        "; ".join(
+            f"{name} ({counted(folds, 'fold')})" if folds else name
+            for name, folds in of_note.items()
+        )
+        + f": {note}"
+        for note, of_note in places.items()
     ]
     return [*result["notes_on_rows"], *of_layers]
 

@@ -59,7 +59,7 @@ def _answer(result: dict[str, Any]) -> str:
         folds = f", with the layer that each fold chose within training ({counts_text(chosen)})"
     seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     answer = (
-        f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
+        f"Chosen layer{seed_text}: {result['layer']} ({result['method']}, by the validation "
         f"rows). {percent_text(result['accuracy'])} of {counted(result['rows'], 'test row')} "
         f"{'is' if result['rows'] == 1 else 'are'} right, 95 % interval "
         f"{interval_text(result['interval'])} %{folds}."
@@ -190,7 +190,7 @@ def _layers_table(config: Config, result: dict[str, Any]) -> Table:
                 yes_or_no(test["told_apart"]),
             ]
         elif tests:
-            cells += ["best", "", "", ""]
+            cells += ["chosen", "", "", ""]
         rows.append(cells)
     header = ["layer", "width", methods[0], "95 % interval", *methods[1:]]
     if not tests:
@@ -200,7 +200,7 @@ def _layers_table(config: Config, result: dict[str, Any]) -> Table:
         "p: exact McNemar test, corrected for the number of layers (Holm); told apart: p < 0.05, "
         "and the interval with the same correction excludes 0."
     )
-    header += ["against\nbest", "95 % interval\nof difference", "p", "told\napart"]
+    header += ["against\nchosen", "95 % interval\nof difference", "p", "told\napart"]
     return Table(header, rows, notes=[note])
 
 
@@ -221,12 +221,12 @@ def _seeds_table(config: Config, result: dict[str, Any]) -> Table:
                 yes_or_no(difference["told_apart"]),
             ]
         elif about["differences"]:
-            cells += ["best", "", "", ""]
+            cells += ["chosen", "", "", ""]
         rows.append(cells)
     header = ["layer", methods[0], "smallest - largest", *methods[1:]]
     note = "Mean ± standard deviation over the splits, in percent."
     if about["differences"]:
-        name = best if len(best) < 12 else "best"
+        name = best if len(best) < 12 else "chosen"
         header += [f"against\n{name}, points", "better in", "p", "told\napart"]
         note += f" {T_TEST}"
     return Table(header, rows, notes=[note])

@@ -28,7 +28,7 @@ def segmentation_sections(config: Config, result: dict[str, Any]) -> list[Sectio
     """Describe the result: the answer, the tables, and what it rests on."""
     height, width = result["masks"]["crop"]
     answer = (
-        f"Best layer: {result['layer']} (linear, chosen on validation images). mIoU "
+        f"Chosen layer: {result['layer']} (linear, by the validation images). mIoU "
         f"{number_text(result['miou'])}, {bootstrap_text(result)}; pixel accuracy "
         f"{number_text(result['pixel_accuracy'])}, mean accuracy "
         f"{number_text(result['mean_accuracy'])}; {result['rows']} test images. These are of the "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 from featx.base import csv_line, log_message
 from featx.config import Config
 from featx.storage import AtomicFolder
-from featx.store import FeatureStore, layout, only_layer, read_result
+from featx.store import FeatureStore, layout, only_layer, read_result, result_json
 
 
 def open_input(config: Config) -> FeatureStore:
@@ -44,6 +44,16 @@ def class_name(store: FeatureStore, row: int) -> str | None:
     """Return the class of a row, or None if it has no label."""
     label = int(store.labels[row])
     return str(store.classes[label]) if label >= 0 else None
+
+
+def write_json(
+    disk: AtomicFolder, name: str, store: FeatureStore, summary: Mapping[str, Any]
+) -> None:
+    """Write a result with the fingerprint of the store, for job=report."""
+    fingerprint = str(store.attrs.get("fingerprint", ""))
+    disk.replace_unlocked(
+        disk.root / name, result_json({"fingerprint": fingerprint, **summary}, indent=1)
+    )
 
 
 def write_csv(file: BinaryIO, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:

@@ -47,7 +47,7 @@ def _answer(result: dict[str, Any]) -> str:
     ]
     seed_text = f" of seed {result['split']['seed']}" if result["seeds"] else ""
     answer = (
-        f"Best layer{seed_text}: {result['layer']} ({result['method']}, chosen on validation "
+        f"Chosen layer{seed_text}: {result['layer']} ({result['method']}, by the validation "
         f"rows). {texts[0]}, {bootstrap_text(result)}; {', '.join(texts[1:])}; "
         f"{result['rows']} test rows.{folds_text(result)}"
     )
@@ -87,12 +87,12 @@ def _seeds_table(config: Config, result: dict[str, Any]) -> Table:
                     yes_or_no(difference["told_apart"]),
                 ]
             elif differences:
-                cells += ["best", "", ""]
+                cells += ["chosen", "", ""]
             rows.append(cells)
     header = ["layer", "method", *(metric.title for metric in metrics)]
     note = "Mean ± standard deviation over the splits."
     if differences:
-        header += [f"{metrics[0].title} against\nbest", "p", "told\napart"]
+        header += [f"{metrics[0].title} against\nchosen", "p", "told\napart"]
         note += f" {T_TEST}"
     return Table(header, rows, left=2, notes=[note])
 

@@ -33,6 +33,7 @@ from .projection import Projection as Projection
 from .projection import StoredReduce as StoredReduce
 from .projection import bound_reduction as bound_reduction
 from .projection import reads_positions as reads_positions
+from .reductions import POOLED as POOLED
 from .reductions import REDUCTIONS as REDUCTIONS
 from .reductions import ProjectionOptions as ProjectionOptions
 from .reductions import WhitenOptions as WhitenOptions

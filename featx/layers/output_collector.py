@@ -63,6 +63,11 @@ class OutputCollector:
             self._views.add(point.name)
 
     @property
+    def vector_names(self) -> tuple[str, ...]:
+        """Captures whose rows are vectors before any reduction."""
+        return tuple(name for name, shape in self._row_shapes.items() if len(shape) == 1)
+
+    @property
     def needs_keys(self) -> bool:
         """Whether a reduction depends on the keys of the images."""
         return any(isinstance(each, KeyedReduction) for each in self._reductions.values())

@@ -59,7 +59,7 @@ REDUCTIONS: Registry[ReductionMember] = Registry("reduce", "featx.layers.reducti
 """All reductions by their names."""
 
 
-_POOLED = ("avg", "max", "gem")
+POOLED = ("avg", "max", "gem")
 """Reductions over positions, which leave a vector as it is."""
 
 
@@ -92,7 +92,7 @@ def reduction(config: ReduceConfig, rows: RowLayout) -> Reduction:
     Raises:
         ReduceError: the reduction does not fit this layout.
     """
-    if config.name in _POOLED and len(rows.shape) == 1:
+    if config.name in POOLED and len(rows.shape) == 1:
         return lambda x: x.clone()  # a vector has no positions; the layer may write to it again
     return REDUCTIONS.get(config.name).bind(config, rows)
 

@@ -102,6 +102,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self.marker = self.root / layout.OVERWRITE_MARKER
         self._config_yaml = config_yaml
         self._known_rows_only = known_rows_only
+        self._num_recomputed = 0
         self._observe = observe
         self._listed: tuple[Source, Listing] | None = None
         self._finished: FinishedRun | None = None
@@ -226,10 +227,11 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
 
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""
-        compute_lost_rows(self.context, self.write_session)
-        check_images(self.context, self.write_session, only_warn=self._known_rows_only)
+        arguments = self.context, self.write_session
+        self._num_recomputed += compute_lost_rows(*arguments)
+        self._num_recomputed += check_images(*arguments, only_warn=self._known_rows_only)
         if self.config.retry_failed:
-            retry_failed_rows(self.context, self.write_session)
+            self._num_recomputed += retry_failed_rows(*arguments)
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the features of a batch."""
@@ -264,6 +266,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
             "failures": len(session.failures),
             "classes": len(session.listing.classes),
             **outcome.metrics.as_dict(),
+            "rows_recomputed": self._num_recomputed,
             "underflow_rows": dict(+outcome.underflow_rows),
             "layers": [spec.name for spec in session.manifest.layers.values()],
             "bytes": session.stored_bytes(),

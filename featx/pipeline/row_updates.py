@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from featx.engine import Engine
 
 
-def check_images(context: RunContext, session: StoreSession, only_warn: bool) -> None:
+def check_images(context: RunContext, session: StoreSession, only_warn: bool) -> int:
     """Compare the images with those that the rows in the store were computed from.
 
     Args:
@@ -44,11 +44,14 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
         only_warn: warn about changed images instead of raising. A repair does so, as it refuses
             nothing that it can fix.
 
+    Returns:
+        number of rows that refresh=true computed again.
+
     Raises:
         StoreMismatchError: images have changed, and refresh=true was not given or could not compute
             all layers of their rows.
     """
-    config, keys = context.config, context.listing.keys
+    config, keys, num_recomputed = context.config, context.listing.keys, 0
     changes = _changes(context, session)
     if changes.num_unknown:
         log_message(
@@ -64,7 +67,8 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
     if config.refresh:
         log_message(f"{changed_text(len(changes.rows))} since their rows were computed")
         rows = _rows_of_requested_runs(session, changes)
-        if len(rows):
+        num_recomputed = len(rows)
+        if num_recomputed:
             _recompute(context, session, rows.tolist(), "refresh")
             changes = _changes(context, session)
     failed = {failure.row for failure in session.failures}
@@ -73,13 +77,14 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
     if changed_failures and not config.retry_failed:
         log_message(f"{changed_failures_text(keys, changed_failures)}")
     if not changed:
-        return
+        return num_recomputed
     pairs = zip(session.manifest.runs, changes.changed, strict=True)
     options = _layers_options([run for run, rows in pairs if np.isin(rows, changed).any()])
     text = changed_images_text(session.root, keys, changed, _refresh_text(options))
     if not only_warn:
         raise StoreMismatchError(text)
     log_message(text, level="warning")
+    return num_recomputed
 
 
 def _refresh_text(layers: Sequence[str]) -> str:
@@ -141,8 +146,11 @@ def _rows_of_requested_runs(session: StoreSession, changes: ImageChanges) -> npt
     )
 
 
-def compute_lost_rows(context: RunContext, session: StoreSession) -> None:
-    """Recompute rows lost with damaged chunks, and merge them with the rows that a repair kept."""
+def compute_lost_rows(context: RunContext, session: StoreSession) -> int:
+    """Recompute rows lost with damaged chunks, and merge them with the rows that a repair kept.
+
+    Returns their number.
+    """
     rows = session.lost_rows()
     if rows:
         log_message(
@@ -150,10 +158,14 @@ def compute_lost_rows(context: RunContext, session: StoreSession) -> None:
             "is computed again"
         )
         _replace_rows(context, session, rows)
+    return len(rows)
 
 
-def retry_failed_rows(context: RunContext, session: StoreSession) -> None:
-    """Read the failed images again, and write the rows of which the outcome has changed."""
+def retry_failed_rows(context: RunContext, session: StoreSession) -> int:
+    """Read the failed images again, and write the rows of which the outcome has changed.
+
+    Returns the number of rows that were computed again.
+    """
     failed = [failure for failure in session.failures if failure.status != Status.NON_FINITE]
     readable, others = [], []
     results = context.loader.results([failure.row for failure in failed])
@@ -168,6 +180,7 @@ def retry_failed_rows(context: RunContext, session: StoreSession) -> None:
     log_message(text)
     if readable or others:
         _recompute(context, session, sorted(readable + others), "retry_failed")
+    return len(readable)
 
 
 def _recompute(

@@ -69,6 +69,7 @@ def list_images(
         if before is not None and known_rows_only and _warn_of_gone_images(before, listing):
             return source, before
         if before is not None:
+            _refuse_fewer_rows(root, before, listing, config)
             listing = merge_listing(root, before, listing)
             if known_rows_only:
                 return source, before
@@ -108,6 +109,18 @@ def _warn_of_gone_images(stored: Listing, listed: Listing) -> bool:
             level="warning",
         )
     return bool(len(gone))
+
+
+def _refuse_fewer_rows(root: Path, stored: Listing, listed: Listing, config: Config) -> None:
+    """Refuse data.limit or data.sample that takes fewer images than the store has."""
+    for option in ("limit", "sample"):
+        number = getattr(config.data, option)
+        if number is not None and len(listed) < len(stored):
+            raise StoreMismatchError(
+                f"data.{option}={number} takes {counted(len(listed), 'image')}, fewer than the "
+                f"{len(stored)} rows that {root} has. Leave it out, give the number of the store, "
+                "or choose out=DIR for a new store."
+            )
 
 
 def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | None:

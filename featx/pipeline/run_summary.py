@@ -14,6 +14,7 @@ import numpy as np
 from featx.base import WIDTH, command_text, facts, shown_path, size_text, table
 from featx.config import Config, TransformConfig, UnpreparedModelConfig
 from featx.errors import counted
+from featx.layers import POOLED
 from featx.storage import parse_path
 from featx.store import layout
 from featx.types import LayerSpec, Listing
@@ -201,7 +202,17 @@ def _layer_rows(context: RunContext, layers: str) -> list[tuple[str, str]]:
     """Rows of the layers, and of those that a preset asks for and that cannot be stored."""
     name = "layers" if "\n" in layers else "layer"
     left_out = [("left out", "\n".join(context.left_out))] if context.left_out else []
-    return [(name, layers), *left_out]
+    return [(name, layers), *left_out, *_unreduced_rows(context)]
+
+
+def _unreduced_rows(context: RunContext) -> list[tuple[str, str]]:
+    """Return a note on vectors, which a reduction over positions leaves as they are."""
+    name, vectors = context.config.reduce.name, context.engine.vector_names
+    if name not in POOLED or not vectors or isinstance(context.config.layers, Mapping):
+        return []
+    listed = ", ".join(sorted(vectors)[:_SHOWN_LAYERS])
+    verb = "has" if len(vectors) == 1 else "have"
+    return [("note", f"{listed} {verb} no positions: reduce={name} leaves a vector as it is")]
 
 
 def layers_text(context: RunContext) -> str:
@@ -256,12 +267,14 @@ def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()
 
 def _verdict(summary: Mapping[str, Any]) -> str:
     """Return a sentence on rows, failures, size and speed, and one on the bottleneck."""
-    rate = summary["images_per_second"]
+    rate, left = summary["images_per_second"], "nothing was left to do"
+    if num_recomputed := summary.get("rows_recomputed"):
+        left = f"{counted(num_recomputed, 'row')} computed again"
     parts = [
         counted(summary["rows"], "row"),
         f"{summary['failures']} failed",
         size_text(summary["bytes"]),
-        f"{rate:.1f} images/s" if rate else "nothing was left to do",
+        f"{rate:.1f} images/s" if rate else left,
     ]
     # A run of which most images failed says nothing about what would make it faster.
     is_telling = summary["bottleneck"] and 2 * summary["failures"] < summary["rows"]

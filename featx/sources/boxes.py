@@ -23,6 +23,9 @@ from featx.types import Box, BoxReader, Listing, Source, Stateful
 COLUMNS = ("path", "x", "y", "width", "height")
 """Required columns of the table. A column `label` is optional."""
 
+_NAMED_LINES = 10
+"""Maximum number of wrong lines that an error describes."""
+
 _BOX_SEPARATOR = b"#"
 """Separator between the key of the image and the box."""
 
@@ -148,24 +151,34 @@ class BoxedSource:
         return f"data.boxes={self._file}: {note}" if "looks like" in note else ""
 
     def _convert_lines(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
-        """Convert the lines of the table one by one."""
+        """Convert the lines of the table one by one; errors of all lines are one error."""
+        problems: list[str] = []
         for line in reader:
             if None in line or None in line.values():
                 number = "more" if None in line else "fewer"
-                raise DataError(
-                    f"data.boxes={self._file}, line {reader.line_num}: there are {number} fields "
-                    "than columns. A delimiter in a field needs quotes; a field may be empty."
+                problems.append(
+                    f"line {reader.line_num}: there are {number} fields than columns. A delimiter "
+                    "in a field needs quotes; a field may be empty."
                 )
+                continue
             numbers = [str(line[name]).strip() for name in COLUMNS[1:]]
             are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)
             if not line["path"] or not are_whole_numbers or 0 in map(int, numbers[2:]):
-                raise DataError(
-                    f"data.boxes={self._file}, line {reader.line_num}: {','.join(numbers)} of "
-                    f"{line['path']!r} is no box; expected x, y, width and height in whole pixels, "
-                    "the last two above 0."
+                problems.append(
+                    f"line {reader.line_num}: {','.join(numbers)} of {line['path']!r} is no box; "
+                    "expected x, y, width and height in whole pixels, the last two above 0."
                 )
+                continue
             image_key = name_bytes(line["path"])
             yield _Line(image_key, box_key(image_key, *map(int, numbers)), line.get("label"))
+        if len(problems) == 1:
+            raise DataError(f"data.boxes={self._file}, {problems[0]}")
+        if problems:
+            more = len(problems) - _NAMED_LINES
+            shown = [*problems[:_NAMED_LINES], *([f"and {more} more"] if more > 0 else [])]
+            raise DataError(
+                f"data.boxes={self._file}: {len(problems)} lines are wrong.\n" + "\n".join(shown)
+            )
 
 
 class ReadBoxes:

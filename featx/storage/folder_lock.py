@@ -61,8 +61,9 @@ def exclusive_lock(path: Path) -> Iterator[int]:
         except BlockingIOError as error:
             holder = os.read(descriptor, 4096).decode(errors="replace").strip()
             raise StoreLockedError(
-                f"{path.parent} is being written by another process: {holder or 'unknown'}. "
-                "Wait for it, stop it, or choose another out=DIR."
+                f"{path.parent} is being written by another process{_holder_text(holder)}. "
+                "job=status shows how far a run is. Wait for it, stop it, or choose another "
+                "out=DIR."
             ) from error
         except OSError as error:
             raise StoreError(
@@ -87,6 +88,15 @@ def exclusive_lock(path: Path) -> Iterator[int]:
             _held.remove(descriptor)
             with contextlib.suppress(OSError):  # no data of the store was written through it
                 os.close(descriptor)
+
+
+def _holder_text(holder: str) -> str:
+    """Return what a lock file says about its holder, for people; '' if it says nothing."""
+    try:
+        values = json.loads(holder)
+        return f", pid {values['pid']} on {values['host']} since {values['since']}"
+    except (ValueError, TypeError, LookupError):
+        return ""
 
 
 def _write_holder(descriptor: int, text: str) -> None:

@@ -75,7 +75,10 @@ def reason_to_keep_parts(stored_bytes: int, free_bytes: int) -> str | None:
         )
     needed = packed_size_bound(stored_bytes)
     if free_bytes < needed:
-        return f"packing needs {needed} bytes and {free_bytes} are free"
+        return (
+            f"packing needs {size_text(needed)}, {size_text(HEADROOM_BYTES)} of them as a reserve "
+            f"for the disk, and {size_text(free_bytes)} are free"
+        )
     return None
 
 

@@ -301,7 +301,12 @@ class FeatureStore:
         nearby = [
             name_text(bytes(keys[row])) for row in rows[max(0, position - 500) : position + 500]
         ]
-        raise KeyError(f"{self.root} has no row {key!r}.{nearest(name_text(wanted), nearby)}")
+        # A path that was typed from another folder ends with the name of the file.
+        name = b"/" + wanted.rpartition(b"/")[2]
+        is_same = np.char.endswith(keys, name) | (keys == name[1:])
+        named = [name_text(bytes(each)) for each in keys[is_same][:5]]
+        near = f" Nearest: {', '.join(named)}." if named else nearest(name_text(wanted), nearby)
+        raise KeyError(f"{self.root} has no row {key!r}.{near}")
 
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Features and labels of all ok rows, as scikit-learn takes them.

@@ -6,6 +6,7 @@ import csv
 import html
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,36 @@ def test_metrics_and_differences_are_those_of_probe_json() -> None:
     assert Path("store/report.html").read_text(encoding="utf-8").count("<li data-true") == wrong
 
 
+def test_errors_are_those_of_the_layer_that_each_fold_chose(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Headline, check, gallery and the text of job=probe name one number of errors."""
+    x, y = blobs(num_rows=150, width=8, signal=0.8)
+    write_store(Path("store"), y, a=x[:, :5], b=x[:, 3:])
+    run_job("probe", store="store", device="cpu", probe={"split": "kfold"})
+    found, printed = json.loads(Path("store/probe.json").read_text()), capsys.readouterr().out
+    assert set(found["layer_of_folds"]) == {"a", "b"}
+    wrong = found["rows"] - found["correct"]
+    of_layer = round((1 - found["layers"][found["layer"]]["linear"]["accuracy"]) * found["rows"])
+    assert wrong != of_layer
+    words = page_of()
+    assert f"{wrong} of {found['rows']} misclassified" in words
+    assert f"24 of {wrong} test images that the linear probe on the layer that its fold" in words
+    assert f"errors {wrong} of {found['rows']}: " in " ".join(printed.split())
+
+
+def test_images_without_a_class_are_named_so() -> None:
+    """Near-duplicates of which one has no label, and captions with their folders."""
+    photos = write_images(Path("photos"))
+    shutil.copy(photos / "cat" / "000.png", photos / "copy.png")
+    extract(photos)
+    words = page_of()
+    assert "cat and no label , cosine 1.000" in words
+    assert "cat/000.png" in words
+    neighbours = words.partition("Nearest neighbours")[2].partition("Near-duplicates")[0]
+    assert len(re.findall(r"(?:cat|dog)/\d+\.png", neighbours)) >= 18
+
+
 def test_numbers_have_a_result_of_their_own() -> None:
     x, y = blobs(90, signal=0.35)
     age = 40 + x[:, 5].astype(float) - x[:, 6]
@@ -76,7 +107,7 @@ def test_several_labels_have_a_result_of_their_own() -> None:
         "probe", store="store", device="cpu", probe={"label_column": "tags", "task": "multilabel"}
     )
     found, words = json.loads(Path("store/probe.json").read_text()), page_of()
-    assert f"mAP of the linear probe of tags on the best layer, {found['layer']}" in words
+    assert f"mAP of the linear probe of tags on the chosen layer, {found['layer']}" in words
     lines = Path("store/probe/predictions.csv").read_text(encoding="utf-8").splitlines()
     rows = list(csv.DictReader(lines))
     mine = [row for row in rows if row["layer"] == found["layer"]]

@@ -75,6 +75,8 @@ CALLS = [
     ),
     Call("duplicates", {"store": "store", "layers": "conv", "out": "near"}),
     Call("outliers", {"store": "store", "layers": "conv", "out": "near"}),
+    Call("mislabelled", {"store": "store", "layers": "conv", "out": "near", "device": "cpu"}),
+    Call("compare", {"store": "[store,probed]", "out": "compared"}),
     Call("cka", {"store": "store", "out": "near"}),
     Call("distance", {"store": "store", "distance": {"other_store": "store", "subsets": 2}}),
     Call("export", {"store": "store", "out": "exported"}),

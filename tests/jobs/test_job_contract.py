@@ -104,6 +104,17 @@ class TestOutliers(_Job):
 
 
 @pytest.mark.slow
+class TestMislabelled(_Job):
+    name = "mislabelled"
+    arguments = (*STORE, "layers=head")
+
+
+@pytest.mark.slow
+class TestCompare(_Job):
+    name = "compare"
+
+
+@pytest.mark.slow
 class TestNeighbors(_Job):
     name = "neighbors"
     arguments = (*STORE, "layers=head")

@@ -133,7 +133,7 @@ def test_a_running_writer_is_told_by_its_pid(photos: Path) -> None:
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "held\n"
-        with pytest.raises(StoreLockedError, match=f'"pid": {writer.pid}') as refused:
+        with pytest.raises(StoreLockedError, match=f"pid {writer.pid} on ") as refused:
             run_job("pack", out="store")
     finally:
         writer.kill()

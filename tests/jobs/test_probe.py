@@ -155,6 +155,10 @@ def test_a_note_on_one_fold_says_so(
     write_store(Path("store"), Y, x=X)
     notes = probe(capsys, split="kfold", folds=3)["notes"]
     assert [note[:25] for note in notes] == [f"fold {i} of 3: the best l2," for i in (1, 2, 3)]
+    run_job("probe", store="store", device="cpu", probe={"split": "kfold", "folds": 3})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("the best l2,") == 1
+    assert "x, linear (3 folds): the best l2," in printed
 
 
 def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,7 +302,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
     run_job("probe", store="store", probe={"split": "kfold", "shots": [2]})
     out = capsys.readouterr().out
-    for text in ("Best layer: x", "95 % interval", "folds       mean", "Few-shot", "job=predict"):
+    for text in ("Chosen layer: x", "95 % interval", "folds       mean", "Few-shot", "job=predict"):
         assert text in out
 
 

@@ -75,9 +75,7 @@ def test_numbers_are_ridge_regression_and_its_metrics(capsys: pytest.CaptureFixt
     assert predicted == pytest.approx(fitted.predict(scaler.transform(X[test])), rel=1e-4)
     assert about["l2"] == min(about["sweep"], key=lambda trial: trial["loss"])["l2"]
     assert found["layer"] == "x"
-    assert out.startswith(
-        f"Best layer: x (linear, chosen on validation rows). R2 {about['r2']:.3f}"
-    )
+    assert out.startswith(f"Chosen layer: x (linear, by the validation rows). R2 {about['r2']:.3f}")
     low, high = found["interval"]
     assert low < about["r2"] < high
     expected = stats.bootstrap(
@@ -383,7 +381,7 @@ def test_the_result_fits_into_a_terminal_and_the_report_has_it(
     probe(label_column=column, task=task, method=["linear", "knn"], split="kfold", folds=2)
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if len(line) > WIDTH] == []
-    assert out.startswith("Best layer: ")
+    assert out.startswith("Chosen layer: ")
     featx.write_report(store="store", report={"thumbnails": 0, "tsne": False})
     page = Path("store/report.html").read_text(encoding="utf-8")
     assert f"probe of <code>{column}</code> on" in page

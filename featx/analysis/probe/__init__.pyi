@@ -8,4 +8,6 @@ from .leakage import MIN_FEATURES as MIN_FEATURES
 from .leakage import NEAR_COSINE as NEAR_COSINE
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
+from .mislabelled import JudgedLabels as JudgedLabels
+from .mislabelled import judge_labels as judge_labels
 from .run import run_probe as run_probe

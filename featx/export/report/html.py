@@ -54,7 +54,7 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
     )
     environment.filters |= {
         "number": number, "count": count, "percent": percent, "share": share,
-        "seconds": time_text, "file_name": file_name, "p_value": p_value, "tally": tally,
+        "seconds": time_text, "short_key": short_key, "p_value": p_value, "tally": tally,
         "metric": metric, "between": between, "spread": spread,
     }  # fmt: skip
     sources = [_text(name) for name in scripts]
@@ -158,9 +158,10 @@ def share(value: float, of: float = 1) -> float:
     return round(100 * value / of, 2) if of > 0 else 0.0
 
 
-def file_name(key: str) -> str:
-    """Return the last part of a key."""
-    return key.rstrip("/").rpartition("/")[2] or key
+def short_key(key: str) -> str:
+    """Return the last two parts of a key: names such as 0001.jpg occur in several folders."""
+    parts = [part for part in key.split("/") if part]
+    return "/".join(parts[-2:]) or key
 
 
 def _text(name: str) -> str:

@@ -39,6 +39,7 @@ from featx.export.report.layers import (
 )
 from featx.export.report.probe_results import ROLES, Probes, malformed, probes_of
 from featx.export.report.provenance import STAGES, provenance_of, reasons_of, speed_of
+from featx.export.report.rankings import rankings_of
 from featx.export.report.similar_rows import (
     find_duplicates,
     hard_queries,
@@ -90,6 +91,7 @@ class Page:
         # Images are read before the slow steps, because one that crashes its decoder restarts the
         # job.
         self.neighbours = self._neighbours(ok, config) if len(ok) > 1 else None
+        self.rankings = rankings_of(store, log)
         self.thumbnails = self._thumbnails(config)
         log(f"statistics of {len(layers)} layers over {len(self.rows)} of {len(ok)} ok rows")
         self.statistics = {
@@ -180,6 +182,7 @@ class Page:
         sections = [([row for row in errors if row is not None], False)]
         sections += [(each["shown"], each["partial"]) for each in self.reasons if each["opened"]]
         sections += [([each["first"], each["second"]], False) for each in self.duplicates["pairs"]]
+        sections += [(list(each.captions), False) for each in self.rankings]
         near = self.neighbours or {"hard": [], "random": []}
         sections += [
             ([row, *(each["row"] for each in nearest)], False)

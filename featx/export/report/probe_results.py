@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,11 @@ class TestPredictions:
     Attributes:
         roles: (N,) index into ROLES of each row of the store.
         wrong: layer -> {row: predicted class} of its errors, with the first method.
-        errors: errors of the best layer, the largest probability first. Each has `row` (None if it
-            belongs to another store), `cell` (its key as in the file), `key` (an absolute path
-            without its folders), `true`, `predicted`, and `p_true` and `p_predicted` or None.
-        confidence: mean probability of the predicted class with the best layer, or None.
+        errors: errors of the layer that each fold chose, the largest probability first. Each has
+            `row` (None if it belongs to another store), `cell` (its key as in the file), `key` (an
+            absolute path without its folders), `true`, `predicted`, and `p_true` and `p_predicted`
+            or None.
+        confidence: mean probability of the predicted class with these layers, or None.
         test_store: path of the other store whose rows were tested, or None.
     """
 
@@ -190,6 +191,7 @@ def read_predictions(
     wrong: dict[str, dict[int, str]] = {layer: {} for layer in result["layers"]}
     errors: list[dict[str, Any]] = []
     confidences = []
+    layers = result.get("layer_of_folds") or [result["layer"]]
     row_of_cell = {csv_cell(key): row for key, row in row_of.items()}
     for line in lines:
         test = line["split"] == "test"
@@ -198,15 +200,15 @@ def read_predictions(
             roles[row] = _ROLE_OF[line["split"]]
         if not test or line["method"] != result["method"]:
             continue
-        is_best = line["layer"] == result["layer"]
-        if is_best and line["p_predicted"]:
+        is_chosen = line["layer"] == _layer_of_fold(layers, line)
+        if is_chosen and line["p_predicted"]:
             confidences.append(float(line["p_predicted"]))
         if line["true"] == line["predicted"]:
             continue
         predicted = as_utf8(line["predicted"])
         if row is not None:
             wrong[line["layer"]][row] = predicted
-        if is_best:
+        if is_chosen:
             errors.append(
                 {
                     "row": row,
@@ -233,12 +235,17 @@ def read_values(result: Mapping[str, Any], folder: Path) -> ValuePredictions:
     layers = result.get("layer_of_folds") or [result["layer"]]
     truth, predicted = [], []
     for line in _lines(result, folder) or ():
-        layer = layers[min(int(line["fold"] or 1), len(layers)) - 1]
-        if (line["layer"], line["method"]) == (layer, result["method"]):
+        chosen = (_layer_of_fold(layers, line), result["method"])
+        if (line["layer"], line["method"]) == chosen:
             truth.append([float(line[name]) for name in true_columns])
             predicted.append([float(line[name]) for name in predicted_columns])
     shape = len(truth), len(true_columns)
     return ValuePredictions(np.reshape(truth, shape), np.reshape(predicted, shape))
+
+
+def _layer_of_fold(layers: Sequence[str], line: Mapping[str, str]) -> str:
+    """Return the layer that the fold of a line chose; with a single one that layer."""
+    return layers[min(int(line["fold"] or 1), len(layers)) - 1]
 
 
 def _lines(result: Mapping[str, Any], folder: Path) -> list[dict[str, str]] | None:

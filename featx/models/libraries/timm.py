@@ -17,6 +17,7 @@ from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, firs
 from featx.models.catalogue import is_known, known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
+from featx.models.name_hints import hint
 from featx.models.timm_metadata import timm_classes, timm_stages
 
 if TYPE_CHECKING:
@@ -146,6 +147,23 @@ def _own_names() -> list[str]:
     return timm.list_models()
 
 
+def _refuse_other_weights(old: str, name: str) -> None:
+    """Refuse a deprecated name whose weights timm has under a tag that it no longer loads for it.
+
+    timm loads resmlp_12_224.fb_in1k for resmlp_12_224_dino, whose weights are
+    resmlp_12_224.fb_dino.
+    """
+    import timm
+
+    word = old.removeprefix(f"{name}_")
+    tagged = [each for each in timm.list_pretrained(f"{name}.*") if word in each.partition(".")[2]]
+    if "." not in name and word != old and tagged:
+        raise ConfigError(
+            f"model.name={old} is a deprecated name of timm, which would load other weights for "
+            f"it than the name says. Give model={' or model='.join(tagged)}."
+        )
+
+
 def _tagged_name(config: TimmOptions) -> str:
     """Return the name of a model with the tag of its weights, or of weights that a file is like."""
     import timm
@@ -153,6 +171,7 @@ def _tagged_name(config: TimmOptions) -> str:
 
     name = str(_deprecated_models.get(config.name) or config.name)
     if name != config.name:
+        _refuse_other_weights(config.name, name)
         text = f"model.name={config.name} is a deprecated name of timm, which loads {name} for it"
         log_message(text, level="warning")
     if config.weights_like is not None:
@@ -222,7 +241,7 @@ def _create_offline(
     if name.startswith(_LOCAL):
         _check_folder(name)
     elif ":" in name:
-        with _weights_errors(name, None):
+        with _weights_errors(name, None, is_random=True):
             return _create(name, False, args, size, seed)
     return _create(name, False, args, size, seed)
 
@@ -305,11 +324,12 @@ def _check_folder(name: str) -> None:
 
 
 @contextlib.contextmanager
-def _weights_errors(name: str, cfg: Any) -> Iterator[None]:
+def _weights_errors(name: str, cfg: Any, is_random: bool = False) -> Iterator[None]:
     """Turn errors of downloading and loading weights into a WeightsError that says what to do.
 
     If the name of the hub cannot be resolved, the error is raised at once. `cfg` is timm's config
-    of the weights; a model of a folder or of the hub has none.
+    of the weights; a model of a folder or of the hub has none. With `is_random` only the
+    config.json of the model is read.
     """
     import torch
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
@@ -347,6 +367,14 @@ def _weights_errors(name: str, cfg: Any) -> Iterator[None]:
         weights, advice = str(url), f"download {url}"
         if repository:
             weights, advice = f"{repository}/{files[0]}", f"run `hf download {repository}`"
+        if is_random:
+            raise WeightsError(
+                f"{weights}, which says what {name} is, is not on this machine and cannot be "
+                f"downloaded ({first_line(error)}). Looked in {place} and at {ENDPOINT}. Either "
+                f"{advice} on a machine with internet access and copy the result into that folder, "
+                "or name a model of timm without hf-hub:, which needs no file for random weights."
+                f"{hint(str(repository)) if '/' in str(repository) else ''}"
+            ) from error
         raise WeightsError(
             f"the weights {weights} of {name} are not on this machine and cannot be downloaded "
             f"({first_line(error)}). Looked in {place} and at {ENDPOINT if repository else url}. "

@@ -10,7 +10,7 @@ from annotated_types import MinLen
 
 from featx.base import log_message, num_cpus
 from featx.config import Config, ExecutorConfig, NaturalNumber, options
-from featx.errors import ConfigError
+from featx.errors import ConfigError, counted
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
@@ -69,12 +69,15 @@ def _warn(context: RunContext, num_workers: int) -> None:
     """Warn about too many threads, and about GPUs of different models."""
     threads = context.parallelism.threads or 0
     if threads * num_workers > num_cpus():
-        log_message(
-            f"{num_workers} workers of {threads} threads share {num_cpus()} CPUs. The "
-            "store was started with this number of threads per worker, and the last bits of its "
-            "rows depend on it; overwrite=true starts a new store with fewer threads.",
-            level="warning",
-        )
+        text = f"{num_workers} workers of {counted(threads, 'thread')} share {num_cpus()} CPUs. "
+        if threads == 1:
+            text += f"executor.workers={num_cpus()} is as many as have a CPU of their own."
+        else:
+            text += (
+                "The store was started with this number of threads per worker, and the last bits "
+                "of its rows depend on it; overwrite=true starts a new store with fewer threads."
+            )
+        log_message(text, level="warning")
     if context.engine.device.type == "cuda":
         import torch
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from featx import errors
-from featx.base import Progress
-from featx.errors import FeatxError, RunError
+from featx.base import Progress, log_message
+from featx.errors import FeatxError, RunError, counted
 from featx.pipeline.executors.part_claims import (
     CLAIMS,
     assign,
@@ -109,6 +109,13 @@ class WorkerPool(ABC):
             kind=kind,
             outlives_driver=outlives_driver,
         )
+        num_parts, num_rows = len(spec.parts), sum(map(len, spec.parts))
+        if 0 < num_parts < num_workers:
+            log_message(
+                f"{counted(num_rows, 'row')} in {counted(num_parts, 'part')}, and {num_workers} "
+                "workers: the others have no work. A smaller part_rows, with overwrite=true, makes "
+                "more parts."
+            )
         self.session = session
         self._jobs = folder if folder.is_relative_to(session.root.absolute()) else None
         self.heartbeat = Heartbeat(session.disk, DRIVER)

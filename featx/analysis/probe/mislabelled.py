@@ -1,0 +1,170 @@
+"""Labels that a probe contradicts: out-of-fold probabilities of the given labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.analysis.probe import methods
+from featx.analysis.probe.labelled_rows import SEPARATOR, LabelledRows, labelled_rows, task_kind
+from featx.analysis.probe.layer_rows import Features, layer_vectors, threads_for
+from featx.analysis.probe.metrics import Ints, Matrix, require_scikit_learn
+from featx.analysis.probe.splits import RowSplits, check_split, small_classes, split_rows
+from featx.base import choose_device, exact_cuda
+from featx.config import ProbeConfig
+from featx.errors import ConfigError, DataError, counted
+from featx.store import FeatureStore
+
+_TOLERANCE = 1e-6
+"""Amount by which a probability may be below the threshold of its class, as in cleanlab."""
+
+
+@dataclass(frozen=True)
+class JudgedLabels:
+    """Labels of rows, and what a probe says that was fitted without these rows.
+
+    Attributes:
+        rows: (n,) int64 judged rows of the store, increasing.
+        labels: (n,) int64 given class of each, in [0, C).
+        probabilities: (n, C) probability of each class, from the fold that did not train on the
+            row.
+        classes: C names.
+        folds: number of folds.
+        notes: sentences about rows that were left out.
+    """
+
+    rows: Ints
+    labels: Ints
+    probabilities: Matrix
+    classes: tuple[str, ...]
+    folds: int
+    notes: tuple[str, ...]
+
+    @property
+    def confidences(self) -> npt.NDArray[np.float64]:
+        """(n,) probability of the given label; the smallest are the least credible labels."""
+        given: npt.NDArray[np.float64] = self.probabilities[np.arange(len(self.rows)), self.labels]
+        return given
+
+    @property
+    def predicted(self) -> Ints:
+        """(n,) most probable class."""
+        classes: Ints = self.probabilities.argmax(1).astype(np.int64)
+        return classes
+
+    @property
+    def are_doubtful(self) -> npt.NDArray[np.bool_]:
+        """(n,) whether the given label is off the diagonal of the confident joint.
+
+        A class is confident in a row if its probability reaches the mean over the rows with that
+        label. A label is doubtful if the most probable class is another one, and so is the
+        confident one (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating
+        Uncertainty in Dataset Labels, JAIR 70, 2021; cleanlab's filter_by='confident_learning').
+        """
+        thresholds = np.full(len(self.classes), np.inf)
+        for label in np.unique(self.labels).tolist():
+            thresholds[label] = self.probabilities[self.labels == label, label].mean()
+        is_confident = self.probabilities >= thresholds - _TOLERANCE
+        several = is_confident.sum(1) > 1
+        confident = np.where(several, self.predicted, is_confident.argmax(1))
+        is_other = is_confident.any(1) & (confident != self.labels)
+        doubtful: npt.NDArray[np.bool_] = is_other & (self.predicted != self.labels)
+        return doubtful
+
+
+def judge_labels(
+    store: FeatureStore,
+    layer: str,
+    folds: int = 5,
+    label_column: str | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    on_progress: Callable[[int], None] = lambda folds: None,
+) -> JudgedLabels:
+    """Predict each labelled row by the linear probe of job=probe, fitted on the other folds.
+
+    The folds, the choice of the penalty and the probabilities are those of job=probe with
+    probe.split=kfold.
+
+    Args:
+        store: open store.
+        layer: name of the layer.
+        folds: number of folds.
+        label_column: column of the store with the labels; None takes the store's labels.
+        seed: seed of the folds.
+        device: 'auto', 'cpu', 'cuda', ...
+        on_progress: called with 1 after each fold.
+
+    Raises:
+        MissingExtraError: scikit-learn is not installed.
+        DataError: there are no labels or too few, or they are no classes.
+        StoreError: rows of the store are missing.
+        LayerError: the store has no such layer.
+    """
+    require_scikit_learn()
+    options = ProbeConfig(split="kfold", folds=folds, label_column=label_column)
+    labelled = _rows_with_one_class(store, options)
+    chosen = choose_device(device)
+    splits = _splits(labelled, options, seed)
+    features = Features([layer_vectors(labelled, layer)], chosen, options.memory_gib * (1 << 30))
+    problem = methods.Problem(features, labelled.y, len(labelled.classes), options, seed)
+    probabilities = np.full((len(labelled.rows), len(labelled.classes)), np.nan)
+    with threads_for(len(features) * features.width, chosen), torch.no_grad(), exact_cuda:
+        for split in splits.splits:
+            fitted = methods.fit(problem, "linear", split)
+            probabilities[split.test] = fitted.scores(split.test)
+            on_progress(1)
+    judged = np.sort(splits.test_places)
+    return JudgedLabels(
+        rows=labelled.rows[judged],
+        labels=labelled.y[judged],
+        probabilities=probabilities[judged],
+        classes=labelled.classes,
+        folds=folds,
+        notes=(*labelled.notes, *splits.notes, *small_classes(labelled, splits.groups, folds)),
+    )
+
+
+def _rows_with_one_class(store: FeatureStore, options: ProbeConfig) -> LabelledRows:
+    """Return the labelled rows, or say why a label cannot be judged."""
+    column = options.label_column
+    name = "the label of a row" if column is None else f"mislabelled.label_column={column}"
+    if task_kind(store, options).name != "classification":
+        raise DataError(
+            f"{name} is a number with a fraction. job=mislabelled judges classes, of which one is "
+            "right; job=probe probe.task=regression predicts numbers, and "
+            "probe/predictions.csv has the true and the predicted one."
+        )
+    labelled = labelled_rows(store, column)
+    several = [each for each in labelled.classes if SEPARATOR in each]
+    if several:
+        raise DataError(
+            f"{name} is a list of several labels, such as {several[0]!r}. job=mislabelled judges "
+            "one label a row; job=probe probe.task=multilabel predicts several, and "
+            "probe/predictions.csv has the probability of each."
+        )
+    if len(labelled.classes) < 2:
+        raise DataError(
+            f"{store.root} has rows of the class {labelled.classes[0]!r} only; a label can be "
+            "wrong where there are two classes or more."
+        )
+    return labelled
+
+
+def _splits(labelled: LabelledRows, options: ProbeConfig, seed: int) -> RowSplits:
+    """Divide the rows into folds that a probe can be fitted on."""
+    try:
+        splits = split_rows(options, seed, labelled)
+        for split in splits.splits:
+            check_split(split, labelled.y, labelled.classes, "row")
+    except DataError as error:
+        raise ConfigError(
+            f"mislabelled.folds={options.folds}: {counted(len(labelled.rows), 'labelled row')} of "
+            f"{len(labelled.classes)} classes cannot be divided into so many folds that each have "
+            "rows to train on and to test. Give fewer folds, or more images of a class."
+        ) from error
+    return splits

@@ -1,0 +1,128 @@
+"""job=mislabelled: labelled rows whose label a probe finds improbable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.base import CountProgress
+from featx.config import Config, MislabelledConfig
+from featx.errors import counted
+from featx.jobs.base import JOBS, Input, Job, Table, print_summary
+from featx.jobs.similarity_files import (
+    chosen_layer,
+    open_input,
+    result_folder,
+    write_csv,
+    write_json,
+)
+from featx.store import FeatureStore
+
+if TYPE_CHECKING:
+    from featx.analysis.probe import JudgedLabels
+
+_HEADER = ("rank", "row", "key", "label", "p_label", "predicted", "p_predicted", "doubtful")
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Judge all labels, write them to mislabelled.csv, and print the least credible ones."""
+    from featx.analysis.probe import judge_labels  # which imports torch
+
+    store, options = open_input(config), config.mislabelled
+    layer = chosen_layer(store, config)
+    with CountProgress("folds") as progress:
+        progress.begin(options.folds)
+        judged = judge_labels(
+            store,
+            layer,
+            options.folds,
+            options.label_column,
+            config.seed,
+            config.device,
+            progress.step,
+        )
+    disk = result_folder(store, config)
+    order = np.argsort(judged.confidences, kind="stable")
+    path = disk.root / "mislabelled.csv"
+    with disk.stream_file(path) as file:
+        write_csv(file, _HEADER, (_line(store, judged, *pair) for pair in enumerate(order, 1)))
+    num_doubtful = int(judged.are_doubtful.sum())
+    summary: dict[str, Any] = {
+        "layer": layer,
+        "label_column": options.label_column,
+        "folds": judged.folds,
+        "seed": config.seed,
+        "rows": len(judged.rows),
+        "accuracy": float((judged.predicted == judged.labels).mean()),
+        "doubtful": num_doubtful,
+        "least_credible": _described(store, judged, order[: options.show]),
+        "notes": list(judged.notes),
+        "file": str(path),
+    }
+    write_json(disk, "mislabelled.json", store, summary)
+    rows = [
+        ("layer", layer),
+        ("probe", f"linear, {judged.folds} folds; {summary['accuracy']:.1%} of the labels agree"),
+        ("rows", counted(len(judged.rows), "labelled row")),
+        ("doubtful", f"{num_doubtful} (confident in another class)"),
+        ("notes", "\n".join(judged.notes) or None),
+        ("file", str(path)),
+    ]
+    print_summary(config, summary, rows, _table(summary["least_credible"]))
+    return 0
+
+
+def _line(store: FeatureStore, judged: JudgedLabels, rank: int, place: int) -> tuple[Any, ...]:
+    """Return a line of mislabelled.csv."""
+    one = _described(store, judged, np.array([place]))[0]
+    return (
+        *(rank, one["row"], one["key"], one["label"], f"{one['p_label']:.6g}"),
+        *(one["predicted"], f"{one['p_predicted']:.6g}", "yes" if one["doubtful"] else ""),
+    )
+
+
+def _described(
+    store: FeatureStore, judged: JudgedLabels, places: npt.NDArray[np.int64]
+) -> list[dict[str, Any]]:
+    """Describe rows as JSON types."""
+    confidences, predicted, doubtful = judged.confidences, judged.predicted, judged.are_doubtful
+    return [
+        {
+            "row": int(judged.rows[place]),
+            "key": str(store.keys[judged.rows[place]]),
+            "label": judged.classes[judged.labels[place]],
+            "p_label": float(confidences[place]),
+            "predicted": judged.classes[predicted[place]],
+            "p_predicted": float(judged.probabilities[place, predicted[place]]),
+            "doubtful": bool(doubtful[place]),
+        }
+        for place in places.tolist()
+    ]
+
+
+def _table(described: list[dict[str, Any]]) -> Table:
+    """Return the rows with the least credible labels."""
+    cells = [
+        (
+            *(one["key"], one["label"], f"{one['p_label']:.4f}", one["predicted"]),
+            *(f"{one['p_predicted']:.4f}", "yes" if one["doubtful"] else ""),
+        )
+        for one in described
+    ]
+    header = ("least credible label", "label", "p", "predicted", "p", "doubtful")
+    return Table(header, cells, left=2)
+
+
+JOBS.register(
+    Job(
+        "mislabelled",
+        "Find rows of a labelled store whose label is improbable to a probe of the other rows.",
+        MislabelledConfig,
+        run=run,
+        input=Input.STORE,
+        reads=("job.json", "out", "layers", "device", "seed"),
+        why="it reads an existing store; `layers` selects its layers",
+    )
+)

@@ -1,0 +1,142 @@
+"""job=compare: one table over several stores, against their own files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_store import make_run
+from probe_job import probe
+from probe_problem import blobs, write_store
+from tiny_model import run_job
+
+from featx.errors import ConfigError, StoreError, nearest
+from featx.store import read_result, result_json
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def ask(capsys: pytest.CaptureFixture[str], store: str, **keys: Any) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run_job("compare", json=True, store=store, **keys) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def lines_of(path: str) -> list[dict[str, str]]:
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_two_stores() -> None:
+    x, y = blobs(num_rows=90, width=6)
+    write_store(Path("runs/a"), y, failed=(4, 7), x=x, half=x[:, :3])
+    write_store(Path("runs/b"), y, failed=(4, 7), x=x[:, ::-1])
+
+
+def test_a_probed_store_and_one_without(capsys: pytest.CaptureFixture[str]) -> None:
+    write_two_stores()
+    entry = probe(store="runs/a")
+    found = ask(capsys, "[runs/a, runs/b]")
+    assert found["notes"] == []
+    a, b = lines_of("runs/compare.csv")
+    assert (a["layers"], b["layers"]) == ("half x", "x")
+    assert (a["rows"], a["failed"], a["complete"]) == ("90", "2", "yes")
+    assert (a["probe_layer"], a["metric"]) == (entry["layer"], "accuracy")
+    assert float(a["value"]) == entry["accuracy"]
+    assert [float(a["interval_low"]), float(a["interval_high"])] == entry["interval"]
+    assert int(a["test_rows"]) == entry["rows"]
+    assert a["width"] == str({"half": 3, "x": 6}[entry["layer"]])
+    assert int(a["bytes"]) == 90 * (6 + 3) * 4
+    assert (b["width"], b["value"], b["probe_layer"]) == ("6", "", "")
+    assert found["stores"][1]["probe"] is None
+    run_job("compare", store="[runs/a,runs/b]")
+    text = capsys.readouterr().out
+    assert f"{100 * entry['accuracy']:.1f} %" in text
+    assert "compare.csv" in text
+
+
+def test_probes_of_the_same_rows_and_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    write_two_stores()
+    probe(store="runs/a")
+    probe(store="runs/b")
+    (note,) = ask(capsys, "[runs/a,runs/b]")["notes"]
+    assert note.startswith("job=probe store=runs/b probe.compare_store=runs/a tests whether")
+    probe(store="runs/b", split="kfold")
+    (note,) = ask(capsys, "[runs/a,runs/b]")["notes"]
+    assert "different splits" in note
+
+
+def test_numbers_have_their_own_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = blobs(num_rows=90, width=6)
+    write_store(Path("store"), y, {"age": x[:, 0].astype("f8")}, x=x)
+    entry = probe(label_column="age", l2=0.1)
+    (line,) = lines_of(ask(capsys, "store")["file"])
+    assert (line["metric"], float(line["value"])) == ("r2", entry["r2"])
+    run_job("compare", store="store")
+    assert f"{entry['r2']:.3f}" in capsys.readouterr().out
+
+
+def test_a_pattern_takes_what_is_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+    write_two_stores()
+    Path("runs/notes").mkdir()
+    Path("runs/broken").mkdir()
+    Path("runs/broken/featx.json").write_text("{")
+    found = ask(capsys, "runs/*", out="table")
+    assert [Path(each["store"]).name for each in found["stores"]] == ["a", "b"]
+    assert found["file"].endswith("table/compare.csv")
+    (note,) = found["notes"]
+    assert note.startswith("left out: ")
+    with pytest.raises(ConfigError, match="no store has such a path"):
+        ask(capsys, "nothing/*")
+    with pytest.raises(StoreError):
+        ask(capsys, "[runs/a,runs/missing]")
+
+
+def test_other_images_and_labels_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(40, 8).write(Path("runs/a"))
+    make_run(30, 8).write(Path("runs/b"))
+    run = make_run(40, 8)
+    labels = run.listing.labels.copy()
+    labels[3] = 1 - labels[3]
+    replace(run, listing=replace(run.listing, labels=labels)).write(Path("runs/c"))
+    keys = [set(each.listing.keys.tolist()) for each in (make_run(40, 8), make_run(30, 8))]
+    first, second = ask(capsys, "[runs/a,runs/b,runs/c]")["notes"]
+    assert first.startswith("runs/b is of other images than runs/a: ")
+    assert f"{len(keys[0] & keys[1])} of its 30 keys" in first
+    assert second == "runs/c has other labels than runs/a"
+
+
+def test_a_probe_of_another_state_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    write_two_stores()
+    probe(store="runs/a")
+    path = Path("runs/a/probe.json")
+    path.write_bytes(result_json({**read_result(path), "fingerprint": "other"}, 1))
+    found = ask(capsys, "[runs/a,runs/b]")
+    assert found["stores"][0]["probe"] is None
+    assert "another state" in found["notes"][0]
+
+
+@pytest.mark.parametrize("store", ["[runs/a,runs/b]", "runs/a,runs/b"])
+def test_other_jobs_take_one_store(store: str) -> None:
+    with pytest.raises(ConfigError, match=r"job=probe reads one store.*job=compare"):
+        run_job("probe", store=store)
+
+
+@pytest.mark.parametrize(
+    ("word", "job"),
+    [
+        *(("anomalies", "outliers"), ("anomaly", "outliers"), ("knn", "neighbors")),
+        *(("similar", "neighbors"), ("mislabeled", "mislabelled"), ("classify", "probe")),
+        *(("outlier", "outliers"), ("neighbours", "neighbors"), ("comparison", "compare")),
+    ],
+)
+def test_words_that_people_type_name_a_job(word: str, job: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_job(word, store="store")
+    assert f"Nearest: {job}" in str(caught.value)
+    assert nearest(word, ["fp32"]) == ""

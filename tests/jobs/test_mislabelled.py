@@ -1,0 +1,227 @@
+"""job=mislabelled: planted wrong labels, against scikit-learn, plain numpy and cleanlab."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from probe_problem import blobs, write_store
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from tiny_model import run_job
+
+import featx
+from featx.analysis.probe import JudgedLabels, judge_labels
+from featx.errors import ConfigError, DataError
+from featx.store import read_result, result_json
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+PLANTED = (4, 31, 77, 102, 140, 199)
+"""Rows whose label is replaced by the next class."""
+
+
+def planted_store(**options: Any) -> np.ndarray:
+    """Write a store of three clouds with some wrong labels; returns the labels as written."""
+    x, y = blobs(num_rows=210, signal=2.0)
+    given = y.copy()
+    given[list(PLANTED)] = (y[list(PLANTED)] + 1) % 3
+    write_store(Path("store"), given, failed=(8,), x=x, **options)
+    return given
+
+
+def rows_of(path: str) -> list[dict[str, str]]:
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def ask(**options: Any) -> None:
+    keys: dict[str, Any] = {"layers": "x", "device": "cpu"}
+    assert run_job("mislabelled", json=True, store="store", **keys, **options) == 0
+
+
+def test_planted_labels_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    planted_store()
+    ask(mislabelled={"show": 6})
+    summary = json.loads(capsys.readouterr().out)
+    first = {one["row"] for one in summary["least_credible"]}
+    assert first == set(PLANTED)
+    lines = rows_of("store/mislabelled/mislabelled.csv")
+    assert [line["rank"] for line in lines] == [str(i) for i in range(1, 210)]
+    confidences = [float(line["p_label"]) for line in lines]
+    assert confidences == sorted(confidences)
+    assert "8" not in {line["row"] for line in lines}
+    doubtful = {int(line["row"]) for line in lines if line["doubtful"]}
+    assert len(doubtful) == summary["doubtful"]
+    assert len(doubtful & first) >= 4
+    assert len(doubtful - first) <= 1
+    assert summary["notes"] == ["1 failed row is left out"]
+    run_job("mislabelled", store="store", layers="x", device="cpu")
+    assert "least credible label" in capsys.readouterr().out
+
+
+def test_probabilities_are_those_of_the_probe() -> None:
+    """The same folds, penalties and probabilities as job=probe probe.split=kfold."""
+    planted_store()
+    options = {"split": "kfold", "folds": 4}
+    assert run_job("probe", store="store", layers="x", device="cpu", seed=3, probe=options) == 0
+    judged = judge_labels(featx.open("store"), "x", 4, seed=3, device="cpu")
+    tested = {line["key"]: line for line in rows_of("store/probe/predictions.csv")}
+    keys = featx.open("store").keys
+    assert len(tested) == len(judged.rows)
+    for place, row in enumerate(judged.rows.tolist()):
+        line = tested[str(keys[row])]
+        assert float(line["p_true"]) == pytest.approx(judged.confidences[place], abs=1e-12)
+
+
+def test_probabilities_are_those_of_scikit_learn() -> None:
+    """A logistic regression of scikit-learn on the other folds, with the penalty of each fold."""
+    given = planted_store()
+    options = {"split": "kfold"}
+    assert run_job("probe", store="store", layers="x", device="cpu", probe=options) == 0
+    store = featx.open("store")
+    x, keys = store["x"][:].astype(np.float64), store.keys.tolist()
+    judged = judge_labels(store, "x", device="cpu")
+    l2_of_folds = json.loads(Path("store/probe.json").read_text())["layers"]["x"]["linear"][
+        "l2_of_folds"
+    ]
+    for fold, l2 in enumerate(l2_of_folds, 1):
+        tested = [
+            keys.index(line["key"])
+            for line in rows_of("store/probe/predictions.csv")
+            if line["fold"] == str(fold)
+        ]
+        train = np.setdiff1d(judged.rows, tested)
+        scaler = StandardScaler().fit(x[train])
+        model = LogisticRegression(C=1 / (l2 * len(train)), tol=1e-10, max_iter=10_000)
+        model.fit(scaler.transform(x[train]), given[train])
+        expected = model.predict_proba(scaler.transform(x[tested]))
+        places = np.searchsorted(judged.rows, tested)
+        np.testing.assert_allclose(judged.probabilities[places], expected, atol=2e-3)
+
+
+def doubtful_by_hand(labels: Sequence[int], probabilities: np.ndarray) -> list[bool]:
+    """Confident learning, written out: one row after the other."""
+    classes, pairs = range(probabilities.shape[1]), list(zip(labels, probabilities, strict=True))
+    of_class = {j: [p[j] for label, p in pairs if label == j] for j in classes}
+    found = []
+    for label, p in pairs:
+        confident = [
+            j for j in classes if of_class[j] and p[j] >= sum(of_class[j]) / len(of_class[j])
+        ]
+        guess = max(confident, key=lambda j: p[j]) if confident else label
+        found.append(guess != label and p[label] < max(p))
+    return found
+
+
+def random_judgement(seed: int) -> JudgedLabels:
+    rng = np.random.default_rng(seed)
+    probabilities = rng.dirichlet(np.full(4, 0.5), 300)
+    labels = np.where(rng.random(300) < 0.7, probabilities.argmax(1), rng.integers(0, 4, 300))
+    return JudgedLabels(np.arange(300), labels, probabilities, tuple("abcd"), 5, ())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_doubtful_labels_are_those_by_hand(seed: int) -> None:
+    judged = random_judgement(seed)
+    expected = doubtful_by_hand(judged.labels.tolist(), judged.probabilities)
+    assert judged.are_doubtful.tolist() == expected
+    assert any(expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_the_ranking_of_cleanlab(seed: int) -> None:
+    pytest.importorskip("cleanlab")
+    from cleanlab.filter import find_label_issues
+    from cleanlab.rank import get_label_quality_scores
+
+    judged = random_judgement(seed)
+    scores = get_label_quality_scores(judged.labels, judged.probabilities, method="self_confidence")
+    assert judged.confidences.tolist() == scores.tolist()
+    issues = find_label_issues(
+        judged.labels, judged.probabilities, filter_by="confident_learning", n_jobs=1
+    )
+    assert judged.are_doubtful.tolist() == issues.tolist()
+
+
+def test_classes_of_one_row_are_left_out() -> None:
+    x, y = blobs(num_rows=60)
+    y[17] = 3
+    write_store(Path("store"), y, x=x)
+    judged = judge_labels(featx.open("store"), "x", device="cpu")
+    assert 17 not in judged.rows.tolist()
+    assert len(judged.rows) == 59
+    assert np.isfinite(judged.probabilities).all()
+    assert judged.notes == ("1 class with a single row is trained on and never tested",)
+    assert not np.isnan(judged.are_doubtful).any()
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (np.linspace(0, 1, 60), "a number with a fraction"),
+        (np.array([b"dog;cat", b"dog"] * 30), "several labels, such as 'dog;cat'"),
+        (np.array([b"dog"] * 60), "of the class 'dog' only"),
+    ],
+)
+def test_other_labels_are_refused(column: np.ndarray, words: str) -> None:
+    x, y = blobs(num_rows=60)
+    write_store(Path("store"), y, {"column": column}, x=x)
+    with pytest.raises(DataError, match=words):
+        ask(mislabelled={"label_column": "column"})
+
+
+def test_labels_of_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = blobs(num_rows=60, signal=2.0)
+    write_store(Path("store"), y[::-1].copy(), {"column": y}, x=x)
+    ask(mislabelled={"label_column": "column"})
+    assert json.loads(capsys.readouterr().out)["accuracy"] > 0.9
+
+
+def test_too_many_folds() -> None:
+    x, y = blobs(num_rows=6)
+    write_store(Path("store"), y, x=x)
+    with pytest.raises(ConfigError, match=r"mislabelled.folds=20: 6 labelled rows of 3 classes"):
+        ask(mislabelled={"folds": 20})
+
+
+def page_of() -> str:
+    options = {"tsne": False, "thumbnails": 0}
+    return Path(featx.write_report(store="store", device="cpu", report=options)).read_text()
+
+
+def test_the_report_shows_both_rankings(capsys: pytest.CaptureFixture[str]) -> None:
+    planted_store()
+    assert "Odd images and labels" not in page_of()
+    ask(mislabelled={"show": 6})
+    assert run_job("outliers", json=True, store="store", layers="x", device="cpu") == 0
+    page = page_of()
+    for line in rows_of("store/mislabelled/mislabelled.csv")[:6]:
+        p_label, p_predicted = float(line["p_label"]), float(line["p_predicted"])
+        caption = f"{line['label']} {p_label:.3f}, predicted {line['predicted']} {p_predicted:.3f}"
+        assert caption in page
+    far = rows_of("store/outliers/outliers.csv")[0]
+    assert f"{far['class']}, {float(far['distance']):.3f}" in page
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"fingerprint": "another"}, "belongs to another state"),
+        ({"least_credible": [{"row": 99999, "key": "a"}]}, "left out: IndexError"),
+    ],
+)
+def test_the_report_leaves_out_other_results(
+    change: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted_store()
+    ask()
+    path = Path("store/mislabelled/mislabelled.json")
+    path.write_bytes(result_json({**read_result(path), **change}, 1))
+    assert "Odd images and labels" not in page_of()
+    assert words in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""What is typed in the first hour and answered with what to type instead, or with a note."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from made_store import make_run
+from tiny_model import KEYS, extract, job_config, run_job, write_image, write_images
+
+import featx
+from featx.errors import ConfigError, DataError, StoreLockedError, StoreMismatchError, WeightsError
+from featx.storage import exclusive_lock
+from featx.store.pack import reason_to_keep_parts
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def limited(number: int) -> dict[str, object]:
+    return {"name": "folder", "root": "photos", "limit": number}
+
+
+@pytest.mark.parametrize("option", ["limit", "sample"])
+def test_a_smaller_limit_is_named(option: str) -> None:
+    write_images(Path("photos"), 9)
+    extract({"name": "folder", "root": "photos", option: 6})
+    with pytest.raises(StoreMismatchError, match=rf"data.{option}=4 takes 4 images, fewer than the "
+                       r"6 rows"):  # fmt: skip
+        extract({"name": "folder", "root": "photos", option: 4})
+
+
+def test_a_layer_in_the_name_of_out_has_no_brackets() -> None:
+    assert job_config("extract", layers=["conv", "pool.1"], out="runs/z_${layers}").out == (
+        "runs/z_conv+pool.1"
+    )
+    assert job_config("extract", layers=["blocks.*"], out="a_${layers}").out == "a_blocks._"
+    assert job_config("extract", layers="stages", out="a_${layers}_[1]").out == "a_stages_[1]"
+
+
+def test_a_reduction_that_leaves_a_vector_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    write_images(Path("photos"), 6)
+    extract("photos", layers=["conv", "head"], reduce="avg")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "note head has no positions: reduce=avg leaves a vector as it is" in shown
+    extract("photos", layers=["conv"], reduce="avg", out="maps")
+    assert "no positions" not in capsys.readouterr().err
+
+
+def test_rows_that_are_computed_again_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    photos = write_images(Path("photos"), 6)
+    image = (photos / "cat" / "000.png").read_bytes()
+    (photos / "cat" / "000.png").write_bytes(image[: len(image) // 2])
+    run_job("extract", **KEYS, data="photos", max_failures=1.0)
+    capsys.readouterr()
+    (photos / "cat" / "000.png").write_bytes(image)
+    run_job("extract", **KEYS, data="photos", retry_failed=True)
+    assert "1 row computed again" in " ".join(capsys.readouterr().out.split())
+    run_job("extract", **KEYS, data="photos")
+    assert "nothing was left to do" in " ".join(capsys.readouterr().out.split())
+
+
+def test_more_workers_than_parts_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    write_images(Path("photos"), 4)
+    extract("photos", executor={"name": "local", "workers": 3})
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "4 rows in 1 part, and 3 workers: the others have no work" in shown
+    if (os.cpu_count() or 1) < 3:
+        assert "3 workers of 1 thread share" in shown
+        assert "fewer threads" not in shown
+
+
+def test_a_key_of_another_folder_is_answered_with_the_same_file() -> None:
+    store = featx.open(make_run(2000, 512).write(Path("store")))
+    key = str(store.keys[1500])
+    name = key.rpartition("/")[2]
+    with pytest.raises(KeyError, match=f"Nearest: {key}"):
+        store.row(f"/home/me/photos/{name}")
+
+
+def test_a_second_export_names_the_layers() -> None:
+    make_run(20, 8).write(Path("store"))
+    options = {"store": "store", "export": {"format": "npy"}}
+    featx.export_store(**options, layers=["flat", "map"])
+    with pytest.raises(StoreMismatchError, match=r"layers: flat, map; now flat\n"):
+        featx.export_store(**options, layers=["flat"])
+
+
+def test_sizes_of_packing_have_units() -> None:
+    reason = reason_to_keep_parts(138 << 10, 800 << 10)
+    assert reason is not None
+    assert "MiB" in reason
+    assert "800.0 KiB are free" in reason
+
+
+def test_the_holder_of_a_lock_is_a_sentence(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with exclusive_lock(lock), pytest.raises(StoreLockedError) as caught, exclusive_lock(lock):
+        pass
+    assert f"another process, pid {os.getpid()} on " in str(caught.value)
+    assert "{" not in str(caught.value)
+
+
+def test_all_wrong_boxes_are_one_error() -> None:
+    for name in ("a", "b"):
+        write_image(Path("photos") / f"{name}.png", 1)
+    lines = ["path,x,y,width,height", "a.png,0,0,9,9", "a.png,1,1,0,5", "b.png,1,1", ",1,1,2,2"]
+    Path("boxes.csv").write_text("\n".join([*lines, *["b.png,1,1,x,3"] * 12]))
+    data = {"name": "folder", "root": "photos", "boxes": "boxes.csv"}
+    with pytest.raises(DataError) as caught:
+        extract(data)
+    text = str(caught.value)
+    assert "boxes.csv: 15 lines are wrong.\nline 3: 1,1,0,5 of 'a.png' is no box" in text
+    assert "\nline 4: there are fewer fields than columns" in text
+    assert text.endswith("\nand 5 more")
+    Path("boxes.csv").write_text("\n".join(lines[:3]))
+    with pytest.raises(DataError, match=r"boxes\.csv, line 3: 1,1,0,5 of"):
+        extract(data)
+
+
+def test_random_weights_of_the_hub_are_no_advice_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve() -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("featx.models.libraries.timm.resolve_hub", resolve)
+    write_images(Path("photos"), 2)
+    model = {"name": "hf-hub:facebook/dinov2-base", "weights": None}
+    with pytest.raises(WeightsError) as caught:
+        featx.extract("photos", model=model, out="store")
+    assert "model.weights=null" not in str(caught.value)
+    assert "model=transformers model.name=facebook/dinov2-base" in str(caught.value)
+
+
+def test_a_name_of_other_weights_is_answered_with_theirs() -> None:
+    write_images(Path("photos"), 2)
+    with pytest.raises(ConfigError, match=r"Give model=resmlp_12_224\.fb_dino\."):
+        featx.extract("photos", model="resmlp_12_224_dino", out="store")
+
+
+def test_labels_of_xy_are_classes() -> None:
+    photos = write_images(Path("photos"), 6)
+    shutil.copy(photos / "cat" / "000.png", photos / "loose.png")
+    _, y = extract("photos").xy("conv")
+    assert sorted(set(y.tolist())) == [0, 1]
+    assert len(y) == 6

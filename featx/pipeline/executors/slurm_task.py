@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from featx.base import keep_freed_memory, own_process
-from featx.pipeline.executors.slurm_queue import run_command, seconds_left
-from featx.pipeline.executors.worker import TIME_LIMIT, read_spec, result_path, run_worker
+from featx.pipeline.executors.job_folder import WorkerReport, result_path
+from featx.pipeline.executors.worker import TIME_LIMIT, read_spec, run_worker
 from featx.pipeline.executors.worker_spec import WorkerSpec
-from featx.pipeline.executors.worker_stats import WorkerReport
 from featx.storage import open_folder
 from featx.store import read_heartbeats
 
@@ -23,6 +26,9 @@ SIGNAL_DELAY_S = 90
 
 _MAX_REQUEUES = 3
 """Number of times in a row that a task puts itself into the queue again without a new part."""
+
+_ANSWER_S = 60.0
+"""Seconds to wait for the answer of a Slurm command."""
 
 
 def main(folder: str, number: str, device: str, limit_s: str) -> None:
@@ -60,6 +66,45 @@ def requeue(spec: WorkerSpec, number: str, report: WorkerReport) -> None:
     if count < _MAX_REQUEUES:
         open_folder(spec.folder).write_best_effort(path, str(count))
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+
+
+def seconds_left(limit_s: float) -> float:
+    """Seconds that this task may still run; its whole limit if Slurm does not tell its end."""
+    if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():  # since Slurm 23.02
+        return int(end) - time.time()
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is not None:
+        code, out, _ = run_command(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])
+        if code == 0 and (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", out.strip())):
+            days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+            return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    return limit_s
+
+
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
+    """Run a Slurm command without the terminal; messages are in English by default.
+
+    Returns:
+        exit code, stdout and stderr; the code is None if there is no such command.
+    """
+    try:
+        completed = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_S,
+            env=environment or {**os.environ, "LC_ALL": "C"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, "", f"Socket timed out: no answer within {_ANSWER_S:.0f} s"
+    except OSError as error:
+        return None, "", f"{command[0]}: {error.strerror}"
+    return completed.returncode, completed.stdout, completed.stderr
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ class MadeRay:
             raise RayError(
                 "The actor died unexpectedly before finishing this task.\nmore"
             ) from None
+        except Exception as error:  # noqa: BLE001 - as Ray does
+            raise RayTaskError(error) from None
 
     def kill(self, handle: Any) -> None:
         self.killed.append(handle)
@@ -181,6 +183,20 @@ def test_a_part_that_takes_its_actors_with_it_ends_the_run(photos: Path, ray: Ma
         extract(photos, executor="ray")
     ray.die_at = {}
     assert extract(photos, executor="ray").complete
+
+
+@pytest.mark.usefixtures("ray")
+def test_actors_that_cannot_begin_end_the_run_with_the_reason(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node without featx."""
+
+    def run(self: Any, spec: Any, number: int, device: str) -> None:
+        raise ModuleNotFoundError("No module named 'featx'")
+
+    monkeypatch.setattr(ray_executor.Actor, "run", run)
+    with pytest.raises(RunError, match=r"No module named 'featx'\W+ before it had a part, the 3rd"):
+        extract(photos, executor={"name": "ray", "workers": 1})
 
 
 def test_the_loss_of_the_head_ends_the_run_which_resumes_later(

@@ -89,7 +89,7 @@ class MadeSlurm:
                 self.lose -= 1
                 self._states[task] = "NODE_FAIL"
                 continue
-            folder, number, device = self._tasks[task][-4:-1]
+            folder, number, device = self._tasks[task][-6:-3]
             spec = worker.read_spec(Path(folder))
             worker.run_worker(spec, int(number), device)
             self._states[task] = "COMPLETED"
@@ -130,7 +130,7 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     (asked,) = cluster.arrays
     assert asked["wrap"].startswith("set -- 0 1 2; shift $SLURM_ARRAY_TASK_ID; exec ")
-    assert asked["wrap"].endswith(" $1 cpu 1800")
+    assert asked["wrap"].endswith(" $1 cpu 1800 $(date +%s)")
     assert asked.keys() - {"wrap", "output"} == {
         "parsable", "requeue", "job-name", "array", "ntasks", "open-mode", "cpus-per-task", "time",
         "mem", "partition", "gres", "signal",
@@ -294,6 +294,22 @@ def test_a_task_ends_by_its_own_clock_before_its_time_limit(
     first, second = interrupted_task(lambda: time.sleep(20), left_s=15.0)
     assert first.ended_by == worker.TIME_LIMIT
     assert first.num_parts + second.num_parts == 6
+
+
+def test_the_time_limit_of_a_task_begins_with_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sixth of it is left for the end; what Python took to start is gone."""
+    left: list[float] = []
+
+    def run_worker(spec: Any, number: int, device: str, left_s: float) -> WorkerReport:
+        left.append(left_s)
+        return WorkerReport()
+
+    monkeypatch.setattr(slurm_task, "read_spec", lambda folder: SimpleNamespace(folder=folder))
+    monkeypatch.setattr(slurm_task, "run_worker", run_worker)
+    slurm_task.main(str(tmp_path), "3", "cuda", "240", str(int(time.time()) - 100))
+    assert left == [pytest.approx(100, abs=5)]
 
 
 @pytest.mark.parametrize(("num_parts", "runs"), [(0, 2), (1, 9)])

@@ -17,7 +17,6 @@ from featx.errors import ConfigError, RunError
 from featx.pipeline.executors import slurm
 from featx.pipeline.executors.job_folder import WorkerReport, result_path
 from featx.pipeline.executors.slurm import JobArray, SlurmOptions, last_line
-from featx.pipeline.executors.slurm_task import seconds_left
 from featx.storage import AtomicFolder
 from featx.types import Part
 
@@ -212,24 +211,6 @@ def test_tasks_are_cancelled_by_one_command(answer: Answer, queue: Queue, tmp_pa
     queue.pool.workers, queue.pool.lost = [0, 1], [2]
     queue.pool.end_workers(5.0)
     assert (tmp_path / "scancel.args").read_text() == "7_0 7_1 7_2\n"
-
-
-@pytest.mark.parametrize(
-    ("left", "seconds"),
-    [("0:59", 59), ("2:03:04", 7384), ("1-00:00:01", 86401), ("UNLIMITED", 240), ("", 240)],
-)
-def test_how_long_a_task_may_run(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch, left: str, seconds: float
-) -> None:
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    answer("squeue", f"{left}\n")
-    assert seconds_left(240) == seconds
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "4102444800")
-    assert seconds_left(240) > 10**8
-    monkeypatch.delenv("SLURM_JOB_END_TIME")
-    monkeypatch.delenv("SLURM_JOB_ID")
-    assert seconds_left(240) == 240
 
 
 def test_what_commands_say_is_told_apart() -> None:

@@ -14,7 +14,7 @@ from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, FeatxError, RunError
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.worker import run_worker
-from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
+from featx.pipeline.executors.worker_pool import WorkerPool
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
@@ -164,14 +164,11 @@ class ActorPool(WorkerPool):
         """Return how an actor ended, and free its place."""
         try:
             self._ray.get(reference)
-        # The actor raised an exception; any other RayError means that it died.
-        except self._ray.exceptions.RayTaskError as error:
-            cause = str(getattr(error, "cause", None) or error).rstrip(".")
-            failed = RunError(f"{self.name(number)}: {cause}. {RESUME_HINT}")
-            failed.add_note(str(error))
-            raise failed from None
         except self._ray.exceptions.RayError as error:
-            return f"died ({str(error).strip().splitlines()[0]})"
+            # A task error is an exception outside the work: featx is not installed, for example.
+            is_raised = isinstance(error, self._ray.exceptions.RayTaskError)
+            text = repr(error.cause) if is_raised else str(error).strip()
+            return f"died ({text.splitlines()[0]})"
         finally:
             self._ray.kill(self._actors.pop(number))  # one that is unavailable may be alive
         return "has ended"

@@ -185,6 +185,11 @@ class TaskState(NamedTuple):
     name: str
     reason: str = ""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the task stays in this state."""
+        return self.name in _ENDED or self.name.startswith(FORGOTTEN)
+
 
 class JobArray(WorkerPool):
     """Tasks of Slurm; a task ends early at its time limit, by preemption or by scancel."""
@@ -271,10 +276,10 @@ class JobArray(WorkerPool):
             self._update_states(list(sent.values()))
         ended = {}
         for number, task in sent.items():
-            state = self._states.get(task)
+            state = self._states.get(task, TaskState(""))
             if f"result-{number}.json" in results:
                 ended[number] = "has ended"
-            elif state is not None and (state.name in _ENDED or state.name.startswith(FORGOTTEN)):
+            elif state.has_ended:
                 ended[number] = f"was lost ({self._state_text(task, state.name)})"
         return ended
 
@@ -314,7 +319,7 @@ class JobArray(WorkerPool):
             "open-mode": "append",
             **{name: value for name, (_, value) in self._requests.items() if value is not None},
             "wrap": f"set -- {' '.join(map(str, numbers))}; shift $SLURM_ARRAY_TASK_ID; "
-            f"exec {shlex.join(task)} $1 {self._device} {60 * self._minutes}",
+            f"exec {shlex.join(task)} $1 {self._device} {60 * self._minutes} $(date +%s)",
         }
         # Slurm announces a limit up to a minute early. That is a second safeguard for long limits
         # only: it would end a task with a short limit right after its start.
@@ -342,8 +347,8 @@ class JobArray(WorkerPool):
             task, state, reason = line.split("|", 2)
             is_waiting = state in _WAITING and reason != "None"
             found[task] = TaskState(state, reason if is_waiting else "")
-        lacking = [task for task in ids if task not in found]
-        found.update(self._forgotten_states(lacking) if lacking else {})
+        if lacking := [task for task in ids if task not in found]:
+            found |= self._forgotten_states(lacking)
         self._states = {task: found[task] for task in ids}
         counts = Counter(self._states.values())
         self.heartbeat.set_queue([QueueState(n, *state) for state, n in sorted(counts.items())])
@@ -360,20 +365,16 @@ class JobArray(WorkerPool):
         """
         command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"]
         code, out, _ = run_command([*command, _jobs(ids)])
-        pairs = [line.split("|") for line in out.splitlines()] if code == 0 else []
-        recorded = {task: state.split(" ")[0] for task, state in pairs}  # 'CANCELLED by 1000'
+        recorded = dict(line.split("|") for line in out.splitlines()) if code == 0 else {}
         found = {}
         for task in ids:
+            state = TaskState(recorded.get(task, "").partition(" ")[0])  # 'CANCELLED by 1000'
             before = self._states.get(task)
-            name = FORGOTTEN
             # The database may lag behind, but a task that the controller has forgotten has ended.
-            if recorded.get(task) in _ENDED:
-                name = recorded[task]
-            elif before is not None and before.name.startswith(FORGOTTEN):
-                name = before.name
-            elif before is not None:
-                name += f", last seen as {before.name}"
-            found[task] = TaskState(name)
+            if not state.has_ended:
+                seen = f", last seen as {before.name}" if before else ""
+                state = before if before and before.has_ended else TaskState(FORGOTTEN + seen)
+            found[task] = state
         return found
 
     def _report(self, what: str, text: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import time
@@ -31,17 +30,17 @@ _ANSWER_S = 60.0
 """Seconds to wait for the answer of a Slurm command."""
 
 
-def main(folder: str, number: str, device: str, limit_s: str) -> None:
-    """Run a task of Slurm with a time limit in seconds."""
+def main(folder: str, number: str, device: str, limit_s: str, started_at: str) -> None:
+    """Run a task of Slurm with a time limit in seconds, from a time of `date +%s` on."""
     own_process()
     if device == "cpu":
         keep_freed_memory()  # before any thread allocates
-    limit = float(limit_s)
-    margin_s = min(SIGNAL_DELAY_S, limit / 6)  # to commit complete parts
+    margin_s = min(SIGNAL_DELAY_S, float(limit_s) / 6)  # to commit complete parts
+    left_s = float(started_at) + float(limit_s) - margin_s - time.time()
     spec = read_spec(Path(folder))
     if result_path(spec, int(number)).exists() and is_driver_alive(spec):
         return  # Slurm has queued a preempted task again, which the driver has replaced
-    report = run_worker(spec, int(number), device, seconds_left(limit) - margin_s)
+    report = run_worker(spec, int(number), device, left_s)
     if report.ended_by in (TIME_LIMIT, "SIGUSR2") and not is_driver_alive(spec):
         requeue(spec, number, report)
 
@@ -66,19 +65,6 @@ def requeue(spec: WorkerSpec, number: str, report: WorkerReport) -> None:
     if count < _MAX_REQUEUES:
         open_folder(spec.folder).write_best_effort(path, str(count))
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
-
-
-def seconds_left(limit_s: float) -> float:
-    """Seconds that this task may still run; its whole limit if Slurm does not tell its end."""
-    if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():  # since Slurm 23.02
-        return int(end) - time.time()
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is not None:
-        code, out, _ = run_command(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])
-        if code == 0 and (match := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", out.strip())):
-            days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
-            return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
-    return limit_s
 
 
 def run_command(

@@ -213,18 +213,32 @@ def test_the_parts_of_lost_workers_are_inherited_by_their_replacements(
     assert outcome.metrics.bytes_read is None, "what the lost ones read is not known"
 
 
-def test_a_claim_without_a_number_is_inherited(pool: FakePool) -> None:
+@pytest.mark.parametrize("owner", ["", "0"])
+def test_a_part_whose_owner_is_gone_is_computed_by_another_in_the_end(
+    pool: FakePool, owner: str
+) -> None:
+    """It died before it wrote its number; or it was given up, was alive and has claimed more."""
+
     def lose() -> Mapping[int, str]:
-        (pool.spec.folder / "claims" / "4").touch()
         return {0: "was killed"}
 
     def look() -> None:
-        assert [part.index for part in inherited_parts(pool.spec, 2, PARTS)] == [4]
-        assert inherited_parts(pool.spec, 1, PARTS) == [], "its worker may be about to write it"
+        assert inherited_parts(pool.spec, 2, PARTS) == []
+        (pool.spec.folder / "claims" / "4").write_text(owner)
 
-    pool.events += [lose, look]
-    finish(pool)
+    def end(*numbers: int) -> Callable[[], Mapping[int, str]]:
+        def event() -> Mapping[int, str]:
+            for number in numbers:
+                pool.store.found |= {index: [] for index in pool.claims(number)}
+                pool.report(number)
+            return dict.fromkeys(numbers, "has ended")
+
+        return event
+
+    pool.events += [lose, look, end(2), end(1), end(3)]
     pool.run()
+    assert pool.started == [0, 1, 2, 3]
+    assert sorted(pool.store.committed_parts) == [0, 1, 2, 3, 4]
 
 
 def test_three_losses_at_one_part_end_the_run_and_others_do_not_count(pool: FakePool) -> None:

@@ -108,18 +108,22 @@ def result_path(spec: WorkerSpec, number: int) -> Path:
 def inherited_parts(spec: WorkerSpec, number: int, missing: Iterable[Part]) -> list[Part]:
     """Those of some missing parts that a worker or one before it at its place has claimed.
 
-    They are in the order in which it computes them. A worker that died before it wrote its number
-    leaves an empty claim, which is of every replacement: computing a part twice does no harm.
+    They are in the order in which it computes them.
     """
     indices = {part.index for part in missing} & _claimed_indices(spec)
-    places: set[int | None] = {number % spec.num_workers}
-    if number >= spec.num_workers:
-        places.add(None)
+    claimed = [part for part in _parts_in_order(spec, number) if part.index in indices]
+    owners = [_owner(spec, part) for part in claimed]
     return [
         part
-        for part in _parts_in_order(spec, number)
-        if part.index in indices and _place_of(spec, part) in places
+        for part, owner in zip(claimed, owners, strict=True)
+        if owner is not None and (owner - number) % spec.num_workers == 0
     ]
+
+
+def release_parts(spec: WorkerSpec, parts: Iterable[Part]) -> None:
+    """Delete the claims of some parts, so that any worker may claim them."""
+    for part in parts:
+        open_folder(spec.folder).remove(_claim_path(spec, part))
 
 
 class PartClaims:
@@ -180,9 +184,3 @@ def _owner(spec: WorkerSpec, part: Part) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(_claim_path(spec, part).read_bytes())
     return None
-
-
-def _place_of(spec: WorkerSpec, part: Part) -> int | None:
-    """Place of the worker that has claimed a part."""
-    owner = _owner(spec, part)
-    return None if owner is None else owner % spec.num_workers

@@ -27,6 +27,7 @@ from featx.pipeline.executors.job_folder import (
     WorkerReport,
     inherited_parts,
     ready_path,
+    release_parts,
     result_path,
 )
 from featx.pipeline.executors.result_collector import ResultCollector
@@ -181,10 +182,12 @@ class WorkerPool(ABC):
         ended = self.ended()  # before the look at the parts, which a worker commits before its end
         self._find_committed()
         replacements = [number for pair in ended.items() for number in self._take_end(*pair)]
-        # No worker is left and nobody was lost: someone has deleted claims or parts.
+        # No worker is left and nobody was lost: a worker that was given up, or died before it wrote
+        # its number, has claimed more, or someone has deleted parts.
         is_idle = not self.workers and not replacements
         if self._missing and is_idle and self._is_overdue(-1):
             replacements = [self._replacement(self._last_ended, "has left parts out", 0)]
+            release_parts(self.spec, self._missing.values())
             del self._ended_at[-1]
         if replacements:
             self._start(replacements)

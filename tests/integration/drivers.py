@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,9 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from tiny_model import COMMAND, extract
+
+from featx.pipeline.executors.worker_pool import MAX_DEATHS
+from featx.store import read_heartbeats
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -111,6 +116,29 @@ def running_driver(
         if driver.process.poll() is None:
             driver.process.kill()
         driver.process.wait()
+
+
+def kill_workers_at_a_part(kind: str) -> float:
+    """Kill the only worker of a run three times in its first part; when the last was killed.
+
+    Args:
+        kind: what a worker is called: worker, actor or task.
+    """
+    root = Path("store")
+    for number in range(MAX_DEATHS):
+        deadline = time.monotonic() + 200
+        while not (ready := [*root.glob(f"jobs/*/ready-{number}.json")]):
+            assert time.monotonic() < deadline, [*root.rglob("*")]
+            time.sleep(0.1)
+        while not [*ready[0].parent.glob("claims/*")]:
+            time.sleep(0.1)
+        (pid,) = [
+            record.values["pid"]
+            for record in read_heartbeats(root)
+            if record.values["what"].startswith(f"{kind} {number} ")
+        ]
+        os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
 
 
 def extract_in_process(data: Path) -> dict[str, str]:

@@ -9,7 +9,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from drivers import SYSTEM_TEST, Driver, extract_in_process, running_driver, store_digests
+from drivers import (
+    SYSTEM_TEST,
+    Driver,
+    extract_in_process,
+    kill_workers_at_a_part,
+    running_driver,
+    store_digests,
+)
 from ray_cluster import RayCluster, running_ray
 from tiny_model import write_images
 
@@ -39,6 +46,19 @@ def test_a_node_that_is_killed_in_mid_part_costs_no_row(photos: Path, ray: RayCl
         assert re.search(r"actor \d died \(.*\) (in part \d+ \(rows|between two parts)", line)
         assert driver.finish() == 0, driver.output
     assert "Traceback" not in driver.output
+    assert store_digests() == extract_in_process(photos)
+
+
+def test_a_part_that_kills_its_actors_is_named_within_a_minute(
+    photos: Path, ray: RayCluster
+) -> None:
+    with run(ray, 20, "conformance.mode=off", "executor.workers=1") as driver:
+        killed_at = kill_workers_at_a_part("actor")
+        assert driver.finish(90) == 1, driver.output
+        assert time.monotonic() - killed_at < 60
+    assert "in part 0 (rows 0 to 3), the 3rd actor that did." in driver.output.splitlines()[-1]
+    with run(ray, 0) as second:
+        assert second.finish() == 0, second.output
     assert store_digests() == extract_in_process(photos)
 
 

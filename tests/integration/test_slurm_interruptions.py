@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drivers import SYSTEM_TEST, extract_in_process, running_driver, store_digests
+from drivers import (
+    SYSTEM_TEST,
+    extract_in_process,
+    kill_workers_at_a_part,
+    running_driver,
+    store_digests,
+)
 from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks
 
 pytestmark = SYSTEM_TEST
@@ -46,6 +53,21 @@ def test_tasks_that_are_preempted_go_on(photos: Path, cluster: SlurmCluster) -> 
         )  # fmt: skip
         assert driver.finish() == 0, driver.output
     assert driver.lines("submitted again"), driver.output
+    assert store_digests() == extract_in_process(photos)
+
+
+def test_a_part_that_kills_its_tasks_is_named_within_a_minute(
+    photos: Path, cluster: SlurmCluster
+) -> None:
+    given = (*SLURM, "executor.workers=1", "conformance.mode=off")
+    with running_driver(*given, pause_s=20) as driver:
+        killed_at = kill_workers_at_a_part("task")
+        assert driver.finish(90) == 1, driver.output
+        assert time.monotonic() - killed_at < 60
+    last = driver.output.splitlines()[-1]
+    assert re.search(r"was lost \(FAILED.* in part 0 \(rows 0 to 3\), the 3rd task that did", last)
+    with running_driver(*SLURM, "executor.workers=2", pause_s=0) as second:
+        assert second.finish() == 0, second.output
     assert store_digests() == extract_in_process(photos)
 
 

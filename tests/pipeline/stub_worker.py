@@ -16,8 +16,8 @@ from made_store import MadeRun
 
 from featx.config import Config
 from featx.pipeline.executors import worker
+from featx.pipeline.executors.job_folder import WorkerReport, WorkerStats
 from featx.pipeline.executors.worker_spec import WorkerSpec
-from featx.pipeline.executors.worker_stats import WorkerReport, WorkerStats
 from featx.storage import AtomicFolder
 from featx.store import heartbeat_name, layout, part_names, publish_part, read_manifest
 from featx.types import Part

@@ -25,7 +25,7 @@ from torch import nn
 import featx
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, ModelError, RunError
-from featx.pipeline.executors import worker_spec
+from featx.pipeline.executors import worker, worker_spec
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
 
@@ -222,10 +222,10 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
         other = worker_spec.replace(spec, fingerprint=fingerprint)
         with (
             pytest.raises(RunError, match=r"version.torch: the driver has '0.1', this '"),
-            worker_spec.worker_context(other, "cpu"),
+            worker.worker_context(other, "cpu"),
         ):
             pass
-        with worker_spec.worker_context(spec, "cpu") as again:
+        with worker.worker_context(spec, "cpu") as again:
             assert again.as_run().resolved == context.as_run().resolved
 
 

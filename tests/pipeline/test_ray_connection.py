@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stub_worker import StubTask, stub_spec
 
+from featx.config import Config
 from featx.errors import ConfigError, RunError
-from featx.pipeline.executors.ray_cluster import (
-    HEAD_LOST_S,
-    HeadWatch,
-    check_cluster,
-    connected,
-)
+from featx.pipeline.executors import ray as module
+from featx.pipeline.executors.ray import HEAD_LOST_S, ActorPool, RayOptions, connected
+from featx.storage import AtomicFolder
+from featx.types import Part
 
 
 class RayError(Exception):
@@ -30,69 +31,81 @@ def made_ray(init: Callable[..., None] = lambda **options: None, **more: Any) ->
     )  # fmt: skip
 
 
-def finding(answer: str | Exception) -> Any:
-    """Ray whose `auto` is a cluster."""
+def check_auto(monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None) -> None:
+    """Check the address `auto` with a Ray that says which cluster that is, if it does."""
 
-    def found(address: str, folder: str | None) -> str:
+    def found(address: str, folder: str | None) -> str | None:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     services = SimpleNamespace(get_ray_address_from_environment=found)
-    return made_ray(_private=SimpleNamespace(services=services))
+    private = {} if answer is None else {"_private": SimpleNamespace(services=services)}
+    monkeypatch.setattr(module, "ray_module", lambda: made_ray(**private))
+    module.check(Config(executor=RayOptions(address="auto")))
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("featx.pipeline.executors.ray_cluster.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now
 
 
-def connected_to(address: str) -> Any:
-    """Ray that is connected to a head."""
-    return made_ray(get_runtime_context=lambda: SimpleNamespace(gcs_address=address))
+def pool_on(root: Path, address: str, **more: Any) -> ActorPool:
+    """A pool of actors without actors, on a cluster."""
+    ray = made_ray(
+        cluster_resources=lambda: {"CPU": 1.0}, remote=lambda **asked: lambda kind: kind,
+        put=lambda value: value, wait=lambda calls, num_returns, timeout: ([], []), **more,
+    )  # fmt: skip
+    task: Any = StubTask(SimpleNamespace(), root, root)  # type: ignore[arg-type]
+    spec = stub_spec(root, [Part(0, 0, 4)], Config(), task)
+    session: Any = SimpleNamespace(root=root, disk=AtomicFolder(root))
+    return ActorPool(ray, spec, session, "cpu", RayOptions(address=address))
 
 
-def test_a_head_that_does_not_answer_for_long_ends_the_run(clock: list[float]) -> None:
+def test_a_head_that_does_not_answer_for_long_ends_the_run(
+    clock: list[float], tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        watch = HeadWatch(connected_to(address), "auto")
+        context = SimpleNamespace(gcs_address=address)
+        pool = pool_on(tmp_path, "auto", get_runtime_context=lambda: context)
         for clock[0] in (3.0, 100.0, 200.0):
-            watch.check()
+            pool.ended()
     for clock[0] in (203.0, 206.0, 200.0 + HEAD_LOST_S - 1):
-        watch.check()
+        pool.ended()
     clock[0] = 206.0 + HEAD_LOST_S
     with pytest.raises(RunError, match=rf"at {address} has not answered for 36 s .*refused.*Noth"):
-        watch.check()
+        pool.ended()
 
 
-def test_a_head_that_answers_again_is_no_loss(clock: list[float]) -> None:
+def test_a_head_that_answers_again_is_no_loss(clock: list[float], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as head:
         port = head.getsockname()[1]
-    watch = HeadWatch(made_ray(), f"ray://127.0.0.1:{port}")
+    pool = pool_on(tmp_path, f"ray://127.0.0.1:{port}")
     clock[0] = 20.0
-    watch.check()
+    pool.ended()
     with socket.create_server(("127.0.0.1", port)):
         clock[0] = 40.0
-        watch.check()
+        pool.ended()
     clock[0] = 60.0
-    watch.check()
-    unknown = HeadWatch(made_ray(), "auto")
+    pool.ended()
+    unknown = pool_on(tmp_path, "auto")
     clock[0] = 1e9
-    unknown.check()
+    unknown.ended()
 
 
-def test_auto_without_a_cluster_is_told_at_once() -> None:
+def test_auto_without_a_cluster_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would try for four minutes to reach a cluster that a file of /tmp/ray still names."""
     with socket.create_server(("127.0.0.1", 0)) as head:
         there = f"127.0.0.1:{head.getsockname()[1]}"
-        check_cluster(finding(there), "auto")
-        check_cluster(finding(f"ray://{there}"), "auto")
-    for ray in (finding(there), finding(ConnectionError("Could not find any running Ray"))):
+        check_auto(monkeypatch, there)
+        check_auto(monkeypatch, f"ray://{there}")
+    for answer in (there, ConnectionError("Could not find any running Ray")):
         with pytest.raises(ConfigError, match=r"executor.address=auto: no Ray cluster answers the"):
-            check_cluster(ray, "auto")
-    check_cluster(made_ray(), "auto")  # a version of Ray that does not say what auto is
+            check_auto(monkeypatch, answer)
+    check_auto(monkeypatch, None)  # a version of Ray that does not say what auto is
 
 
 def test_a_cluster_that_wants_a_token_is_not_reported_as_absent() -> None:

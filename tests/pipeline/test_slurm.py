@@ -27,8 +27,8 @@ from featx.base import take_cpus
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, RunError, StoreLockedError
 from featx.pipeline import FeatureOutput
-from featx.pipeline.executors import slurm_array, slurm_queue, slurm_task, worker
-from featx.pipeline.executors.worker_stats import WorkerReport
+from featx.pipeline.executors import slurm, slurm_task, worker
+from featx.pipeline.executors.job_folder import WorkerReport
 from featx.storage import AtomicFolder
 from featx.storage.s3_folder import S3Folder
 from featx.store import Heartbeat, check_store, heartbeat_name, layout, read_heartbeats
@@ -77,8 +77,9 @@ class MadeSlurm:
         last = int(array["array"].partition("-")[2])
         for index in range(last + 1):
             task = f"{len(self.arrays)}_{index}"
-            script = array["wrap"].replace("SLURM_ARRAY_TASK_ID", str(index))
-            self._tasks[task] = shlex.split(script.replace("$((", "'$((").replace("))", "))'"))
+            numbers, _, command = array["wrap"].split("; ")
+            number = numbers.removeprefix("set -- ").split(" ")[index]
+            self._tasks[task] = shlex.split(command.replace("$1", number))
             self.num_tasks += 1
         return 0, f"{len(self.arrays)}\n", ""
 
@@ -88,10 +89,9 @@ class MadeSlurm:
                 self.lose -= 1
                 self._states[task] = "NODE_FAIL"
                 continue
-            folder, number, device = self._tasks[task][-4:-1]
-            first, _, index = number.strip("$()").partition(" + ")
+            folder, number, device = self._tasks[task][-6:-3]
             spec = worker.read_spec(Path(folder))
-            worker.run_worker(spec, int(first) + int(index), device)
+            worker.run_worker(spec, int(number), device)
             self._states[task] = "COMPLETED"
         return 0, "".join(f"{task}|{state}|None\n" for task, state in self._states.items()), ""
 
@@ -106,12 +106,11 @@ class MadeSlurm:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeSlurm]:
     made = MadeSlurm()
-    monkeypatch.setattr(slurm_array, "run_command", made.run)
-    monkeypatch.setattr(slurm_queue, "run_command", made.run)
+    monkeypatch.setattr(slurm, "run_command", made.run)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(slurm_array.JobArray, "poll_s", 0.01)
-    monkeypatch.setattr(slurm_array.JobArray, "report_s", 0.0)
-    monkeypatch.setattr(slurm_queue, "ASK_S", 0.0)
+    monkeypatch.setattr(slurm.JobArray, "poll_s", 0.01)
+    monkeypatch.setattr(slurm.JobArray, "report_s", 0.0)
+    monkeypatch.setattr(slurm, "ASK_S", 0.0)
     yield made
     take_cpus(None)
 
@@ -130,8 +129,8 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     assert digests("store") == digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     (asked,) = cluster.arrays
-    assert asked["wrap"].startswith("exec ")
-    assert asked["wrap"].endswith(" $((0 + SLURM_ARRAY_TASK_ID)) cpu 1800")
+    assert asked["wrap"].startswith("set -- 0 1 2; shift $SLURM_ARRAY_TASK_ID; exec ")
+    assert asked["wrap"].endswith(" $1 cpu 1800 $(date +%s)")
     assert asked.keys() - {"wrap", "output"} == {
         "parsable", "requeue", "job-name", "array", "ntasks", "open-mode", "cpus-per-task", "time",
         "mem", "partition", "gres", "signal",
@@ -227,7 +226,6 @@ def test_in_mid_run_a_controller_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(slurm_array, "SUBMIT_AGAIN_S", 0.05)
     cluster.lose = 1
     queue = cluster._squeue
 
@@ -296,6 +294,22 @@ def test_a_task_ends_by_its_own_clock_before_its_time_limit(
     first, second = interrupted_task(lambda: time.sleep(20), left_s=15.0)
     assert first.ended_by == worker.TIME_LIMIT
     assert first.num_parts + second.num_parts == 6
+
+
+def test_the_time_limit_of_a_task_begins_with_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sixth of it is left for the end; what Python took to start is gone."""
+    left: list[float] = []
+
+    def run_worker(spec: Any, number: int, device: str, left_s: float) -> WorkerReport:
+        left.append(left_s)
+        return WorkerReport()
+
+    monkeypatch.setattr(slurm_task, "read_spec", lambda folder: SimpleNamespace(folder=folder))
+    monkeypatch.setattr(slurm_task, "run_worker", run_worker)
+    slurm_task.main(str(tmp_path), "3", "cuda", "240", str(int(time.time()) - 100))
+    assert left == [pytest.approx(100, abs=5)]
 
 
 @pytest.mark.parametrize(("num_parts", "runs"), [(0, 2), (1, 9)])

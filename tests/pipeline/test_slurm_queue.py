@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stub_worker import StubTask, stub_spec
 
+from featx.config import Config
 from featx.errors import ConfigError, RunError
-from featx.pipeline.executors import slurm_queue
-from featx.pipeline.executors.slurm_queue import (
-    FORGOTTEN,
-    SlurmQueue,
-    TaskState,
-    check_partition,
-    is_no_controller,
-    last_line,
-    seconds_left,
-)
+from featx.pipeline.executors import slurm
+from featx.pipeline.executors.job_folder import WorkerReport, result_path
+from featx.pipeline.executors.slurm import JobArray, SlurmOptions, last_line
+from featx.storage import AtomicFolder
+from featx.types import Part
 
 NOBODY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+PARTS = [Part(index, 4 * index, 4 * index + 4) for index in range(3)]
 
 Answer = Callable[..., None]
 
@@ -42,117 +42,149 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
         script.chmod(0o755)
 
     answer("sacct", error="Slurm accounting storage is disabled", code=1)
+    answer("sbatch", "7\n")
     return answer
 
 
-class Clock:
-    now = 1000.0
+class Queue:
+    """Three tasks of job 7: 7_0, 7_1 and 7_2.
 
-    def __call__(self) -> float:
-        return self.now
+    Attributes:
+        output: lines printed for the user.
+        queue: states of tasks that job=status shows.
+    """
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = time.monotonic()
+        monkeypatch.setattr(slurm.time, "monotonic", lambda: self._now)
+        self.output: list[str] = []
+        self.queue: list[Any] = []
+        session: Any = SimpleNamespace(root=root, disk=AtomicFolder(root))
+        spec = stub_spec(root, PARTS, Config(), StubTask(SimpleNamespace(), root, root))  # type: ignore[arg-type]
+        self.pool = JobArray(spec, session, root / "jobs", "cpu", SlurmOptions(workers=3))
+        self.pool.progress = SimpleNamespace(log=self.output.append)  # type: ignore[assignment]
+        self.pool.heartbeat = SimpleNamespace(set_queue=self._set_queue)  # type: ignore[assignment]
+        self.pool.spec.folder.mkdir(parents=True)
+
+    def _set_queue(self, queue: list[Any]) -> None:
+        self.queue = queue
+
+    def submit(self) -> None:
+        self.pool.workers = [0, 1, 2]
+        self.pool.start([0, 1, 2])
+
+    def ended(self) -> Mapping[int, str]:
+        """The tasks that have ended, when squeue is asked again."""
+        self._now += slurm.ASK_S
+        return self.pool.ended()
 
 
 @pytest.fixture
-def queue() -> Any:
-    clock, output = Clock(), []
-    made: Any = SlurmQueue(output.append, clock)
-    made.clock, made.output = clock, output
+def queue(answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    made = Queue(tmp_path / "store", monkeypatch)
+    made.submit()
+    assert made.output == ["submitted 3 tasks: 7_0, 7_1, 7_2"]
+    made.output.clear()
     return made
 
 
 def test_states_come_from_squeue_which_is_not_asked_too_often(
-    answer: Answer, queue: Any, tmp_path: Path
+    answer: Answer, queue: Queue, tmp_path: Path
 ) -> None:
-    answer("squeue", "7_0|RUNNING|None\n7_1|PENDING|Resources\n8|CANCELLED|None\n9|RUNNING|None\n")
-    ids = ["7_0", "7_1", "8"]
-    assert queue.states(ids) == {
-        "7_0": TaskState("RUNNING"),
-        "7_1": TaskState("PENDING", "Resources"),
-        "8": TaskState("CANCELLED"),
-    }
-    assert [task for task, state in queue.states(ids).items() if state.has_ended] == ["8"]
-    queue.clock.now += slurm_queue.ASK_S
-    queue.states(ids)
+    answer(
+        "squeue", "7_0|RUNNING|None\n7_1|PENDING|Resources\n7_2|CANCELLED|None\n9|RUNNING|None\n"
+    )
+    assert queue.ended() == {2: "was lost (CANCELLED)"}
+    assert [(each.tasks, each.state, each.reason) for each in queue.queue] == [
+        (1, "CANCELLED", ""), (1, "PENDING", "Resources"), (1, "RUNNING", ""),
+    ]  # fmt: skip
+    queue.pool.ended()
+    queue.ended()
     asked = (tmp_path / "squeue.args").read_text().splitlines()
     assert len(asked) == 2
-    assert asked[0].endswith("--jobs=7,8")
+    assert asked[0].endswith("--jobs=7")
     assert not (tmp_path / "sacct.args").exists()
-    assert queue.states([]) == {}
+
+
+def test_a_task_that_left_a_result_was_not_lost(answer: Answer, queue: Queue) -> None:
+    answer("squeue", "7_0|COMPLETED|None\n7_1|RUNNING|None\n7_2|FAILED|None\n")
+    for number in (0, 1):
+        result_path(queue.pool.spec, number).write_text(WorkerReport().to_json())
+    (queue.pool.spec.folder / "7_2.log").write_text("some error: no memory\nKilled\n")
+    assert queue.ended() == {
+        0: "has ended",
+        1: "has ended",
+        2: "was lost (FAILED; its log: some error: no memory)",
+    }
 
 
 @pytest.mark.parametrize(
     ("sacct", "state"),
     [
-        (None, FORGOTTEN),
-        ("7_0|COMPLETED\n7_1|CANCELLED by 1000\n", "CANCELLED"),
-        ("7_0|COMPLETED\n7_1|RUNNING\n", FORGOTTEN),  # the database lags behind
+        (None, "no longer known to Slurm"),
+        ("7_0|COMPLETED\n7_1|CANCELLED by 1000\n7_2|COMPLETED\n", "CANCELLED"),
+        ("7_0|COMPLETED\n7_1|RUNNING\n", "no longer known to Slurm"),  # the database lags behind
     ],
 )
 def test_a_task_that_the_controller_has_forgotten_has_ended(
-    answer: Answer, queue: Any, sacct: str | None, state: str
+    answer: Answer, queue: Queue, tmp_path: Path, sacct: str | None, state: str
 ) -> None:
-    answer("squeue", "7_0|RUNNING|None\n")
+    answer("squeue", "7_0|RUNNING|None\n7_2|RUNNING|None\n")
     if sacct is not None:
         answer("sacct", sacct)
-    states = queue.states(["7_0", "7_1"])
-    assert states["7_0"] == TaskState("RUNNING")
-    assert states["7_1"].state == state
-    assert states["7_1"].has_ended
+    assert queue.ended() == {1: f"was lost ({state})"}
     assert queue.output == []
+    assert len((tmp_path / "sacct.args").read_text().splitlines()) == 1
 
 
-def test_a_job_that_squeue_knows_nothing_of_has_ended(answer: Answer, queue: Any) -> None:
+def test_a_job_that_squeue_knows_nothing_of_has_ended(answer: Answer, queue: Queue) -> None:
     answer("squeue", error="slurm_load_jobs error: Invalid job id specified", code=1)
-    assert queue.states(["7_0"])["7_0"].has_ended
+    assert list(queue.ended()) == [0, 1, 2]
 
 
-def test_a_task_that_vanishes_from_the_queue_tells_what_it_was(answer: Answer, queue: Any) -> None:
-    answer("squeue", "7_0|PENDING|Resources\n")
-    queue.states(["7_0"])
-    answer("squeue", "7_1|PENDING|Resources\n")
+def test_a_task_that_vanishes_from_the_queue_tells_what_it_was(
+    answer: Answer, queue: Queue
+) -> None:
+    answer("squeue", "7_0|PENDING|Resources\n7_1|RUNNING|None\n7_2|RUNNING|None\n")
+    assert queue.ended() == {}
+    answer("squeue", "7_1|RUNNING|None\n7_2|RUNNING|None\n")
     for _ in range(2):
-        queue.clock.now += slurm_queue.ASK_S
-        found = queue.states(["7_0"])["7_0"]
-        assert str(found) == "no longer known to Slurm, last seen as PENDING"
+        assert queue.ended() == {0: "was lost (no longer known to Slurm, last seen as PENDING)"}
 
 
 def test_a_controller_that_does_not_answer_says_nothing_of_tasks(
-    answer: Answer, queue: Any
+    answer: Answer, queue: Queue
 ) -> None:
     answer("squeue", error=NOBODY, code=1)
     for _ in range(10):
-        assert queue.states(["7_0"]) == {}
-        queue.clock.now += slurm_queue.ASK_S
+        assert queue.ended() == {}
     assert len(queue.output) == 2, "once a minute"
     assert "does not answer (Unable to contact slurm controller (connect" in queue.output[0]
-    answer("squeue", "7_0|RUNNING|None\n")
-    assert queue.states(["7_0"]) == {"7_0": TaskState("RUNNING")}
 
 
-def test_why_tasks_wait_is_said_every_minute(answer: Answer, queue: Any) -> None:
+def test_why_tasks_wait_is_said_every_minute(answer: Answer, queue: Queue) -> None:
     answer("squeue", "7_0|RUNNING|None\n7_1|PENDING|Resources\n7_2|PENDING|JobHeldUser\n")
-    ids = ["7_0", "7_1", "7_2"]
     for _ in range(15):
-        queue.states(ids)
-        queue.clock.now += slurm_queue.ASK_S
-    assert queue.output == [
-        f"2 of 3 tasks wait in the queue for {waited} now: Resources (1), JobHeldUser (1); "
-        "scontrol release JOB lets it go"
-        for waited in ("20 s", "80 s", "2 min")
-    ]
+        queue.ended()
+    assert queue.output == ["2 of 3 tasks wait in the queue: Resources (1), JobHeldUser (1)"] * 3, (
+        "after 20 s, 80 s and 140 s"
+    )
     answer("squeue", "7_0|RUNNING|None\n7_1|RUNNING|None\n7_2|RUNNING|None\n")
     for _ in range(8):
-        queue.states(ids)
-        queue.clock.now += slurm_queue.ASK_S
+        queue.ended()
     assert len(queue.output) == 3
+
+
+def check(partition: str | None) -> None:
+    slurm.check(Config(executor=SlurmOptions(partition=partition)))
 
 
 def test_partitions_are_compared_with_the_cluster_s(answer: Answer) -> None:
     answer("sinfo", "gpu\nshort\ngpu\n")
-    check_partition(None)
-    check_partition("short,gpu")
+    check(None)
+    check("short,gpu")
     with pytest.raises(ConfigError, match=r"no partition gpus. Nearest: gpu. It has: gpu, short"):
-        check_partition("short,gpus")
+        check("short,gpus")
 
 
 @pytest.mark.parametrize(
@@ -168,35 +200,17 @@ def test_without_a_controller_nothing_begins(
 ) -> None:
     answer("sinfo", error=error, code=1)
     with pytest.raises(kind) as output:
-        check_partition("gpu")
+        check("gpu")
     assert getattr(output.value, "exit_code", None) == code
     assert last_line(error) in str(output.value)
     assert "\n" not in str(output.value)
 
 
-def test_tasks_are_cancelled_by_one_command(answer: Answer, queue: Any, tmp_path: Path) -> None:
+def test_tasks_are_cancelled_by_one_command(answer: Answer, queue: Queue, tmp_path: Path) -> None:
     answer("scancel", error=NOBODY, code=1)
-    queue.cancel(["7_0", "7_1"])
-    queue.cancel([])
-    assert (tmp_path / "scancel.args").read_text() == "7_0 7_1\n"
-
-
-@pytest.mark.parametrize(
-    ("left", "seconds"),
-    [("0:59", 59), ("2:03:04", 7384), ("1-00:00:01", 86401), ("UNLIMITED", 240), ("", 240)],
-)
-def test_how_long_a_task_may_run(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch, left: str, seconds: float
-) -> None:
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    answer("squeue", f"{left}\n")
-    assert seconds_left(240) == seconds
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "4102444800")
-    assert seconds_left(240) > 10**8
-    monkeypatch.delenv("SLURM_JOB_END_TIME")
-    monkeypatch.delenv("SLURM_JOB_ID")
-    assert seconds_left(240) == 240
+    queue.pool.workers, queue.pool.lost = [0, 1], [2]
+    queue.pool.end_workers(5.0)
+    assert (tmp_path / "scancel.args").read_text() == "7_0 7_1 7_2\n"
 
 
 def test_what_commands_say_is_told_apart() -> None:
@@ -204,5 +218,3 @@ def test_what_commands_say_is_told_apart() -> None:
     assert last_line(refusal) == "Batch job failed"
     assert last_line(NOBODY) == "Unable to contact slurm controller (connect failure)"
     assert last_line("") == "no reason given"
-    assert not is_no_controller(refusal)
-    assert is_no_controller(f"sbatch: error: {NOBODY}")

@@ -17,10 +17,15 @@ from featx.config import Config
 from featx.errors import RunError, StoreError, TooManyFailuresError
 from featx.pipeline import Interrupted
 from featx.pipeline.executors import EXECUTORS
-from featx.pipeline.executors.part_claims import PartClaims
-from featx.pipeline.executors.worker import ready_path, result_path
+from featx.pipeline.executors.job_folder import (
+    PartClaims,
+    WorkerError,
+    WorkerReport,
+    inherited_parts,
+    ready_path,
+    result_path,
+)
 from featx.pipeline.executors.worker_pool import MAX_DEATHS, WorkerPool
-from featx.pipeline.executors.worker_stats import WorkerError, WorkerReport
 from featx.storage import AtomicFolder
 from featx.types import Failure, Part, Status
 
@@ -192,11 +197,12 @@ def test_the_parts_of_lost_workers_are_inherited_by_their_replacements(
 
     def look() -> None:
         assert pool.started == [0, 1, 2, 3]
+        missing = PARTS[1:]
         inherited = [
-            [part.index for part in PartClaims(pool.spec, number).inherited()]
-            for number in range(4)
+            [part.index for part in inherited_parts(pool.spec, number, missing)]
+            for number in (2, 3)
         ]
-        assert inherited == [[], [], [1], [2]]
+        assert inherited == [[1], [2]]
 
     pool.events += [lose_both, look]
     finish(pool)
@@ -207,17 +213,32 @@ def test_the_parts_of_lost_workers_are_inherited_by_their_replacements(
     assert outcome.metrics.bytes_read is None, "what the lost ones read is not known"
 
 
-def test_a_claim_without_a_number_is_inherited(pool: FakePool) -> None:
+@pytest.mark.parametrize("owner", ["", "0"])
+def test_a_part_whose_owner_is_gone_is_computed_by_another_in_the_end(
+    pool: FakePool, owner: str
+) -> None:
+    """It died before it wrote its number; or it was given up, was alive and has claimed more."""
+
     def lose() -> Mapping[int, str]:
-        (pool.spec.folder / "claims" / "4").touch()
         return {0: "was killed"}
 
     def look() -> None:
-        assert [part.index for part in PartClaims(pool.spec, 2).inherited()] == [4]
+        assert inherited_parts(pool.spec, 2, PARTS) == []
+        (pool.spec.folder / "claims" / "4").write_text(owner)
 
-    pool.events += [lose, look]
-    finish(pool)
+    def end(*numbers: int) -> Callable[[], Mapping[int, str]]:
+        def event() -> Mapping[int, str]:
+            for number in numbers:
+                pool.store.found |= {index: [] for index in pool.claims(number)}
+                pool.report(number)
+            return dict.fromkeys(numbers, "has ended")
+
+        return event
+
+    pool.events += [lose, look, end(2), end(1), end(3)]
     pool.run()
+    assert pool.started == [0, 1, 2, 3]
+    assert sorted(pool.store.committed_parts) == [0, 1, 2, 3, 4]
 
 
 def test_three_losses_at_one_part_end_the_run_and_others_do_not_count(pool: FakePool) -> None:
@@ -232,11 +253,11 @@ def test_three_losses_at_one_part_end_the_run_and_others_do_not_count(pool: Fake
 
         return event
 
-    pool.events += [lose(0), lose(2, commits=0), lose(3), lose(4)]
+    pool.events += [lose(0), lose(2, commits=0), lose(4), lose(6)]
     with pytest.raises(RunError) as failed:
         pool.run()
     assert str(failed.value).startswith(
-        f"worker 4 was killed in part 1 (rows 4 to 7), the {MAX_DEATHS}rd worker that did."
+        f"worker 6 was killed in part 1 (rows 4 to 7), the {MAX_DEATHS}rd worker that did."
     )
     assert pool.graces == [5.0, 0.0]
 

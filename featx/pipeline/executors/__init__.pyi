@@ -2,4 +2,3 @@ from .registry import EXECUTORS as EXECUTORS
 from .registry import Executor as Executor
 from .registry import check_executor as check_executor
 from .registry import run_distributed as run_distributed
-from .worker_stats import RunOutcome as RunOutcome

@@ -14,8 +14,8 @@ from featx.errors import ConfigError, counted
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
-from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.run_context import RunContext
+from featx.pipeline.run_metrics import RunOutcome
 
 
 @options("executor")

@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from featx.base import import_extra
 from featx.config import Config, Count, ExecutorConfig, Positive, options
-from featx.errors import FeatxError, RunError
-from featx.pipeline.executors.ray_cluster import (
-    HeadWatch,
-    check_cluster,
-    connected,
-    ray_module,
-)
+from featx.errors import ConfigError, FeatxError, RunError
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.worker import run_worker
-from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
+from featx.pipeline.executors.worker_pool import WorkerPool
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
-from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.run_context import RunContext
+from featx.pipeline.run_metrics import RunOutcome
 from featx.store import layout
 
+CONNECT_S = 10.0
+"""Seconds to wait for an answer at executor.address."""
 
-def check(config: Config) -> None:
-    """Check that Ray is installed and that its cluster answers.
+HEAD_LOST_S = 30.0
+"""Seconds without an answer of the head until the run ends.
 
-    Raises:
-        MissingExtraError: Ray is not installed.
-        ConfigError: no cluster answers at executor.address.
-    """
-    ray = ray_module()
-    if (address := _options(config).address) is not None:
-        check_cluster(ray, address)
+Ray ends the process of the driver after 60 s, without a chance to say what to do.
+"""
 
-
-def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    """Compute the missing parts in actors of a Ray cluster."""
-    options = _options(context.config)
-    with connected(ray_module(), options.address) as ray:
-        return ActorPool(ray, spec, session, context.engine.device.type, options).run()
+_HEAD_CHECK_S = 5.0
+"""Seconds between two checks that the head answers."""
 
 
 @options("executor")
@@ -60,6 +52,36 @@ class RayOptions(ExecutorConfig):
     def num_cpus(self) -> int:
         """Number of CPUs of each actor."""
         return self.cpus or 1
+
+
+def check(config: Config) -> None:
+    """Check that Ray is installed and that its cluster answers.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: no cluster answers at executor.address.
+    """
+    ray = ray_module()
+    address = _options(config).address
+    if address is None:
+        return
+    # Ray itself would try for minutes.
+    try:
+        _connect(_cluster_address(ray, address), CONNECT_S)
+    except OSError as error:
+        raise _no_cluster(address, error) from error
+
+
+def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
+    """Compute the missing parts in actors of a Ray cluster."""
+    options = _options(context.config)
+    with connected(ray_module(), options.address) as ray:
+        return ActorPool(ray, spec, session, context.engine.device.type, options).run()
+
+
+def ray_module() -> Any:
+    """Import Ray."""
+    return import_extra("ray", "executor=ray", "Ray", "ray")
 
 
 def _options(config: Config) -> RayOptions:
@@ -106,7 +128,12 @@ class ActorPool(WorkerPool):
         self._sent_spec = ray.put(PickledWorkerSpec(self.spec))
         self._actors: dict[int, Any] = {}
         self._calls: dict[int, Any] = {}  # number of an actor -> reference to its result
-        self._head = HeadWatch(ray, options.address)
+        self._head = options.address or ""
+        if not self._head.startswith("ray://"):
+            # Without an address where the caller has connected as a client.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                self._head = str(ray.get_runtime_context().gcs_address)
+        self._answered_at = self._checked_at = time.monotonic()
 
     def name(self, number: int) -> str:
         """Name of an actor: 'actor 0'."""
@@ -120,7 +147,7 @@ class ActorPool(WorkerPool):
 
     def ended(self) -> Mapping[int, str]:
         """Find the actors that have returned or died."""
-        self._head.check()
+        self._check_head()
         calls = {self._calls[number]: number for number in self.workers}
         found, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
         return {
@@ -137,14 +164,90 @@ class ActorPool(WorkerPool):
         """Return how an actor ended, and free its place."""
         try:
             self._ray.get(reference)
-        # The actor raised an exception; any other RayError means that it died.
-        except self._ray.exceptions.RayTaskError as error:
-            cause = str(getattr(error, "cause", None) or error).rstrip(".")
-            failed = RunError(f"{self.name(number)}: {cause}. {RESUME_HINT}")
-            failed.add_note(str(error))
-            raise failed from None
         except self._ray.exceptions.RayError as error:
-            return f"died ({str(error).strip().splitlines()[0]})"
+            # A task error is an exception outside the work: featx is not installed, for example.
+            is_raised = isinstance(error, self._ray.exceptions.RayTaskError)
+            text = repr(error.cause) if is_raised else str(error).strip()
+            return f"died ({text.splitlines()[0]})"
         finally:
             self._ray.kill(self._actors.pop(number))  # one that is unavailable may be alive
         return "has ended"
+
+    def _check_head(self) -> None:
+        """Ask the head of the cluster, at most every _HEAD_CHECK_S seconds."""
+        if time.monotonic() - self._checked_at < _HEAD_CHECK_S:
+            return
+        try:
+            _connect(self._head, _HEAD_CHECK_S)
+            self._answered_at = time.monotonic()
+        except OSError as error:
+            lost_s = time.monotonic() - self._answered_at
+            if lost_s >= HEAD_LOST_S:
+                raise RunError(
+                    f"the head of the Ray cluster at {self._head} has not answered for "
+                    f"{lost_s:.0f} s ({error.strerror or error}). Nothing committed is lost; start "
+                    "the cluster again and run the same command to resume."
+                ) from error
+        self._checked_at = time.monotonic()
+
+
+@contextlib.contextmanager
+def connected(ray: Any, address: str | None) -> Iterator[Any]:
+    """Connect Ray to a cluster, or start one on this machine.
+
+    A connection of the caller is used as it is and stays open.
+    """
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        try:
+            ray.init(
+                address=address or "local",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **({} if address else {"include_dashboard": False}),
+            )
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            raise _no_cluster(address, error) from error
+    try:
+        yield ray
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def _connect(address: str, limit_s: float) -> None:
+    """Open and close a connection to host:port; do nothing for a text of another form."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), limit_s).close()
+
+
+def _cluster_address(ray: Any, address: str) -> str:
+    """Address that Ray will connect to for executor.address; '' if that is not known."""
+    if address == "auto":
+        # Ray has no public function that says which cluster `auto` is, without connecting to it.
+        try:
+            return str(ray._private.services.get_ray_address_from_environment(address, None))
+        except (AttributeError, TypeError):  # another version of Ray
+            return ""
+    return address
+
+
+def _no_cluster(address: str | None, error: Exception) -> ConfigError:
+    """Error for an address at which no cluster answers, or only to those with a token."""
+    given = f"executor.address={address}"
+    cause: BaseException | None = error
+    # Ray repeats the reason in the text of another error.
+    while cause is not None and "AuthenticationError" not in f"{type(cause).__name__}: {cause}":
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return ConfigError(
+            f"{given}: the Ray cluster there wants a token. Set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN_PATH to the file with the token of its head; featx stores and prints "
+            "no token."
+        )
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return ConfigError(
+        f"{given}: no Ray cluster answers there ({reason}). Leave it out to start one on this "
+        "machine."
+    )

@@ -11,9 +11,9 @@ from featx.base import Member, Registry
 if TYPE_CHECKING:
     from featx.config import Config
     from featx.pipeline.executors.worker_spec import Session, WorkerSpec
-    from featx.pipeline.executors.worker_stats import RunOutcome
     from featx.pipeline.output import Output
     from featx.pipeline.run_context import RunContext
+    from featx.pipeline.run_metrics import RunOutcome
 
 
 @dataclass(frozen=True, kw_only=True)

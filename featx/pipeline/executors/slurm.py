@@ -1,33 +1,66 @@
-"""executor=slurm: tasks of a job array; each computes parts until its time is up."""
+"""executor=slurm: tasks of a job array; each computes parts until its time is up.
+
+squeue, which every cluster has, is asked every ASK_S seconds; the accounting database (sacct) only
+about tasks that the controller has forgotten.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import shlex
 import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from featx.config import (
-    Config,
-    Count,
-    ExecutorConfig,
-    Positive,
-    options,
-)
-from featx.errors import ConfigError, FeatxError
+from featx.base import module_command, module_environment
+from featx.config import Config, Count, ExecutorConfig, Positive, options
+from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
-from featx.pipeline.executors.slurm_array import JobArray
-from featx.pipeline.executors.slurm_queue import check_partition
+from featx.pipeline.executors.slurm_task import SIGNAL_DELAY_S, run_command
+from featx.pipeline.executors.worker import TIME_LIMIT
+from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
-from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.run_context import RunContext
-from featx.store import layout
+from featx.pipeline.run_metrics import RunOutcome
+from featx.store import QueueState, layout
+from featx.types import Part
 
 _NUM_TASKS = 8
 """Number of tasks if executor.workers is not given."""
 
 DEFAULT_TIME_LIMIT_MIN = 240
 """Default of the option `time_limit_min` in minutes."""
+
+ASK_S = 10.0
+"""Seconds between two requests about the tasks, to spare a controller that many people ask."""
+
+REPORT_S = 60.0
+"""Seconds between two reports on waiting tasks, or on a controller that does not answer."""
+
+_ENDED = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "REVOKED", "TIMEOUT",
+})  # fmt: skip
+"""States in which a task stays; one that is queued again becomes PENDING."""
+
+_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED"})
+"""States of a task that is queued and not running."""
+
+FORGOTTEN = "no longer known to Slurm"
+"""State of a task that neither the controller nor the accounting database knows."""
+
+_NO_CONTROLLER = re.compile(
+    "unable to contact slurm controller|socket timed out|connection refused|connection reset|"
+    "transport endpoint|zero bytes|temporarily unable|communication connection failure|"
+    "unexpected message received",
+    re.IGNORECASE,
+)
+"""Output of a Slurm command whose controller does not answer now."""
 
 
 @options("executor")
@@ -95,7 +128,18 @@ def check(config: Config) -> None:
             "executor=slurm: there is no Slurm on this machine (sbatch is not found). Start the "
             "command on a machine of the cluster; executor.mode=local runs the same path here."
         )
-    check_partition(_options(config).partition)
+    code, out, error = run_command(["sinfo", "--noheader", "--all", "--format=%R"])
+    if code is None:
+        return  # there is no sinfo: sbatch will report what is wrong
+    if code:
+        raise _no_controller(error)
+    partition, names = _options(config).partition, sorted(set(out.split()))
+    for name in (partition or "").split(","):
+        if name and name not in names:
+            raise ConfigError(
+                f"executor.partition={partition}: this cluster has no partition {name}."
+                f"{nearest(name, names)} It has: {', '.join(names)}."
+            )
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
@@ -103,20 +147,10 @@ def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     options = _options(context.config)
     folder = _shared_folder(options, session)
     device = context.engine.device.type
-    num_tasks = options.workers or _NUM_TASKS
     if options.mode == "local":
-        devices = [device] * min(num_tasks, len(spec.parts))
+        devices = [device] * (options.workers or _NUM_TASKS)
         return ProcessPool(spec, session, folder, devices, "task", outlives_driver=True).run()
-    requests = {
-        "cpus-per-task": ("cpus", options.num_cpus),
-        "time": ("time_limit_min", options.time_limit_min or DEFAULT_TIME_LIMIT_MIN),
-        "mem": ("memory_gib", options.memory_gib and f"{options.memory_gib * 1024:.0f}M"),
-        "partition": ("partition", options.partition),
-        "gres": ("gres", options.gres),
-        "account": ("account", options.account),
-    }
-    given = {name: pair for name, pair in requests.items() if pair[1] is not None}
-    return JobArray(spec, session, folder, num_tasks, device, given).run()
+    return JobArray(spec, session, folder, device, options).run()
 
 
 EXECUTORS.register(
@@ -143,3 +177,244 @@ def _shared_folder(options: SlurmOptions, session: Session) -> Path:
             "their logs; choose a folder that all machines can write to."
         ) from error
     return folder
+
+
+class TaskState(NamedTuple):
+    """State of a task as squeue names it, such as PENDING, and the reason for which it waits."""
+
+    name: str
+    reason: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the task stays in this state."""
+        return self.name in _ENDED or self.name.startswith(FORGOTTEN)
+
+
+class JobArray(WorkerPool):
+    """Tasks of Slurm; a task ends early at its time limit, by preemption or by scancel."""
+
+    poll_s = 2.0
+    replacement = "its work is submitted again"
+    report_s = 15.0
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        session: Session,
+        folder: Path,
+        device: str,
+        options: SlurmOptions,
+    ) -> None:
+        num_tasks = options.workers or _NUM_TASKS
+        super().__init__(spec, session, folder, num_tasks, "task", outlives_driver=True)
+        self._device = device
+        self._minutes = options.time_limit_min or DEFAULT_TIME_LIMIT_MIN
+        # Option of sbatch -> option of the executor, and its value.
+        self._requests = {
+            "cpus-per-task": ("cpus", options.num_cpus),
+            "time": ("time_limit_min", self._minutes),
+            "mem": ("memory_gib", options.memory_gib and f"{options.memory_gib * 1024:.0f}M"),
+            "partition": ("partition", options.partition),
+            "gres": ("gres", options.gres),
+            "account": ("account", options.account),
+        }
+        self._ids: dict[int, str] = {}  # number of a task -> its id in Slurm
+        self._unsent: list[int] = []  # numbers of tasks that Slurm could not take so far
+        self._states: dict[str, TaskState] = {}
+        self._asked_at = -ASK_S
+        # The first report on waiting tasks comes early.
+        self._reported_at = {"waiting": time.monotonic() - REPORT_S + 2 * ASK_S}
+
+    def name(self, number: int) -> str:
+        """Name of a task: 'job 7_0'."""
+        return f"job {self._ids[number]}"
+
+    def start(self, numbers: Sequence[int]) -> None:
+        """Submit tasks as one array; during a run they wait if the controller does not answer."""
+        numbers = [*self._unsent, *numbers]
+        code, out, error = run_command(self._command(numbers), module_environment())
+        if code == 0:
+            self._unsent = []
+            job = out.strip().partition(";")[0]  # the name of the cluster may follow
+            ids = [f"{job}_{index}" for index in range(len(numbers))]
+            self._ids.update(zip(numbers, ids, strict=True))
+            shown = ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "")
+            self.progress.log(f"submitted {counted(len(ids), 'task')}: {shown}")
+            return
+        is_silent = _NO_CONTROLLER.search(error) is not None
+        if not self._ids and is_silent:
+            raise _no_controller(error)
+        if not self._ids:
+            given = [(key, value) for key, value in self._requests.values() if value is not None]
+            requested = ", ".join(f"executor.{key}={value}" for key, value in given)
+            raise ConfigError(
+                f"Slurm does not take the tasks: {last_line(error)}. They ask for {requested}; "
+                "`sinfo` and `scontrol show partition` show what the cluster has."
+            )
+        if not is_silent:
+            raise RunError(
+                f"Slurm does not take the tasks again ({last_line(error)}). {RESUME_HINT}"
+            )
+        self._unsent = numbers
+        self._report(
+            "submission",
+            f"the controller of Slurm does not answer ({last_line(error)}); "
+            f"{counted(len(numbers), 'task is', 'tasks are')} submitted again when it does",
+        )
+
+    def ended(self) -> Mapping[int, str]:
+        """Find the tasks that left a result, and those that have ended without one."""
+        # Listing the folder shows new files even if a network file system caches lookups of names.
+        results = {path.name for path in self.spec.folder.glob("result-*.json")}
+        is_due = time.monotonic() - self._asked_at >= ASK_S
+        if is_due and self._unsent:
+            self.start([])
+        sent = {number: self._ids[number] for number in self.workers if number in self._ids}
+        if is_due:
+            self._asked_at = time.monotonic()
+            self._update_states(list(sent.values()))
+        ended = {}
+        for number, task in sent.items():
+            state = self._states.get(task, TaskState(""))
+            if f"result-{number}.json" in results:
+                ended[number] = "has ended"
+            elif state.has_ended:
+                ended[number] = f"was lost ({self._state_text(task, state.name)})"
+        return ended
+
+    def end_workers(self, grace_s: float) -> None:
+        """Cancel all tasks; Slurm gives them time to commit complete parts."""
+        # Slurm may have put a task that it preempted into the queue again.
+        numbers = [*self.workers, *self.lost]
+        if ids := [self._ids[number] for number in numbers if number in self._ids]:
+            run_command(["scancel", *ids])
+
+    def advice(self, number: int, how: str, parts: Sequence[Part]) -> str:
+        """Say where the logs are and, for tasks that reach their time limit, what to change."""
+        logs = f" Its logs are in {self.spec.folder}."
+        if TIME_LIMIT not in how and "TIMEOUT" not in how:
+            return logs
+        rows = max(map(len, parts or self.spec.parts))
+        advice = (
+            f" Within executor.time_limit_min={self._minutes} a task has to load the "
+            f"model and to compute the {rows} rows of a part. Raise executor.time_limit_min"
+        )
+        if rows >= 4:
+            advice += (
+                ", or start a new store with smaller parts: overwrite=true "
+                f"part_rows={layout.power_of_two_at_most(rows / 4)}, with a batch_size of no more "
+                "than that"
+            )
+        return f"{advice}.{logs}"
+
+    def _command(self, numbers: Sequence[int]) -> list[str]:
+        """Command that submits tasks with these numbers."""
+        task = module_command("featx.pipeline.executors.slurm_task", str(self.spec.folder))
+        options = {
+            "job-name": "featx",
+            "array": f"0-{len(numbers) - 1}",
+            "ntasks": 1,
+            "output": self.spec.folder / "%A_%a.log",
+            "open-mode": "append",
+            **{name: value for name, (_, value) in self._requests.items() if value is not None},
+            "wrap": f"set -- {' '.join(map(str, numbers))}; shift $SLURM_ARRAY_TASK_ID; "
+            f"exec {shlex.join(task)} $1 {self._device} {60 * self._minutes} $(date +%s)",
+        }
+        # Slurm announces a limit up to a minute early. That is a second safeguard for long limits
+        # only: it would end a task with a short limit right after its start.
+        if self._minutes * 60 > 10 * SIGNAL_DELAY_S:
+            options["signal"] = f"B:USR2@{SIGNAL_DELAY_S}"
+        given = [f"--{option}={value}" for option, value in options.items()]
+        return ["sbatch", "--parsable", "--requeue", *given]
+
+    def _update_states(self, ids: Sequence[str]) -> None:
+        """Update the states of tasks, and report those that wait."""
+        if not ids:
+            return
+        command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
+        code, out, error = run_command([*command, _jobs(ids)])
+        # squeue fails if it knows none of the jobs, and leaves out those that it does not know.
+        if code != 0 and "invalid job id" not in error.lower():
+            self._report(
+                "silent",
+                f"the controller of Slurm does not answer ({last_line(error)}); running tasks "
+                "continue, and it is asked again",
+            )
+            return
+        found = {}
+        for line in out.splitlines():
+            task, state, reason = line.split("|", 2)
+            is_waiting = state in _WAITING and reason != "None"
+            found[task] = TaskState(state, reason if is_waiting else "")
+        if lacking := [task for task in ids if task not in found]:
+            found |= self._forgotten_states(lacking)
+        self._states = {task: found[task] for task in ids}
+        counts = Counter(self._states.values())
+        self.heartbeat.set_queue([QueueState(n, *state) for state, n in sorted(counts.items())])
+        waiting = Counter(state.reason for state in self._states.values() if state.name in _WAITING)
+        if waiting:
+            reasons = [f"{reason or 'no reason yet'} ({n})" for reason, n in waiting.most_common(3)]
+            tasks = f"{waiting.total()} of {counted(len(ids), 'task')}"
+            self._report("waiting", f"{tasks} wait in the queue: {', '.join(reasons)}")
+
+    def _forgotten_states(self, ids: Sequence[str]) -> Mapping[str, TaskState]:
+        """States of tasks that the controller has forgotten, from the accounting database.
+
+        It forgets a task minutes after its end, and at once one that is cancelled while it waits.
+        """
+        command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"]
+        code, out, _ = run_command([*command, _jobs(ids)])
+        recorded = dict(line.split("|") for line in out.splitlines()) if code == 0 else {}
+        found = {}
+        for task in ids:
+            state = TaskState(recorded.get(task, "").partition(" ")[0])  # 'CANCELLED by 1000'
+            before = self._states.get(task)
+            # The database may lag behind, but a task that the controller has forgotten has ended.
+            if not state.has_ended:
+                seen = f", last seen as {before.name}" if before else ""
+                state = before if before and before.has_ended else TaskState(FORGOTTEN + seen)
+            found[task] = state
+        return found
+
+    def _report(self, what: str, text: str) -> None:
+        """Print a line, unless one of this kind was printed less than REPORT_S seconds ago."""
+        now = time.monotonic()
+        if now - self._reported_at.get(what, -REPORT_S) >= REPORT_S:
+            self._reported_at[what] = now
+            self.progress.log(text)
+
+    def _state_text(self, task: str, state: str) -> str:
+        """State of a task that left no result, with the last error line of its log, if any."""
+        with contextlib.suppress(OSError):
+            text = (self.spec.folder / f"{task}.log").read_text(errors="replace")
+            lines = [line.strip() for line in text.split("\n") if line.strip()]
+            # The last lines about a killed task name no reason; lines with "error" do.
+            errors = [line for line in lines if "error" in line.lower()]
+            if shown := errors or lines:
+                return f"{state}; its log: {shown[-1][:200]}"
+        return state
+
+
+def _jobs(ids: Sequence[str]) -> str:
+    """Option of squeue and sacct for the jobs of some tasks."""
+    return f"--jobs={','.join(dict.fromkeys(task.partition('_')[0] for task in ids))}"
+
+
+def last_line(text: str) -> str:
+    """Last line of the output of a Slurm command without its name: 'Invalid partition name'."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return re.sub(r"^\w+(:? (error|fatal))?: ", "", lines[-1]) if lines else "no reason given"
+
+
+def _no_controller(output: str) -> FeatxError:
+    """Error for a controller that does not answer, from the output of the command."""
+    if _NO_CONTROLLER.search(output):
+        return RunError(
+            f"the controller of Slurm does not answer ({last_line(output)}). Nothing was "
+            "submitted; run the same command again when `sinfo` shows the cluster."
+        )
+    return ConfigError(
+        f"executor=slurm: Slurm does not work on this machine ({last_line(output)}). Start the "
+        "command where `sinfo` shows the cluster; executor.mode=local runs the same path here."
+    )

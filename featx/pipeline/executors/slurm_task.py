@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from featx.base import keep_freed_memory, own_process
-from featx.pipeline.executors.slurm_queue import run_command, seconds_left
-from featx.pipeline.executors.worker import TIME_LIMIT, read_spec, result_path, run_worker
+from featx.pipeline.executors.job_folder import WorkerReport, result_path
+from featx.pipeline.executors.worker import TIME_LIMIT, read_spec, run_worker
 from featx.pipeline.executors.worker_spec import WorkerSpec
-from featx.pipeline.executors.worker_stats import WorkerReport
 from featx.storage import open_folder
 from featx.store import read_heartbeats
 
@@ -24,18 +26,21 @@ SIGNAL_DELAY_S = 90
 _MAX_REQUEUES = 3
 """Number of times in a row that a task puts itself into the queue again without a new part."""
 
+_ANSWER_S = 60.0
+"""Seconds to wait for the answer of a Slurm command."""
 
-def main(folder: str, number: str, device: str, limit_s: str) -> None:
-    """Run a task of Slurm with a time limit in seconds."""
+
+def main(folder: str, number: str, device: str, limit_s: str, started_at: str) -> None:
+    """Run a task of Slurm with a time limit in seconds, from a time of `date +%s` on."""
     own_process()
     if device == "cpu":
         keep_freed_memory()  # before any thread allocates
-    limit = float(limit_s)
-    margin_s = min(SIGNAL_DELAY_S, limit / 6)  # to commit complete parts
+    margin_s = min(SIGNAL_DELAY_S, float(limit_s) / 6)  # to commit complete parts
+    left_s = float(started_at) + float(limit_s) - margin_s - time.time()
     spec = read_spec(Path(folder))
     if result_path(spec, int(number)).exists() and is_driver_alive(spec):
         return  # Slurm has queued a preempted task again, which the driver has replaced
-    report = run_worker(spec, int(number), device, seconds_left(limit) - margin_s)
+    report = run_worker(spec, int(number), device, left_s)
     if report.ended_by in (TIME_LIMIT, "SIGUSR2") and not is_driver_alive(spec):
         requeue(spec, number, report)
 
@@ -60,6 +65,32 @@ def requeue(spec: WorkerSpec, number: str, report: WorkerReport) -> None:
     if count < _MAX_REQUEUES:
         open_folder(spec.folder).write_best_effort(path, str(count))
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+
+
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
+    """Run a Slurm command without the terminal; messages are in English by default.
+
+    Returns:
+        exit code, stdout and stderr; the code is None if there is no such command.
+    """
+    try:
+        completed = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_S,
+            env=environment or {**os.environ, "LC_ALL": "C"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, "", f"Socket timed out: no answer within {_ANSWER_S:.0f} s"
+    except OSError as error:
+        return None, "", f"{command[0]}: {error.strerror}"
+    return completed.returncode, completed.stdout, completed.stderr
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Worker: computes missing parts of a run until none is left, and commits them.
 
 It shares nothing with its driver and the other workers but the folder of the store, and a folder
-with claims of parts (`part_claims`) and reports of workers.
+with the worker spec, claims of parts and reports of workers (`job_folder`). It compares its
+fingerprint with that of the driver before it computes its first row.
 """
 
 from __future__ import annotations
@@ -16,34 +17,45 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from featx.base import (
     SilentProgress,
+    differences,
     end_with_parent,
     keep_freed_memory,
     own_process,
     signal_handlers,
+    take_cpus,
 )
-from featx.pipeline.executors.part_claims import PartClaims
-from featx.pipeline.executors.worker_spec import PickledWorkerSpec, WorkerSpec, worker_context
-from featx.pipeline.executors.worker_stats import WorkerError, WorkerReport, WorkerStats
+from featx.errors import RunError
+from featx.pipeline.executors.job_folder import (
+    SPEC,
+    PartClaims,
+    WorkerError,
+    WorkerReport,
+    WorkerStats,
+    inherited_parts,
+    ready_path,
+    result_path,
+)
+from featx.pipeline.executors.worker_spec import PickledWorkerSpec, WorkerSpec
 from featx.pipeline.loop import run_parts
 from featx.pipeline.output import OutputPart
 from featx.pipeline.row_failures import Rows
-from featx.pipeline.run_context import RunContext
+from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.stop_signals import Interrupted
-from featx.storage import open_folder
+from featx.sources import open_source
+from featx.storage import open_folder, s3_outage
 from featx.store import Heartbeat
-from featx.types import Batch, Part
+from featx.types import Batch, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine import Engine
-
-SPEC = "worker-spec.pkl"
-"""Name of the file with the worker spec, in the folder of the workers."""
+    from featx.layers import ChosenLayers
 
 TIME_LIMIT = "its time limit"
 """Value of `WorkerReport.ended_by` for a worker that its time limit ended."""
@@ -60,9 +72,10 @@ def run_worker(
     claims = PartClaims(spec, number)
     try:
         with _interrupted_at_end(left_s) as ended_by:
-            inherited = claims.inherited()
+            missing = spec.output.uncommitted(spec.parts)
+            inherited = inherited_parts(spec, number, missing)
             if inherited or claims.has_unclaimed():
-                name = worker_name(spec, number, device)
+                name = f"{spec.kind} {number} on {device}"
                 root = open_folder(spec.root)
                 heartbeat = Heartbeat(root, name, spec.driver, spec.outlives_driver)
                 with heartbeat, worker_context(spec, device) as context:
@@ -90,21 +103,6 @@ def run_worker(
     return report
 
 
-def worker_name(spec: WorkerSpec, number: int, device: str) -> str:
-    """Name of a worker in its heartbeat: 'worker 0 on cuda:0'."""
-    return f"{spec.kind} {number} on {device}"
-
-
-def ready_path(spec: WorkerSpec, number: int) -> Path:
-    """Path of the report of a worker that computes."""
-    return spec.folder / f"ready-{number}.json"
-
-
-def result_path(spec: WorkerSpec, number: int) -> Path:
-    """Path of the last report of a worker."""
-    return spec.folder / f"result-{number}.json"
-
-
 def rows_text(parts: Sequence[Part]) -> str:
     """Parts and their rows for messages: 'part 3 (rows 24 to 31)'."""
     if not parts:
@@ -112,6 +110,61 @@ def rows_text(parts: Sequence[Part]) -> str:
     if len(parts) > 2:
         return ", ".join(rows_text([part]) for part in parts[:2]) + f" and {len(parts) - 2} more"
     return ", ".join(f"part {part.index} (rows {part.start} to {part.stop - 1})" for part in parts)
+
+
+class _WorkerTarget:
+    """Run target of a worker, with the values of its worker spec."""
+
+    def __init__(self, spec: WorkerSpec, source: Source, listing: Listing) -> None:
+        self.dtype = spec.output.dtype
+        self.settings = dict(spec.output.settings)
+        self._spec = spec
+        self._data_set = source, listing
+
+    def list_images(self) -> tuple[Source, Listing]:
+        """Data set and listing of the worker."""
+        return self._data_set
+
+    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
+        """Select the layers that the driver asks for."""
+        return [pair for pair in chosen if pair[0].name in self._spec.output.datasets]
+
+    def resume_state(self, names: set[str]) -> ResumeState | None:
+        """Choices of the driver."""
+        return self._spec.resume_state
+
+    def part_limits(
+        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
+        """No limits, as the rows per part come from the driver."""
+        return float("inf"), float("inf")  # the resume state fixes the rows per part
+
+
+@contextlib.contextmanager
+def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
+    """Build the run context of a worker on a device, such as 'cuda:1'."""
+    # The driver has written to the store already, so an outage of an object store is temporary.
+    with s3_outage.waiting_limit():
+        take_cpus(spec.cpus)
+        spec.output.check_unchanged(spec.fingerprint)
+        config = replace(spec.config, device=device)
+        source = spec.source
+        if source is None:
+            source = open_source(config.data)
+            source.listing()  # so that it can tell if the data set changes from now on
+        listing = spec.output.stored_listing(spec.num_rows, spec.fingerprint["listing"])
+        if listing is None:
+            raise RunError(f"{spec.root} has no listing of {spec.num_rows} rows that is readable.")
+        target = _WorkerTarget(spec, source, listing)
+        with build_run_context(config, spec.config_yaml, spec.engine_spec, target) as context:
+            if changed := differences(spec.fingerprint, context.header.fingerprint):
+                lines = [
+                    f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed
+                ]
+                raise RunError(
+                    "this worker would compute other values than the driver:\n" + "\n".join(lines)
+                )
+            yield context
 
 
 class PartWorker:

@@ -16,32 +16,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
 from featx import errors
 from featx.base import Progress, log_message
 from featx.errors import FeatxError, RunError, counted
-from featx.pipeline.executors.part_claims import (
+from featx.pipeline.executors.job_folder import (
     CLAIMS,
-    assign,
-    claimed_indices,
-    owner_of,
-    parts_in_order,
-)
-from featx.pipeline.executors.worker import (
     SPEC,
-    TIME_LIMIT,
-    ready_path,
-    result_path,
-    rows_text,
-)
-from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
-from featx.pipeline.executors.worker_stats import (
-    ResultCollector,
-    RunOutcome,
     WorkerError,
     WorkerReport,
+    inherited_parts,
+    ready_path,
+    release_parts,
+    result_path,
 )
+from featx.pipeline.executors.result_collector import ResultCollector
+from featx.pipeline.executors.worker import TIME_LIMIT, rows_text
+from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
+from featx.pipeline.run_metrics import RunOutcome
 from featx.pipeline.stop_signals import GRACE_S, stop_signals
 from featx.storage import open_folder
 from featx.store import DRIVER, Heartbeat, clear_heartbeat, clear_heartbeats, read_heartbeats
@@ -60,20 +52,11 @@ _REPORTS_S = 30.0
 """Seconds to wait for the last reports of workers when all parts are committed."""
 
 
-_Loss: TypeAlias = tuple[int, str, int]
-"""Number of a lost worker, how it ended, and the number of parts that it had committed."""
-
-
 class WorkerPool(ABC):
     """Workers of a run; all methods run in the main thread of the driver.
 
-    Args:
-        spec: worker spec of the run.
-        session: write session; records every committed part.
-        folder: folder that all workers see. The pool uses a new folder in it.
-        num_workers: number of workers that share the parts.
-        kind: what a worker is called: worker, actor or task.
-        outlives_driver: whether a worker continues when its driver dies.
+    The folder is one that all workers see; the pool uses a new folder in it. The kind is what a
+    worker is called: worker, actor or task.
 
     Attributes:
         spec: worker spec with what the pool adds to it.
@@ -123,10 +106,9 @@ class WorkerPool(ABC):
         self.lost: list[int] = []
         self.collector = ResultCollector(sum(len(part) for part in spec.parts))
         self._missing = {part.index: part for part in spec.parts}
-        self._losses: Counter[int] = Counter()  # index of a part, or -1 - worker -> lost workers
-        self._first_number: dict[int, int] = {}  # replacement -> first worker that it stands for
+        self._losses: Counter[int] = Counter()  # index of a part, or -1 - place -> lost workers
         self._ended_at: dict[int, float] = {}  # ended workers without a report so far
-        self._num_workers = 0  # that were started so far
+        self._last_ended = 0
         self._look_s = 0.0
 
     @abstractmethod
@@ -163,7 +145,8 @@ class WorkerPool(ABC):
             disk.make_folder(self.spec.folder / CLAIMS)
             disk.replace(self.spec.folder / SPEC, pickle.dumps(PickledWorkerSpec(self.spec)))
             try:
-                self._start(self._new_numbers(self.spec.num_workers if self._missing else 0))
+                if self._missing:
+                    self._start(range(self.spec.num_workers))
                 while self._missing or self._has_reports_due():
                     self._poll()
                     if stop:
@@ -191,16 +174,10 @@ class WorkerPool(ABC):
             with contextlib.suppress(FeatxError):
                 self._find_committed()
 
-    def _new_numbers(self, count: int) -> list[int]:
-        """Numbers of workers that are about to be started."""
-        self._num_workers += count
-        return list(range(self._num_workers - count, self._num_workers))
-
     def _start(self, numbers: Sequence[int]) -> None:
-        """Start workers, if there are any."""
+        """Start workers."""
         self.workers += numbers
-        if numbers:
-            self.start(numbers)
+        self.start(numbers)
 
     def _poll(self) -> None:
         """Wait; record what was committed, and look after workers that have ended."""
@@ -211,32 +188,41 @@ class WorkerPool(ABC):
             self._start_clock()
         ended = self.ended()  # before the look at the parts, which a worker commits before its end
         self._find_committed()
-        lost = [loss for number, how in ended.items() if (loss := self._take_end(number, how))]
-        if self._missing:
-            # No worker is left and nobody was lost: someone has deleted claims or parts.
-            if not self.workers and not lost and self._is_overdue(-1):
-                lost.append((self._num_workers - 1, "has left parts out", 0))
-            self._replace(lost)
+        replacements = [number for pair in ended.items() for number in self._take_end(*pair)]
+        # No worker is left and nobody was lost: a worker that was given up, or died before it wrote
+        # its number, has claimed more, or someone has deleted parts.
+        is_idle = not self.workers and not replacements
+        if self._missing and is_idle and self._is_overdue(-1):
+            replacements = [self._replacement(self._last_ended, "has left parts out", 0)]
+            release_parts(self.spec, self._missing.values())
+            del self._ended_at[-1]
+        if replacements:
+            self._start(replacements)
         self._look_s = time.monotonic() - looked_at
 
-    def _take_end(self, number: int, how: str) -> _Loss | None:
-        """Take the report of a worker that has ended."""
-        report = self._report(result_path(self.spec, number))
-        if report is None and not self._is_overdue(number):
-            return None
-        self.workers.remove(number)
-        loss = None
+    def _take_end(self, number: int, how: str) -> list[int]:
+        """Take the report of a worker that has ended; return the number of its replacement."""
+        path = result_path(self.spec, number)
+        report, is_lost = WorkerReport.read(path), False
         if report is None:
-            report = self._report(ready_path(self.spec, number)) or WorkerReport()
-            loss = number, how, report.num_parts
+            if not self._is_overdue(number):
+                return []
+            report, is_lost = WorkerReport.read(ready_path(self.spec, number)), True
+            report = report or WorkerReport()
+            # It ends if Slurm has put it into the queue again.
+            open_folder(self.spec.folder).write_best_effort(path, report.to_json())
         elif report.error is not None:
             raise self._error(number, report.error)
         elif report.ended_by is not None:
             verb = "reached" if report.ended_by == TIME_LIMIT else "was ended by"
-            loss = number, f"{verb} {report.ended_by} ({report.activity})", report.num_parts
+            how, is_lost = f"{verb} {report.ended_by} ({report.activity})", True
+        self.workers.remove(number)
+        self._last_ended = number
         self.collector.add_report(report)
-        self.collector.is_complete &= loss is None
-        return loss
+        self.collector.is_complete &= not is_lost
+        if not is_lost or not self._missing:
+            return []
+        return [self._replacement(number, how, report.num_parts)]
 
     def _find_committed(self) -> None:
         """Record the parts that were committed since the last look."""
@@ -273,12 +259,6 @@ class WorkerPool(ABC):
         now = time.monotonic()
         return now - self._ended_at.setdefault(number, now) >= self.report_s
 
-    def _report(self, path: Path) -> WorkerReport | None:
-        """Read a report; None if there is none."""
-        with contextlib.suppress(OSError, ValueError):
-            return WorkerReport.from_json(path.read_bytes())
-        return None
-
     def _error(self, number: int, error: WorkerError) -> FeatxError:
         """Error of a worker: exceptions of featx with their type, all others as RunError."""
         found = getattr(errors, error.kind, None)
@@ -290,42 +270,18 @@ class WorkerPool(ABC):
         raised.add_note(error.trace)
         return raised
 
-    def _replace(self, lost: Sequence[_Loss]) -> None:
-        """Start other workers for lost ones, which inherit the parts that these had claimed."""
-        if not lost:
-            return
-        claimed = claimed_indices(self.spec)
-        missing = [part for part in self._missing.values() if part.index in claimed]
-        owners = {part.index: owner_of(self.spec, part) for part in missing}
-        successors = self._new_numbers(len(lost))
-        numbers = [number for number, _, _ in lost]
-        for (number, how, num_parts), successor in zip(lost, successors, strict=True):
-            self._first_number[successor] = self._first_number.get(number, number)
-            others = {*self.workers, *successors, *numbers} - {number}
-            # A worker that died before it wrote its number into a claim leaves it empty.
-            parts = [
-                part
-                for part in parts_in_order(self.spec, number)
-                if part.index in owners and owners[part.index] not in others
-            ]
-            self._count_loss(number, how, parts, num_parts)
-            for part in parts:
-                owners[part.index] = successor
-                assign(self.spec, part, successor)
-        self.lost += numbers
-        self._ended_at.pop(-1, None)
-        self._start(successors)
+    def _replacement(self, number: int, how: str, num_parts: int) -> int:
+        """Count and report a lost worker; return the number of its replacement.
 
-    def _count_loss(self, number: int, how: str, parts: Sequence[Part], num_parts: int) -> None:
-        """Count a lost worker at the part that it was computing, and report it.
-
-        Without a part it counts with those that it replaced, unless it has committed parts: Slurm
-        may preempt many tasks at once.
+        It counts at the part that it was computing; without one with those that it replaced, unless
+        it has committed parts, as Slurm may preempt many tasks at once.
         """
+        successor = number + self.spec.num_workers
         # A worker computes its parts in order, so it was lost in the first that is missing.
+        parts = inherited_parts(self.spec, successor, self._missing.values())
         is_ready = self._is_ready(number)
         first = parts[:1] if is_ready else []
-        index = first[0].index if first else -1 - self._first_number.get(number, number)
+        index = first[0].index if first else -1 - number % self.spec.num_workers
         self._losses[index] += 1 if first or not num_parts else 0
         where = "between two parts" if is_ready else "before it had a part"
         if first:
@@ -337,7 +293,9 @@ class WorkerPool(ABC):
                 f"{self.advice(number, how, parts)}"
             )
         self.progress.log(f"{text}; {self.replacement}")
+        self.lost.append(number)
         for record in read_heartbeats(self.session.root):
             is_own = record.values["driver"] == self.spec.driver
             if is_own and record.values["what"].startswith(f"{self.spec.kind} {number} "):
                 clear_heartbeat(self.session.disk, record.path.name)
+        return successor

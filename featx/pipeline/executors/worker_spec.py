@@ -1,35 +1,28 @@
-"""Worker spec: what a worker receives from its driver, and how it builds its run context from it.
+"""Worker spec: what a worker receives from its driver.
 
 A worker decides nothing: every `auto` comes from the driver, the rows from the listing of the
-store. It compares its fingerprint with that of the driver before it computes its first row.
+store.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from featx.base import differences, num_cpus, take_cpus
+from featx.base import num_cpus
 from featx.config import Config, ExecutorConfig
-from featx.errors import ConfigError, RunError
+from featx.errors import ConfigError
 from featx.pipeline.output import Output
 from featx.pipeline.output import Session as Session
-from featx.pipeline.run_context import EngineSpec, RunContext, build_run_context
-from featx.sources import open_source
-from featx.storage import s3_outage
+from featx.pipeline.run_context import EngineSpec, RunContext
 from featx.store import heartbeat_name
-from featx.types import LayerSpec, Listing, Part, ResumeState, Source
-
-if TYPE_CHECKING:
-    from featx.engine import Engine
-    from featx.layers import ChosenLayers
+from featx.types import Part, ResumeState, Source
 
 
 @dataclass(frozen=True)
@@ -141,58 +134,3 @@ class PickledWorkerSpec:
         sys.path[:] = [*sys.path, *(folder for folder in self._path if folder not in sys.path)]
         spec: WorkerSpec = pickle.loads(self._pickled)
         return spec
-
-
-class _WorkerTarget:
-    """Run target of a worker, with the values of its worker spec."""
-
-    def __init__(self, spec: WorkerSpec, source: Source, listing: Listing) -> None:
-        self.dtype = spec.output.dtype
-        self.settings = dict(spec.output.settings)
-        self._spec = spec
-        self._data_set = source, listing
-
-    def list_images(self) -> tuple[Source, Listing]:
-        """Data set and listing of the worker."""
-        return self._data_set
-
-    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
-        """Select the layers that the driver asks for."""
-        return [pair for pair in chosen if pair[0].name in self._spec.output.datasets]
-
-    def resume_state(self, names: set[str]) -> ResumeState | None:
-        """Choices of the driver."""
-        return self._spec.resume_state
-
-    def part_limits(
-        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
-    ) -> tuple[float, float]:
-        """No limits, as the rows per part come from the driver."""
-        return float("inf"), float("inf")  # the resume state fixes the rows per part
-
-
-@contextlib.contextmanager
-def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
-    """Build the run context of a worker on a device, such as 'cuda:1'."""
-    # The driver has written to the store already, so an outage of an object store is temporary.
-    with s3_outage.waiting_limit():
-        take_cpus(spec.cpus)
-        spec.output.check_unchanged(spec.fingerprint)
-        config = replace(spec.config, device=device)
-        source = spec.source
-        if source is None:
-            source = open_source(config.data)
-            source.listing()  # so that it can tell if the data set changes from now on
-        listing = spec.output.stored_listing(spec.num_rows, spec.fingerprint["listing"])
-        if listing is None:
-            raise RunError(f"{spec.root} has no listing of {spec.num_rows} rows that is readable.")
-        target = _WorkerTarget(spec, source, listing)
-        with build_run_context(config, spec.config_yaml, spec.engine_spec, target) as context:
-            if changed := differences(spec.fingerprint, context.header.fingerprint):
-                lines = [
-                    f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed
-                ]
-                raise RunError(
-                    "this worker would compute other values than the driver:\n" + "\n".join(lines)
-                )
-            yield context

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from featx.config import Config
-from featx.pipeline.executors import worker_stats as module
-from featx.pipeline.executors.worker_stats import (
-    ResultCollector,
-    WorkerError,
-    WorkerReport,
-    WorkerStats,
-)
+from featx.pipeline.executors import result_collector as module
+from featx.pipeline.executors.job_folder import WorkerError, WorkerReport, WorkerStats
+from featx.pipeline.executors.result_collector import ResultCollector
 
 SPEC: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2, num_workers=2)
 
@@ -82,11 +79,13 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
     assert output["bytes_read"] == (1000 if is_complete else None)
 
 
-def test_a_report_is_the_same_after_its_way_through_a_file() -> None:
+def test_a_report_is_the_same_after_its_way_through_a_file(tmp_path: Path) -> None:
     error = WorkerError("ValueError", "a bug", "Traceback", "part 3 (rows 12 to 15)")
     stats = WorkerStats({"model": 1.5}, 10, 20, {"truncated": 2})
     for report in (
         WorkerReport(),
         WorkerReport(3, {"flat": 1}, stats, "SIGTERM", "ready after 1 s", error),
     ):
-        assert WorkerReport.from_json(report.to_json().encode()) == report
+        (tmp_path / "report.json").write_text(report.to_json())
+        assert WorkerReport.read(tmp_path / "report.json") == report
+    assert WorkerReport.read(tmp_path / "none.json") is None

@@ -1,112 +1,31 @@
-"""Reports and measurements of workers, and how the driver adds them up."""
+"""Result collector: adds up the commits and reports of the workers to the outcome of a run."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
+from featx.pipeline.executors.job_folder import WorkerReport, WorkerStats
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.row_failures import refuse_failures
-from featx.pipeline.run_metrics import RunMetrics, bottleneck
-from featx.pipeline.run_metrics import RunOutcome as RunOutcome
+from featx.pipeline.run_metrics import RunMetrics, RunOutcome, bottleneck
 
 _STAGES = ("read", "decode", "wait", "model", "copy", "write")
-
-
-@dataclass
-class WorkerStats:
-    """Measurements of one worker or of several.
-
-    Attributes:
-        seconds: stage -> busy seconds.
-        bytes_read: bytes of encoded images.
-        peak_memory_mib: peak memory of the largest process in MiB.
-        decoder_warnings: reason -> number of images whose decoder gave this warning.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    bytes_read: int = 0
-    peak_memory_mib: int = 0
-    decoder_warnings: dict[str, int] = field(default_factory=dict)
-
-    def add(self, other: WorkerStats) -> None:
-        """Add the measurements of another worker, or of further parts of the same one."""
-        for stage, seconds in other.seconds.items():
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-        for reason, count in other.decoder_warnings.items():
-            self.decoder_warnings[reason] = self.decoder_warnings.get(reason, 0) + count
-        self.bytes_read += other.bytes_read
-        self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
-
-
-@dataclass(frozen=True)
-class WorkerError:
-    """Exception that ended a worker.
-
-    Attributes:
-        kind: name of its class.
-        text: its message.
-        trace: its traceback.
-        where: parts that the worker was computing, as text.
-    """
-
-    kind: str
-    text: str
-    trace: str
-    where: str
-
-
-@dataclass
-class WorkerReport:
-    """Report of a worker: first without its measurements when it is ready, at last with them.
-
-    Attributes:
-        num_parts: number of parts that it committed.
-        underflow_rows: layer -> number of underflow rows in these parts.
-        worker_stats: measurements of these parts; without parts that were interrupted.
-        ended_by: what ended it before all was done: TIME_LIMIT or the name of a signal.
-        activity: what it did until then, as text.
-        error: exception that ended it, or None.
-    """
-
-    num_parts: int = 0
-    underflow_rows: dict[str, int] = field(default_factory=dict)
-    worker_stats: WorkerStats = field(default_factory=WorkerStats)
-    ended_by: str | None = None
-    activity: str = ""
-    error: WorkerError | None = None
-
-    def to_json(self) -> str:
-        """Report as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, data: bytes) -> WorkerReport:
-        """Report from JSON."""
-        values: dict[str, Any] = json.loads(data)
-        stats, error = WorkerStats(**values.pop("worker_stats")), values.pop("error")
-        return cls(**values, worker_stats=stats, error=error and WorkerError(**error))
 
 
 @dataclass
 class ResultCollector:
     """Adds up the results of the workers in the driver; times are those of time.perf_counter.
 
-    Args:
-        num_rows: number of rows that the workers have to compute.
-
     Attributes:
+        num_rows: number of rows that the workers have to compute.
         started_at: time at which the first worker was ready; 0 before.
         committed_at: time of the last commit.
         num_committed: number of rows in committed parts.
         num_committed_before: number of these rows whose computing time is unknown, since their
             parts were found committed when the clock started.
         created_at: time at which the run was distributed.
-        underflow_rows: layer -> number of underflow rows.
-        worker_stats: measurements of workers that have ended.
         is_complete: whether every worker reported its measurements before it ended.
     """
 

@@ -1,0 +1,186 @@
+"""Job folder: what the driver of a run and its workers share beside the store.
+
+It holds the worker spec, reports of workers, and claims. A claim is a file that exists once for
+each part, so the first worker that creates it computes the part; it contains the number of the
+worker. A worker that is lost is replaced by one whose number is larger by the number of workers:
+both have the same place, so the replacement finds the parts that the lost one had claimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from featx.pipeline.executors.worker_spec import WorkerSpec
+from featx.storage import open_folder
+from featx.types import Part
+
+SPEC = "worker-spec.pkl"
+"""Name of the file with the worker spec."""
+
+CLAIMS = "claims"
+"""Name of the folder of all claims."""
+
+_LIST_S = 5.0
+"""Seconds for which a worker relies on its last look at the claims of the others."""
+
+
+@dataclass
+class WorkerStats:
+    """Measurements of one worker or of several: busy seconds by stage, bytes of encoded images,
+    peak memory of the largest process, and number of images by warning of their decoder.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_read: int = 0
+    peak_memory_mib: int = 0
+    decoder_warnings: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: WorkerStats) -> None:
+        """Add the measurements of another worker, or of further parts of the same one."""
+        for stage, seconds in other.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        for reason, count in other.decoder_warnings.items():
+            self.decoder_warnings[reason] = self.decoder_warnings.get(reason, 0) + count
+        self.bytes_read += other.bytes_read
+        self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """Exception that ended a worker: class, message, traceback, and the parts in progress."""
+
+    kind: str
+    text: str
+    trace: str
+    where: str
+
+
+@dataclass
+class WorkerReport:
+    """Report of a worker: first without its measurements when it is ready, at last with them.
+
+    Attributes:
+        num_parts: number of parts that it committed.
+        underflow_rows: layer -> number of underflow rows in these parts.
+        worker_stats: measurements of these parts; without parts that were interrupted.
+        ended_by: what ended it before all was done: TIME_LIMIT or the name of a signal.
+        activity: what it did until then, as text.
+        error: exception that ended it, or None.
+    """
+
+    num_parts: int = 0
+    underflow_rows: dict[str, int] = field(default_factory=dict)
+    worker_stats: WorkerStats = field(default_factory=WorkerStats)
+    ended_by: str | None = None
+    activity: str = ""
+    error: WorkerError | None = None
+
+    def to_json(self) -> str:
+        """Report as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> WorkerReport | None:
+        """Read a report; None if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            values: dict[str, Any] = json.loads(path.read_bytes())
+            stats, error = WorkerStats(**values.pop("worker_stats")), values.pop("error")
+            return cls(**values, worker_stats=stats, error=error and WorkerError(**error))
+        return None
+
+
+def ready_path(spec: WorkerSpec, number: int) -> Path:
+    """Path of the report of a worker that computes."""
+    return spec.folder / f"ready-{number}.json"
+
+
+def result_path(spec: WorkerSpec, number: int) -> Path:
+    """Path of the last report of a worker."""
+    return spec.folder / f"result-{number}.json"
+
+
+def inherited_parts(spec: WorkerSpec, number: int, missing: Iterable[Part]) -> list[Part]:
+    """Those of some missing parts that a worker or one before it at its place has claimed.
+
+    They are in the order in which it computes them.
+    """
+    indices = {part.index for part in missing} & _claimed_indices(spec)
+    claimed = [part for part in _parts_in_order(spec, number) if part.index in indices]
+    owners = [_owner(spec, part) for part in claimed]
+    return [
+        part
+        for part, owner in zip(claimed, owners, strict=True)
+        if owner is not None and (owner - number) % spec.num_workers == 0
+    ]
+
+
+def release_parts(spec: WorkerSpec, parts: Iterable[Part]) -> None:
+    """Delete the claims of some parts, so that any worker may claim them."""
+    for part in parts:
+        open_folder(spec.folder).remove(_claim_path(spec, part))
+
+
+class PartClaims:
+    """Parts that a worker may still claim."""
+
+    def __init__(self, spec: WorkerSpec, number: int) -> None:
+        self._spec = spec
+        self._number = number
+        self._disk = open_folder(spec.folder)
+        self._order = _parts_in_order(spec, number)
+        self._listed_at = 0.0
+
+    def has_unclaimed(self) -> bool:
+        """Look at the store and the claims; return whether a missing part is not claimed."""
+        claimed = _claimed_indices(self._spec)
+        missing = self._spec.output.uncommitted(self._order)
+        self._order = [part for part in missing if part.index not in claimed]
+        self._listed_at = time.monotonic()
+        return bool(self._order)
+
+    def parts(self) -> Iterator[Part]:
+        """Claim parts and yield them, at least one if any is left; ends early when few are left.
+
+        The loader reads ahead across these parts. The last ones are for workers without a part.
+        """
+        while self._order:
+            if time.monotonic() - self._listed_at > _LIST_S and not self.has_unclaimed():
+                return
+            part = self._order.pop(0)
+            is_new = self._disk.create(_claim_path(self._spec, part), str(self._number))
+            # An object store may have taken a claim whose answer was lost.
+            if is_new or _owner(self._spec, part) == self._number:
+                yield part
+                if len(self._order) <= self._spec.num_workers:
+                    return
+            else:
+                self.has_unclaimed()  # another worker is at the same rows
+
+
+def _parts_in_order(spec: WorkerSpec, number: int) -> list[Part]:
+    """Parts in the order of one worker: its own share first, so that neighbours stay together."""
+    start = number % spec.num_workers * len(spec.parts) // spec.num_workers
+    return [*spec.parts[start:], *spec.parts[:start]]
+
+
+def _claimed_indices(spec: WorkerSpec) -> set[int]:
+    """Indices of the parts that are claimed, also of those that are committed."""
+    return {int(path.name) for path in (spec.folder / CLAIMS).glob("[0-9]*")}
+
+
+def _claim_path(spec: WorkerSpec, part: Part) -> Path:
+    """Path of the claim of a part."""
+    return spec.folder / CLAIMS / str(part.index)
+
+
+def _owner(spec: WorkerSpec, part: Part) -> int | None:
+    """Number of the worker that has claimed a part; None if that is not written yet."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(_claim_path(spec, part).read_bytes())
+    return None

@@ -13,7 +13,6 @@ from tiny_model import KEYS, extract, job_config, run_job, write_image, write_im
 import featx
 from featx.errors import ConfigError, DataError, StoreLockedError, StoreMismatchError, WeightsError
 from featx.storage import exclusive_lock
-from featx.store.pack import reason_to_keep_parts
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -85,13 +84,6 @@ def test_a_second_export_names_the_layers() -> None:
     featx.export_store(**options, layers=["flat", "map"])
     with pytest.raises(StoreMismatchError, match=r"layers: flat, map; now flat\n"):
         featx.export_store(**options, layers=["flat"])
-
-
-def test_sizes_of_packing_have_units() -> None:
-    reason = reason_to_keep_parts(138 << 10, 800 << 10)
-    assert reason is not None
-    assert "MiB" in reason
-    assert "800.0 KiB are free" in reason
 
 
 def test_the_holder_of_a_lock_is_a_sentence(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/architecture.md names what is there, and the examples of docs/adding.md run as they stand."""
+"""docs/architecture.md names what is there, and the examples of docs/adding.md run as written."""
 
 from __future__ import annotations
 

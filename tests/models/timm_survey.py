@@ -2,7 +2,7 @@
 
     python tests/models/timm_survey.py
 
-writes the table of tests/models/surveys.md anew. The weights are random, and so are all that timm sets to a
+writes its table in surveys.md anew. The weights are random, and so are all that timm sets to a
 constant: statistics and weights of normalisations, layer scales. Else a layer in front of a fresh
 BatchNorm would pass for the one behind it.
 """
@@ -363,7 +363,7 @@ def _reason(error: ReduceError) -> str:
 
 
 def table() -> str:
-    """The table of tests/models/surveys.md."""
+    """The table of surveys.md."""
     rows = []
     for member in MEMBERS:
         rows.append(str(survey(member)))
@@ -374,7 +374,7 @@ def table() -> str:
 
 
 def documented_rows() -> list[str]:
-    """The rows of the table in tests/models/surveys.md."""
+    """The rows of the table in surveys.md."""
     text = TABLES.read_text(encoding="utf-8")
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
     return [line for line in lines if line.startswith("| ")][1:]

@@ -2,7 +2,7 @@
 
     python tests/models/transformers_survey.py
 
-writes the table of tests/models/surveys.md anew. Each value is compared with a plain call of transformers on
+writes its table in surveys.md anew. Each value is compared with a plain call of transformers on
 the same folder: its own AutoModel, whose outputs are taken apart by the expressions in `EXPECTED`.
 """
 
@@ -274,7 +274,7 @@ def _as_grid(value: torch.Tensor, backbone: Backbone) -> torch.Tensor:
 
 
 def table(root: Path) -> str:
-    """The table of tests/models/surveys.md."""
+    """The table of surveys.md."""
     rows = []
     for model_type in SMALL:
         rows.append(str(survey(model_type, write_folder(root / model_type, model_type))))
@@ -284,7 +284,7 @@ def table(root: Path) -> str:
 
 
 def documented_rows() -> list[str]:
-    """The rows of the table in tests/models/surveys.md."""
+    """The rows of the table in surveys.md."""
     text = TABLES.read_text(encoding="utf-8")
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
     return [line for line in lines if line.startswith("| ")][1:]

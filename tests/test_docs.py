@@ -266,7 +266,6 @@ MADE_FIRST = {
         PHOTOS,
         "data=folder data.root=theirs model=resnet18 layers=[avgpool] out=runs/other",
     ],
-    "quick-start": ["model=resnet50 data=folder data.root=photos layers=[layer4] reduce=avg"],
     "similarity": [
         "data=folder data.root=photos model=resnet18 'layers={layer4: avg, avgpool: flatten}' "
         "out=runs/photos",

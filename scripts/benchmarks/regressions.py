@@ -40,7 +40,7 @@ HISTORY = {
     "reader": ["vectors, batches of 256 at random: of_memmap"],
     "loader": ["nothing decoded: microseconds"],
 }
-"""Columns of the table in docs/performance-history.md -> names of the figures in a cell."""
+"""Columns of the table in scripts/benchmarks/history.md -> names of the figures in a cell."""
 
 _NOT_THERE = ("invalid choice", "unrecognized arguments")
 """Texts of argparse for a command, or an option of it, that a commit does not have yet."""
@@ -230,7 +230,7 @@ def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
 
 
 def history_row(sides: Sequence[Side], before: str, after: str) -> str:
-    """Row for the table of docs/performance-history.md, whose columns are those of HISTORY."""
+    """Row for the table of scripts/benchmarks/history.md, whose columns are those of HISTORY."""
     cells = [time.strftime("%d %B %Y").lstrip("0"), f"{before}..{after}", last_figures.machine()]
     for names in HISTORY.values():
         figures = [Figure.named(name) for name in names]

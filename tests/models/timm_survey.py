@@ -2,7 +2,7 @@
 
     python tests/models/timm_survey.py
 
-writes the table of docs/layers.md anew. The weights are random, and so are all that timm sets to a
+writes its table in surveys.md anew. The weights are random, and so are all that timm sets to a
 constant: statistics and weights of normalisations, layer scales. Else a layer in front of a fresh
 BatchNorm would pass for the one behind it.
 """
@@ -28,7 +28,7 @@ from featx.layers import CapturePoint, select
 from featx.models import Backbone
 from featx.models.libraries.timm import wrap
 
-DOCS = Path(__file__).parents[2] / "docs" / "layers.md"
+TABLES = Path(__file__).with_name("surveys.md")
 BEGIN, END = "<!-- survey of timm: begin -->", "<!-- survey of timm: end -->"
 CLOSE = 1e-5
 """Largest difference to timm's values, relative to the largest of them."""
@@ -363,7 +363,7 @@ def _reason(error: ReduceError) -> str:
 
 
 def table() -> str:
-    """The table of docs/layers.md."""
+    """The table of surveys.md."""
     rows = []
     for member in MEMBERS:
         rows.append(str(survey(member)))
@@ -374,8 +374,8 @@ def table() -> str:
 
 
 def documented_rows() -> list[str]:
-    """The rows of the table in docs/layers.md."""
-    text = DOCS.read_text(encoding="utf-8")
+    """The rows of the table in surveys.md."""
+    text = TABLES.read_text(encoding="utf-8")
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
     return [line for line in lines if line.startswith("| ")][1:]
 
@@ -384,6 +384,6 @@ if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = table()
-    text = DOCS.read_text(encoding="utf-8")
+    text = TABLES.read_text(encoding="utf-8")
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    DOCS.write_text(f"{before}{BEGIN}\n\n{made}\n{after}", encoding="utf-8")
+    TABLES.write_text(f"{before}{BEGIN}\n\n{made}\n{after}", encoding="utf-8")

@@ -2,7 +2,7 @@
 
     python tests/models/transformers_survey.py
 
-writes the table of docs/layers.md anew. Each value is compared with a plain call of transformers on
+writes its table in surveys.md anew. Each value is compared with a plain call of transformers on
 the same folder: its own AutoModel, whose outputs are taken apart by the expressions in `EXPECTED`.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm_survey import DOCS, _close
+from timm_survey import TABLES, _close
 from transformers_zoo import SMALL, quiet, tf, write_folder
 
 from featx.config import ReduceConfig, make_reduce, model_options
@@ -274,7 +274,7 @@ def _as_grid(value: torch.Tensor, backbone: Backbone) -> torch.Tensor:
 
 
 def table(root: Path) -> str:
-    """The table of docs/layers.md."""
+    """The table of surveys.md."""
     rows = []
     for model_type in SMALL:
         rows.append(str(survey(model_type, write_folder(root / model_type, model_type))))
@@ -284,8 +284,8 @@ def table(root: Path) -> str:
 
 
 def documented_rows() -> list[str]:
-    """The rows of the table in docs/layers.md."""
-    text = DOCS.read_text(encoding="utf-8")
+    """The rows of the table in surveys.md."""
+    text = TABLES.read_text(encoding="utf-8")
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
     return [line for line in lines if line.startswith("| ")][1:]
 
@@ -295,6 +295,6 @@ if __name__ == "__main__":
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as made_in:
         warnings.simplefilter("ignore")
         made = table(Path(made_in))
-    text = DOCS.read_text(encoding="utf-8")
+    text = TABLES.read_text(encoding="utf-8")
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    DOCS.write_text(f"{before}{BEGIN}\n\n{made}\n{after}", encoding="utf-8")
+    TABLES.write_text(f"{before}{BEGIN}\n\n{made}\n{after}", encoding="utf-8")

@@ -244,7 +244,7 @@ def test_rows_are_added_on_a_disk_only(images: Path, out: str) -> None:
 
 def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
     node = from_keywords({"out": "s3://bucket/run"})
-    node.job.name = "stats"
+    node["job"]["name"] = "stats"
     with pytest.raises(ConfigError, match=r"job=stats writes to a disk only, because .*no locks"):
         jobs.check(from_composed(node))
 

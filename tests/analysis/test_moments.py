@@ -572,6 +572,19 @@ def test_what_others_committed_is_found_with_its_failures(tmp_path: Path) -> Non
     assert found == {0: [], 1: [5], 3: [14]}
 
 
+def test_a_file_that_is_merged_while_it_is_looked_for_is_found_later(tmp_path: Path) -> None:
+    run = Run(16, 4, failed=[])
+    store, other = run.folder(tmp_path), run.tree(AtomicFolder(tmp_path))
+    parts = run.parts()
+    for part in (parts[0], parts[2]):
+        other.commit(part, [], run.of(part, [4]))
+    found = store.committed_by_others(parts)
+    assert next(found) == (parts[0], [])
+    other.commit(parts[3], [], run.of(parts[3], [4]))
+    assert list(found) == []
+    assert [part for part, _ in store.committed_by_others(parts[1:])] == parts[2:]
+
+
 @settings(max_examples=4, deadline=None)
 @given(num_rows=st.integers(1, 100), failed=st.sets(st.integers(0, 99)))
 def test_parts_of_any_length_give_the_same_bits(

@@ -192,7 +192,7 @@ def test_tokens_and_maps_with_channels_behind() -> None:
 
 def config(**keys: Any) -> Any:
     node = from_keywords({**KEYS, **keys})
-    node.job.name = "stats"
+    node["job"]["name"] = "stats"
     return from_composed(node)
 
 

@@ -362,7 +362,7 @@ for kind in sys.argv[1:]:
     for store in ("small", "large"):
         options = {"format": kind, **({"shard_gib": 1 / 64} if kind == "safetensors" else {})}
         node = from_keywords({"store": store, "out": f"{kind}-{store}", "export": options})
-        node.job.name = "export"
+        node["job"]["name"] = "export"
         peak = before = anonymous()
         run_export(from_composed(node))
         if store == "large":

@@ -52,7 +52,7 @@ def test_a_node_that_is_killed_in_mid_part_costs_no_row(photos: Path, ray: RayCl
 def test_a_part_that_kills_its_actors_is_named_within_a_minute(
     photos: Path, ray: RayCluster
 ) -> None:
-    with run(ray, 20, "conformance.mode=off", "executor.workers=1") as driver:
+    with run(ray, 6, "conformance.mode=off", "executor.workers=1") as driver:
         killed_at = kill_workers_at_a_part("actor")
         assert driver.finish(90) == 1, driver.output
         assert time.monotonic() - killed_at < 60

@@ -40,6 +40,7 @@ def test_the_database_tells_of_a_task_that_was_cancelled_while_it_waited(
     photos: Path, cluster: SlurmCluster
 ) -> None:
     with running_driver(*SLURM, "executor.workers=3", "executor.cpus=2", pause_s=12) as driver:
+        driver.wait_for("submitted 3 tasks")
         driver.wait_for("wait in the queue", 90)
         cluster.ask("scancel", cluster.tasks("PENDING")[0])
         line = driver.wait_for("submitted again", 120)

@@ -60,7 +60,7 @@ def test_a_part_that_kills_its_tasks_is_named_within_a_minute(
     photos: Path, cluster: SlurmCluster
 ) -> None:
     given = (*SLURM, "executor.workers=1", "conformance.mode=off")
-    with running_driver(*given, pause_s=20) as driver:
+    with running_driver(*given, pause_s=6) as driver:
         killed_at = kill_workers_at_a_part("task")
         assert driver.finish(90) == 1, driver.output
         assert time.monotonic() - killed_at < 60

@@ -101,7 +101,7 @@ def test_a_run_records_its_end_also_when_nothing_is_left_or_it_fails(tmp_path: P
 
     def run(**keys: Any) -> dict[str, float]:
         node = from_keywords({**KEYS, "data": photos, **keys})
-        node.log.metrics = "featx.prom"
+        node["log"]["metrics"] = "featx.prom"
         config = from_composed(node)
         jobs.check(config)
         jobs.run(config, saved_yaml(node))

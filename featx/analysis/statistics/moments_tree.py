@@ -110,7 +110,7 @@ class MomentsTree:
         if not self._publish(path, part.start, part.stop, contents):
             try:
                 sorted_failures = list(self.failures_in(path))
-            except DamagedError:
+            except StoreError:
                 if path.exists():
                     raise
         self._merge_upwards(part.start, part.stop)

@@ -130,7 +130,7 @@ class StatsSession:
                 continue
             try:
                 failures = self.tree.failures_in(path)
-            except DamagedError:
+            except StoreError:
                 if path.exists():
                     raise
                 continue  # merged meanwhile; the next call finds the larger file

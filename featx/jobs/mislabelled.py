@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,8 @@ def run(config: Config, config_yaml: str) -> int:
     order = np.argsort(judged.confidences, kind="stable")
     path = disk.root / "mislabelled.csv"
     with disk.stream_file(path) as file:
-        write_csv(file, _HEADER, (_line(store, judged, *pair) for pair in enumerate(order, 1)))
+        described = _described(store, judged, order)
+        write_csv(file, _HEADER, (_line(*pair) for pair in enumerate(described, 1)))
     num_doubtful = int(judged.are_doubtful.sum())
     summary: dict[str, Any] = {
         "layer": layer,
@@ -57,7 +59,7 @@ def run(config: Config, config_yaml: str) -> int:
         "rows": len(judged.rows),
         "accuracy": float((judged.predicted == judged.labels).mean()),
         "doubtful": num_doubtful,
-        "least_credible": _described(store, judged, order[: options.show]),
+        "least_credible": list(_described(store, judged, order[: options.show])),
         "notes": list(judged.notes),
         "file": str(path),
     }
@@ -74,9 +76,8 @@ def run(config: Config, config_yaml: str) -> int:
     return 0
 
 
-def _line(store: FeatureStore, judged: JudgedLabels, rank: int, place: int) -> tuple[Any, ...]:
+def _line(rank: int, one: dict[str, Any]) -> tuple[Any, ...]:
     """Return a line of mislabelled.csv."""
-    one = _described(store, judged, np.array([place]))[0]
     return (
         *(rank, one["row"], one["key"], one["label"], f"{one['p_label']:.6g}"),
         *(one["predicted"], f"{one['p_predicted']:.6g}", "yes" if one["doubtful"] else ""),
@@ -85,21 +86,20 @@ def _line(store: FeatureStore, judged: JudgedLabels, rank: int, place: int) -> t
 
 def _described(
     store: FeatureStore, judged: JudgedLabels, places: npt.NDArray[np.int64]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Describe rows as JSON types."""
     confidences, predicted, doubtful = judged.confidences, judged.predicted, judged.are_doubtful
-    return [
-        {
+    keys = store.keys
+    for place in places.tolist():
+        yield {
             "row": int(judged.rows[place]),
-            "key": str(store.keys[judged.rows[place]]),
+            "key": str(keys[judged.rows[place]]),
             "label": judged.classes[judged.labels[place]],
             "p_label": float(confidences[place]),
             "predicted": judged.classes[predicted[place]],
             "p_predicted": float(judged.probabilities[place, predicted[place]]),
             "doubtful": bool(doubtful[place]),
         }
-        for place in places.tolist()
-    ]
 
 
 def _table(described: list[dict[str, Any]]) -> Table:

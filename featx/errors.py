@@ -187,7 +187,7 @@ _ALSO_CALLED = {
 """Name in other programs -> names of the same thing in featx."""
 
 
-_BENCH = "`scripts/benchmark bench MODEL` of the source repository takes the same measurements"
+_BENCH = "`scripts/benchmark peers` of the source repository compares featx with a plain script"
 _REPLACED = {
     "bench": _BENCH,
     "job=bench": _BENCH,

@@ -6,33 +6,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Metric:
-    """What a figure counts.
-
-    Attributes:
-        unit: unit, as it is printed.
-        is_rate: whether more is better.
-        reference: speed of the machine that it depends on, 'python' or 'torch'; None if on neither.
-    """
-
-    unit: str
-    is_rate: bool
-    reference: str | None
-
-
-METRICS = {
-    "images_per_second": Metric("images/s", True, "torch"),
-    "microseconds": Metric("us an image", False, "python"),
-    "model_milliseconds": Metric("ms an image", False, "torch"),
-    "of_first": Metric("of the first case", True, None),
-    "of_memmap": Metric("of memmap", True, None),
-    "peak_mib": Metric("MiB", False, None),
-    "processor_seconds": Metric("s of processor time", False, "python"),
-    "seconds": Metric("s", False, "python"),
+UNITS = {
+    "images_per_second": "images/s",
+    "microseconds": "us an image",
+    "of_first": "of the first case",
+    "of_memmap": "of memmap",
+    "peak_mib": "MiB",
+    "processor_seconds": "s of processor time",
+    "seconds": "s",
 }
-"""Name of a figure in a line of JSON -> what it counts."""
+"""Name of a figure in a line of JSON -> its unit, as it is printed."""
+
+RATES = ("images_per_second", "of_first", "of_memmap")
+"""Figures of which more is better."""
 
 
 @dataclass(frozen=True)
@@ -41,44 +27,34 @@ class Figure:
 
     Attributes:
         case: what was measured.
-        metric: key of METRICS.
+        metric: key of UNITS.
     """
 
     case: str
     metric: str
 
     @property
-    def of(self) -> Metric:
-        """What the figure counts."""
-        return METRICS[self.metric]
-
-    @property
     def name(self) -> str:
-        """Case and metric, by which the figure is recorded."""
+        """Case and metric, as they are printed."""
         return f"{self.case}: {self.metric}"
 
     @classmethod
     def named(cls, name: str) -> Figure:
-        """Return the figure of a recorded name."""
+        """Return the figure of a printed name."""
         case, _, metric = name.rpartition(": ")
         return cls(case, metric)
 
     def speedup(self, before: float, after: float) -> float:
         """Return how many times as good a value is as an earlier one."""
-        better, worse = (after, before) if self.of.is_rate else (before, after)
+        better, worse = (after, before) if self.metric in RATES else (before, after)
         return better / worse if worse else 1.0
 
 
 def print_figures(case: str, **values: float) -> None:
-    """Print the figures of a case as one line of JSON.
-
-    Args:
-        case: what was measured.
-        values: keys of METRICS and their values.
-    """
-    unknown = values.keys() - METRICS.keys()
+    """Print the figures of a case as one line of JSON; their names are keys of UNITS."""
+    unknown = values.keys() - UNITS.keys()
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: expected some of {', '.join(METRICS)}")
+        raise ValueError(f"{', '.join(unknown)}: expected some of {', '.join(UNITS)}")
     print(json.dumps({"case": case, **values}))
 
 
@@ -89,6 +65,6 @@ def read_figures(printed: str) -> dict[Figure, float]:
         if line.startswith("{"):
             values: Mapping[str, object] = json.loads(line)
             for metric, value in values.items():
-                if metric in METRICS and isinstance(value, int | float):
+                if metric in UNITS and isinstance(value, int | float):
                     figures[Figure(str(values["case"]), metric)] = float(value)
     return figures

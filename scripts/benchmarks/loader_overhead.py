@@ -20,8 +20,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.commands import Add
 from benchmarks.photos import make_photos
+from benchmarks.rounds import Add
 from featx.base import keep_freed_memory
 from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
 from featx.images.image_policy import SIMPLEJPEG

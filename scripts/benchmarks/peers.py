@@ -1,119 +1,228 @@
-"""featx, the script a user writes, and peers: the same images and weights, in turn."""
+"""featx, the script a user writes, and peers: the same images and weights, files to a closed file.
+
+Every contender runs in a process of its own, so that none finds what another one left, and its
+rate is that from the warm model to the closed file.
+"""
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import contextlib
+import io
+import json
+import multiprocessing
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
 
-from benchmarks import contenders
-from benchmarks.commands import Add
 from benchmarks.photos import make_photos
-from benchmarks.random_weights import make_config
-from featx.config import Config
+from benchmarks.rounds import Add, Case, compare
+from featx.analysis import FEATURES
+from featx.base import num_cpus
+from featx.config import Config, from_composed, from_keywords, saved_yaml
+from featx.models import build_backbone
+from featx.pipeline import run_extraction
+from featx.store import FeatureStore
 
 SCRIPT = "the user's script"
 FEATX, FEATX_FP32 = "featx", "featx precision=fp32"
 THINGSVISION = "thingsvision"
 CLIP_RETRIEVAL = "a pipeline like clip-retrieval's"
 
-
-def run(arguments: argparse.Namespace) -> None:
-    """Images per second of every contender, and its ratio to the script of the same round."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_photos(folder / "photos", arguments.images)
-        runs = {
-            name: make_config(
-                arguments.model, arguments.layer, folder / "photos", precision=precision
-            )
-            for name, precision in ((FEATX, "auto"), (FEATX_FP32, "fp32"))
-        }
-        contenders.in_new_process(_save_weights, runs[FEATX][0], folder / "weights.pt")
-        rates: dict[str, list[float]] = {}
-        folders: dict[str, Path] = {}
-        for number in range(arguments.runs):
-            for index, contender in enumerate(_contenders(arguments)):
-                out = folder / f"{number}-{index}"
-                out.mkdir()
-                rate = _measure(contender, runs, arguments, out)
-                rates.setdefault(contender, []).append(rate)
-                folders.setdefault(contender, out)
-                print(f"  {contender}: {rate:.1f} images/s", flush=True)
-        _print_rates(rates, folders)
+FEATURES_FILE = "features.npy"
+"""File with the rows of a contender, for the comparison of values."""
 
 
-def _contenders(arguments: argparse.Namespace) -> list[str]:
-    peers = [THINGSVISION] if arguments.thingsvision else []
-    return [SCRIPT, FEATX, FEATX_FP32, *peers, CLIP_RETRIEVAL]
+class ImageFiles(Dataset[tuple[torch.Tensor, str]]):
+    """Image files, opened by Pillow and preprocessed as the weights require, with their paths."""
+
+    def __init__(self, folder: Path, transform: Callable[[Image.Image], torch.Tensor]) -> None:
+        self.paths = sorted(path for path in folder.rglob("*.*") if path.is_file())
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, str]:
+        path = self.paths[index]
+        return self.transform(Image.open(path).convert("RGB")), str(path)
 
 
-def _save_weights(config: Config, path: Path) -> None:
-    """Save the random weights that featx draws from its seed, for peers that read a file."""
-    import torch
+def run_featx(config: Config, config_yaml: str, out: Path) -> float:
+    """Measure featx, from files to a packed store, in images per second."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        store = str(out / "store")
+        summary = run_extraction(replace(config, out=store), config_yaml, FEATURES)
+    save_rows(out, FeatureStore(store)[summary["layers"][0]][:])
+    seconds = summary["rows"] / summary["images_per_second"] + summary["seconds"]["pack"]
+    return float(summary["rows"] / seconds)
 
-    from featx.models import build_backbone
 
-    torch.save(build_backbone(config.model, config.seed).module.state_dict(), path)
+def run_script(config: Config, layer: str, out: Path) -> float:
+    """Measure what a good tutorial shows: a DataLoader, one hook, fp32, one array, h5py."""
+    # The default start method of Linux, whichever this process was started with.
+    loading = {"batch_size": 32, "num_workers": num_cpus(), "multiprocessing_context": "fork"}
+
+    def write(outputs: list[torch.Tensor], names: list[str]) -> np.ndarray:
+        features = torch.cat(outputs).numpy()
+        with h5py.File(out / "x.h5", "w") as file:
+            file["features"] = features
+        return features
+
+    return run_loop(config, layer, out, loading, write)
 
 
-def _measure(
-    contender: str,
-    runs: dict[str, tuple[Config, str]],
-    arguments: argparse.Namespace,
+def run_clip_retrieval_like(config: Config, layer: str, out: Path) -> float:
+    """Measure a pipeline in the manner of clip-retrieval's `inference`.
+
+    Its own command takes CLIP models only, whose weights are downloaded. What it does around them
+    stands here: Pillow in four DataLoader workers, batches of 256, and a writer that saves arrays
+    as float16 with the files' names beside them.
+    """
+    loading = {"batch_size": 256, "num_workers": 4, "multiprocessing_context": "fork"}
+
+    def write(outputs: list[torch.Tensor], names: list[str]) -> np.ndarray:
+        rows = np.concatenate([each.flatten(1).numpy() for each in outputs]).astype(np.float16)
+        np.save(out / "img_emb_0.npy", rows)
+        (out / "metadata_0.json").write_text(json.dumps(names))
+        return rows
+
+    return run_loop(config, layer, out, loading, write)
+
+
+def run_loop(
+    config: Config,
+    layer: str,
     out: Path,
+    loading: dict[str, Any],
+    write: Callable[[list[torch.Tensor], list[str]], np.ndarray],
 ) -> float:
-    """Images per second of one contender, which writes its rows to `out`."""
-    if contender in runs:
-        measured = contenders.in_new_process(contenders.run_featx, *runs[contender], out)
-        return float(measured.images_per_second)
-    config, _ = runs[FEATX_FP32]
-    if contender == SCRIPT:
-        return float(
-            contenders.in_new_process(contenders.run_tutorial, config, out).images_per_second
+    """Measure a loop over a DataLoader with one hook, in images per second.
+
+    Args:
+        config: of featx, with the model and a folder of images.
+        layer: dotted name of a submodule.
+        out: folder for the rows.
+        loading: options of DataLoader.
+        write: writes the outputs of all batches, and returns them as one array.
+    """
+    backbone = build_backbone(config.model, config.seed)
+    module, outputs, names = backbone.module, [], []
+    images = ImageFiles(Path(config.data.root or ""), backbone.preprocess.reference)
+    with torch.no_grad():
+        module(torch.zeros(32, *backbone.preprocess.shape))
+        started_at = time.perf_counter()
+        handle = module.get_submodule(layer).register_forward_hook(
+            lambda module, args, output: outputs.append(output.cpu())
         )
-    if contender == CLIP_RETRIEVAL:
-        return contenders.in_new_process(_run_clip_retrieval_like, config, arguments.layer, out)
+        for batch, paths in DataLoader(images, **loading):
+            module(batch)
+            names += paths
+        handle.remove()
+        rows = write(outputs, names)
+    seconds = time.perf_counter() - started_at
+    save_rows(out, rows)
+    return len(rows) / seconds
+
+
+def run_thingsvision(
+    arguments: argparse.Namespace, weights: Path, photos: Path, out: Path
+) -> float:
+    """Measure thingsvision in the interpreter that has it, in images per second."""
     script = Path(__file__).with_name("thingsvision_peer.py")
-    photos, weights = out.parent / "photos", out.parent / "weights.pt"
-    command = [arguments.thingsvision, script, photos, arguments.model, arguments.layer]
-    done = subprocess.run([*map(str, [*command, weights, out])], capture_output=True, text=True)
+    given = arguments.thingsvision, script, photos, arguments.model, arguments.layer, weights, out
+    done = subprocess.run([*map(str, given)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"thingsvision failed:\n{done.stderr}")
     return arguments.images / float(done.stdout.split()[-1])
 
 
-def _run_clip_retrieval_like(config: Config, layer: str, out: Path) -> float:
-    from benchmarks.clip_retrieval_peer import extract
-    from featx.models import build_backbone
-
-    backbone = build_backbone(config.model, config.seed)
-    photos = out.parent / "photos"
-    seconds, rows = extract(backbone.module, layer, backbone.preprocess.reference, photos, out)
-    np.save(out / contenders.FEATURES_FILE, rows.astype(np.float64))
-    return len(rows) / seconds
+def save_rows(out: Path, features: np.ndarray) -> None:
+    """Save (N, ...) as (N, D) float64."""
+    np.save(out / FEATURES_FILE, features.reshape(len(features), -1).astype(np.float64))
 
 
-def _print_rates(rates: dict[str, list[float]], folders: dict[str, Path]) -> None:
-    for contender, contender_rates in rates.items():
-        ratios = [
-            mine / script for mine, script in zip(contender_rates, rates[SCRIPT], strict=True)
-        ]
-        cosine = contenders.smallest_cosine(folders[contender], folders[SCRIPT])
-        print(
-            f"{contender:36} {statistics.median(contender_rates):6.1f} images/s, ratio "
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), smallest "
-            f"cosine to the script's rows {cosine:.5f}"
+def save_weights(config: Config, path: Path) -> None:
+    """Save the random weights that featx draws from its seed, for peers that read a file."""
+    torch.save(build_backbone(config.model, config.seed).module.state_dict(), path)
+
+
+def smallest_cosine(first: Path, second: Path) -> float:
+    """Return the smallest cosine of two contenders' rows."""
+    a, b = np.load(first / FEATURES_FILE), np.load(second / FEATURES_FILE)
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    return float(((a * b).sum(1) / np.maximum(lengths, 1e-30)).min())
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a new process, and return its value."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(function, *arguments).result()
+
+
+def make_config(model: str, layer: str, photos: Path, precision: str) -> tuple[Config, str]:
+    """Make the config of one layer of all photos with random weights, and its saved YAML."""
+    weights = {"name": model, "weights": None}
+    node = from_keywords(
+        {"model": weights, "layers": [layer], "data": photos, "precision": precision}
+    )
+    return from_composed(node), saved_yaml(node)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Images per second of every contender, and its ratio to the script of the same round."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        photos = arguments.folder or folder / "photos"
+        if arguments.folder is None:
+            make_photos(photos, arguments.images)
+        auto, exact = (
+            make_config(arguments.model, arguments.layer, photos, precision)
+            for precision in ("auto", "fp32")
         )
-    for peer in (THINGSVISION, CLIP_RETRIEVAL):
-        for mine in (FEATX, FEATX_FP32) if peer in rates else ():
-            ratios = [a / b for a, b in zip(rates[mine], rates[peer], strict=True)]
-            spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-            print(f"{mine} is {statistics.median(ratios):.2f} {spread} times as fast as {peer}")
+        functions: dict[str, Callable[[Path], float]] = {
+            SCRIPT: partial(in_new_process, run_script, exact[0], arguments.layer),
+            FEATX: partial(in_new_process, run_featx, *auto),
+            FEATX_FP32: partial(in_new_process, run_featx, *exact),
+            CLIP_RETRIEVAL: partial(
+                in_new_process, run_clip_retrieval_like, exact[0], arguments.layer
+            ),
+        }
+        if arguments.thingsvision:
+            in_new_process(save_weights, exact[0], folder / "weights.pt")
+            functions[THINGSVISION] = partial(
+                run_thingsvision, arguments, folder / "weights.pt", photos
+            )
+        outs: dict[str, Path] = {}
+
+        def case(name: str) -> Case:
+            def measure() -> float:
+                outs[name] = Path(tempfile.mkdtemp(dir=folder))
+                return functions[name](outs[name])
+
+            return measure
+
+        cases = {name: case(name) for name in functions}
+        ratios = compare(f"{arguments.model}, files to store", cases, arguments.runs, "images/s")
+        for name, out in outs.items():
+            cosine = smallest_cosine(out, outs[SCRIPT])
+            print(f"  {name}: smallest cosine to the script's rows {cosine:.5f}")
+        for peer in (THINGSVISION, CLIP_RETRIEVAL):
+            for mine in (FEATX, FEATX_FP32) if peer in ratios else ():
+                print(f"{mine} is {ratios[mine] / ratios[peer]:.2f} times as fast as {peer}")
 
 
 def add_commands(add: Add) -> None:
@@ -122,6 +231,7 @@ def add_commands(add: Add) -> None:
     command.add_argument("--model", default="resnet50", help="of torchvision; random weights")
     command.add_argument("--layer", default="avgpool")
     command.add_argument("--images", type=int, default=512)
+    command.add_argument("--folder", type=Path, help="of images; photographs are made without it")
     command.add_argument("--runs", type=int, default=3)
     command.add_argument(
         "--thingsvision", metavar="PYTHON", help="an interpreter that imports thingsvision"

@@ -1,74 +1,72 @@
-"""Rows of a store: read by featx, h5py and numpy, by DataLoader's workers, and through codecs."""
+"""Rows and tokens of a store: by featx, h5py and numpy's memmap, and by DataLoader's workers."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.commands import COMMAND, Add
 from benchmarks.figures import print_figures
-from benchmarks.synthetic_stores import make_store, rectified_rows, synthetic_rows
+from benchmarks.rounds import Add, Case, compare, timed
+from benchmarks.synthetic_stores import make_store, synthetic_rows
 
 BATCH = 256
-"""Rows of a batch in `read`."""
+"""Rows of a batch."""
+
+TOKENS = (197, 768)
+"""Tokens of an image, as a ViT-B of 224 pixels gives them, and their numbers."""
 
 
-def compare_readers(
-    title: str,
+def write_memmap(path: Path, num_rows: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Write the rows of a synthetic store as one .npy file, and map it."""
+    flat = np.lib.format.open_memmap(path, "w+", np.float16, (num_rows, *shape))
+    done = 0
+    for block in synthetic_rows(num_rows, shape):
+        flat[done : done + len(block)] = block
+        done += len(block)
+    flat.flush()
+    return np.load(path, mmap_mode="r")
+
+
+def reader_cases(
     readers: dict[str, Callable[[Any], np.ndarray]],
     requests: list[Any],
-    rows_each: int,
-    runs: int,
-    num_requests: dict[str, int],
-) -> float:
-    """Time every reader on the same requests, several runs in turn, and print rows per second.
+    items_each: int,
+    num_requests: dict[str, int] | None = None,
+) -> dict[str, Case]:
+    """Make a case of each reader, all with the same requests, after a comparison of what they read.
 
     Args:
-        title: name of the case.
-        readers: name -> reads the rows of one request; the first is the reference.
+        readers: name -> reads what one request asks for; the first is right.
         requests: arguments of the readers.
-        rows_each: number of rows of a request.
-        runs: number of rounds.
+        items_each: number of rows or tokens of a request.
         num_requests: slow reader -> number of requests, instead of all.
-
-    Returns:
-        Speed of the last reader divided by that of the first.
     """
     expected = next(iter(readers.values()))(requests[0])
-    rates: dict[str, list[float]] = {name: [] for name in readers}
-    for name, read in readers.items():
-        assert np.array_equal(read(requests[0]), expected), f"{name} reads other rows"
-    for _ in range(runs):
-        for name, read in readers.items():
-            chosen = requests[: num_requests.get(name, len(requests))]
-            started_at = time.perf_counter()
+
+    def case(name: str, read: Callable[[Any], np.ndarray]) -> Case:
+        assert np.array_equal(read(requests[0]), expected), f"{name} reads other values"
+        chosen = requests[: (num_requests or {}).get(name, len(requests))]
+
+        def count() -> int:
             for request in chosen:
                 read(request)
-            rates[name].append(len(chosen) * rows_each / (time.perf_counter() - started_at))
-    reference = statistics.median(next(iter(rates.values())))
-    for name, figures in rates.items():
-        median = statistics.median(figures)
-        spread = f"({min(figures):.0f} to {max(figures):.0f})"
-        print(f"{title:34} {name:8} {median:11.0f} rows/s {spread:24} {median / reference:7.3f}")
-        title = ""
-    return median / reference
+            return len(chosen) * items_each
+
+        return timed(count)
+
+    return {name: case(name, read) for name, read in readers.items()}
 
 
-def read_shape(
-    folder: Path, kind: str, shape: tuple[int, ...], size: int, runs: int
-) -> dict[str, float]:
-    """Print the table of rows of one shape, `size` bytes of them.
+def read_shape(folder: Path, kind: str, shape: tuple[int, ...], size: int, runs: int) -> dict:
+    """Compare readers of rows of one shape, `size` bytes of them.
 
     Returns:
         Case -> speed of featx divided by that of numpy's memmap.
@@ -79,16 +77,10 @@ def read_shape(
 
     num_rows = size // (2 * int(np.prod(shape)))
     make_store(folder / "store", num_rows, shape)
-    flat = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float16, (num_rows, *shape))
-    done = 0
-    for block in synthetic_rows(num_rows, shape):
-        flat[done : done + len(block)] = block
-        done += len(block)
-    flat.flush()
-    del flat
-    mapped = np.load(folder / "x.npy", mmap_mode="r")
+    mapped = write_memmap(folder / "x.npy", num_rows, shape)
     layer = featx.open(folder / "store")["layer"]
     rng = np.random.default_rng(1)
+    print(f"\n{kind}: {num_rows} rows {shape} float16, {size / 1e9:.1f} GB")
     with h5py.File(folder / "store" / "features.h5", "r") as file:
         plain = file["features/layer"]
 
@@ -97,22 +89,22 @@ def read_shape(
             unique, inverse = np.unique(rows, return_inverse=True)
             return plain[unique.tolist()][inverse]
 
-        print(f"\n{kind}: {num_rows} rows {shape} float16, {size / 1e9:.1f} GB; ratio to memmap")
-        ratios: dict[str, float] = {}
-        title = "single rows at random"
         singles = rng.integers(0, num_rows, 2000).tolist()
-        readers = {"memmap": lambda i: np.array(mapped[i]), "h5py": plain.__getitem__}
-        readers["featx"] = layer.__getitem__
-        ratios[title] = compare_readers(title, readers, singles, 1, runs, {"h5py": 200})
-        title = f"batches of {BATCH} at random"
         batches = [rng.integers(0, num_rows, BATCH) for _ in range(min(200, num_rows // BATCH))]
-        readers = {"memmap": mapped.__getitem__, "h5py": plain_rows, "featx": layer.__getitem__}
-        ratios[title] = compare_readers(title, readers, batches, BATCH, runs, {"h5py": 2})
-        title = f"an epoch in order, {BATCH} at once"
         slices = [slice(i, i + BATCH) for i in range(0, num_rows - BATCH + 1, BATCH)]
-        readers = {"memmap": lambda s: np.array(mapped[s]), "h5py": plain.__getitem__}
-        readers["featx"] = layer.__getitem__
-        ratios[title] = compare_readers(title, readers, slices, BATCH, runs, {"h5py": 400})
+        ratios: dict[str, float] = {}
+        for title, requests, each, by_h5py, num_by_h5py in (
+            ("single rows at random", singles, 1, plain.__getitem__, 200),
+            (f"batches of {BATCH} at random", batches, BATCH, plain_rows, 2),
+            (f"an epoch in order, {BATCH} at once", slices, BATCH, plain.__getitem__, 400),
+        ):
+            readers = {
+                "memmap": lambda request: np.array(mapped[request]),
+                "h5py": by_h5py,
+                "featx": layer.__getitem__,
+            }
+            cases = reader_cases(readers, requests, each, {"h5py": num_by_h5py})
+            ratios[title] = compare(title, cases, runs, "rows/s")["featx"]
     return ratios
 
 
@@ -127,61 +119,39 @@ def read(arguments: argparse.Namespace) -> None:
                 print_figures(f"{kind}, {title}", of_memmap=ratio)
 
 
-def forget_pages(path: Path) -> None:
-    """Drop a file from the page cache, so that the next read comes from the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+def tokens(arguments: argparse.Namespace) -> None:
+    """Random tokens by `take` and by numpy's memmap, and shuffled epochs from the page cache."""
+    from featx.torch import TokenDataset
 
+    num_rows = max(16, int(arguments.gigabytes * 1e9) // (2 * TOKENS[0] * TOKENS[1]))
+    print(f"{num_rows} rows {TOKENS} float16, {num_rows * TOKENS[0]} tokens")
+    with tempfile.TemporaryDirectory(prefix="featx-tokens-", dir=arguments.folder) as name:
+        root = Path(name, "store")
+        make_store(root, num_rows, TOKENS)
+        flat = write_memmap(Path(name, "x.npy"), num_rows, TOKENS).reshape(-1, TOKENS[1])
 
-def checks(arguments: argparse.Namespace) -> None:
-    """Cost of comparing chunks with their checksums in an epoch in order, for every codec.
+        def opened() -> TokenDataset:
+            return TokenDataset(root, "layer", tokens="all", memory=arguments.memory_mib << 20)
 
-    The file comes from the disk, from the page cache, and from there by a store that has compared
-    it before. Epochs without a check and with one alternate. The cost is the median over the pairs,
-    of the time that passes and of processor time, which other programs disturb less.
-    """
-    import featx
-    from featx.store import FeatureStore
+        dataset, rng = opened(), np.random.default_rng(1)
+        for size in (4096, 16_384):
+            requests = [rng.integers(0, len(flat), size) for _ in range(arguments.batches)]
+            readers = {
+                "memmap": flat.__getitem__,
+                "featx": lambda one: dataset.take(*np.divmod(one, TOKENS[0])).numpy(),
+            }
+            cases = reader_cases(readers, requests, size)
+            ratio = compare(f"{size} random tokens", cases, arguments.runs, "tokens/s")["featx"]
+            if arguments.json:
+                print_figures(f"{size} random tokens", of_memmap=ratio)
 
-    shape = (2048,)
-    num_rows = int(arguments.gigabytes * 1e9) // (2 * shape[0])
-    size = num_rows * shape[0] * 2 / 1e6
-    print(f"{num_rows} rows {shape} float16, 77 % zeros; medians of {arguments.runs} pairs")
-    print("codec   from   MB/s unchecked, checked    cost   of processor time")
-    for codec in arguments.codecs:
-        with tempfile.TemporaryDirectory(prefix="featx-checks-", dir=arguments.folder) as folder:
-            root = Path(folder)
-            make_store(root, num_rows, shape, rectified_rows, codec)
+        def epoch(of: Callable[[], TokenDataset]) -> Case:
+            return timed(lambda: sum(len(batch["row"]) for batch in of()))
 
-            def epoch(store: FeatureStore, num_rows: int = num_rows) -> tuple[float, float]:
-                layer = store["layer"]
-                started_at = time.perf_counter(), time.process_time()
-                for start in range(0, num_rows, BATCH):
-                    layer[start : start + BATCH]
-                return time.perf_counter() - started_at[0], time.process_time() - started_at[1]
-
-            for state in ("disk", "cache", "again"):
-                seconds: dict[Any, list[tuple[float, float]]] = {False: [], "chunks": []}
-                for run in range(arguments.runs):
-                    # The second one finds a warmer machine, so the order alternates as well.
-                    for verify in (False, "chunks") if run % 2 else ("chunks", False):
-                        store = featx.open(root, verify=verify)
-                        if state == "disk":
-                            forget_pages(root / "features.h5")
-                        if state == "again":
-                            epoch(store)
-                        seconds[verify].append(epoch(store))
-                without, checked = (np.array(seconds[key]) for key in (False, "chunks"))
-                wall, processor = 100 * (np.median(checked / without, axis=0) - 1)
-                rates = [size / np.median(each[:, 0]) for each in (without, checked)]
-                print(
-                    f"{codec:7} {state:6} {rates[0]:14.0f} {rates[1]:8.0f} {wall:8.1f} % "
-                    f"{processor:8.1f} %"
-                )
+        later = epoch(lambda: dataset)
+        later()  # compares the checksum of each chunk, as a new data set does
+        epochs = {"first epoch": epoch(opened), "later epoch": later}
+        compare("shuffled epochs", epochs, arguments.runs, "tokens/s")
 
 
 def loader(arguments: argparse.Namespace) -> None:
@@ -209,175 +179,49 @@ def loader(arguments: argparse.Namespace) -> None:
         loss.backward()
         optimiser.step()
 
-    def epoch(root: Path, workers: int, train: bool) -> tuple[float, float]:
-        """Rows per second from the second batch on, and the share of the time spent waiting."""
-        rows = batches(root, workers)
-        next(rows)  # the workers have started
-        started_at, waited, count = time.perf_counter(), 0.0, 0
-        while True:
-            requested_at = time.perf_counter()
-            batch = next(rows, None)
-            waited += time.perf_counter() - requested_at
-            if batch is None:
-                break
-            count += len(batch[1])
-            if train:
-                step(*batch)
-        seconds = time.perf_counter() - started_at
-        return count / seconds, waited / seconds
+    def in_memory() -> int:
+        x, y = torch.rand(BATCH, width).half(), torch.zeros(BATCH, dtype=torch.int64)
+        for _ in range(200):
+            step(x, y)
+        return 200 * BATCH
 
-    cases = [(workers, train) for workers in arguments.workers for train in (False, True)]
-    figures_of: dict[tuple[int, bool], list[tuple[float, float]]] = {case: [] for case in cases}
-    training_rates: list[float] = []
+    waiting: dict[str, list[float]] = {}
+
+    def epoch(root: Path, name: str, workers: int, train: bool) -> Case:
+        def measure() -> float:
+            rows = batches(root, workers)
+            next(rows)  # the workers have started
+            started_at, waited, count = time.perf_counter(), 0.0, 0
+            while True:
+                requested_at = time.perf_counter()
+                batch = next(rows, None)
+                waited += time.perf_counter() - requested_at
+                if batch is None:
+                    break
+                count += len(batch[1])
+                if train:
+                    step(*batch)
+            seconds = time.perf_counter() - started_at
+            waiting.setdefault(name, []).append(waited / seconds)
+            return count / seconds
+
+        return measure
+
     with tempfile.TemporaryDirectory(prefix="featx-loader-", dir=arguments.folder) as folder:
         root = Path(folder) / "store"
         make_store(root, num_rows, (width,))
-        x, y = torch.rand(BATCH, width).half(), torch.zeros(BATCH, dtype=torch.int64)
-        for _ in range(arguments.runs):
-            started_at = time.perf_counter()
-            for _ in range(200):
-                step(x, y)
-            training_rates.append(200 * BATCH / (time.perf_counter() - started_at))
-            for case in cases:
-                figures_of[case].append(epoch(root, *case))
-    processors = len(os.sched_getaffinity(0))
-    print(
-        f"{num_rows} rows of {width} float16, batches of {BATCH}, {arguments.classes} classes, "
-        f"{processors} processors\ntraining alone, rows in memory "
-        f"{statistics.median(training_rates):9.0f} rows/s "
-        f"({min(training_rates):.0f} to {max(training_rates):.0f})"
-    )
-    for (workers, train), figures in figures_of.items():
-        rates = [rows for rows, _ in figures]
-        share = statistics.median(waiting for _, waiting in figures)
-        what = f"training, waits {share:4.0%}" if train else "loader alone"
-        print(
-            f"{workers} workers  {what:22} {statistics.median(rates):9.0f} rows/s "
-            f"({min(rates):.0f} to {max(rates):.0f})"
+        cases = {"training alone, rows in memory": timed(in_memory)}
+        for workers in arguments.workers:
+            for what, train in (("loader alone", False), ("training", True)):
+                name = f"{workers} workers, {what}"
+                cases[name] = epoch(root, name, workers, train)
+        title = (
+            f"{num_rows} rows of {width} float16, batches of {BATCH}, {arguments.classes} classes, "
+            f"{len(os.sched_getaffinity(0))} processors"
         )
-
-
-def measure_rate(function: Callable[[], object], size: int, runs: int) -> float:
-    """Megabytes per second of the best run."""
-    best = float("inf")
-    for _ in range(runs):
-        started_at = time.perf_counter()
-        function()
-        best = min(best, time.perf_counter() - started_at)
-    return size / best / 1e6
-
-
-def write_codec(path: Path, values: np.ndarray, codec: str, threads: int) -> None:
-    """Write /x: by the filter pipeline of featx in threads if it supports the codec, or by h5py."""
-    import h5py
-
-    from featx.store import codecs, layout
-    from featx.store.filter_pipeline import Pipeline
-
-    row_bytes = values[0].nbytes
-    chunk_rows = layout.Grid(len(values), 1 << 30).chunk_rows(row_bytes, codec != "none")
-    with h5py.File(path, "w", libver=layout.LIBVER) as file:
-        made = file.create_dataset(
-            "x",
-            values.shape,
-            values.dtype,
-            chunks=(chunk_rows, *values.shape[1:]),
-            maxshape=(layout.power_of_two_at_least(len(values)), *values.shape[1:]),
-            **codecs.filters(codec),
-        )
-        pipeline = Pipeline.of(made)
-        if not pipeline.is_supported:
-            made[:] = values
-            return
-
-        def encode(start: int) -> bytes:
-            chunk = values[start : start + chunk_rows]
-            if len(chunk) < chunk_rows:
-                chunk = np.resize(chunk, (chunk_rows, *values.shape[1:]))
-            return pipeline.encode(chunk)
-
-        starts = range(0, len(values), chunk_rows)
-        rest = (0,) * (values.ndim - 1)
-        with ThreadPoolExecutor(threads) as pool:
-            stored: Iterable[bytes] = (
-                pool.map(encode, starts) if threads > 1 else map(encode, starts)
-            )
-            for start, data in zip(starts, stored, strict=True):
-                made.id.write_direct_chunk((start, *rest), data)
-
-
-def read_codec(path: Path, values: np.ndarray) -> None:
-    """Read all rows of /x back, and compare them."""
-    import h5py
-
-    from featx.store.chunk_reader import ChunkReader
-
-    with h5py.File(path, "r") as file:
-        rows = ChunkReader(file["x"], path)
-        out = np.empty_like(values)
-        rows.read_range(0, out)
-        rows.close()
-    if not np.array_equal(out.view(np.uint16), values.view(np.uint16)):
-        raise AssertionError(f"{path} reads back differently")
-
-
-def print_codecs(arguments: argparse.Namespace) -> None:
-    """Print a line for each codec, with as many threads as this process may use processors."""
-    values = np.load(arguments.one)
-    threads = len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory(prefix="featx-codec-", dir=arguments.folder) as folder:
-        for codec in arguments.codecs:
-            path = Path(folder) / "x.h5"
-            writing = measure_rate(
-                lambda path=path, codec=codec: write_codec(path, values, codec, threads),
-                values.nbytes,
-                arguments.runs,
-            )
-            reading = measure_rate(
-                lambda path=path: read_codec(path, values), values.nbytes, arguments.runs
-            )
-            print(codec, values.nbytes / path.stat().st_size, writing, reading)
-
-
-def codecs(arguments: argparse.Namespace) -> None:
-    """Ratio and speed of each codec on features of the packaged images."""
-    if arguments.one:
-        print_codecs(arguments)
-        return
-    import featx
-
-    layers = ["embedding", *arguments.maps]
-    processors = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory(prefix="featx-codecs-", dir=arguments.folder) as folder:
-        store = featx.extract(
-            model="efficientnet_lite0",
-            data={"limit": arguments.images},
-            layers=layers,
-            out=str(Path(folder) / "store"),
-        )
-        print(f"\nMB/s with 1 thread and with {len(processors)}; the best of {arguments.runs} runs")
-        for layer in layers:
-            values = store[layer][:]
-            zeros = 100 * float(np.mean(values == 0))
-            # Few rows would measure the overhead, so they are repeated, never within one chunk.
-            times = max(1, int(arguments.megabytes * 1e6) // values.nbytes)
-            repeated = Path(folder) / "x.npy"
-            np.save(repeated, np.concatenate([values] * times))
-            print(f"{layer} {values.shape} float16, {times} times; {zeros:.0f} % zeros")
-            figures: dict[str, list[str]] = {}
-            for allowed in (processors[:1], processors):
-                command = [*COMMAND, *sys.argv[1:], "--one", str(repeated)]
-                os.sched_setaffinity(0, allowed)  # the child's threads are as many
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                os.sched_setaffinity(0, processors)
-                for line in done.stdout.splitlines():
-                    codec, *rest = line.split()
-                    figures.setdefault(codec, []).extend(rest)
-            for codec, (ratio, write_1, read_1, _, write_n, read_n) in figures.items():
-                print(
-                    f"  {codec:8} ratio {float(ratio):5.2f}   write {float(write_1):6.0f} "
-                    f"{float(write_n):6.0f}   read {float(read_1):6.0f} {float(read_n):6.0f}"
-                )
+        compare(title, cases, arguments.runs, "rows/s")
+    for name, shares in waiting.items():
+        print(f"  {name}: waits {statistics.median(shares):.0%} of the time")
 
 
 def add_commands(add: Add) -> None:
@@ -386,29 +230,17 @@ def add_commands(add: Add) -> None:
     command.add_argument("--gigabytes", type=float, default=2, help="of each kind of rows")
     command.add_argument("--runs", type=int, default=5)
     command.add_argument("--folder", help="where there is room for three times as much")
-    command.add_argument(
-        "--json", action="store_true", help="print the ratios to memmap as JSON too"
-    )
-    command = add("checks", checks)
-    command.add_argument("--gigabytes", type=float, default=1)
-    command.add_argument("--codecs", nargs="+", default=["none", "gzip", "zstd"])
+    command.add_argument("--json", action="store_true", help="also print the ratios as JSON")
+    command = add("tokens", tokens)
+    command.add_argument("--gigabytes", type=float, default=1.24, help="of tokens")
+    command.add_argument("--memory-mib", type=int, default=64, help="that an epoch may hold")
+    command.add_argument("--batches", type=int, default=20, help="of random tokens in a round")
     command.add_argument("--runs", type=int, default=5)
-    command.add_argument("--folder", help="where there is room for three times as much")
+    command.add_argument("--folder", help="where there is room for twice as much")
+    command.add_argument("--json", action="store_true", help="also print the ratios as JSON")
     command = add("loader", loader)
     command.add_argument("--gigabytes", type=float, default=0.2)
     command.add_argument("--classes", type=int, default=100)
     command.add_argument("--workers", type=int, nargs="+", default=[0, 2, 8])
     command.add_argument("--runs", type=int, default=3)
     command.add_argument("--folder", help="where there is room for twice as much")
-    command = add("codecs", codecs)
-    command.add_argument("--images", type=int, default=512)
-    command.add_argument(
-        "--megabytes", type=float, default=64, help="of each layer, at least one round"
-    )
-    command.add_argument(
-        "--maps", nargs="+", default=["blocks.6", "bn2"], help="layers besides embedding"
-    )
-    command.add_argument("--codecs", nargs="+", default=["none", "gzip", "zstd"])
-    command.add_argument("--runs", type=int, default=3)
-    command.add_argument("--folder", help="where the files lie; RAM measures the codecs alone")
-    command.add_argument("--one", help=argparse.SUPPRESS)

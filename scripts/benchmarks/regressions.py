@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -14,11 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import last_figures
-from benchmarks.checkout import run_in_checkout
-from benchmarks.commands import Add
-from benchmarks.figures import Figure, read_figures
+from benchmarks.figures import UNITS, Figure, read_figures
 from benchmarks.photos import make_photos
+from benchmarks.rounds import Add
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = ("resnet50", "vit_b_16", "vit_small_patch16_224", "convnext_tiny", "efficientnet_lite0")
@@ -68,12 +68,6 @@ class Side:
 
 def run(arguments: argparse.Namespace) -> None:
     """Rates, start-up, reader and loader of two commits; exit code 1 where the second is slower."""
-    if arguments.short:
-        last_figures.check(Path(arguments.recorded), arguments.record)
-        return
-    if arguments.before is None:
-        print("regressions: expected a commit to compare with, or --short", file=sys.stderr)
-        raise SystemExit(2)
     commits = arguments.before, arguments.after
     with (
         tempfile.TemporaryDirectory(prefix="featx-regressions-") as name,
@@ -121,6 +115,27 @@ def _git(*arguments: str) -> str:
 def short_name(commit: str) -> str:
     """Abbreviated hash of a commit."""
     return _git("rev-parse", "--short", commit)
+
+
+def run_in_checkout(
+    command: list[str], checkout: Path, cwd: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that imports featx from a checkout, in a folder that is no checkout."""
+    paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def machine() -> str:
+    """Number of cores and name of the processor."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = names[0].partition(":")[2].strip() if names else name
+    return f"{os.cpu_count()} cores, {name}"
 
 
 def compare_models(sides: Sequence[Side], arguments: argparse.Namespace, folder: Path) -> None:
@@ -219,7 +234,7 @@ def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
         f"{statistics.median(values):9.2f}" if values else "not there"
         for values in (side.values.get(figure, []) for side in sides)
     ]
-    text = f"{figure.name:58} {' -> '.join(shown)} {figure.of.unit}"
+    text = f"{figure.name:58} {' -> '.join(shown)} {UNITS[figure.metric]}"
     slower = False
     if ratios := speedups(figure, sides):
         ratio = statistics.median(ratios)
@@ -231,7 +246,7 @@ def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
 
 def history_row(sides: Sequence[Side], before: str, after: str) -> str:
     """Row for the table of scripts/benchmarks/history.md, whose columns are those of HISTORY."""
-    cells = [time.strftime("%d %B %Y").lstrip("0"), f"{before}..{after}", last_figures.machine()]
+    cells = [time.strftime("%d %B %Y").lstrip("0"), f"{before}..{after}", machine()]
     for names in HISTORY.values():
         figures = [Figure.named(name) for name in names]
         ratios_of = [speedups(figure, sides) for figure in figures]
@@ -244,7 +259,7 @@ def history_row(sides: Sequence[Side], before: str, after: str) -> str:
 def add_commands(add: Add) -> None:
     """Register the command of this module."""
     command = add("regressions", run)
-    command.add_argument("before", nargs="?", help="a commit, such as main~1")
+    command.add_argument("before", help="a commit, such as main~1")
     command.add_argument("after", nargs="?", default="HEAD", help="a commit; HEAD when not given")
     command.add_argument("--options", nargs="+", default=[], help="of featx, such as layers=stages")
     command.add_argument("--models", nargs="*", default=MODELS, help="random weights")
@@ -255,13 +270,4 @@ def add_commands(add: Add) -> None:
     command.add_argument("--runs", type=int, default=3, help="rounds, with each commit once")
     command.add_argument(
         "--least", type=float, default=0.9, help="median ratio of the rounds that is not slower"
-    )
-    command.add_argument(
-        "--short", action="store_true", help="compare the checkout with its last recorded figures"
-    )
-    command.add_argument(
-        "--recorded", default=last_figures.FILE, help="file of the recorded figures"
-    )
-    command.add_argument(
-        "--record", action="store_true", help="with --short: write that file again"
     )

@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.commands import Add
 from benchmarks.figures import print_figures
 from benchmarks.photos import make_photos
+from benchmarks.rounds import Add
 
 
 @dataclass

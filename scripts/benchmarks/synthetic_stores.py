@@ -26,18 +26,6 @@ def synthetic_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray
         yield ((base + i) & 0x3FFF).view(np.float16)[: num_rows - start]
 
 
-def rectified_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Blocks of (BLOCK_ROWS, *shape) float16 behind a ReLU, 77 % zeros, every row different.
-
-    The share is that of EfficientNet-Lite0's embedding, so codecs find what they find in features.
-    """
-    rng = np.random.default_rng(0)
-    base = rng.standard_normal((BLOCK_ROWS, *shape), dtype=np.float32) - 0.74
-    base = np.maximum(base, 0).astype(np.float16)
-    for i, start in enumerate(range(0, num_rows, BLOCK_ROWS)):
-        yield np.roll(base, i, axis=1)[: num_rows - start]
-
-
 def clustered_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Blocks of (BLOCK_ROWS, D) float16 around 1000 centres on a bent surface of 32 dimensions."""
     rng = np.random.default_rng(0)

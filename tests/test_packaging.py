@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from featx import __version__
@@ -52,3 +56,38 @@ def test_the_citation_is_of_this_version() -> None:
     assert citation["license"] == "Apache-2.0"
     assert citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= set(citation)
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_alone(tmp_path: Path) -> None:
+    """The main job, the probe and the report outside the repository, from the files of the wheel."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("featx-*.whl")
+    assert wheel.name.startswith(f"featx-{__version__}-")
+    install = [*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+
+    def python(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert str(tmp_path / "site") in python("-c", "import featx; print(featx.__file__)")
+    python("-m", "featx", "data.sample=48", "layers=embedding", "precision=fp32", "compile=false")
+    store = "store=runs/textiles/efficientnet_lite0"
+    python("-m", "featx", "job=probe", store)
+    python("-m", "featx", "job=report", store)
+    made = {path.name for path in (folder / store.removeprefix("store=")).iterdir()}
+    assert {"features.h5", "probe.json", "report.html"} <= made

@@ -60,7 +60,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_runs_alone(tmp_path: Path) -> None:
-    """The main job, the probe and the report outside the repository, from the files of the wheel."""
+    """The main job, the probe and the report outside the repository, by the files of a wheel."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(REPOSITORY)]
     subprocess.run(build, check=True, capture_output=True)

@@ -150,9 +150,10 @@ class Config:
     exit code 1."""
     retry_failed: bool = False
     """Try the images that failed once more, and fill the rows of those that can be read now."""
-    refresh: bool = False
+    refresh: _Auto | bool = False
     """Compute only the rows again whose image has changed since; with job=stats the parts that
-    contain them."""
+    contain them. true reads every image to find them, auto those with another size or time, so that
+    it can stay in a command that is repeated; false refuses changed images."""
     nonfinite: Literal["error", "record"] = "error"
     """Treatment of a feature that is NaN, infinite or too large: error stops the run, record marks
     the row as failed."""
@@ -323,9 +324,10 @@ class Config:
         """Check the options that change an existing store and exclude each other."""
         changes = {"retry_failed": "mends", "refresh": "mends", "grow": "adds to"}
         for option, verb in changes.items():
-            if getattr(self, option) and self.overwrite:
+            if (value := getattr(self, option)) and self.overwrite:
                 raise ConfigError(
-                    f"{option}=true {verb} a store and overwrite=true deletes it; give one."
+                    f"{option}={str(value).lower()} {verb} a store and overwrite=true deletes it; "
+                    "give one."
                 )
 
     @property

@@ -41,7 +41,7 @@ class ExtractOptions(TypedDict, total=False):
     codec: str
     max_failures: int | float
     retry_failed: bool
-    refresh: bool
+    refresh: Literal["auto"] | bool
     nonfinite: Literal["error", "record"]
     executor: ExecutorConfig | str | Mapping[str, Any]
     pack: Literal["auto"] | bool
@@ -71,7 +71,7 @@ class StatsOptions(TypedDict, total=False):
     conformance: ConformanceConfig | Mapping[str, Any]
     part_rows: Literal["auto"] | int
     max_failures: int | float
-    refresh: bool
+    refresh: Literal["auto"] | bool
     nonfinite: Literal["error", "record"]
     executor: ExecutorConfig | str | Mapping[str, Any]
     profile: bool

@@ -66,7 +66,7 @@ def run_extraction(
 
 def _has_only_failures(config: Config) -> bool:
     """Return whether the store holds no features, and the command does not say what to mend."""
-    if config.overwrite or config.retry_failed or config.refresh or config.grow:
+    if config.overwrite or config.retry_failed or config.refresh is True or config.grow:
         return False
     root = parse_path(config.out)
     try:

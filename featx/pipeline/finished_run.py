@@ -81,8 +81,14 @@ class FinishedRun:
         gives None: the run then looks at everything.
         """
         config, out = self._config, parse_path(self._config.out)
-        changes_store = config.overwrite or config.grow or config.refresh or config.retry_failed
-        if changes_store or config.tensorboard or config.profile or is_url(out):
+        changes_store = config.overwrite or config.grow or config.retry_failed
+        if (
+            changes_store
+            or config.refresh is True
+            or config.tensorboard
+            or config.profile
+            or is_url(out)
+        ):
             return None
         manifest, is_intact = load_manifest(out)
         recorded = _recorded(out)

@@ -45,11 +45,11 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
             nothing that it can fix.
 
     Returns:
-        number of rows that refresh=true computed again.
+        number of rows that refresh=true or auto computed again.
 
     Raises:
-        StoreMismatchError: images have changed, and refresh=true was not given or could not compute
-            all layers of their rows.
+        StoreMismatchError: images have changed, and refresh was not given or could not compute all
+            layers of their rows.
     """
     config, keys, num_recomputed = context.config, context.listing.keys, 0
     changes = _changes(context, session)
@@ -64,7 +64,7 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
         log_message(
             f"{gone_images_text(keys, changes.gone)}. Their rows stay as they are.", level="warning"
         )
-    if config.refresh:
+    if config.refresh and (config.refresh is True or len(changes.rows)):
         log_message(f"{changed_text(len(changes.rows))} since their rows were computed")
         rows = _rows_of_requested_runs(session, changes)
         num_recomputed = len(rows)
@@ -129,7 +129,7 @@ def _changes(context: RunContext, session: StoreSession) -> ImageChanges:
         context.listing.keys,
         session.root,
         session.manifest,
-        read_all=context.config.refresh,
+        read_all=context.config.refresh is True,
     )
     if changes.states is not None:
         session.write_image_states(changes.states)

@@ -144,6 +144,30 @@ def test_a_changed_image_is_refused_and_refreshed(
     extract(photos, **keys)
 
 
+def test_a_repeated_command_with_refresh_auto_computes_what_has_changed(
+    photos: Path, computed: list[Any], compared: list[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    age(photos)
+    keys = {**LENIENT, "refresh": "auto"}
+    extract(photos, **keys)
+    computed.clear()
+    extract(photos, **keys)
+    assert not computed
+    assert not compared
+    changed = sorted_photos(photos)[5]
+    write_image(changed, 1000)
+    capfd.readouterr()
+    after = extract(photos, verbose=True, **keys)
+    assert [start for _, start in computed] == [4]  # one batch of six
+    assert set(compared) == {b"cat/030.png"}
+    assert "1 row computed again" in capfd.readouterr().out
+    assert same_values(after, extract(photos, out="whole", **LENIENT))
+    changed.write_bytes(b"no image")
+    assert extract(photos, **keys).failures[0]["key"] == "cat/030.png"
+    write_image(changed, 1000)
+    assert same_values(extract(photos, **keys), after)
+
+
 def test_a_touched_image_is_read_once(photos: Path, compared: list[bytes]) -> None:
     age(photos)
     extract(photos, **LENIENT)

@@ -385,13 +385,15 @@ def _check_images(context: RunContext, session: StatsSession) -> None:
     states_file = session.path.with_name(STATS_IMAGES)
     checksums, done = session.image_checksums()
     recorded = ImagesOfRun(0, checksums, done)
-    changes = compare_images(context.source, keys, [recorded], states_file, read_all=config.refresh)
+    changes = compare_images(
+        context.source, keys, [recorded], states_file, read_all=config.refresh is True
+    )
     if len(changes.gone):
         log_message(
             f"{gone_images_text(keys, changes.gone)}. Statistics keep them.", level="warning"
         )
     rows = changes.rows.tolist()
-    if config.refresh:
+    if config.refresh and (config.refresh is True or rows):
         log_message(f"{changed_text(len(rows))} since the statistics were taken")
         session.discard(rows)
     failed = {failure.row for failure in session.failures}

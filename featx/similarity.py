@@ -1,5 +1,6 @@
 """Similarity of rows, layers and data sets of stores, in blocks and on any device."""
 
+from featx.analysis import search
 from featx.analysis.similarity import (
     DataSetDistance,
     LayerSimilarity,
@@ -33,5 +34,6 @@ __all__ = [
     "nearest_to",
     "procrustes_distance",
     "rsa",
+    "search",
     "svcca",
 ]

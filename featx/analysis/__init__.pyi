@@ -14,3 +14,4 @@ from .reproducibility import check_images as check_images
 from .reproducibility import config_of_run as config_of_run
 from .reproducibility import recheck_rows as recheck_rows
 from .zeroshot import run_zeroshot as run_zeroshot
+from .zeroshot import search as search

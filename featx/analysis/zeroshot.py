@@ -1,8 +1,9 @@
-"""Zero-shot heads of stores that were made by a CLIP model."""
+"""Texts and stores that were made by a CLIP model: zero-shot heads, and search by texts."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.heads import Head, Scaler, head_bytes, output_folder
+from featx.analysis.similarity import nearest_to
 from featx.base import choose_device
 from featx.config import Config, from_saved
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
@@ -46,15 +49,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     run = _run_of(store)
     classes, prompts = class_names(config.zeroshot.classes, store)
     templates = read_templates(config.zeroshot.templates)
-    run_config = from_saved(run.header.config)
-    device = choose_device(config.device)
-    classifier = text_classifier(run_config.model, prompts, templates, device)
-    if classifier.weights_sha256 != str(store.attrs["weights_sha256"]):
-        raise StoreMismatchError(
-            f"the image tower of {run_config.model.name} has the SHA-256 "
-            f"{classifier.weights_sha256}, and the store was made with "
-            f"{store.attrs['weights_sha256']}. Extract it again, or give back the weights of then."
-        )
+    classifier = _classifier(store, run, prompts, templates, config.device)
     head = _head(classifier)
     result = {
         "featx_zeroshot": FORMAT,
@@ -78,11 +73,60 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     return result
 
 
+def search(
+    store: FeatureStore | str | os.PathLike[str],
+    text: str | Sequence[str],
+    k: int = 10,
+    device: str = "auto",
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Find the images whose embeddings are nearest to texts, by the text tower of their model.
+
+    Args:
+        store: store with the layer `embedding` of a model of open_clip.
+        text: a text, or q texts.
+        k: number of images, limited to the number of rows.
+        device: 'auto', 'cpu', 'cuda', ...
+
+    Returns:
+        (q, k) int64 rows of the store and (q, k) float32 cosines, the nearest first.
+
+    Raises:
+        StoreError: the store has no such layer, or does not say how it was made.
+        ConfigError: the model has no text tower, or a text is empty.
+        StoreMismatchError: the weights are others than those of the store.
+    """
+    texts = [text] if isinstance(text, str) else list(text)
+    if not texts or not all(each.strip() for each in texts):
+        raise ConfigError("a text is empty: give what the images show.")
+    opened = store if isinstance(store, FeatureStore) else FeatureStore(store)
+    classifier = _classifier(opened, _run_of(opened), texts, ["{}"], device)
+    return nearest_to(opened, EMBEDDING, classifier.weight.numpy(), k, "cosine", device)
+
+
+def _classifier(
+    store: FeatureStore,
+    run: Run,
+    names: Sequence[str],
+    templates: Sequence[str] | str,
+    device: str,
+) -> TextClassifier:
+    """Compute the vectors of texts by the model of a store."""
+    model = from_saved(run.header.config).model
+    classifier = text_classifier(model, names, templates, choose_device(device))
+    if classifier.weights_sha256 != str(store.attrs["weights_sha256"]):
+        raise StoreMismatchError(
+            f"the image tower of {model.name} has the SHA-256 "
+            f"{classifier.weights_sha256}, and the store was made with "
+            f"{store.attrs['weights_sha256']}. Extract it again, or give back the weights of then."
+        )
+    return classifier
+
+
 def _run_of(store: FeatureStore) -> Run:
     """Return the run that made the embedding of a store."""
     if EMBEDDING not in store.layers:
         raise StoreError(
-            f"{store.root} has no embedding, which zero-shot classifiers read; it has "
+            f"{store.root} has no embedding, which texts are compared with; it has "
             f"{', '.join(store.layers)}. Extract it with layers=[embedding]."
         )
     manifest, _ = load_manifest(output_folder(store))

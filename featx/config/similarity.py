@@ -30,6 +30,9 @@ class NeighborsConfig:
     image: str | None = None
     """Image file that is no row of the store: its features are computed by the model of the store,
     and its neighbours alone are found and printed."""
+    text: OneOrMore[str] | None = None
+    """What images show, or a list of such texts, or a file NAME.txt with one a line: the rows whose
+    embedding by a model of open_clip is nearest to each are printed."""
     k: Count = 10
     """Number of neighbours of each row."""
     metric: Metric = "cosine"
@@ -40,17 +43,19 @@ class NeighborsConfig:
     search of faiss, null that of featx."""
 
     def __post_init__(self) -> None:
-        if self.key is not None and self.image is not None:
+        given = [name for name in ("key", "image", "text") if getattr(self, name) is not None]
+        if len(given) > 1:
             raise ConfigError(
-                "neighbors.key is a row of the store and neighbors.image an image that is none: "
-                "give one of them."
+                "neighbors.key is a row of the store, neighbors.image an image that is none, and "
+                f"neighbors.text what images show: give one of {' and '.join(given)}."
             )
-        key = "key" if self.image is None else "image"
-        if self.recall is not None and getattr(self, key) is not None:
+        if given and self.recall is not None:
             raise ConfigError(
-                f"neighbors.recall has no effect with neighbors.{key}: the neighbours of one "
-                "image are searched exactly."
+                f"neighbors.recall has no effect with neighbors.{given[0]}: the neighbours of one "
+                "image or text are searched exactly."
             )
+        if self.text is not None and self.metric != "cosine":
+            raise ConfigError("neighbors.text is compared with images by metric=cosine only.")
 
 
 @options("duplicates")

@@ -1,8 +1,8 @@
-"""job=neighbors: the nearest neighbours of one row, of a new image or of every row."""
+"""job=neighbors: the nearest neighbours of a row, a new image, texts, or every row."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from featx.base import CountProgress, log_message
 from featx.config import Config, NeighborsConfig
-from featx.errors import DataError
+from featx.errors import ConfigError, DataError
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, Table, print_summary
 from featx.jobs.similarity_files import (
     chosen_layer,
@@ -32,6 +32,8 @@ CSV_PAIRS = 1_000_000
 def run(config: Config, config_yaml: str) -> int:
     """Find neighbours, write those of every row to files, and print the result."""
     store, options = open_input(config), config.neighbors
+    if options.text is not None:
+        return _print_nearest_to_texts(options.text, store, config)
     layer = chosen_layer(store, config)
     if options.key is None and options.image is None:
         found_of_all, index = _neighbors_of_all(store, layer, config)
@@ -51,22 +53,70 @@ def run(config: Config, config_yaml: str) -> int:
         name = class_name(store, row)
         summary = {"key": key, "row": row, "class": name, "layer": layer}
         image = f"{key}  {name or ''}"
-    summary["nearest"] = [
+    summary["nearest"] = _described(store, rows, scores, options.metric)
+    nearest = _table("nearest", summary["nearest"], options.metric)
+    print_summary(config, summary, [("image", image), ("layer", layer)], nearest)
+    return 0
+
+
+def _print_nearest_to_texts(given: str | Sequence[str], store: FeatureStore, config: Config) -> int:
+    """Print the rows nearest to each text."""
+    from featx.analysis import search  # which imports torch
+
+    options = config.neighbors
+    if config.layers not in (None, "embedding", ["embedding"], ("embedding",)):
+        raise ConfigError("neighbors.text is compared with layers=embedding; leave layers out.")
+    texts = _texts(given)
+    found = search(store, texts, options.k, config.device)
+    results: list[dict[str, Any]] = [
+        {"text": text, "nearest": _described(store, rows, scores, options.metric)}
+        for text, rows, scores in zip(texts, *found, strict=True)
+    ]
+    tables = [_table(each["text"], each["nearest"], options.metric) for each in results]
+    print_summary(config, {"layer": "embedding", "texts": results}, *tables)
+    return 0
+
+
+def _texts(given: str | Sequence[str]) -> list[str]:
+    """Return the texts of an option, or of the file that it names."""
+    if not isinstance(given, str):
+        return list(given)
+    if not given.endswith(".txt"):
+        return [given]
+    try:
+        lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"neighbors.text={given} cannot be read: {error}.") from error
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise DataError(f"neighbors.text={given} has no text; expected one a line.")
+    return texts
+
+
+def _described(
+    store: FeatureStore,
+    rows: npt.NDArray[np.int64],
+    scores: npt.NDArray[np.float32],
+    metric: str,
+) -> list[dict[str, Any]]:
+    """Describe the nearest rows as JSON types."""
+    return [
         {
             "row": row,
             "key": str(store.keys[row]),
             "class": class_name(store, row),
-            options.metric: float(score),
+            metric: float(score),
         }
         for row, score in zip(rows.tolist(), scores, strict=True)
     ]
+
+
+def _table(title: str, nearest: Sequence[Mapping[str, Any]], metric: str) -> Table:
+    """Return the nearest rows as a table."""
     cells = [
-        (one["key"], one["class"] or "-", str(one["row"]), f"{one[options.metric]:.4f}")
-        for one in summary["nearest"]
+        (one["key"], one["class"] or "-", str(one["row"]), f"{one[metric]:.4f}") for one in nearest
     ]
-    nearest = Table(("nearest", "class", "row", options.metric), cells, left=2)
-    print_summary(config, summary, [("image", image), ("layer", layer)], nearest)
-    return 0
+    return Table((title, "class", "row", metric), cells, left=2)
 
 
 def _nearest_to_image(
@@ -220,7 +270,7 @@ def _reads_with(config: Config) -> Collection[str]:
 JOBS.register(
     Job(
         "neighbors",
-        "Find the nearest neighbours of a row of a store, of a new image, or of every row.",
+        "Find the nearest neighbours of a row of a store, a new image, texts, or every row.",
         NeighborsConfig,
         run=run,
         input=Input.STORE,

@@ -66,11 +66,11 @@ def text_classifier(
 
     if not isinstance(config, OpenClipOptions):
         raise ConfigError(
-            f"zero-shot classifiers need a model with a text tower: model=open_clip. This one is "
+            f"texts need a model with a text tower: model=open_clip. This one is "
             f"model.library={config.library}."
         )
     if config.weights is None or config.init == "reset":
-        raise ConfigError("zero-shot classifiers need trained weights; these are random.")
+        raise ConfigError("texts need a model with trained weights; these are random.")
     open_clip = import_open_clip()
     source = source_of(config)
     with quiet_logs():  # open_clip warns of weights that are loaded later

@@ -191,7 +191,7 @@ def test_stores_without_a_text_tower_are_refused(photos: Path, made: Path, tmp_p
         run_job("zeroshot", store=keys["out"])
     keys["out"] = str(tmp_path / "layer4")
     run_job("extract", model=model, layers=["layer4"], reduce="avg", **keys)
-    with pytest.raises(StoreError, match=r"has no embedding, which zero-shot classifiers read"):
+    with pytest.raises(StoreError, match=r"has no embedding, which texts are compared with"):
         run_job("zeroshot", store=keys["out"])
 
 
@@ -215,3 +215,54 @@ def test_a_tokenizer_with_code_is_refused(made: Path, tmp_path: Path) -> None:
             run_job("zeroshot", store=store)
     finally:
         config.unlink()
+
+
+def test_rows_nearest_to_texts_are_those_of_open_clip(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = featx.open(made / "vit-store")
+    texts = ["a lobster on a {plate}", "a tree frog"]
+    model, _ = plain_model(made / "vit")
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{made / 'vit'}")
+    with torch.no_grad():
+        encoded = model.encode_text(tokenizer(texts), normalize=True).numpy()
+    images = store["embedding"][:]
+    cosines = encoded @ (images / np.linalg.norm(images, axis=1, keepdims=True)).T
+    order = np.argsort(-cosines, axis=1)[:, :4]
+    rows, scores = featx.similarity.search(store, texts, k=4)
+    assert rows.tolist() == order.tolist()
+    np.testing.assert_allclose(scores, np.take_along_axis(cosines, order, 1), atol=1e-5)
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n")
+    for given in (texts, str(tmp_path / "texts.txt")):
+        asked = {"text": given, "k": 4}
+        assert run_job("neighbors", json=True, store=str(store.root), neighbors=asked) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [each["text"] for each in found["texts"]] == texts
+        assert [[one["row"] for one in each["nearest"]] for each in found["texts"]] == rows.tolist()
+    assert run_job("neighbors", store=str(store.root), neighbors={"text": texts[0], "k": 1}) == 0
+    assert texts[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"neighbors": {"text": "a", "key": "b"}}, "give one of key and text"),
+        ({"neighbors": {"text": "a", "recall": 0.9}}, "no effect with neighbors.text"),
+        ({"neighbors": {"text": "a", "metric": "euclidean"}}, "metric=cosine only"),
+        ({"neighbors": {"text": [" "]}}, "a text is empty"),
+        ({"neighbors": {"text": "nowhere.txt"}}, "nowhere.txt cannot be read"),
+        ({"neighbors": {"text": "a"}, "layers": ["logits"]}, "compared with layers=embedding"),
+    ],
+)
+def test_texts_that_cannot_be_searched_for_are_refused(
+    made: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FeatxError, match=message):
+        run_job("neighbors", store=str(made / "vit-store"), **options)
+
+
+def test_a_store_of_a_model_without_a_text_tower_is_refused(tmp_path: Path) -> None:
+    make_image(40, 50).save(tmp_path / "0.png")
+    run_job("extract", data=str(tmp_path), layers=["embedding"], out=str(tmp_path / "store"))
+    with pytest.raises(ConfigError, match=r"a text tower: model=open_clip"):
+        featx.similarity.search(tmp_path / "store", "a frog")

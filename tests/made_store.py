@@ -272,7 +272,8 @@ def make_added(
         Failure(row, bytes(run.listing.keys[row]), Status.TIMEOUT, "TimeoutError", f"again {row}")
         for row in failed
     )
-    added = replace(made, listing=run.listing, header=run.header, failures=failures)
+    same = {"listing": run.listing, "header": run.header, "damaged": run.damaged}
+    added = replace(made, failures=failures, **same)
     return added.identified()
 
 

@@ -207,8 +207,10 @@ def _layer_rows(context: RunContext, layers: str) -> list[tuple[str, str]]:
 
 def _unreduced_rows(context: RunContext) -> list[tuple[str, str]]:
     """Return a note on vectors, which a reduction over positions leaves as they are."""
-    name, vectors = context.config.reduce.name, context.engine.vector_names
-    if name not in POOLED or not vectors or isinstance(context.config.layers, Mapping):
+    vectors = context.engine.vector_names
+    if not vectors or isinstance(context.config.layers, Mapping):
+        return []
+    if (name := context.config.reduce.name) not in POOLED:
         return []
     listed = ", ".join(sorted(vectors)[:_SHOWN_LAYERS])
     verb = "has" if len(vectors) == 1 else "have"

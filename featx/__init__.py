@@ -84,8 +84,8 @@ declare_functions({"FeatureStore.show": "featx.export.image_grid:image_grid"})
 
 
 def __getattr__(name: str) -> Any:
-    if name == "gradients":
-        return importlib.import_module("featx.gradients")
+    if name in ("gradients", "similarity"):
+        return importlib.import_module(f"featx.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'featx' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -132,7 +132,7 @@ def test_one_of_each_kind_is_shown() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", slow_except(EXAMPLES, "source", "reduction"))
+@pytest.mark.parametrize("kind", slow_except(EXAMPLES, "reduction"))
 def test_an_example_runs_as_it_stands(kind: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for folder in ("featx", "conf", "data"):

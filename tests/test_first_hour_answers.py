@@ -60,6 +60,7 @@ def test_rows_that_are_computed_again_are_counted(capsys: pytest.CaptureFixture[
     assert "nothing was left to do" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_more_workers_than_parts_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     write_images(Path("photos"), 4)
     extract("photos", executor={"name": "local", "workers": 3})

@@ -32,6 +32,7 @@ def test_it_is_the_distance_of_the_extracted_matrices(photos: Path) -> None:
     assert featx.frechet_distance("all", a) == pytest.approx(0, abs=1e-10)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared(photos: Path) -> None:
     take(photos, out="two", layers=["pool", "conv"], reduce="flatten")
     take(photos, out="deep", layers=["deep"])

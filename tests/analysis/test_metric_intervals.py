@@ -85,6 +85,7 @@ def test_they_are_those_of_the_drawn_rows(classes: int, rows: int, probabilities
     check(made(rows, classes, probabilities), drawn)
 
 
+@pytest.mark.slow
 def test_ties_few_ranked_classes_and_probabilities_of_0() -> None:
     drawn = np.random.default_rng(1).integers(30, size=(20, 30))
     tied = made(30, 8, probabilities=False, ties=True)

@@ -130,8 +130,8 @@ def test_other_weights_are_refused(store: featx.FeatureStore) -> None:
 
 def test_threads_share_an_embedder(store: featx.FeatureStore) -> None:
     """As a server does it, whose threads answer requests at the same time."""
-    files = files_of(store, list(range(12)))
-    with featx.embedder(store, **CODE) as embed, ThreadPoolExecutor(6) as pool:
+    files = files_of(store, list(range(5)))
+    with featx.embedder(store, **CODE) as embed, ThreadPoolExecutor(5) as pool:
         found = list(pool.map(lambda file: embed([file])["pool"][0], [*files, *files]))
     wanted = featx.embed(files, store, **CODE)["pool"]
     np.testing.assert_allclose(found, np.concatenate([wanted, wanted]), rtol=1e-2, atol=1e-3)

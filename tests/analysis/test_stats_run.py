@@ -144,6 +144,7 @@ def test_a_finished_store_gives_the_bytes_of_a_run(photos: Path, observation: st
     assert list(again) == ["deep"]
 
 
+@pytest.mark.slow
 def test_maps_are_averaged_over_positions_unless_reduce_says_otherwise(photos: Path) -> None:
     options = {**KEYS, "data": str(photos), "layers": ["conv", "pool"]}
     averaged = featx.stats(**options)
@@ -224,6 +225,7 @@ def failures(path: str) -> list[list[str]]:
         return list(csv.reader(file))[1:]
 
 
+@pytest.mark.slow
 def test_images_that_fail_are_left_out_and_listed_apart_from_a_store(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -588,6 +590,7 @@ def test_a_changed_image_is_refused_and_refreshed(
     assert take(photos).attributes == after.attributes
 
 
+@pytest.mark.slow
 def test_a_resume_refuses_changed_images(photos: Path) -> None:
     with stopped_after(2, signal.SIGTERM), pytest.raises(Interrupted):
         take(photos)

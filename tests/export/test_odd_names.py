@@ -43,6 +43,7 @@ def is_number(cell: str) -> bool:
     return re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", cell) is not None
 
 
+@pytest.mark.slow
 def test_no_file_has_controls_or_formulas(store: featx.FeatureStore) -> None:
     run_job("neighbors", store="store")
     run_job("duplicates", store="store")

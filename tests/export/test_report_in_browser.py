@@ -210,6 +210,7 @@ def test_a_cell_of_the_confusion_matrix_filters_the_errors(browser: Any, folder:
         assert images.filter(visible=True).count() == every
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_in_cells_have_enough_contrast_to_every_colour(
     browser: Any, folder: Path, scheme: str

@@ -291,6 +291,7 @@ def test_a_failed_image_that_was_mended_is_told_and_refreshed(
     assert same_values(after, extract(photos, out="whole", **LENIENT))
 
 
+@pytest.mark.slow
 def test_an_image_that_is_broken_now_becomes_a_failed_row(photos: Path) -> None:
     extract(photos, **LENIENT)
     path = sorted_photos(photos)[4]
@@ -333,6 +334,7 @@ def test_images_elsewhere_are_not_compared_and_verify_says_so(
     assert json.loads(capfd.readouterr().out)["images"]["compared"] == 21
 
 
+@pytest.mark.slow
 def test_all_images_are_compared_where_images_h5_is_damaged(
     photos: Path, compared: list[bytes]
 ) -> None:

@@ -7,7 +7,6 @@ from timm.models._registry import _module_to_models
 from timm_survey import MEMBERS, Member, documented_rows, survey
 
 FAST = (
-    "crossvit_tiny_240",  # two branches: the embedding is no tensor of the pass
     "efficientvit_m0",  # BatchNorm in the head
     "levit_128s",  # two heads
     "mobilenetv3_small_050",  # a layer between pooling and classifier

@@ -277,6 +277,7 @@ def test_new_images_are_refused_and_gone_ones_as_well(extract: Extract) -> None:
         extract()
 
 
+@pytest.mark.slow
 def test_the_store_of_another_command_is_not_taken_for_its_own(extract: Extract) -> None:
     """Its summary is copied, and the command is the same but for the weights."""
     Path("vit.pth").rename("mine.pth")

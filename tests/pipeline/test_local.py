@@ -103,6 +103,7 @@ def test_any_number_of_workers_gives_the_same_datasets(
     assert printed.out == ""
 
 
+@pytest.mark.slow
 def test_failures_of_all_workers_stand_in_one_list(
     work: Callable[..., ProcessPool], tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
     assert is_whole(run, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_exception_names_device_part_and_rows_and_the_run_resumes_later(
     work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
 ) -> None:
@@ -159,6 +161,7 @@ def test_an_exception_names_device_part_and_rows_and_the_run_resumes_later(
     assert is_whole(run, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_error_on_purpose_keeps_its_class_and_exit_code(
     work: Callable[..., ProcessPool],
 ) -> None:
@@ -183,6 +186,7 @@ def test_one_that_did_not_come_up_is_replaced(
     assert is_whole(run, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
@@ -270,6 +274,7 @@ def test_no_worker_outlives_a_driver_that_is_killed(
     assert is_whole(run, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_second_driver_is_refused_with_the_name_of_the_first(
     driver: subprocess.Popen[bytes], work: Callable[..., ProcessPool], tmp_path: Path
 ) -> None:

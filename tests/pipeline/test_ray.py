@@ -177,6 +177,7 @@ def test_the_part_of_an_actor_that_dies_is_done_by_another(
     )
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_its_actors_with_it_ends_the_run(photos: Path, ray: MadeRay) -> None:
     ray.die_at = {3: 99}
     with pytest.raises(RunError, match=r"in part 3 \(rows 12 to 15\), the 3rd actor that did"):
@@ -199,6 +200,7 @@ def test_actors_that_cannot_begin_end_the_run_with_the_reason(
         extract(photos, executor={"name": "ray", "workers": 1})
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
     photos: Path, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,6 +261,7 @@ def test_a_second_signal_does_not_wait_for_the_batch(
     assert temporary_files(Path("store")) == []
 
 
+@pytest.mark.slow
 def test_other_arguments_of_a_factory_are_refused_but_those_without_effect(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_row_is_that_of_the_region_saved_by_itself(photos: Path, decode: str) 
     assert [store.classes[i] for i in store.labels] == [key[:3] for key in order]
 
 
+@pytest.mark.slow
 def test_a_box_that_reaches_outside_fails_alone(photos: Path) -> None:
     lines = boxes_of(photos)
     good = boxed(photos, write_boxes(lines), out="good")

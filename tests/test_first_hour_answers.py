@@ -47,6 +47,7 @@ def test_a_reduction_that_leaves_a_vector_says_so(capsys: pytest.CaptureFixture[
     assert "no positions" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rows_that_are_computed_again_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     photos = write_images(Path("photos"), 6)
     image = (photos / "cat" / "000.png").read_bytes()

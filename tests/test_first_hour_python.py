@@ -68,6 +68,7 @@ def test_what_builds_a_module_is_a_model(photos: Path, model: Any) -> None:
     assert store["conv"].shape[0] == 6
 
 
+@pytest.mark.slow
 def test_the_same_module_again_resumes_and_another_is_refused(photos: Path) -> None:
     extract("photos/", model={"factory": make(), **SMALL})
     assert extract("photos/", model={"factory": make(), **SMALL}).complete

@@ -235,6 +235,7 @@ def test_what_needs_a_disk_is_refused(given: dict[str, Any], text: str) -> None:
         jobs.check(from_composed(from_keywords({"out": "s3://bucket/run", **given})))
 
 
+@pytest.mark.slow
 def test_rows_are_added_on_a_disk_only(images: Path, out: str) -> None:
     extract(str(images), out=out)
     write_image(images / "cat" / "001.png", 99)
@@ -261,6 +262,7 @@ def test_without_the_extra_the_command_names_it(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_stops_the_run_which_resumes_later(
     images: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_strangers_store_reads_no_environment_and_opens_no_url(
     assert run_job("verify", store="store", verify={"reextract_rows": 2}, data=data) in (0, 1)
 
 
+@pytest.mark.slow
 def test_our_own_reference_to_the_environment_is_kept_as_text(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

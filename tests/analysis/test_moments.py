@@ -585,6 +585,7 @@ def test_a_file_that_is_merged_while_it_is_looked_for_is_found_later(tmp_path: P
     assert [part for part, _ in store.committed_by_others(parts[1:])] == parts[2:]
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(num_rows=st.integers(1, 100), failed=st.sets(st.integers(0, 99)))
 def test_parts_of_any_length_give_the_same_bits(

@@ -88,6 +88,7 @@ def test_an_image_that_fails_has_its_reason_and_changes_no_other(
     assert not featx.embed(["bad.png"], store, **CODE).ok.any(), "none at all"
 
 
+@pytest.mark.slow
 def test_layers_of_several_runs(made: Path, in_tmp_path: None) -> None:
     write_images(Path("photos"))
     extract_in_steps(Path("photos"))
@@ -177,7 +178,7 @@ def test_an_image_that_has_no_neighbours(store: featx.FeatureStore) -> None:
     Path("bad.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"bad\.png: unsupported: "):
         ask(image="bad.png")
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="give one of key and image"):
         ask(image="bad.png", key="a")
     with pytest.raises(ConfigError, match=r"recall has no effect with neighbors\.image"):
         ask(image="bad.png", recall=0.9)

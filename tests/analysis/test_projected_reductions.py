@@ -57,6 +57,7 @@ def test_pca_is_that_of_the_extracted_matrix(photos: Path) -> None:
     np.testing.assert_allclose(y.var(0, ddof=1), expected.explained_variance_, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_operation_that_no_module_owns_is_projected(photos: Path) -> None:
     taken = take(photos, out="stats", layers=["flatten"])
     assert list(taken) == ["flatten"]
@@ -66,6 +67,7 @@ def test_an_operation_that_no_module_owns_is_projected(photos: Path) -> None:
     np.testing.assert_allclose(np.abs(y["flatten"][:]), np.abs(expected), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_position_is_projected_and_the_map_keeps_its_layout(photos: Path) -> None:
     plain = stored(photos, out="plain")
     x = matrix(plain, "conv", by_position=True)

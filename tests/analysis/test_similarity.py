@@ -210,6 +210,7 @@ class TestDuplicates:
         vectors = LayerVectors(store, "flat", torch.device("cpu"), unit=True)
         assert cosines_to_first(vectors, found[0]).tolist() == pytest.approx([1] * 4)
 
+    @pytest.mark.slow
     def test_copies_of_a_wide_map_are_found(self) -> None:
         """Sums of float32 err by more than 1e-6 there: copies were 0.99998 alike."""
         run = make_run(6, 8, {"flat": (802_816,)})

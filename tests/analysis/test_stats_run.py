@@ -261,6 +261,7 @@ def test_no_image_can_be_read(photos: Path, capsys: pytest.CaptureFixture[str]) 
     assert "conv      0         8         -" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -> None:
     model = {**MODEL, "args": {"poison": 0.02}}
     layers = ["conv", "pool"]
@@ -353,6 +354,7 @@ def test_a_resume_keeps_the_threads_of_the_statistics(
     assert "3 threads (as the statistics were started; 2 here would give" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unfinished", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_other_settings_are_refused_with_the_difference(photos: Path, unfinished: bool) -> None:
     if unfinished:

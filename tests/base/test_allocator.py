@@ -58,6 +58,7 @@ print(use())
 """
 
 
+@pytest.mark.slow
 @glibc
 @pytest.mark.parametrize(
     ("steps", "is_kept"),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 AT_WORK = """
 import threading, time
 import torch
@@ -21,6 +23,7 @@ end_process(3)
 """
 
 
+@pytest.mark.slow
 def test_threads_at_work_do_not_abort_the_end_of_the_process() -> None:
     """A daemon thread inside torch, when the interpreter ends, is 'terminate called', SIGABRT."""
     done = subprocess.run(

@@ -48,6 +48,7 @@ print(json.dumps([code, modes]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "modes"),
     [

@@ -140,7 +140,7 @@ def test_several_experiments_are_several_runs() -> None:
         ("model.args=3", "a mapping, such as {depth: 20}"),
         ("probe.seeds=[1]", "at least 2, as `seed` chooses the split of one, or null"),
         ("probe.l2=abc", "a number of at least 0, or null"),
-        ("refresh=maybe", "true or false"),
+        ("refresh=maybe", "auto, or true or false"),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_the_type_to_give(

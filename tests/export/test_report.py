@@ -175,6 +175,7 @@ def test_the_page_names_no_folder(photos: Path, tmp_path: Path) -> None:
     assert str(tmp_path) not in Path("store/report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["holdout", "kfold"])
 def test_near_duplicates_across_the_split_come_first(split: str) -> None:
     x = np.random.default_rng(0).normal(size=(60, 70)).astype(np.float32)
@@ -273,6 +274,7 @@ def test_secrets_stay_out(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "swordfish" not in Path("store/report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_without_labels_and_without_thumbnails(tmp_path: Path) -> None:
     root = write_images(tmp_path / "photos")
     for path in list(root.glob("*/*.png")):

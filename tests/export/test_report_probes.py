@@ -26,6 +26,7 @@ def page_of() -> str:
     return " ".join(html.unescape(text).replace("\u202f", " ").split())
 
 
+@pytest.mark.slow
 def test_metrics_and_differences_are_those_of_probe_json() -> None:
     photos = write_images(Path("photos"))
     for i in range(24):  # images of noise, so that some are predicted wrong
@@ -55,6 +56,7 @@ def test_metrics_and_differences_are_those_of_probe_json() -> None:
     assert Path("store/report.html").read_text(encoding="utf-8").count("<li data-true") == wrong
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_layer_that_each_fold_chose(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -73,6 +75,7 @@ def test_errors_are_those_of_the_layer_that_each_fold_chose(
     assert f"errors {wrong} of {found['rows']}: " in " ".join(printed.split())
 
 
+@pytest.mark.slow
 def test_images_without_a_class_are_named_so() -> None:
     """Near-duplicates of which one has no label, and captions with their folders."""
     photos = write_images(Path("photos"))
@@ -85,6 +88,7 @@ def test_images_without_a_class_are_named_so() -> None:
     assert len(re.findall(r"(?:cat|dog)/\d+\.png", neighbours)) >= 18
 
 
+@pytest.mark.slow
 def test_numbers_have_a_result_of_their_own() -> None:
     x, y = blobs(90, signal=0.35)
     age = 40 + x[:, 5].astype(float) - x[:, 6]

@@ -339,6 +339,7 @@ def test_an_image_that_damages_the_memory_of_its_decoder_fails_no_neighbour(
         assert_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_parent", [False, True])
 def test_boxes_of_an_image_that_hangs_fail_together(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, in_parent: bool

@@ -225,6 +225,7 @@ def test_a_new_store_with_such_a_name_is_bound(monkeypatch: pytest.MonkeyPatch) 
         heif_version(KEYS, "0.1", new=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_store_resumes_with_its_version_or_says_so(
     photos: Path, monkeypatch: pytest.MonkeyPatch

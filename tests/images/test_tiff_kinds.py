@@ -399,6 +399,7 @@ def test_changed_headers_give_an_image_or_a_fault(count: int) -> None:
     assert len(outcomes) > 1
 
 
+@pytest.mark.slow
 def test_a_compression_that_needs_the_extra_names_it() -> None:
     """Planes of 16 bits with LZW, in a process without imagecodecs; deflate needs nothing."""
     program = (

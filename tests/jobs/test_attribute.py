@@ -160,6 +160,7 @@ def test_verify_computes_rows_again_and_repairs(
     assert part.read_bytes() == whole
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_row_that_is_not_finite_is_an_error_or_a_record(photos: Path) -> None:
     model = {**KEYS["model"], "args": {"poison": 0.0}}

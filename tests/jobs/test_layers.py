@@ -134,6 +134,7 @@ def test_the_top_level_is_listed_and_more_on_request(layers: Layers) -> None:
     assert len(json.loads(layers(as_json=True, model=NESTED))) == len(everything)
 
 
+@pytest.mark.slow
 def test_named_layers_are_listed(layers: Layers) -> None:
     assert [*columns(layers(model=NESTED, layers=["trunk.0.**", "relu"]))] == [
         "relu", "trunk.0.0.0", "trunk.0.0", "trunk.0.1.0", "trunk.0.1",

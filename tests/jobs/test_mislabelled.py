@@ -79,6 +79,7 @@ def test_probabilities_are_those_of_the_probe() -> None:
         assert float(line["p_true"]) == pytest.approx(judged.confidences[place], abs=1e-12)
 
 
+@pytest.mark.slow
 def test_probabilities_are_those_of_scikit_learn() -> None:
     """A logistic regression of scikit-learn on the other folds, with the penalty of each fold."""
     given = planted_store()
@@ -195,6 +196,7 @@ def page_of() -> str:
     return Path(featx.write_report(store="store", device="cpu", report=options)).read_text()
 
 
+@pytest.mark.slow
 def test_the_report_shows_both_rankings(capsys: pytest.CaptureFixture[str]) -> None:
     planted_store()
     assert "Odd images and labels" not in page_of()
@@ -209,6 +211,7 @@ def test_the_report_shows_both_rankings(capsys: pytest.CaptureFixture[str]) -> N
     assert f"{far['class']}, {float(far['distance']):.3f}" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -20,6 +20,7 @@ PACKED = Path("store/features.h5")
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [pytest.param("none", marks=pytest.mark.slow), "zstd"])
 def test_packed_later_is_what_is_packed_at_once(
     photos: Path, codec: str, capsys: pytest.CaptureFixture[str]

@@ -64,6 +64,7 @@ def lines() -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["layer"] == "pool"]
 
 
+@pytest.mark.slow
 def test_numbers_of_new_images_are_those_of_the_probe(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,7 @@ def test_rows_without_any_variation_are_duplicates(capsys: pytest.CaptureFixture
     assert probe("others", method="ridge", l2=1)["near_duplicates"]["rows"] == 0
 
 
+@pytest.mark.slow
 def test_what_is_not_checked_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ def test_a_given_split_that_divides_groups_is_reported() -> None:
     assert file["notes_on_rows"] == found["notes_on_rows"]
 
 
+@pytest.mark.slow
 def test_what_occurs_in_both_stores_is_reported() -> None:
     run_with(None, PATIENTS).write(Path("store"), packed=True)
     other = run_with(None, PATIENTS, seed=1).changed(other=1)

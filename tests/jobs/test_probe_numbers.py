@@ -469,6 +469,7 @@ def test_stores_are_compared_on_the_same_rows(
         probe(compare_store="other", **options)
 
 
+@pytest.mark.slow
 def test_stores_of_other_rows_or_labels_are_not_compared() -> None:
     x, y = blobs(100, num_classes=2)
     write_store(Path("store"), y, x=x)

@@ -209,6 +209,7 @@ def test_keys_that_contradict_each_other(photos: Path) -> None:
         run_job("plan", data=str(photos), retry_failed=True)
 
 
+@pytest.mark.slow
 def test_too_many_failures_stop_a_long_run_early_and_resumably(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

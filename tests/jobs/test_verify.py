@@ -355,6 +355,7 @@ def test_a_lost_file_of_weights_is_named(
     assert look(capsys)[0] == 0
 
 
+@pytest.mark.slow
 def test_new_images_do_not_keep_a_store_from_being_repaired(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,6 +397,7 @@ def test_what_cannot_be_extracted_again_is_refused_before_anything_moves(
     assert not Path("store/parts").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_a_repair_that_was_killed_before_the_pack_packs_when_it_is_given_again(
     photos: Path,

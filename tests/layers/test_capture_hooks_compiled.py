@@ -63,6 +63,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", traced)
 
 
+@pytest.mark.slow
 def test_every_engine_of_a_process_is_compiled() -> None:
     """PyTorch keeps a few graphs of a function and runs it uncompiled from then on."""
     for channels in range(3, 6):

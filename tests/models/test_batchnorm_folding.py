@@ -236,6 +236,7 @@ class Classifier(ConvBatchNorm):
         with_statistics(self)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_folds_says_so_and_does_not_resume_otherwise(photos: Path) -> None:
     plain = extract(photos, **{**OWN, "out": "plain", "fold_batchnorm": False})

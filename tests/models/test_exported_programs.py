@@ -325,6 +325,7 @@ def test_the_size_of_the_images_follows_from_the_program(programs: Path, tmp_pat
         built(free, resize=8, crop=8)
 
 
+@pytest.mark.slow
 def test_conditions_of_the_export_hold_in_the_run(tmp_path: Path) -> None:
     """torch.export.unflatten leaves out that height and width are multiples of 8."""
 

@@ -109,6 +109,7 @@ def test_each_set_of_weights_brings_its_own_transform(checkpoints: Path) -> None
         assert torch.equal(backbone.preprocess.reference(image), entry.transforms()(image))
 
 
+@pytest.mark.slow
 def test_torchvisions_googlenet_file_by_path_rescales_its_input(tmp_path: Path) -> None:
     """Its builder sets transform_input for its own weights only; without it values are wrong."""
     state = random_state("googlenet", init_weights=True, transform_input=True)

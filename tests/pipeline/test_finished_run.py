@@ -242,6 +242,7 @@ def check_doubt(extract: Extract, doubt: Callable[[], object]) -> None:
     assert len(featx.open("store")["embedding"][:]) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doubt", DOUBTS_OF_INPUTS)
 def test_a_doubt_of_the_inputs_builds_the_model_once(extract: Extract, doubt: str) -> None:
     check_doubt(extract, DOUBTS_OF_INPUTS[doubt])

@@ -112,6 +112,7 @@ def test_failures_of_all_workers_stand_in_one_list(
     assert sorted(line.split(",")[0] for line in lines[1:] if line[:1].isdigit()) == ["17", "2"]
 
 
+@pytest.mark.slow
 def test_too_many_failures_of_all_workers_end_a_long_run(
     work: Callable[..., ProcessPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_an_error_on_purpose_keeps_its_class_and_exit_code(
     assert failed.value.exit_code == 2
 
 
+@pytest.mark.slow
 def test_workers_that_never_come_up_end_the_run_with_their_last_words(
     work: Callable[..., ProcessPool], tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def part_times() -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in Path("store/parts").glob("part-*.h5")}
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_its_overwriting(
     photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:

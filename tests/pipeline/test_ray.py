@@ -165,6 +165,7 @@ def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job
     assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
 
 
+@pytest.mark.slow
 def test_the_part_of_an_actor_that_dies_is_done_by_another(
     photos: Path, ray: MadeRay, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,6 +193,7 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
     assert extract(photos).complete
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_task_ends_the_run_and_is_reported(
     photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

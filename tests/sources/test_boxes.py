@@ -83,6 +83,7 @@ def test_an_image_that_fails_takes_its_own_boxes_along(photos: Path) -> None:
     assert {f["status"] for f in store.failures} == {"truncated"}
 
 
+@pytest.mark.slow
 def test_labels_of_the_boxes_themselves(photos: Path) -> None:
     lines = [(*line, ("face", "tail", "")[i % 3]) for i, line in enumerate(boxes_of(photos))]
     store = boxed(photos, write_boxes(lines, (*HEADER, "label")))

@@ -203,6 +203,7 @@ def test_features_are_those_of_the_folder_and_a_bad_item_costs_no_neighbour(phot
     assert store.labels[rest].tolist() == reference.labels[rest].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_the_same_object_resumes_and_another_one_is_refused(
     photos: Path, computed: list[tuple[frozenset[str], int]]

@@ -76,6 +76,7 @@ def test_boxes_are_openslides_regions(tmp_path: Path, pixels: npt.NDArray[np.uin
         np.testing.assert_array_equal(tile, pixels[y : y + h, x : x + w])
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_tiles_saved_as_png(
     tmp_path: Path, pixels: npt.NDArray[np.uint8]
 ) -> None:

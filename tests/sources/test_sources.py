@@ -161,9 +161,8 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
         extract(data, dtype="float32", pack=False)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("tar", "hdf5")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tar", "hdf5"])
 def test_a_source_grows_where_that_is_asked_for(name: str, photos: Path) -> None:
     images = encoded(photos)
     first = dict(list(images.items())[:13])

@@ -115,6 +115,7 @@ def test_a_compressed_csv_and_one_with_a_byte_order_mark(tmp_path: Path) -> None
     assert labels_of(table(tmp_path / "t.csv").listing()) == {"a.jpg": "x"}
 
 
+@pytest.mark.slow
 def test_a_csv_of_many_blocks_keeps_text_that_looks_like_numbers_at_first(tmp_path: Path) -> None:
     rows = [f"{i:06d},{i}" for i in range(200_000)] + ["last.jpg,name"]
     listing = table(write(tmp_path / "t.csv", "path,label\n" + "\n".join(rows) + "\n")).listing()

@@ -279,6 +279,7 @@ def test_rows_in_any_order_from_several_threads(tmp_path: Path, ending: str) -> 
             assert data == (tmp_path / "loose" / os.fsdecode(key).rpartition("/")[2]).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_compressed_shard_is_read_in_any_order(tmp_path: Path) -> None:
     files = {f"{i:02d}.jpg": random.Random(i).randbytes(1 << 20) for i in range(40)}
     files["40.jpg"] = bytes(5 << 20)

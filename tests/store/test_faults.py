@@ -443,6 +443,7 @@ def test_of_two_writers_exactly_one_is_let_in(quick: Path) -> None:
     assert any("locked" in outcome for outcome in outcomes), "they never met"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_where_locks_do_nothing_two_writers_lose_and_falsify_no_row(
     quick: Path, rounds: int

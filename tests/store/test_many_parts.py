@@ -148,6 +148,7 @@ def test_a_store_of_more_parts_than_stay_open(tmp_path: Path) -> None:
         assert [failure.row for failure in session.failures] == [7, 1099]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", pytest.param("zstd", marks=pytest.mark.slow)])
 def test_open_descriptors_are_counted_by_files_and_not_by_layers(
     tmp_path: Path, codec: str

@@ -91,6 +91,7 @@ def test_a_store_with_layers_that_were_added(tmp_path: Path, bucket: str) -> Non
     np.testing.assert_array_equal(store["flat"][[9, 3]], run.features["flat"][[9, 3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_random_batch_reads_a_small_share_of_the_bytes(
     tmp_path: Path, bucket: str, watch: RequestLog, packed: bool
@@ -145,6 +146,7 @@ def test_other_processes_read_too(tmp_path: Path, bucket: str, method: Any) -> N
     np.testing.assert_array_equal(again["flat"][2], run.features["flat"][2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("honours", [True, False])
 def test_an_object_that_was_replaced_is_refused(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, honours: bool

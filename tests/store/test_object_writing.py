@@ -300,6 +300,7 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
     assert list(prefetch_files([Path("a"), Path("b")])) == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.slow)])
 def test_what_cannot_be_fetched_now_is_no_damage(
     monkeypatch: pytest.MonkeyPatch, error: int
@@ -429,6 +430,7 @@ def test_layers_are_added_when_the_answer_to_the_change_is_lost(
     assert check_store(finished).complete
 
 
+@pytest.mark.slow
 def test_a_server_that_asks_for_patience_is_asked_again(
     places: Iterator[S3Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,6 +350,7 @@ pack(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_leaves_the_parts_and_says_so(run: MadeRun, tmp_path: Path) -> None:
     """RLIMIT_FSIZE refuses a file's growth just as a full disk does."""
     run.write(tmp_path)

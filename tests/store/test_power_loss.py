@@ -533,6 +533,7 @@ SYNCS: dict[str, Callable[[str], bool]] = {
 """What is synced -> whether a path is one of these."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "synced",
     ["part", *(pytest.param(name, marks=pytest.mark.slow) for name in ("folder", "packed file"))],

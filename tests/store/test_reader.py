@@ -350,6 +350,7 @@ class TestUnfinished:
 
 
 class TestWhilePacking:
+    @pytest.mark.slow
     def test_an_open_store_keeps_working_after_its_parts_are_gone(self, tmp_path: Path) -> None:
         run = make_run(num_rows=200, part_rows=4, failed=[0, 3, 150])
         store = FeatureStore(run.write(tmp_path))
@@ -809,6 +810,7 @@ x = store["flat"][:]
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_keeps_its_store_ends_without_a_word(store: FeatureStore) -> None:
     """With torch there, files are let go of after modules have lost their names."""
     done = subprocess.run(

@@ -143,6 +143,7 @@ GROWTHS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("new_rows", "part_rows", "codec", "packed"), GROWTHS)
 def test_rows_join_behind_those_that_are_there(
     first: MadeRun, tmp_path: Path, new_rows: int, part_rows: int, codec: str, packed: bool

@@ -283,6 +283,7 @@ def kill_at_random(work: Path, times: int, most_s: float, codec: str) -> None:
     assert temporary_files(root) == []
 
 
+@pytest.mark.slow
 def test_a_kill_loses_no_committed_part(quick: Path) -> None:
     kill_at_random(quick, times=3, most_s=0.15, codec="gzip")
 

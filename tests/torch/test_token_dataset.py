@@ -99,6 +99,7 @@ def test_take_gives_the_values_of_the_layer(
     assert np.array_equal(found.numpy(), expected[rows, positions])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("direct", "verify"),
     [

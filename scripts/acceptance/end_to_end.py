@@ -6,10 +6,8 @@ import contextlib
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acceptance.photographs import large_folder
@@ -194,22 +192,6 @@ def precisions(settings: Settings) -> Mapping[str, Any]:
     return {"rows": rows, "goals": goals}
 
 
-def scripts_in_turn(settings: Settings) -> Mapping[str, Any]:
-    """scripts/benchmark bench: the script that a user writes, and featx, in turns."""
-    model = "test_resnet" if settings.dry_run else "resnet50"
-    images = "64" if settings.dry_run else "4096"
-    script = Path(__file__).parents[1] / "benchmark"
-    options = {"device": settings.device, "model": {"name": model, "weights": None}}
-    done = subprocess.run(
-        [sys.executable, str(script), "bench", "--json", "--runs", "1", "--images", images,
-         "--options", json.dumps(options)],
-        cwd=settings.work, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1000:])
-    return {"rows": [{"scripts/benchmark bench": " ".join(done.stdout.split())[:2000]}]}
-
-
 def dataloader_scripts(settings: Settings) -> Mapping[str, Any]:
     """Images/s of the script that a user of PyTorch writes.
 
@@ -267,5 +249,4 @@ STEPS = (
     Step("dataloader-scripts", 60, dataloader_scripts),
     Step("runs", 380, runs),
     Step("precisions", 150, precisions),
-    Step("script-in-turn", 80, scripts_in_turn),
 )

@@ -320,10 +320,10 @@ with StoreSession(Path(sys.argv[1], "store"), run, listing).hold() as session:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_a_part_of_2_gib_takes_little_memory(tmp_path: Path, codec: str) -> None:
+def test_a_part_of_2_gib_takes_little_memory(tmp_path: Path) -> None:
+    """Without a codec; with one, a part is held in memory, as docs/store-format.md says."""
     done = subprocess.run(
-        [sys.executable, "-c", LARGE_PART, str(tmp_path), codec],
+        [sys.executable, "-c", LARGE_PART, str(tmp_path), "none"],
         cwd=Path(__file__).parents[2],
         env=with_path(Path(__file__).parents[2]),
         stdout=subprocess.PIPE,

@@ -62,6 +62,20 @@ def with_features(status: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     return mask
 
 
+def combined_status(
+    before: npt.NDArray[np.uint8], now: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint8]:
+    """(N,) status of rows after a later run, of their (N,) statuses before it and in it.
+
+    A row that failed in one run has failed, and an image that was accepted though damaged stays
+    one, whatever a later run made of it.
+    """
+    is_failed = ~with_features(before) & (before != Status.ABSENT)
+    is_damaged = (before == Status.IMAGE_DAMAGED) & (now == Status.OK)
+    status: npt.NDArray[np.uint8] = np.where(is_failed | is_damaged, before, now)
+    return status
+
+
 @dataclass(frozen=True)
 class Listing:
     """Images of a data set in fixed order; row i of the store belongs to entry i.

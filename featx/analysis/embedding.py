@@ -19,7 +19,7 @@ from featx.analysis.new_images import (
     LoadedFunction,
     LoadedModel,
     NewImagesSink,
-    config_of_call,
+    config_with_factory,
 )
 from featx.config import Config, DataConfig
 from featx.errors import DataError, StoreError
@@ -94,7 +94,7 @@ def embed(
         FeatxError: the store does not say how it was made, its model is not available as it was, or
             a layer holds tokens that were chosen by key (reduce=sample).
     """
-    config = config_of_call(device, model_factory)
+    config = config_with_factory(device, model_factory)
     with Embedder(config, store, layers, pads=True, model_factory=model_factory) as model:
         return model(images)
 
@@ -122,7 +122,7 @@ def embedder(
     Raises:
         FeatxError: as for `embed`.
     """
-    config = config_of_call(device, model_factory)
+    config = config_with_factory(device, model_factory)
     return Embedder(config, store, layers, pads=False, model_factory=model_factory)
 
 

@@ -259,8 +259,8 @@ class LoadedFunction:
             model.close()
 
 
-def config_of_call(device: str, model_factory: object, **options: Any) -> Config:
-    """Return the config of a call from Python."""
+def config_with_factory(device: str, model_factory: object, **options: Any) -> Config:
+    """Return a config with a device, the factory of a custom model, and other options."""
     with given_factory(model_factory) as factory:
         pass
     if factory is not None:

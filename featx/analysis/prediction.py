@@ -20,7 +20,7 @@ from featx.analysis.new_images import (
     LoadedFunction,
     LoadedModel,
     NewImagesSink,
-    config_of_call,
+    config_with_factory,
     images_read_as,
 )
 from featx.analysis.probe.heads import (
@@ -126,7 +126,7 @@ def predict(
     Raises:
         FeatxError: the head, its model or the images are not available.
     """
-    config = config_of_call(device, model_factory, data=FolderOptions(root="/"))
+    config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
     with Predictor(config, Path(head), pads=True, model_factory=model_factory) as model:
         return model(images)
 
@@ -150,7 +150,7 @@ def predictor(
     Raises:
         FeatxError: as for `predict`.
     """
-    config = config_of_call(device, model_factory, data=FolderOptions(root="/"))
+    config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
     return Predictor(config, Path(head), pads=False, model_factory=model_factory)
 
 

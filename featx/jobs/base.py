@@ -107,6 +107,7 @@ class Job(Member):
         makes_store: whether it makes a store in `out`, or plans one; only such a job can write into
             a bucket.
         takes_gradients: whether it computes gradients of `target`, whatever is captured.
+        takes_several_stores: whether `store` may be a list in brackets or a pattern.
     """
 
     run: Callable[[Config, str], int]
@@ -118,6 +119,7 @@ class Job(Member):
     check: Callable[[Config], None] = lambda config: None
     makes_store: bool = False
     takes_gradients: bool = False
+    takes_several_stores: bool = False
 
     @property
     def prints_json(self) -> bool:
@@ -159,7 +161,7 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
         raise ConfigError(
             f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
         )
-    if job.name != "compare":
+    if not job.takes_several_stores:
         _check_one_store(config, job)
     if job.input is Input.IMAGES:
         _check_gradients(config, job)

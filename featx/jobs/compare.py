@@ -236,5 +236,6 @@ JOBS.register(
         input=Input.STORE,
         reads=("job.json", "out"),
         why="it describes existing stores",
+        takes_several_stores=True,
     )
 )

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import os
 import shutil
 import time
@@ -290,8 +291,11 @@ class AtomicFolder:
             raise storage_error(path, error) from error
 
     def set_aside(self, path: Path, folder: Path) -> Path:
-        """Rename a file that is damaged or another run's to NAME.damaged in a folder."""
-        target = folder / f"{path.name}.damaged"
+        """Rename a file that is damaged or another run's to NAME.damaged in a folder.
+
+        If there is such a file already, the name is NAME.2.damaged, and so on: nothing is deleted.
+        """
+        target = next(name for name in names_aside(path, folder) if not os.path.lexists(name))
         try:
             os.replace(path, target)  # noqa: PTH105 - as in `replace`
         except OSError as error:
@@ -394,6 +398,13 @@ def _mark_in_use(file: BinaryIO) -> None:
     """
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def names_aside(path: Path, folder: Path) -> Iterator[Path]:
+    """Names in a folder for a file that is set aside, in the order in which they are tried."""
+    yield folder / f"{path.name}.damaged"
+    for number in itertools.count(2):
+        yield folder / f"{path.name}.{number}.damaged"
 
 
 def memory_mismatch_error(path: Path | str, dataset: str) -> RunError:

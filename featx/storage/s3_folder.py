@@ -20,7 +20,7 @@ from pathlib import Path
 from featx.errors import ObjectStoreError, StoreError
 from featx.storage import s3_client, s3_outage
 from featx.storage.durability import storage_error, with_retries
-from featx.storage.local_folder import AtomicFolder
+from featx.storage.local_folder import AtomicFolder, names_aside
 from featx.storage.s3_client import PreconditionFailedError
 from featx.storage.s3_path import S3Path
 
@@ -100,8 +100,8 @@ class S3Folder(AtomicFolder):
             s3_client.delete(*_bucket_and_key(path))
 
     def set_aside(self, path: Path, folder: Path) -> Path:
-        """Copy an object to NAME.damaged in a folder, and delete it."""
-        target = folder / f"{path.name}.damaged"
+        """Copy an object to NAME.damaged in a folder, or NAME.2.damaged, ..., and delete it."""
+        target = next(name for name in names_aside(path, folder) if not name.exists())
         self.replace(target, path.read_bytes())
         self.remove(path)
         return target

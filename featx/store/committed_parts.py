@@ -112,8 +112,7 @@ class CommittedParts:
         """Record that a file with all rows of a part exists."""
         self.indices.add(part.index)
         if self._lost.pop(part.index, None) is not None:
-            self._sources.pop(part.index)
-            self._write_record(self._record.files - {layout.part_name(part.index)})
+            self._sources.pop(part.index)  # the next survey brings damaged.json up to date
 
     def set_packed(self, num_runs: int) -> None:
         """Record that a new features.h5 holds all runs, and delete the parts."""
@@ -167,7 +166,8 @@ class CommittedParts:
         for name in sorted(part_names(self._root)):
             path, part = self._root / layout.PARTS / name, parts.get(name)
             if part is None:
-                if not self._is_dry:
+                # Without locks, it may be of a run that another process has just added.
+                if not self._is_dry and (self._disk.has_locks or name in self._suspects):
                     aside = self._disk.set_aside(path, self._root)
                     logger.warning(
                         "%s: this run has no such part; it was moved to %s.", path, aside

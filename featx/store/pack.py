@@ -46,7 +46,15 @@ from featx.store.part_builder import (
 )
 from featx.store.part_files import DamageRecord, clear_leftovers
 from featx.store.result_files import read_failures, write_failures
-from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status, with_features
+from featx.types import (
+    UNKNOWN_IMAGE,
+    Failure,
+    LayerSpec,
+    Listing,
+    Part,
+    Status,
+    combined_status,
+)
 
 HEADROOM_BYTES = 16 << 20
 """Bytes to reserve beyond the size of the parts, for HDF5 metadata and other writers."""
@@ -364,7 +372,7 @@ class _PackWriter:
             self._copy_rows(file, path, source.start)
         status = self._status[rows]
         statuses = np.concatenate([values for _, values in good_chunks(file, layout.STATUS)])
-        status[:] = np.where((status == Status.ABSENT) | with_features(status), statuses, status)
+        status[:] = combined_status(status, statuses)
         self._copy_image_checksums(file, source)
         for failure in read_failures(file):
             self._failures.setdefault(failure.row, failure)

@@ -22,7 +22,7 @@ from featx.store.layer_array import LayerArray
 from featx.store.layer_reader import LayerReader
 from featx.store.listing import is_ascending
 from featx.store.open_files import Handles
-from featx.types import UNKNOWN_IMAGE, Status, with_features
+from featx.types import UNKNOWN_IMAGE, Status, combined_status, with_features
 
 
 def check_rows_present(
@@ -214,10 +214,8 @@ class FeatureStore:
         """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
         for segment, statuses in self._layer_reader.statuses():
-            # A row that failed in one run has failed, whatever a later run made of it.
             before = status[segment.start : segment.stop]
-            undecided = (before == Status.ABSENT) | with_features(before)
-            before[undecided] = statuses[undecided]
+            before[:] = combined_status(before, statuses)
         return status
 
     @cached_property

@@ -236,6 +236,18 @@ def test_a_disk_that_fails_while_clearing_up_is_a_run_error(
         disk.remove(path) if method == "remove" else disk.set_aside(path, tmp_path / "q")
 
 
+def test_files_set_aside_replace_none_of_those_before(tmp_path: Path) -> None:
+    disk, path = AtomicFolder(tmp_path), tmp_path / "part.h5"
+    for content in (b"one", b"two", b"three"):
+        path.write_bytes(content)
+        assert disk.set_aside(path, tmp_path).read_bytes() == content
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {
+        "part.h5.damaged": b"one",
+        "part.h5.2.damaged": b"two",
+        "part.h5.3.damaged": b"three",
+    }
+
+
 class TestReservedFile:
     def test_it_behaves_as_a_file_of_its_logical_size(self, tmp_path: Path) -> None:
         descriptor = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)

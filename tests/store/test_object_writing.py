@@ -379,6 +379,25 @@ def test_a_damaged_part_is_computed_again(
     assert part.read_bytes() == data
 
 
+def test_a_part_that_the_store_does_not_have_moves_when_a_repair_is_asked_for(
+    finished: S3Path,
+) -> None:
+    """Another process may have added a run whose parts this one does not know."""
+    part = finished / layout.PARTS / layout.part_name(99)
+    data = (finished / layout.PARTS / layout.part_name(1)).read_bytes()
+    for content in (data, b"another"):
+        s3_client.write(part.bucket, part.key, content)
+        finish(RUN, finished)
+        assert part.read_bytes() == content
+        report = check_store(finished)
+        assert [damage.path for damage in report.damages] == [part]
+        repair_files(report)
+        assert check_store(finished).damages == []
+    aside = [finished / f"{part.name}{ending}" for ending in (".damaged", ".2.damaged")]
+    assert [path.read_bytes() for path in aside] == [data, b"another"]
+    check_store_of(RUN, finished)
+
+
 def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:
     part = finished / layout.PARTS / layout.part_name(2)
     data = bytearray(part.read_bytes())

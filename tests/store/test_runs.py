@@ -264,6 +264,21 @@ def test_a_row_that_failed_in_one_run_has_failed(
         assert (tmp_path / "failures.csv").read_text().count("again") == 1
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_image_that_was_accepted_though_damaged_stays_one(
+    first: MadeRun, tmp_path: Path, packed: bool
+) -> None:
+    """Row 5 in both runs, 9 in the first and 11 in the second; 7 fails in the second run."""
+    first = replace(first, damaged=(5, 7, 9))
+    added = replace(make_added(first, MORE, failed=[7]), damaged=(5, 11))
+    first.copied(tmp_path, packed=True)
+    added.finish(tmp_path, packed=packed)
+    status = FeatureStore(tmp_path).status
+    assert status[[5, 9, 11]].tolist() == [Status.IMAGE_DAMAGED] * 3
+    assert status[7] == Status.TIMEOUT
+    assert check_store(tmp_path).complete
+
+
 def test_a_grown_store_knows_every_row_by_its_key(first: MadeRun, tmp_path: Path) -> None:
     """Its keys are in no order any more, so a search for one needs one of its own."""
     grown = make_grown(make_grown(first, 10), 10)

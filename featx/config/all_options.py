@@ -12,7 +12,6 @@ import ast
 import functools
 import inspect
 import itertools
-import re
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -92,7 +91,7 @@ class Option:
         """Its default as it is written on the command line; '' for a section."""
         if self.kind in (Kind.GROUP, Kind.SECTION):
             return getattr(self.default, "name", "")
-        return re.sub(r"\$\{(\w+)\.name\}", r"<\1>", shown(self.default))
+        return shown(self.default)
 
     @property
     def help(self) -> str:

@@ -237,7 +237,8 @@ def make_run(
     """A run with random rows; some failed, for reasons in turn, or are of damaged images."""
     shapes = {"flat": (5,), "map": (3, 2, 2)} if shapes is None else shapes
     rng = np.random.default_rng(seed)
-    listing = make_listing(num_rows)
+    listing, damaged = make_listing(num_rows), tuple(damaged)
+    accepts = {"data.damaged": "accept"} if damaged else {}
     reasons = [Status.MISSING, Status.DECODE_ERROR, Status.NON_FINITE]
     failures = tuple(
         Failure(
@@ -248,12 +249,12 @@ def make_run(
     return MadeRun(
         listing,
         tuple(make_spec(name, shape, dtype) for name, shape in shapes.items()),
-        make_header(seed=seed),
+        make_header(seed=seed, **accepts),
         part_rows,
         codec,
         {name: rng.normal(size=(num_rows, *shape)).astype(dtype) for name, shape in shapes.items()},
         failures,
-        damaged=tuple(damaged),
+        damaged=damaged,
     )
 
 

@@ -137,7 +137,10 @@ def sound_rows(
     known = np.zeros(len(part), np.bool_) if statuses is None else statuses.good
     if statuses is not None:
         status[known] = statuses.values[known]
-    good &= known | is_finite  # without a status, the reason of a failed row is unknown
+    # Without a status, the reason of a failed row is unknown, and, where damaged images may be
+    # accepted, whether the image of a row was one.
+    accepts_damaged = "data.damaged" in run.header.fingerprint
+    good &= known if accepts_damaged else known | is_finite
     has_features = with_features(status)
     good &= ~(is_nan & has_features)
     if file.num_runs == 1:

@@ -1,7 +1,7 @@
 """Contract tests: one pytest class per family of plug-ins, which every member passes.
 
 In: a member of a family, given by a fixture of a subclass. Out: tests of everything that featx
-relies on in such a member. `docs/contract-tests.md` shows a subclass for each family.
+relies on in such a member. `docs/plugins.md` shows a subclass.
 Names for others: `SourceContract`, `ModelLibraryContract`, `ReductionContract`, `CodecContract`,
 `ExecutorContract`, `ExportContract`, `JobContract`. The package needs pytest.
 """

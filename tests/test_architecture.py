@@ -62,6 +62,29 @@ def test_every_package_has_its_line() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", TEXT, re.M)) >= packages
 
 
+def test_a_package_stands_on_what_it_imports() -> None:
+    """The imports that no others imply."""
+    graph = grimp.build_graph("featx", cache_dir=None)
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| *([\w, ]*?) *\|$", TEXT, re.M))
+    for package in rows:
+        graph.squash_module(f"featx.{package}")
+    imported = {
+        package: {
+            module.removeprefix("featx.")
+            for module in graph.find_modules_directly_imported_by(f"featx.{package}")
+        }
+        & rows.keys() - {package}
+        for package in rows
+    }
+
+    def below(package: str) -> set[str]:
+        return imported[package].union(*map(below, imported[package]))
+
+    for package, text in rows.items():
+        implied = {low for high in imported[package] for low in below(high)}
+        assert set(filter(None, text.split(", "))) == imported[package] - implied, package
+
+
 def contract(packages: list[str]) -> Any:
     """The contract "Members of a family never import each other" of pyproject.toml."""
     spec = importlib.util.spec_from_file_location(

@@ -193,12 +193,6 @@ def test_the_reference_has_every_name() -> None:
     assert "::: featx.write_report" in docs_hook.python_page()
 
 
-def test_the_figure_of_the_packages_is_the_code_as_it_is() -> None:
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "architecture"))
-    committed = (REPOSITORY / "docs" / "architecture.svg").read_text(encoding="utf-8")
-    assert committed == script["figure"](), "out of date: run scripts/architecture"
-
-
 @pytest.mark.slow
 def test_the_site_is_whole(tmp_path: Path) -> None:
     """Every page is in the contents, every link leads somewhere, every name has its docstring."""

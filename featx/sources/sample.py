@@ -10,7 +10,7 @@ from featx.types import Source
 
 
 def open_source(config: DataConfig) -> Source:
-    """Open the folder data/sample of the package, which scripts/make_sample_images writes."""
+    """Open the folder data/sample."""
     return FolderSource(shipped_folder("data") / "sample")
 
 

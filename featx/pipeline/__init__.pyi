@@ -7,7 +7,6 @@ from .changed_images import gone_images_text as gone_images_text
 from .changed_images import image_changes as image_changes
 from .changed_images import unknown_images_text as unknown_images_text
 from .conformance import Conformance as Conformance
-from .conformance_trial import RunImages as RunImages
 from .conformance_trial import TrialImages as TrialImages
 from .conformance_trial import compare_with_plain_path as compare_with_plain_path
 from .conformance_trial import enforce as enforce

@@ -58,7 +58,7 @@ Observe = Callable[[RunContext, StoreSession], RunObserver]
 
 
 class FeaturePart:
-    """Features of a part that is being computed; see `OutputPart`."""
+    """Features of a part that is being computed."""
 
     def __init__(self, builder: PartBuilder) -> None:
         self.part = builder.part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,11 +120,10 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
 
 
 class StatsPart:
-    """Sums of the rows of a part, on the device; see `OutputPart`."""
+    """Sums of the rows of a part, on the device."""
 
     def __init__(self, part: Part, output: StatsOutput) -> None:
         self.part = part
-        self.underflow_rows: Counter[str] = Counter()  # nothing is cast to float16
         self.failures: list[Failure] = []
         self.checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
         self._output = output

@@ -35,7 +35,6 @@ from .run_listing import list_images as list_images
 from .run_metrics import RunMetrics as RunMetrics
 from .run_metrics import RunOutcome as RunOutcome
 from .run_metrics import peak_memory_mib as peak_memory_mib
-from .run_summary import RunDescription as RunDescription
 from .run_summary import describe_computation as describe_computation
 from .run_summary import describe_end as describe_end
 from .run_summary import describe_request as describe_request

@@ -15,7 +15,6 @@ from featx.errors import InternalError
 from featx.pipeline.loop import PartRows, PartSink, RunObserver
 from featx.pipeline.run_context import RunContext, RunTarget
 from featx.pipeline.run_metrics import RunOutcome
-from featx.pipeline.run_summary import RunDescription
 from featx.storage import AtomicFolder, parse_path
 from featx.types import Failure, Listing, Part, Source
 
@@ -148,8 +147,8 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
         """
 
     @abstractmethod
-    def describe(self) -> RunDescription:
-        """Describe the run before it starts."""
+    def describe(self) -> list[tuple[str, str]]:
+        """Describe the run before it starts; (name, text) of each line."""
 
     def observer(self) -> RunObserver:
         """Return the observer of the run."""

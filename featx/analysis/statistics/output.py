@@ -43,7 +43,6 @@ from featx.pipeline import (
     Output,
     Rows,
     RunContext,
-    RunDescription,
     RunOutcome,
     changed_failures_text,
     changed_images_text,
@@ -284,7 +283,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             context.parallelism.threads,
         )
 
-    def describe(self) -> RunDescription:
+    def describe(self) -> list[tuple[str, str]]:
         """Describe the run before it starts."""
         lines = []
         for layer in self.layers:
@@ -297,7 +296,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             )
         done = self.num_committed
         state = f"{done} of {self.num_rows} rows are there already" if done else "new"
-        output = ("statistics", f"{shown_path(self.write_session.path)}, {state}")
+        output = f"{shown_path(self.write_session.path)}, {state}"
         return describe_run(self.context, output, "\n".join(lines))
 
     def update_rows(self) -> None:

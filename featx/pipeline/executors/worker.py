@@ -35,7 +35,6 @@ from featx.pipeline.executors.job_folder import (
     PartClaims,
     WorkerError,
     WorkerReport,
-    WorkerStats,
     inherited_parts,
     ready_path,
     result_path,
@@ -204,8 +203,14 @@ class PartWorker:
         )
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
         warnings = dict(figures.decoder_warnings)
-        stats = WorkerStats(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
-        self._report.worker_stats.add(stats)
+        self._report.add(
+            WorkerReport(
+                seconds=seconds,
+                bytes_read=figures.bytes_read or 0,
+                peak_memory_mib=peak_memory_mib(),
+                decoder_warnings=warnings,
+            )
+        )
 
     @property
     def parts_in_progress(self) -> list[Part]:

@@ -137,24 +137,15 @@ def announcements(are_printed: bool) -> Iterator[None]:
         _announces.reset(token)
 
 
-def announce(
-    settings: Sequence[tuple[str, str]], short_settings: Sequence[tuple[str, str]]
-) -> None:
-    """Print the settings of a run before it starts.
+def announce(settings: Sequence[tuple[str, str]]) -> None:
+    """Print the settings of a run before it starts, as text or JSON.
 
     Args:
-        settings: (name, value) of every setting, for JSON; an empty name continues the value of the
-            row before.
-        short_settings: those that people need, for text.
+        settings: (name, value) of each.
     """
     if not _announces.get():
         return
-    if not _as_json:
-        log_message(f"{facts(short_settings)}\n")
-        return
-    values: dict[str, str] = {}
-    last = ""
-    for name, value in settings:
-        last = name or last  # an empty name continues the row before
-        values[last] = f"{values[last]}\n{value}" if last in values else value
-    print(json_line("info", event="begin", **values), file=sys.stderr, flush=True)
+    if _as_json:
+        print(json_line("info", event="begin", **dict(settings)), file=sys.stderr, flush=True)
+    else:
+        log_message(f"{facts(settings)}\n")

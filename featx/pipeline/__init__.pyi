@@ -7,7 +7,6 @@ from .changed_images import gone_images_text as gone_images_text
 from .changed_images import image_changes as image_changes
 from .changed_images import unknown_images_text as unknown_images_text
 from .conformance import Conformance as Conformance
-from .conformance_trial import RunImages as RunImages
 from .conformance_trial import TrialImages as TrialImages
 from .conformance_trial import compare_with_plain_path as compare_with_plain_path
 from .conformance_trial import enforce as enforce
@@ -36,7 +35,6 @@ from .run_listing import list_images as list_images
 from .run_metrics import RunMetrics as RunMetrics
 from .run_metrics import RunOutcome as RunOutcome
 from .run_metrics import peak_memory_mib as peak_memory_mib
-from .run_summary import RunDescription as RunDescription
 from .run_summary import describe_computation as describe_computation
 from .run_summary import describe_end as describe_end
 from .run_summary import describe_request as describe_request

@@ -16,7 +16,7 @@ from featx.base import log_message
 from featx.config import Config
 from featx.engine import Engine, explain_missing_plain_path, plain_rows
 from featx.errors import ModelError
-from featx.images import DecodeSettings, Loader, is_decoded_reduced
+from featx.images import Loader, is_decoded_reduced
 from featx.pipeline.conformance import (
     Compared,
     Conformance,
@@ -25,8 +25,7 @@ from featx.pipeline.conformance import (
     pixel_differences,
     row_differences,
 )
-from featx.pipeline.golden_check import check_golden
-from featx.types import ImageFault, LayerSpec, Listing, RegionSource, ResumeState, Source
+from featx.types import ImageFault, LayerSpec, Listing, RegionSource, Source
 
 if TYPE_CHECKING:
     from featx.layers import ChosenLayers
@@ -42,27 +41,16 @@ class TrialImages:
     Attributes:
         rows: row of each image.
         images: (n, 3, H, W), uint8 in [0, 255] or normalised float32.
+        source: source of the images.
+        listing: rows of the run.
+        is_reference: whether the run uses the library's own transform.
     """
 
     rows: Sequence[int]
     images: torch.Tensor
-
-
-@dataclass(frozen=True)
-class RunImages:
-    """Images of a run, and how it decodes them.
-
-    Attributes:
-        source: source of the images.
-        listing: rows of the run.
-        decoding: how the run decodes.
-        loader: loader of the run.
-    """
-
     source: Source
     listing: Listing
-    decoding: DecodeSettings
-    loader: Loader
+    is_reference: bool
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,7 @@ def take_plain_path(
     config: Config,
     engine: Engine,
     chosen: ChosenLayers,
-    images: RunImages,
+    loader: Loader,
     trial: TrialImages,
 ) -> PlainPath:
     """Send trial images through the library's own transform and forward pass.
@@ -99,7 +87,7 @@ def take_plain_path(
         config: checked config.
         engine: engine with its captures attached.
         chosen: captures and the reduction of each; none for values that are no captures.
-        images: images of the run.
+        loader: loader of the run.
         trial: trial images, of which some are taken.
     """
     why_not = {
@@ -108,11 +96,11 @@ def take_plain_path(
         if (why := explain_missing_plain_path(point, reduce))
     }
     compared = [pair for pair in chosen if pair[0].name not in why_not]
-    numbers, pixels = _library_pixels(config, images, trial)
+    numbers, pixels = _library_pixels(config, loader, trial)
     if not compared or not numbers:
         return PlainPath(numbers, pixels, {}, {}, why_not)
     library_pixels = engine.normalise(pixels[: engine.num_compared])
-    if images.decoding.reference:
+    if trial.is_reference:
         rows = _plain_rows(config, engine, compared, library_pixels)
         return PlainPath(numbers, pixels, rows, rows, why_not)
     run_pixels = engine.normalise(
@@ -126,13 +114,13 @@ def take_plain_path(
 
 
 def _library_pixels(
-    config: Config, images: RunImages, trial: TrialImages
+    config: Config, loader: Loader, trial: TrialImages
 ) -> tuple[list[int], torch.Tensor]:
     """Send some trial images through the library's own transform."""
     numbers = _spaced_numbers(len(trial.rows), config.conformance.images)
-    if images.decoding.reference:
+    if trial.is_reference:
         return numbers, trial.images[numbers]
-    loaded = list(images.loader.each([trial.rows[i] for i in numbers], by_library=True))
+    loaded = list(loader.each([trial.rows[i] for i in numbers], by_library=True))
     numbers = [i for i, x in zip(numbers, loaded, strict=True) if x is not None]
     pixels = [x for x in loaded if x is not None]
     return numbers, torch.stack(pixels) if pixels else trial.images[:0].float()
@@ -162,32 +150,57 @@ def _plain_rows(
 
 def compare_with_plain_path(
     engine: Engine,
-    plain: PlainPath,
+    plain: PlainPath | None,
+    golden: Mapping[str, Any] | None,
     trial: TrialImages,
     trial_rows: Mapping[str, torch.Tensor] | None,
     specs: Sequence[LayerSpec],
-    images: RunImages,
-) -> Conformance:
+    mode: str,
+) -> Conformance | None:
     """Compare the engine at the settings of the run with the plain path.
 
     Args:
         engine: engine with all choices made.
-        plain: what the library's own path gave.
+        plain: what the library's own path gave; None if the run compares none.
+        golden: differences to `model.golden`; None without it.
         trial: trial images.
         trial_rows: rows of all trial images at these settings, if they are known.
         specs: datasets of the run.
-        images: images of the run.
+        mode: option `conformance.mode`.
+
+    Returns:
+        The judgement; None if nothing was compared.
+
+    Raises:
+        ModelError: a promise is broken, and mode is strict.
     """
+    judged = None
+    if plain is not None:
+        judged = judge(_compared(engine, plain, trial, trial_rows, specs))
+        enforce(judged, mode)
+    if golden is not None:
+        judged = (judged or Conformance({}, "")).with_golden(golden)
+    return judged
+
+
+def _compared(
+    engine: Engine,
+    plain: PlainPath,
+    trial: TrialImages,
+    trial_rows: Mapping[str, torch.Tensor] | None,
+    specs: Sequence[LayerSpec],
+) -> Compared:
+    """Compare pixels and rows of the engine with those of the plain path."""
     rows = _engine_rows(engine, plain, trial, trial_rows)
     # A class index or a count jumps where pixels hardly differ.
     integer_layers = {spec.name for spec in specs if "int" in spec.compute_dtype}
     preprocess = engine.backbone.preprocess
     pixels = None
-    if not images.decoding.reference:
+    if not trial.is_reference:
         run_pixels = engine.normalise(trial.images[plain.numbers]).cpu()
         pixels = pixel_differences(run_pixels, plain.pixels, preprocess.std)
-    source = images.source
-    keys = [bytes(images.listing.keys[trial.rows[i]]) for i in plain.numbers]
+    source = trial.source
+    keys = [bytes(trial.listing.keys[trial.rows[i]]) for i in plain.numbers]
     resize = preprocess.resize
 
     def is_reduced(number: int) -> bool:
@@ -199,17 +212,15 @@ def compare_with_plain_path(
         except (OSError, ImageFault):
             return False
 
-    return judge(
-        Compared(
-            keys=[key.decode("utf-8", "replace") for key in keys],
-            precision=engine.compute.precision,
-            interpolation=preprocess.interpolation,
-            pixels=pixels,
-            forward=_differences(rows, plain.on_same_pixels),
-            end_to_end=_differences(rows, plain.end_to_end, integer_layers),
-            not_compared=plain.not_compared,
-            is_reduced=is_reduced,
-        )
+    return Compared(
+        keys=[key.decode("utf-8", "replace") for key in keys],
+        precision=engine.compute.precision,
+        interpolation=preprocess.interpolation,
+        pixels=pixels,
+        forward=_differences(rows, plain.on_same_pixels),
+        end_to_end=_differences(rows, plain.end_to_end, integer_layers),
+        not_compared=plain.not_compared,
+        is_reduced=is_reduced,
     )
 
 
@@ -247,63 +258,6 @@ def _engine_rows(
         for name, rows in engine.run(full_batch).items():
             rows_of_batches.setdefault(name, []).append(rows[: len(batch)].clone())
     return {name: torch.cat(rows) for name, rows in rows_of_batches.items()}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Comparison of a run with the library's own path, of which one half has been taken.
-
-    Attributes:
-        config: checked config.
-        engine: engine of the run.
-        images: images of the run.
-        trial: trial images.
-        plain: what the library's own path gave; None if the run compares none.
-        golden: differences to `model.golden`; None without it.
-    """
-
-    config: Config
-    engine: Engine
-    images: RunImages
-    trial: TrialImages
-    plain: PlainPath | None
-    golden: Mapping[str, Any] | None
-
-    def finish(
-        self, specs: Sequence[LayerSpec], trial_rows: Mapping[str, torch.Tensor] | None
-    ) -> Conformance | None:
-        """Compare the engine, with all choices made, and refuse a run that breaks a promise.
-
-        Returns:
-            The judgement; None if nothing was compared.
-        """
-        judged = None
-        if self.plain is not None:
-            judged = compare_with_plain_path(
-                self.engine, self.plain, self.trial, trial_rows, specs, self.images
-            )
-            enforce(judged, self.config.conformance.mode)
-        if self.golden is not None:
-            judged = (judged or Conformance({}, "")).with_golden(self.golden)
-        return judged
-
-
-def begin_comparison(
-    config: Config,
-    engine: Engine,
-    chosen: ChosenLayers,
-    images: RunImages,
-    trial: TrialImages,
-    resume_state: ResumeState | None,
-) -> Comparison:
-    """Take the library's own path, unless the run is a resume without new layers."""
-    is_new = resume_state is None or resume_state.has_new_layers
-    golden = plain = None
-    if is_new and config.model.golden is not None:
-        golden = check_golden(engine, chosen, config.model.golden)
-    if is_new and config.conformance.mode != "off":
-        plain = take_plain_path(config, engine, chosen, images, trial)
-    return Comparison(config, engine, images, trial, plain, golden)
 
 
 def enforce(conformance: Conformance, mode: str) -> None:

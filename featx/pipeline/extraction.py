@@ -194,8 +194,7 @@ def _run(
         session = output.write_session
         if config.overwrite and mark is not None:
             session.disk.replace(output.marker, mark)
-        description = output.describe()
-        announce(description.settings, description.shown)
+        announce(output.describe())
         observer = output.observer()
         output.update_rows()
         if config.is_distributed:

@@ -28,7 +28,7 @@ from featx.pipeline.row_updates import (
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_listing import check_out, list_images
 from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
-from featx.pipeline.run_summary import RunDescription, describe_run
+from featx.pipeline.run_summary import describe_run
 from featx.storage import AtomicFolder, is_url, open_folder
 from featx.store import (
     Manifest,
@@ -58,7 +58,7 @@ Observe = Callable[[RunContext, StoreSession], RunObserver]
 
 
 class FeaturePart:
-    """Features of a part that is being computed; see `OutputPart`."""
+    """Features of a part that is being computed."""
 
     def __init__(self, builder: PartBuilder) -> None:
         self.part = builder.part
@@ -211,11 +211,11 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
                 "reduction, such as reduce=avg. Afterwards:"
             )
 
-    def describe(self) -> RunDescription:
+    def describe(self) -> list[tuple[str, str]]:
         """Describe the run before it starts."""
         done = self.num_committed
         state = f"{done} of {self.num_rows} rows are there already" if done else "new"
-        return describe_run(self.context, ("store", f"{shown_path(self.root)}, {state}"))
+        return describe_run(self.context, f"{shown_path(self.root)}, {state}")
 
     def observer(self) -> RunObserver:
         """Return the observer of the job."""

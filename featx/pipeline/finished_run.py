@@ -107,7 +107,7 @@ class FinishedRun:
             ("model", f"{header.model}, weights {header.weights}"),
             ("output", f"{shown_path(out)}, {state}"),
         ]
-        announce(settings, settings)
+        announce(settings)
         if packed.failures:
             log_message(failures_text(packed.failures))
         figures = RunMetrics(seconds={}, images_per_second=None, bytes_read=0, bottleneck=None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy.typing as npt
@@ -23,8 +23,6 @@ from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
     from featx.engine import Engine
-    from featx.images import Loader
-    from featx.pipeline.profiler_trace import Timeline
     from featx.storage import AtomicFolder
     from featx.store import Heartbeat
 
@@ -67,6 +65,10 @@ class RunObserver:
 class PartRows(Protocol):
     """Rows of a part that is being computed, or their sums."""
 
+    @property
+    def part(self) -> Part:
+        """Rows of the part."""
+
     def add(self, batch: Batch, rows: Rows) -> None:
         """Add the next batch; batches arrive in order and from one thread."""
 
@@ -78,33 +80,41 @@ class PartSink(Protocol[PartRowsT]):
     """Parts that a run has to compute, how their rows are computed, and where they are committed.
 
     `PartRowsT` is the type of the rows of one part.
+
+    Attributes:
+        seconds: busy seconds so far of stages that only this sink has; stage -> seconds.
     """
 
+    seconds: Mapping[str, float]
+
     @property
+    @abstractmethod
     def num_rows(self) -> int:
         """Number of rows that the finished output has."""
 
     @property
+    @abstractmethod
     def num_committed(self) -> int:
         """Number of rows in committed parts."""
 
     @property
+    @abstractmethod
     def num_failed(self) -> int:
-        """Number of rows in committed parts whose image failed."""
+        """Number of failed rows in committed parts."""
 
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Busy seconds so far of stages that only this sink has; stage -> seconds."""
-
+    @abstractmethod
     def missing(self) -> Iterable[Part]:
         """Parts that are still to be computed; the loop requests the next one when it needs it."""
 
+    @abstractmethod
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the rows of one batch; called from several threads with different engines."""
 
+    @abstractmethod
     def begin_part(self, part: Part) -> PartRowsT:
         """Begin a part, whose batches follow."""
 
+    @abstractmethod
     def commit(self, rows: PartRowsT) -> object:
         """Commit a part; called in another thread while batches are added to the next part."""
 
@@ -134,16 +144,20 @@ def run_parts(
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
         TooManyFailuresError: more images failed than max_failures allows, and much is left to do.
     """
-    from featx.pipeline.profiler_trace import span  # imports torch
+    from featx.pipeline.profiler_trace import Timeline, span  # imports torch
 
+    config, engine, loader = context.config, context.engine, context.loader
+    observer = RunObserver() if observer is None else observer
     num_computed = 0
     part_rows: PartRowsT | None = None
     timer = StepTimer()
     done_before = sink.num_committed
     missing = sink.missing()
-    loader = context.loader
     loader.start_counting()
     progress = Progress(sink.num_rows, done_before) if progress is None else progress
+    trace: contextlib.AbstractContextManager[Timeline | None] = contextlib.nullcontext()
+    if disk is not None and config.profile:
+        trace = Timeline(disk, engine.device)
     started_at = time.perf_counter()
     # The order decides how the run ends: contexts close from the last to the first. Running passes
     # end or are abandoned first, then the trace is written, then the pending commit is awaited. The
@@ -151,13 +165,23 @@ def run_parts(
     with (
         stop_signals() as stop,
         _Commits() as commits,
-        _timeline(context, disk) as timeline,
+        trace as timeline,
         progress,
         Passes(context, sink.compute) as passes,
     ):
-        loaded = loader.batches(missing, context.engine.compute.batch_size)
+        loaded = loader.batches(missing, engine.compute.batch_size)
         batches = _TimedBatches(loaded, passes.idle_share)
-        stages = _Stages(loader, passes, batches, commits)
+
+        def seconds() -> dict[str, float]:
+            return {
+                "read": loader.times.read_s,
+                "decode": loader.times.decode_s,
+                "wait": batches.wait_s,
+                "model": passes.model_seconds,
+                "copy": passes.copy_seconds,
+                "write": commits.seconds,
+            }
+
         for part, batch, computed in passes.each(batches):
             if stop:
                 _log_lost_rows(part, batch.start - part.start)
@@ -173,11 +197,15 @@ def run_parts(
                 timer.end("first batch")
             num_computed += batch.count
             if batch.start + batch.count == part.stop:
-                commits.begin(functools.partial(_commit, sink, part, part_rows, heartbeat))
+                commits.begin(functools.partial(_commit, sink, part_rows, heartbeat))
                 part_rows = None
-                _notify(observer, part, stages)
-                elapsed_s = time.perf_counter() - started_at
-                _refuse_failures(context, sink, done_before, num_computed, elapsed_s)
+                if observer.wants_parts:
+                    commits.finish()  # an observer is notified of committed parts only
+                    observer.part_committed(part, seconds())
+                done = done_before + num_computed
+                seconds_per_row = (time.perf_counter() - started_at) / num_computed
+                remaining_s = (sink.num_rows - done) * seconds_per_row
+                refuse_failures(config, sink.num_failed, done, sink.num_rows, remaining_s)
             progress.step(batch.count, num_failed, batches.last_wait_s)
             if timeline is not None:
                 timeline.step()
@@ -186,39 +214,37 @@ def run_parts(
             raise stop.interrupted()
     elapsed_s = time.perf_counter() - started_at
     num_rows = sink.num_committed - done_before
-    seconds = {**stages.seconds(), **sink.seconds}
-    metrics = _metrics(context, loader, seconds, elapsed_s, num_rows)
-    if num_computed:
-        metrics.start_seconds = {**context.start_seconds, **timer.seconds}
-    return metrics
+    busy, sentence = {**seconds(), **sink.seconds}, None
+    if num_rows:
+        ratio = busy["model"] / num_rows / context.model_s
+        decoders, device = loader.num_decoders, engine.device.type
+        sentence = bottleneck(busy, elapsed_s, decoders, device, config.precision, ratio)
+    return RunMetrics(
+        seconds={**busy},
+        images_per_second=num_rows / elapsed_s if num_rows else None,
+        bytes_read=loader.times.num_bytes,
+        bottleneck=sentence,
+        decoder_warnings=loader.warnings,
+        start_seconds={**context.start_seconds, **timer.seconds} if num_computed else {},
+    )
 
 
 def _take(
-    part_rows: PartRows, batch: Batch, computed: Callable[[], Rows], observer: RunObserver | None
+    part_rows: PartRows, batch: Batch, computed: Callable[[], Rows], observer: RunObserver
 ) -> int:
     """Add the rows of a batch to its part; return how many of them failed."""
     rows = computed()
     part_rows.add(batch, rows)
-    if observer is not None:
-        observer.batch_computed(batch, rows.features, rows.failures)
+    observer.batch_computed(batch, rows.features, rows.failures)
     return len(rows.failures)
 
 
-def _commit(
-    sink: PartSink[PartRowsT], part: Part, rows: PartRowsT, heartbeat: Heartbeat | None
-) -> None:
+def _commit(sink: PartSink[PartRowsT], rows: PartRowsT, heartbeat: Heartbeat | None) -> None:
     """Commit a part, and record that in the heartbeat."""
     sink.commit(rows)
     if heartbeat is not None:
-        heartbeat.record_commit(part)
+        heartbeat.record_commit(rows.part)
         heartbeat.set_failures(sink.num_failed)
-
-
-def _notify(observer: RunObserver | None, part: Part, stages: _Stages) -> None:
-    """Notify an observer that wants it of a part, after waiting for its commit."""
-    if observer is not None and observer.wants_parts:
-        stages.commits.finish()  # an observer is notified of committed parts only
-        observer.part_committed(part, stages.seconds())
 
 
 def _log_lost_rows(part: Part, num_rows: int) -> None:
@@ -228,41 +254,6 @@ def _log_lost_rows(part: Part, num_rows: int) -> None:
             f"lost, because only complete parts are stored: {counted(num_rows, 'computed row')} "
             f"of part {part.index}"
         )
-
-
-def _refuse_failures(
-    context: RunContext,
-    sink: PartSink[PartRowsT],
-    done_before: int,
-    num_computed: int,
-    elapsed_s: float,
-) -> None:
-    """Raise if too many images failed, and most of the work is still to be done."""
-    done = done_before + num_computed
-    remaining_s = (sink.num_rows - done) * elapsed_s / num_computed
-    refuse_failures(context.config, sink.num_failed, done, sink.num_rows, remaining_s)
-
-
-def _metrics(
-    context: RunContext,
-    loader: Loader,
-    seconds: Mapping[str, float],
-    elapsed_s: float,
-    num_rows: int,
-) -> RunMetrics:
-    """Measurements of a finished run, which has committed some rows in some seconds."""
-    sentence = None
-    if num_rows:
-        device, precision = context.engine.device.type, context.config.precision
-        ratio = seconds["model"] / num_rows / context.model_s
-        sentence = bottleneck(seconds, elapsed_s, loader.num_decoders, device, precision, ratio)
-    return RunMetrics(
-        seconds={**seconds},
-        images_per_second=num_rows / elapsed_s if num_rows else None,
-        bytes_read=loader.times.num_bytes,
-        bottleneck=sentence,
-        decoder_warnings=loader.warnings,
-    )
 
 
 class _TimedBatches:
@@ -336,36 +327,3 @@ class _Commits:
                 commit()
         finally:
             self.seconds += time.perf_counter() - started_at
-
-
-def _timeline(
-    context: RunContext, disk: AtomicFolder | None
-) -> contextlib.AbstractContextManager[Timeline | None]:
-    """Profiler of the run with profile=true and a folder to write to, otherwise a null context."""
-    if disk is None or not context.config.profile:
-        return contextlib.nullcontext()
-    from featx.pipeline.profiler_trace import Timeline
-
-    return Timeline(disk, context.engine.device)
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """Stages of the loop, which measure their busy seconds."""
-
-    loader: Loader
-    passes: Passes[Any]
-    batches: _TimedBatches
-    commits: _Commits
-
-    def seconds(self) -> dict[str, float]:
-        """Busy seconds so far; stage -> seconds."""
-        times = self.loader.times
-        return {
-            "read": times.read_s,
-            "decode": times.decode_s,
-            "wait": self.batches.wait_s,
-            "model": self.passes.model_seconds,
-            "copy": self.passes.copy_seconds,
-            "write": self.commits.seconds,
-        }

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from featx.config import Config
 from featx.errors import InternalError
-from featx.pipeline.loop import RunObserver
-from featx.pipeline.row_failures import Rows
-from featx.pipeline.run_context import RunContext
+from featx.pipeline.loop import PartRows, PartSink, RunObserver
+from featx.pipeline.run_context import RunContext, RunTarget
 from featx.pipeline.run_metrics import RunOutcome
-from featx.pipeline.run_summary import RunDescription
 from featx.storage import AtomicFolder, parse_path
-from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
-
-if TYPE_CHECKING:
-    from featx.engine import Engine
-    from featx.layers import ChosenLayers
+from featx.types import Failure, Listing, Part, Source
 
 PART_SECONDS = 60.0
 """Upper bound of the work per part in seconds, and so of the work that a kill can cost."""
@@ -78,29 +72,14 @@ class Session(Protocol):
         """Yield those of some parts that other processes have committed, with their failures."""
 
 
-class OutputPart(Protocol):
-    """Rows of a part that is being computed, or their sums.
-
-    Attributes:
-        part: rows of the part.
-        underflow_rows: layer -> number of underflow rows: their largest magnitude is below 6.1e-5,
-            the smallest normal float16.
-    """
-
-    part: Part
-    underflow_rows: Counter[str]
-
-    def add(self, batch: Batch, rows: Rows) -> None:
-        """Add the next batch; batches arrive in order and from one thread."""
-
-
-PartT = TypeVar("PartT", bound=OutputPart)
+PartT = TypeVar("PartT", bound=PartRows)
 SessionT = TypeVar("SessionT", bound=Session)
 
 
-class Output(ABC, Generic[PartT, SessionT]):
+class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
     """Output of one run: features in a store, or statistics.
 
+    What the run is built from is declared by `RunTarget`, and how parts are computed by `PartSink`.
     The process of the command calls `begin`, `open`, `update_rows`, `missing` and `finish` in this
     order; `begin_part`, `compute` and `commit` are called for each part, in that process or in
     workers, which have received `for_workers`.
@@ -123,7 +102,7 @@ class Output(ABC, Generic[PartT, SessionT]):
         underflow_rows: layer -> number of underflow rows committed by this process.
     """
 
-    dtype: str
+    seconds: dict[str, float]
     marker: Path
     context: RunContext
 
@@ -134,7 +113,7 @@ class Output(ABC, Generic[PartT, SessionT]):
         self.settings: dict[str, Any] = {}
         self.session: SessionT | None = None
         self.datasets: frozenset[str] = frozenset()
-        self.seconds: dict[str, float] = {}
+        self.seconds = {}
         self.underflow_rows: Counter[str] = Counter()
 
     def with_config(self, config: Config) -> Self:
@@ -144,26 +123,6 @@ class Output(ABC, Generic[PartT, SessionT]):
         other.settings, other.seconds = dict(self.settings), dict(self.seconds)
         other.underflow_rows = Counter()
         return other
-
-    # What the run is built from; see `RunTarget`.
-
-    @abstractmethod
-    def list_images(self) -> tuple[Source, Listing]:
-        """Open the data set and list its rows, in the order of the existing output."""
-
-    @abstractmethod
-    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
-        """Select the requested layers that are still to be computed."""
-
-    @abstractmethod
-    def resume_state(self, names: set[str]) -> ResumeState | None:
-        """Resume state for the named layers, or None if nothing exists yet."""
-
-    @abstractmethod
-    def part_limits(
-        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
-    ) -> tuple[float, float]:
-        """Largest number of rows per part, and the seconds of work that a part should take."""
 
     # The run, in the process of the command.
 
@@ -188,8 +147,8 @@ class Output(ABC, Generic[PartT, SessionT]):
         """
 
     @abstractmethod
-    def describe(self) -> RunDescription:
-        """Describe the run before it starts."""
+    def describe(self) -> list[tuple[str, str]]:
+        """Describe the run before it starts; (name, text) of each line."""
 
     def observer(self) -> RunObserver:
         """Return the observer of the run."""
@@ -239,14 +198,6 @@ class Output(ABC, Generic[PartT, SessionT]):
     def missing(self) -> list[Part]:
         """Parts that are still to be computed, in order."""
         return self.write_session.missing()
-
-    @abstractmethod
-    def compute(self, engine: Engine, batch: Batch) -> Rows:
-        """Compute the rows of a batch; called from several threads with different engines."""
-
-    @abstractmethod
-    def begin_part(self, part: Part) -> PartT:
-        """Begin a part, whose batches follow."""
 
     @abstractmethod
     def commit(self, rows: PartT) -> Sequence[Failure]:

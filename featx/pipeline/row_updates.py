@@ -205,8 +205,8 @@ def _replace_rows(context: RunContext, session: StoreSession, rows: Sequence[int
 class _NewRows:
     """New values of the requested rows of one batch."""
 
-    def __init__(self, span: Part, requested: frozenset[int]) -> None:
-        self.span = span
+    def __init__(self, part: Part, requested: frozenset[int]) -> None:
+        self.part = part
         self.features: dict[int, dict[str, npt.NDArray[Any]]] = {}
         self.checksums: dict[int, np.uint64] = {}
         self.failures: list[Failure] = []
@@ -267,11 +267,11 @@ class _RowReplacement:
     def commit(self, rows: _NewRows) -> None:
         """Keep the new rows of a batch; after the last batch of its part, replace the part."""
         self._new.append(rows)
-        self._num_left[rows.span.index] -= 1
-        if not self._num_left[rows.span.index]:
-            self._replace(self._parts[rows.span.index])
+        self._num_left[rows.part.index] -= 1
+        if not self._num_left[rows.part.index]:
+            self._replace(self._parts[rows.part.index])
             self._new.clear()
-        self.num_committed += len(rows.span)
+        self.num_committed += len(rows.part)
 
     def _batches_of(self, part: Part) -> list[Part]:
         """Batches of a part that contain requested rows, aligned as in the original run."""

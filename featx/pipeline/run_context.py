@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -87,15 +88,19 @@ class RunTarget(Protocol):
     dtype: str
     settings: dict[str, Any]
 
+    @abstractmethod
     def list_images(self) -> tuple[Source, Listing]:
         """Open the data set and list its rows, in the order of the existing output."""
 
+    @abstractmethod
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Select the requested layers that are still to be computed."""
 
+    @abstractmethod
     def resume_state(self, names: set[str]) -> ResumeState | None:
         """Resume state for the named layers, or None if nothing exists yet."""
 
+    @abstractmethod
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
@@ -232,84 +237,99 @@ def build_run_context(
     Raises:
         FeatxError: the config cannot be run. Nothing has been written.
     """
-    request = _Request(config, config_yaml, spec, target)
     timer = StepTimer()
-    source, listing = _list_images(request)
+    source, listing = target.list_images()
+    ImagePolicy.from_config(config.data)  # reports an invalid background colour before loading
+    resolve_library(config.model)
+    codecs.filters(config.codec)
+    is_new = target.resume_state(set()) is None
+    if is_new and config.allowed_failures(len(listing)) < len(listing):
+        _refuse_missing_images(source, listing)
     timer.end("listing")
 
     # From here on torch is needed, which takes seconds to import.
     log_step("importing PyTorch ...")
-    from featx.base import cpu_threads
-    from featx.engine import batch_parallelism
-    from featx.images import FEW_ROWS, DecodeSettings, Loader
+    from featx.base import choose_devices, cpu_threads
+    from featx.engine import AutoSettings, batch_parallelism
+    from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
+    from featx.pipeline.conformance_trial import compare_with_plain_path, take_plain_path
+    from featx.pipeline.golden_check import check_golden
 
     timer.end("imports")
     with contextlib.ExitStack() as stack:
-        model = _open_model(stack, request, source, listing, timer)
+        executor = config.executor
+        local_workers = executor.workers if executor.name == "local" else None
+        devices = choose_devices(config.device, executor.gpu_indices, local_workers)
+        if devices[0].type == "cpu":
+            keep_freed_memory()  # before any thread allocates
+        log_step(f"loading {config.model.name} ...")
+        backbone = build_backbone(config.model, config.seed)
+        stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
+        timer.end("weights")
+        target_labels(config.target, listing, backbone)  # raises before any trial pass
+        check_reference(backbone.preprocess)
+        memory_before = resident_memory()
+        engine = stack.enter_context(spec.build(config, backbone, devices[0], target.dtype))
+        selection = spec.select(config, engine)
+        requested = spec.bind_reductions(selection.chosen, config, backbone)
+        chosen = target.unfinished(listing, requested)
+        resume_state = target.resume_state({point.name for point, _ in chosen})
         timer.end("trace")
-        cpus, resume_state = model.cpus, model.resume_state
+
+        cpus = batch_parallelism.cpus_that_compute(config, devices[0])
         # The trial passes use all threads; the run itself may use fewer per batch.
         stack.enter_context(cpu_threads(batch_parallelism.trial_threads(cpus, resume_state)))
         log_step("trying the settings on some images ...")
-        preprocess = model.engine.backbone.preprocess
-        decoding = DecodeSettings.of_run(config, preprocess, listing, resume_state)
-        loader = stack.enter_context(Loader(source, listing, decoding, model.engine.device))
+        decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, resume_state)
+        loader = stack.enter_context(Loader(source, listing, decoding, engine.device))
         count = num_trial_images(len(listing), config.conformance.images)
-        trial = _load_trial_images(loader, len(listing), count)
-        context = _decide(request, model, _Images(source, listing, decoding, loader, trial))
+        trial = _load_trial_images(loader, source, listing, decoding, count)
+        engine.trial_images = trial.images
+        engine.attach_captures(chosen)
+        # The library's path is taken while the weights are as they were loaded, and judged by rows
+        # of the trial at the settings of the run.
+        plain = golden = None
+        compared = chosen if spec.captures_layers else []
+        if resume_state is None or resume_state.has_new_layers:
+            if config.model.golden is not None:
+                golden = check_golden(engine, compared, config.model.golden)
+            if config.conformance.mode != "off":
+                plain = take_plain_path(config, engine, compared, loader, trial)
+        auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
+        auto_settings.resolve()
+        parallelism = batch_parallelism.decide(
+            engine, cpus, resume_state, memory_before, auto_settings.make_batch
+        )
+        specs = engine.specs(chosen)
+        conformance = compare_with_plain_path(
+            engine, plain, golden, trial, auto_settings.trial_rows, specs, config.conformance.mode
+        )
+        work_s = auto_settings.seconds_per_image * len(listing)
+        part_rows = auto_settings.part_rows(*target.part_limits(engine, specs, work_s))
+        settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
         timer.end("trial")
-        context.start_seconds |= timer.seconds
-        stack.enter_context(cpu_threads(context.parallelism.threads))
+        stack.enter_context(cpu_threads(parallelism.threads))
         if len(listing) > FEW_ROWS:
             loader.end_decoders()  # they hold the weights as they were before the trial
-        yield context
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Request for a run; see the arguments of `build_run_context`."""
-
-    config: Config
-    config_yaml: str
-    spec: EngineSpec
-    target: RunTarget
-
-
-@dataclass(frozen=True)
-class _Model:
-    """Engine of a run whose captures are chosen but not attached."""
-
-    engine: Engine
-    devices: list[torch.device]
-    cpus: int | None
-    chosen: ChosenLayers
-    left_out: list[str]
-    resume_state: ResumeState | None
-    memory_before: int | None
-
-
-@dataclass(frozen=True)
-class _Images:
-    """Images of a run, how they are decoded, and some of them for trials."""
-
-    source: Source
-    listing: Listing
-    decoding: DecodeSettings
-    loader: Loader
-    trial: TrialImages
-
-
-def _list_images(request: _Request) -> tuple[Source, Listing]:
-    """List the images of a run, and check what needs neither torch nor a model."""
-    config = request.config
-    source, listing = request.target.list_images()
-    ImagePolicy.from_config(config.data)  # reports an invalid background colour before loading
-    resolve_library(config.model)
-    codecs.filters(config.codec)
-    is_new = request.target.resume_state(set()) is None
-    if is_new and config.allowed_failures(len(listing)) < len(listing):
-        _refuse_missing_images(source, listing)
-    return source, listing
+        yield RunContext(
+            config=config,
+            source=source,
+            listing=listing,
+            decoding=decoding,
+            loader=loader,
+            engine=engine,
+            engine_spec=spec,
+            specs=specs,
+            header=header(config_yaml, backbone, {**settings, **target.settings}),
+            part_rows=part_rows,
+            model_s=auto_settings.seconds_per_image,
+            parallelism=parallelism,
+            devices=devices,
+            choices={**auto_settings.choices, **parallelism.choices},
+            left_out=selection.left_out,
+            conformance=conformance,
+            start_seconds=timer.seconds,
+        )
 
 
 def _refuse_missing_images(source: Source, listing: Listing) -> None:
@@ -335,93 +355,6 @@ def _spread_rows(num_rows: int, count: int) -> npt.NDArray[np.int64]:
     return np.unique(np.linspace(0, num_rows - 1, count).astype(np.int64))
 
 
-def _open_model(
-    stack: contextlib.ExitStack,
-    request: _Request,
-    source: Source,
-    listing: Listing,
-    timer: StepTimer,
-) -> _Model:
-    """Build the backbone and its engine, and find the captures that are still to be computed."""
-    from featx.base import choose_devices
-    from featx.engine import batch_parallelism
-    from featx.images import check_reference
-
-    config, spec, target = request.config, request.spec, request.target
-    executor = config.executor
-    local_workers = executor.workers if executor.name == "local" else None
-    devices = choose_devices(config.device, executor.gpu_indices, local_workers)
-    if devices[0].type == "cpu":
-        keep_freed_memory()  # before any thread allocates
-    log_step(f"loading {config.model.name} ...")
-    backbone = build_backbone(config.model, config.seed)
-    stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
-    timer.end("weights")
-    target_labels(config.target, listing, backbone)  # raises before any trial pass
-    check_reference(backbone.preprocess)
-    memory_before = resident_memory()
-    engine = stack.enter_context(spec.build(config, backbone, devices[0], target.dtype))
-    selection = spec.select(config, engine)
-    chosen = target.unfinished(listing, spec.bind_reductions(selection.chosen, config, backbone))
-    return _Model(
-        engine=engine,
-        devices=devices,
-        cpus=batch_parallelism.cpus_that_compute(config, devices[0]),
-        chosen=chosen,
-        left_out=selection.left_out,
-        resume_state=target.resume_state({point.name for point, _ in chosen}),
-        memory_before=memory_before,
-    )
-
-
-def _decide(request: _Request, model: _Model, images: _Images) -> RunContext:
-    """Attach the captures, decide every `auto`, and compare the rows with the library's own path.
-
-    The comparison has two halves: the library's path is taken while the weights are as they were
-    loaded, and judged by rows of the trial at the settings of the run.
-    """
-    from featx.engine import AutoSettings, batch_parallelism
-    from featx.pipeline.conformance_trial import RunImages, begin_comparison
-
-    config, engine, resume_state = request.config, model.engine, model.resume_state
-    source, listing, trial = images.source, images.listing, images.trial
-    engine.trial_images = trial.images
-    engine.attach_captures(model.chosen)
-    captured = model.chosen if request.spec.captures_layers else []
-    compared = RunImages(source, listing, images.decoding, images.loader)
-    comparison = begin_comparison(config, engine, captured, compared, trial, resume_state)
-    auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
-    auto_settings.resolve()
-    parallelism = batch_parallelism.decide(
-        engine, model.cpus, resume_state, model.memory_before, auto_settings.make_batch
-    )
-    specs = engine.specs(model.chosen)
-    conformance = comparison.finish(specs, auto_settings.trial_rows)
-    work_s = auto_settings.seconds_per_image * len(listing)
-    part_rows = auto_settings.part_rows(*request.target.part_limits(engine, specs, work_s))
-    settings = fingerprint(config, engine, images.decoding, specs, listing, part_rows)
-    return RunContext(
-        config=config,
-        source=source,
-        listing=listing,
-        decoding=images.decoding,
-        loader=images.loader,
-        engine=engine,
-        engine_spec=request.spec,
-        specs=specs,
-        header=header(
-            request.config_yaml, engine.backbone, {**settings, **request.target.settings}
-        ),
-        part_rows=part_rows,
-        model_s=auto_settings.seconds_per_image,
-        parallelism=parallelism,
-        devices=model.devices,
-        choices={**auto_settings.choices, **parallelism.choices},
-        left_out=model.left_out,
-        conformance=conformance,
-    )
-
-
 def num_trial_images(num_rows: int, num_compared: int) -> int:
     """Number of trial images of a run, 8 to 16.
 
@@ -434,30 +367,24 @@ def num_trial_images(num_rows: int, num_compared: int) -> int:
     return min(TRIAL_IMAGES, max(_FEWEST_TRIAL_IMAGES, num_compared, num_rows // 4))
 
 
-def _load_trial_images(loader: Loader, num_rows: int, count: int) -> TrialImages:
+def _load_trial_images(
+    loader: Loader, source: Source, listing: Listing, decoding: DecodeSettings, count: int
+) -> TrialImages:
     """Load trial images, spread evenly over the data set."""
     import torch
 
+    from featx.images import PixelFormatError
     from featx.pipeline.conformance_trial import TrialImages
 
-    rows = _spread_rows(num_rows, count)
-    results = list(loader.results(rows.tolist()))
+    rows = _spread_rows(len(listing), count).tolist()
+    results = list(loader.results(rows))
+    loaded = {r: x for r, x in zip(rows, results, strict=True) if not isinstance(x, Failure)}
     failures = [result for result in results if isinstance(result, Failure)]
-    pairs = zip(rows.tolist(), results, strict=True)
-    decoded = {row: image for row, image in pairs if not isinstance(image, Failure)}
-    if not decoded:
-        _refuse_pixel_format(failures)
-    images = torch.stack([*decoded.values()]) if decoded else loader.load([])
-    return TrialImages([*decoded], images)
-
-
-def _refuse_pixel_format(failures: Sequence[Failure]) -> None:
-    """Refuse a data set if its dtype or channels are the reason why no trial image can be used."""
-    from featx.images import PixelFormatError
-
-    if all(failure.error == PixelFormatError.__name__ for failure in failures):
+    if not loaded and all(failure.error == PixelFormatError.__name__ for failure in failures):
         first = failures[0]
         raise DataError(
             f"none of {counted(len(failures), 'image')} that were tried fits the model. "
             f"{name_text(first.key)}: {first.message}."
         )
+    images = torch.stack([*loaded.values()]) if loaded else loader.load([])
+    return TrialImages([*loaded], images, source, listing, decoding.reference)

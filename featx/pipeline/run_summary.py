@@ -6,7 +6,6 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,37 +31,23 @@ _DIGITS = 8
 """Number of digits of a checksum that are shown to people."""
 
 
-@dataclass
-class RunDescription:
-    """Description of a run before it starts.
-
-    Attributes:
-        settings: (name, text) of every setting with the reason of each `auto`, for JSON lines.
-        shown: (name, text) of those that answer a question of a reader, for text.
-    """
-
-    settings: list[tuple[str, str]]
-    shown: list[tuple[str, str]]
-
-
-def describe_run(context: RunContext, output: tuple[str, str], layers: str = "") -> RunDescription:
-    """Describe data, model, layers, device and output of a run.
+def describe_run(context: RunContext, output: str, layers: str = "") -> list[tuple[str, str]]:
+    """Describe data, model, layers, device and output of a run, with the reason of each `auto`.
 
     Args:
         context: run context.
-        output: kind of the output, such as 'store', and its path and state.
+        output: path and state of the output.
         layers: lines that describe the layers; '' describes the datasets of a store.
+
+    Returns:
+        (name, text) of what a reader asks for.
     """
-    layers = layers or layers_text(context)
-    return RunDescription(
-        settings=[*_settings(context, layers), output],
-        shown=[
-            *describe_request(context),
-            *_layer_rows(context, layers),
-            *describe_computation(context),
-            ("output", f"{output[1]}, parts of {counted(context.part_rows, 'row')}"),
-        ],
-    )
+    return [
+        *describe_request(context),
+        *_layer_rows(context, layers or layers_text(context)),
+        *describe_computation(context),
+        ("output", f"{output}, parts of {counted(context.part_rows, 'row')}"),
+    ]
 
 
 def describe_request(context: RunContext) -> list[tuple[str, str]]:
@@ -111,38 +96,6 @@ def describe_computation(context: RunContext) -> list[tuple[str, str]]:
     if context.conformance is not None:
         rows.append(("conforms", context.conformance.line))
     return [*rows, *_doubts(context)]
-
-
-def _settings(context: RunContext, layers: str) -> list[tuple[str, str]]:
-    """Return every setting of a run."""
-    compute, header = context.engine.compute, context.header
-    devices = Counter(map(str, context.devices))
-    settings = {
-        **context.engine.backbone.choices,
-        "precision": compute.precision,
-        "compile": str(compute.compile).lower(),
-        "fold_batchnorm": str(compute.fold_batchnorm).lower(),
-        "batch_size": str(compute.batch_size),
-        "part_rows": str(context.part_rows),
-        **(
-            {}
-            if context.parallelism.threads is None
-            else {"threads": str(context.parallelism.threads)}
-        ),
-        **({"streams": str(context.parallelism.replicas)} if "streams" in context.choices else {}),
-    }
-    return [
-        ("data", data_text(context.config, context.listing)),
-        ("model", f"{header.model}, weights {header.weights}"),
-        ("", f"sha256 {header.weights_sha256}"),
-        ("transform", f"{header.transform}, decode={context.config.decode}"),
-        ("layers", layers),
-        ("device", ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items())),
-        *((name, context.choices.get(name, value)) for name, value in settings.items()),
-        *([] if context.conformance is None else [("conformance", context.conformance.line)]),
-        *_doubts(context),
-        *([("left out", "\n".join(context.left_out))] if context.left_out else []),
-    ]
 
 
 def data_text(config: Config, listing: Listing) -> str:

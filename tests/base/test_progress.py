@@ -84,8 +84,7 @@ def test_with_log_json_every_line_is_an_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", -1.0)
-    settings = [("data", "photos: 4 images"), ("layers", "a"), ("", "b"), ("device", "cpu")]
-    announce(settings, settings[:1])
+    announce([("data", "photos: 4 images"), ("layers", "a\nb"), ("device", "cpu")])
     log_message("")
     log_message("two\nlines")
     log_message("the devices differ", level="warning")

@@ -36,7 +36,7 @@ def test_the_rows_are_those_of_a_local_run(photos: Path, cluster: SlurmCluster) 
     assert "COMPLETED" in states(cluster)
 
 
-def test_the_database_tells_of_a_task_that_was_cancelled_while_it_waited(
+def test_a_task_that_was_cancelled_while_it_waited_is_submitted_again(
     photos: Path, cluster: SlurmCluster
 ) -> None:
     with running_driver(*SLURM, "executor.workers=3", "executor.cpus=2", pause_s=12) as driver:
@@ -44,7 +44,7 @@ def test_the_database_tells_of_a_task_that_was_cancelled_while_it_waited(
         driver.wait_for("wait in the queue", 90)
         cluster.ask("scancel", cluster.tasks("PENDING")[0])
         line = driver.wait_for("submitted again", 120)
-        assert "was lost (CANCELLED" in line
+        assert "was lost (no longer known to Slurm, last seen as PENDING)" in line
         assert driver.finish() == 0, driver.output
     assert store_digests() == extract_in_process(photos)
     assert "CANCELLED" in states(cluster)

@@ -16,7 +16,7 @@ from made_store import MadeRun
 
 from featx.config import Config
 from featx.pipeline.executors import worker
-from featx.pipeline.executors.job_folder import WorkerReport, WorkerStats
+from featx.pipeline.executors.job_folder import WorkerReport
 from featx.pipeline.executors.worker_spec import WorkerSpec
 from featx.storage import AtomicFolder
 from featx.store import heartbeat_name, layout, part_names, publish_part, read_manifest
@@ -118,7 +118,7 @@ class StubPartWorker:
             flat = self._report.underflow_rows.get("flat", 0)
             self._report.underflow_rows["flat"] = flat + 1
             self._path.write_text(self._report.to_json())
-        self._report.worker_stats = WorkerStats({"model": 1.0}, 10, 20)
+        self._report.seconds, self._report.peak_memory_mib = {"model": 1.0}, 20
 
 
 def main() -> None:

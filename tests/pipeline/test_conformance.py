@@ -31,7 +31,6 @@ from featx.layers import select
 from featx.models import Backbone, build_backbone
 from featx.pipeline import (
     Conformance,
-    RunImages,
     TrialImages,
     compare_with_plain_path,
     enforce,
@@ -100,17 +99,18 @@ def compared(
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine(backbone, CPU, "float16"))
         loader = stack.enter_context(Loader(source, listing, decoding))
-        trial = TrialImages(rows, loader.load(rows))
+        trial = TrialImages(rows, loader.load(rows), source, listing, decoding.reference)
         requests = [(layer, make_reduce("none")) for layer in layers]
         traced = engine.trace(layers)
         chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
         engine.attach_captures(chosen)
-        images = RunImages(source, listing, decoding, loader)
-        plain = take_plain_path(config, engine, chosen, images, trial)
+        plain = take_plain_path(config, engine, chosen, loader, trial)
         engine.configure_compute(compute)
         change(engine)
         specs = engine.specs(chosen)
-        return compare_with_plain_path(engine, plain, trial, None, specs, images)
+        judged = compare_with_plain_path(engine, plain, None, trial, None, specs, "warn")
+    assert judged is not None
+    return judged
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,8 @@ def test_the_same_command_resumes(featx: Command, photos: Path, tmp_path: Path, 
     path.write_bytes(data)
     done = featx(*arguments)
     assert done.returncode == 0, done.stderr
-    assert "samples.h5 was written again" in done.stderr
+    assert f"samples.h5 is not valid: its dataset /{name}" in done.stderr
+    assert "It was written again" in done.stderr
     assert "Traceback" not in done.stderr
     store = package.open(root)
     assert store.complete

@@ -31,7 +31,6 @@ from featx.errors import RunError
 from featx.layers import select
 from featx.models import build_backbone
 from featx.pipeline import Passes
-from featx.pipeline.forward_passes import ParallelPasses
 from featx.types import Batch, Part
 
 PART = Part(0, 0, 100)
@@ -42,41 +41,52 @@ def batches(count: int) -> Iterator[tuple[Part, Batch]]:
         yield PART, Batch(torch.zeros(1), start, 1, [])
 
 
-def taken(parallel: ParallelPasses, count: int) -> list[Any]:
-    with parallel:
-        return [computed() for _, _, computed in parallel.each(batches(count))]
+def parallel(names: str, compute: Callable[[Any, Batch], Any]) -> Passes:
+    """Parallel passes of replicas with these names and one thread each."""
+    engines = [
+        types.SimpleNamespace(name=name, own_stream=contextlib.nullcontext) for name in names
+    ]
+    engine = types.SimpleNamespace(replicas=lambda count: contextlib.nullcontext(engines))
+    choice = BatchParallelism(1, len(engines), True, {})
+    context: Any = types.SimpleNamespace(engine=engine, parallelism=choice)
+    return Passes(context, compute)
+
+
+def taken(several: Passes, count: int) -> list[Any]:
+    with several:
+        return [computed() for _, _, computed in several.each(batches(count))]
 
 
 def test_batches_are_taken_in_their_order_whichever_is_done_first() -> None:
-    def compute(engine: str, batch: Batch) -> int:
+    def compute(engine: Any, batch: Batch) -> int:
         time.sleep(0.03 if batch.start % 2 == 0 else 0)
         return batch.start
 
-    assert taken(ParallelPasses(["a", "b", "c"], 1, compute), 10) == list(range(10))
+    assert taken(parallel("abc", compute), 10) == list(range(10))
 
 
 def test_each_engine_has_one_batch_at_a_time() -> None:
     at_work: list[str] = []
     met = threading.Barrier(2, timeout=10)
 
-    def compute(engine: str, batch: Batch) -> str:
-        assert engine not in at_work
-        at_work.append(engine)
+    def compute(engine: Any, batch: Batch) -> str:
+        assert engine.name not in at_work
+        at_work.append(engine.name)
         met.wait()  # both are at work
-        at_work.remove(engine)
-        return engine
+        at_work.remove(engine.name)
+        return str(engine.name)
 
-    assert set(taken(ParallelPasses(["a", "b"], 1, compute), 8)) == {"a", "b"}
+    assert set(taken(parallel("ab", compute), 8)) == {"a", "b"}
 
 
 def test_an_error_is_raised_when_its_batch_is_taken_and_not_before() -> None:
-    def compute(engine: str, batch: Batch) -> int:
+    def compute(engine: Any, batch: Batch) -> int:
         if batch.start == 2:
             raise RuntimeError("the third")
         return batch.start
 
-    with ParallelPasses(["a", "b", "c"], 1, compute) as parallel:
-        each = parallel.each(batches(6))
+    with parallel("abc", compute) as several:
+        each = several.each(batches(6))
         assert [computed() for _, _, computed in itertools.islice(each, 2)] == [0, 1]
         _, batch, computed = next(each)
         assert batch.start == 2
@@ -92,30 +102,30 @@ def test_no_more_passes_start_than_there_is_room_for() -> None:
             started.append(batch.start)
             yield part, batch
 
-    with ParallelPasses(["a", "b"], 1, lambda engine, batch: batch.start) as parallel:
-        for _, batch, _ in parallel.each(noted()):
+    with parallel("ab", lambda engine, batch: batch.start) as several:
+        for _, batch, _ in several.each(noted()):
             assert len(started) <= batch.start + 3
 
 
 def test_idle_engines_are_counted() -> None:
     go = threading.Event()
-    with ParallelPasses(["a", "b"], 1, lambda engine, batch: go.wait(10)) as parallel:
-        assert parallel.idle_share == 1
-        each = parallel.each(batches(3))
+    with parallel("ab", lambda engine, batch: go.wait(10)) as several:
+        assert several.idle_share() == 1
+        each = several.each(batches(3))
         _, _, computed = next(each)
-        assert parallel.idle_share == 0
+        assert several.idle_share() == 0
         go.set()
         computed()
         for _, _, computed in each:
             computed()
-        assert parallel.idle_share == 1
+        assert several.idle_share() == 1
 
 
 def test_a_batch_has_the_threads_that_were_asked_for() -> None:
     before = torch.get_num_threads()
-    parallel = ParallelPasses(["a"], 1, lambda engine, batch: torch.get_num_threads())
+    several = parallel("ab", lambda engine, batch: torch.get_num_threads())
     try:
-        assert taken(parallel, 2) == [1, 1]
+        assert taken(several, 2) == [1, 1]
     finally:
         torch.set_num_threads(before)
 

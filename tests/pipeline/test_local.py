@@ -23,6 +23,7 @@ from featx.config import Config
 from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
 from featx.pipeline import Interrupted
 from featx.pipeline.executors.process_pool import ProcessPool
+from featx.pipeline.run_metrics import RunOutcome
 from featx.store.pack import pack
 
 HERE = Path(__file__).resolve().parent
@@ -40,24 +41,24 @@ def run() -> MadeRun:
 
 
 @pytest.fixture
-def work(run: MadeRun, tmp_path: Path) -> Callable[..., ProcessPool]:
+def work(run: MadeRun, tmp_path: Path) -> Callable[..., RunOutcome]:
     """Do what a store lacks with so many workers."""
     events = tmp_path / "events"
     events.mkdir(exist_ok=True)
 
-    def do(workers: int = 2, config: Config | None = None, **given: Any) -> ProcessPool:
+    def do(workers: int = 2, config: Config | None = None, **given: Any) -> RunOutcome:
         root = tmp_path / "store"
         with run.session(root).hold() as session:
             task = StubTask(run, root, events, **given)
             spec = stub_spec(root, session.missing(), config or Config(), task)
             folder = root / "jobs"
             pool = ProcessPool(spec, session, folder, ["cpu"] * workers, command=stub_command)
-            pool.run()
+            outcome = pool.run()
             assert session.is_complete
             assert not folder.exists()
             pack(root)
             session.finish_packing()
-        return pool
+        return outcome
 
     return do
 
@@ -83,21 +84,17 @@ def is_whole(run: MadeRun, tmp_path: Path) -> bool:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_datasets(
-    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path, workers: int,
+    work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path, workers: int,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    pool = work(workers, pause_s=0.05)
+    outcome = work(workers, pause_s=0.05)
     assert is_whole(run, tmp_path)
     assert len({name.split("-by-")[1].split("-")[0] for name in events_of(tmp_path, "part-*")}) == (
         workers
     )
     assert len(events_of(tmp_path, "part-*")) == 10, "a part was done twice"
-    collector = pool.collector
-    assert (collector.num_committed, collector.underflow_rows["flat"]) == (38, 10)
-    assert (collector.worker_stats.seconds, collector.worker_stats.peak_memory_mib) == (
-        {"model": float(workers)},
-        20,
-    )
+    assert (outcome.underflow_rows, outcome.peak_memory_mib) == ({"flat": 10}, 20)
+    assert outcome.metrics.seconds["model"] == workers
     printed = capfd.readouterr()
     assert "worker 0 (cpu): hello from cpu" in printed.err.splitlines()
     assert printed.out == ""
@@ -105,7 +102,7 @@ def test_any_number_of_workers_gives_the_same_datasets(
 
 @pytest.mark.slow
 def test_failures_of_all_workers_stand_in_one_list(
-    work: Callable[..., ProcessPool], tmp_path: Path
+    work: Callable[..., RunOutcome], tmp_path: Path
 ) -> None:
     work(2)
     lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
@@ -114,7 +111,7 @@ def test_failures_of_all_workers_stand_in_one_list(
 
 @pytest.mark.slow
 def test_too_many_failures_of_all_workers_end_a_long_run(
-    work: Callable[..., ProcessPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., RunOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("featx.pipeline.row_failures.EARLY_STOP_S", 0.0)
     with pytest.raises(TooManyFailuresError, match="1 of the first"):
@@ -123,7 +120,7 @@ def test_too_many_failures_of_all_workers_end_a_long_run(
 
 
 def test_a_worker_that_is_killed_costs_its_part_only(
-    work: Callable[..., ProcessPool],
+    work: Callable[..., RunOutcome],
     run: MadeRun,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -137,7 +134,7 @@ def test_a_worker_that_is_killed_costs_its_part_only(
 
 
 def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
-    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
+    work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path
 ) -> None:
     """Also where the worker held other parts: from the first death on it is computed alone."""
     with pytest.raises(RunError) as ended_run:
@@ -152,7 +149,7 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
 
 @pytest.mark.slow
 def test_an_exception_names_device_part_and_rows_and_the_run_resumes_later(
-    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
+    work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path
 ) -> None:
     with pytest.raises(RunError) as failed:
         work(2, faults={4: ("raise", 1)})
@@ -164,7 +161,7 @@ def test_an_exception_names_device_part_and_rows_and_the_run_resumes_later(
 
 @pytest.mark.slow
 def test_an_error_on_purpose_keeps_its_class_and_exit_code(
-    work: Callable[..., ProcessPool],
+    work: Callable[..., RunOutcome],
 ) -> None:
     with pytest.raises(StoreMismatchError, match=r"part 1 .*: another store\n") as failed:
         work(2, faults={1: ("disk", 1)})
@@ -173,7 +170,7 @@ def test_an_error_on_purpose_keeps_its_class_and_exit_code(
 
 @pytest.mark.slow
 def test_workers_that_never_come_up_end_the_run_with_their_last_words(
-    work: Callable[..., ProcessPool], tmp_path: Path
+    work: Callable[..., RunOutcome], tmp_path: Path
 ) -> None:
     with pytest.raises(RunError, match=r"before it had a part(.|\n)*these are my last words"):
         work(1, faults={"start": ("exit", 9)})
@@ -182,7 +179,7 @@ def test_workers_that_never_come_up_end_the_run_with_their_last_words(
 
 @pytest.mark.slow
 def test_one_that_did_not_come_up_is_replaced(
-    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
+    work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path
 ) -> None:
     work(2, faults={"start": ("exit", 2)})
     assert is_whole(run, tmp_path)
@@ -193,7 +190,7 @@ def test_one_that_did_not_come_up_is_replaced(
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
 def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
-    work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path, signum: int
+    work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path, signum: int
 ) -> None:
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signum))
     timer.start()
@@ -212,7 +209,7 @@ def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
 
 @pytest.mark.slow
 def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
-    work: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., RunOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("featx.pipeline.stop_signals.GRACE_S", 1.0)
     monkeypatch.setattr("featx.pipeline.executors.worker_pool.GRACE_S", 1.0)
@@ -259,7 +256,7 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.slow
 def test_no_worker_outlives_a_driver_that_is_killed(
-    driver: subprocess.Popen[bytes], work: Callable[..., ProcessPool], run: MadeRun, tmp_path: Path
+    driver: subprocess.Popen[bytes], work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path
 ) -> None:
     pids = [int(name.removeprefix("pid-")) for name in events_of(tmp_path, "pid-*")]
     assert len(pids) == 2
@@ -278,7 +275,7 @@ def test_no_worker_outlives_a_driver_that_is_killed(
 
 @pytest.mark.slow
 def test_a_second_driver_is_refused_with_the_name_of_the_first(
-    driver: subprocess.Popen[bytes], work: Callable[..., ProcessPool], tmp_path: Path
+    driver: subprocess.Popen[bytes], work: Callable[..., RunOutcome], tmp_path: Path
 ) -> None:
     with pytest.raises(StoreLockedError, match=f"pid {driver.pid} on "):
         work(2)

@@ -1,4 +1,4 @@
-"""What is made of the answers of squeue, sinfo, sacct and scancel: stand-ins on PATH give them."""
+"""What is made of the answers of squeue, sinfo and scancel: stand-ins on PATH give them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
         )
         script.chmod(0o755)
 
-    answer("sacct", error="Slurm accounting storage is disabled", code=1)
     answer("sbatch", "7\n")
     return answer
 
@@ -103,7 +102,6 @@ def test_states_come_from_squeue_which_is_not_asked_too_often(
     asked = (tmp_path / "squeue.args").read_text().splitlines()
     assert len(asked) == 2
     assert asked[0].endswith("--jobs=7")
-    assert not (tmp_path / "sacct.args").exists()
 
 
 def test_a_task_that_left_a_result_was_not_lost(answer: Answer, queue: Queue) -> None:
@@ -118,23 +116,10 @@ def test_a_task_that_left_a_result_was_not_lost(answer: Answer, queue: Queue) ->
     }
 
 
-@pytest.mark.parametrize(
-    ("sacct", "state"),
-    [
-        (None, "no longer known to Slurm"),
-        ("7_0|COMPLETED\n7_1|CANCELLED by 1000\n7_2|COMPLETED\n", "CANCELLED"),
-        ("7_0|COMPLETED\n7_1|RUNNING\n", "no longer known to Slurm"),  # the database lags behind
-    ],
-)
-def test_a_task_that_the_controller_has_forgotten_has_ended(
-    answer: Answer, queue: Queue, tmp_path: Path, sacct: str | None, state: str
-) -> None:
+def test_a_task_that_the_controller_has_forgotten_has_ended(answer: Answer, queue: Queue) -> None:
     answer("squeue", "7_0|RUNNING|None\n7_2|RUNNING|None\n")
-    if sacct is not None:
-        answer("sacct", sacct)
-    assert queue.ended() == {1: f"was lost ({state})"}
+    assert queue.ended() == {1: "was lost (no longer known to Slurm)"}
     assert queue.output == []
-    assert len((tmp_path / "sacct.args").read_text().splitlines()) == 1
 
 
 def test_a_job_that_squeue_knows_nothing_of_has_ended(answer: Answer, queue: Queue) -> None:

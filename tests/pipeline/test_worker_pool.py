@@ -211,6 +211,8 @@ def test_the_parts_of_lost_workers_are_inherited_by_their_replacements(
     assert "worker 0 was killed in part 1 (rows 4 to 7); another one takes its place" in output
     assert "worker 1 was killed before it had a part; another one takes its place" in output
     assert outcome.metrics.bytes_read is None, "what the lost ones read is not known"
+    assert outcome.metrics.bottleneck is None
+    assert set(outcome.metrics.seconds.values()) == {None}
 
 
 @pytest.mark.parametrize("owner", ["", "0"])
@@ -334,6 +336,51 @@ def test_parts_that_were_found_first_count_for_failures_but_not_for_the_speed(
     assert rates[0] == 0 < rates[1]
 
 
+@pytest.mark.parametrize(
+    ("ready_at", "found", "expected"),
+    [
+        (20.0, {25.0: 1, 30.0: 5}, 20 / 10),
+        # As with Slurm, where the driver sees parts and not their workers.
+        (None, {30.0: 2, 40.0: 4, 50.0: 5}, 12 / 20),
+        (None, {30.0: 5}, 20 / 20),  # since they were distributed: less than the speed
+    ],
+)
+def test_rows_count_that_were_computed_while_the_clock_ran(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ready_at: float | None,
+    found: dict[float, int],
+    expected: float,
+) -> None:
+    """`found` is the number of parts that are there at a time."""
+    now = [10.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    pool = FakePool(tmp_path)
+
+    def look(at: float, num_parts: int) -> Callable[[], Mapping[int, str]]:
+        def event() -> Mapping[int, str]:
+            now[0] = at
+            pool.store.found |= {part.index: [] for part in PARTS[:num_parts]}
+            if num_parts == 0:
+                pool.is_ready(0)
+            if num_parts < len(PARTS):
+                return {}
+            for number in pool.workers:
+                pool.report(number, seconds={"model": 5.0}, underflow_rows={"flat": 1})
+            return dict.fromkeys(pool.workers, "has ended")
+
+        return event
+
+    if ready_at is not None:
+        pool.events.append(look(ready_at, 0))
+    pool.events += [look(*each) for each in found.items()]
+    outcome = pool.run()
+    assert outcome.metrics.images_per_second == expected
+    assert outcome.metrics.bottleneck is not None
+    assert outcome.metrics.seconds["model"] == 10.0
+    assert outcome.underflow_rows == {"flat": 2}
+
+
 def test_too_many_failures_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("featx.pipeline.row_failures.EARLY_STOP_S", 0.0)
     pool = FakePool(tmp_path, max_failures=0)
@@ -354,6 +401,19 @@ def test_a_signal_ends_the_run_and_records_what_is_committed(pool: FakePool) -> 
         pool.run()
     assert pool.store.committed_parts == [0]
     assert pool.graces == [5.0, 0.0]
+
+
+def test_a_report_is_the_same_after_its_way_through_a_file(tmp_path: Path) -> None:
+    error = WorkerError("ValueError", "a bug", "Traceback", "part 3 (rows 12 to 15)")
+    for report in (
+        WorkerReport(),
+        WorkerReport(
+            3, {"flat": 1}, {"model": 1.5}, 10, 20, {"truncated": 2}, "SIGTERM", "", error
+        ),
+    ):
+        (tmp_path / "report.json").write_text(report.to_json())
+        assert WorkerReport.read(tmp_path / "report.json") == report
+    assert WorkerReport.read(tmp_path / "none.json") is None
 
 
 def test_executors_register_themselves() -> None:

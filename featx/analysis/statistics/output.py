@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +43,6 @@ from featx.pipeline import (
     Output,
     Rows,
     RunContext,
-    RunDescription,
     RunOutcome,
     changed_failures_text,
     changed_images_text,
@@ -121,11 +119,10 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
 
 
 class StatsPart:
-    """Sums of the rows of a part, on the device; see `OutputPart`."""
+    """Sums of the rows of a part, on the device."""
 
     def __init__(self, part: Part, output: StatsOutput) -> None:
         self.part = part
-        self.underflow_rows: Counter[str] = Counter()  # nothing is cast to float16
         self.failures: list[Failure] = []
         self.checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
         self._output = output
@@ -286,7 +283,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             context.parallelism.threads,
         )
 
-    def describe(self) -> RunDescription:
+    def describe(self) -> list[tuple[str, str]]:
         """Describe the run before it starts."""
         lines = []
         for layer in self.layers:
@@ -299,7 +296,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             )
         done = self.num_committed
         state = f"{done} of {self.num_rows} rows are there already" if done else "new"
-        output = ("statistics", f"{shown_path(self.write_session.path)}, {state}")
+        output = f"{shown_path(self.write_session.path)}, {state}"
         return describe_run(self.context, output, "\n".join(lines))
 
     def update_rows(self) -> None:

@@ -30,27 +30,6 @@ _LIST_S = 5.0
 """Seconds for which a worker relies on its last look at the claims of the others."""
 
 
-@dataclass
-class WorkerStats:
-    """Measurements of one worker or of several: busy seconds by stage, bytes of encoded images,
-    peak memory of the largest process, and number of images by warning of their decoder.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    bytes_read: int = 0
-    peak_memory_mib: int = 0
-    decoder_warnings: dict[str, int] = field(default_factory=dict)
-
-    def add(self, other: WorkerStats) -> None:
-        """Add the measurements of another worker, or of further parts of the same one."""
-        for stage, seconds in other.seconds.items():
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-        for reason, count in other.decoder_warnings.items():
-            self.decoder_warnings[reason] = self.decoder_warnings.get(reason, 0) + count
-        self.bytes_read += other.bytes_read
-        self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
-
-
 @dataclass(frozen=True)
 class WorkerError:
     """Exception that ended a worker: class, message, traceback, and the parts in progress."""
@@ -68,7 +47,10 @@ class WorkerReport:
     Attributes:
         num_parts: number of parts that it committed.
         underflow_rows: layer -> number of underflow rows in these parts.
-        worker_stats: measurements of these parts; without parts that were interrupted.
+        seconds: stage -> busy seconds; without parts that were interrupted, as for what follows.
+        bytes_read: bytes of encoded images.
+        peak_memory_mib: peak memory of the largest process.
+        decoder_warnings: warning of a decoder -> number of images.
         ended_by: what ended it before all was done: TIME_LIMIT or the name of a signal.
         activity: what it did until then, as text.
         error: exception that ended it, or None.
@@ -76,10 +58,23 @@ class WorkerReport:
 
     num_parts: int = 0
     underflow_rows: dict[str, int] = field(default_factory=dict)
-    worker_stats: WorkerStats = field(default_factory=WorkerStats)
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_read: int = 0
+    peak_memory_mib: int = 0
+    decoder_warnings: dict[str, int] = field(default_factory=dict)
     ended_by: str | None = None
     activity: str = ""
     error: WorkerError | None = None
+
+    def add(self, other: WorkerReport) -> None:
+        """Add the measurements of another worker, or of further parts of the same one."""
+        for name in ("underflow_rows", "seconds", "decoder_warnings"):
+            values = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                values[key] = values.get(key, 0) + value
+        self.num_parts += other.num_parts
+        self.bytes_read += other.bytes_read
+        self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
 
     def to_json(self) -> str:
         """Report as JSON."""
@@ -90,8 +85,8 @@ class WorkerReport:
         """Read a report; None if there is none."""
         with contextlib.suppress(OSError, ValueError):
             values: dict[str, Any] = json.loads(path.read_bytes())
-            stats, error = WorkerStats(**values.pop("worker_stats")), values.pop("error")
-            return cls(**values, worker_stats=stats, error=error and WorkerError(**error))
+            error = values.pop("error")
+            return cls(**values, error=error and WorkerError(**error))
         return None
 
 

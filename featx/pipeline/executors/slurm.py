@@ -1,7 +1,6 @@
 """executor=slurm: tasks of a job array; each computes parts until its time is up.
 
-squeue, which every cluster has, is asked every ASK_S seconds; the accounting database (sacct) only
-about tasks that the controller has forgotten.
+squeue, which every cluster has, is asked every ASK_S seconds; no accounting database is needed.
 """
 
 from __future__ import annotations
@@ -52,7 +51,10 @@ _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SU
 """States of a task that is queued and not running."""
 
 FORGOTTEN = "no longer known to Slurm"
-"""State of a task that neither the controller nor the accounting database knows."""
+"""State of a task that the controller does not know.
+
+It forgets a task minutes after its end, and at once one that is cancelled while it waits.
+"""
 
 _NO_CONTROLLER = re.compile(
     "unable to contact slurm controller|socket timed out|connection refused|connection reset|"
@@ -333,7 +335,8 @@ class JobArray(WorkerPool):
         if not ids:
             return
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
-        code, out, error = run_command([*command, _jobs(ids)])
+        jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
+        code, out, error = run_command([*command, f"--jobs={jobs}"])
         # squeue fails if it knows none of the jobs, and leaves out those that it does not know.
         if code != 0 and "invalid job id" not in error.lower():
             self._report(
@@ -347,8 +350,11 @@ class JobArray(WorkerPool):
             task, state, reason = line.split("|", 2)
             is_waiting = state in _WAITING and reason != "None"
             found[task] = TaskState(state, reason if is_waiting else "")
-        if lacking := [task for task in ids if task not in found]:
-            found |= self._forgotten_states(lacking)
+        for task in ids:
+            if task not in found:
+                before = self._states.get(task, TaskState(""))
+                seen = f", last seen as {before.name}" if before.name else ""
+                found[task] = before if before.has_ended else TaskState(FORGOTTEN + seen)
         self._states = {task: found[task] for task in ids}
         counts = Counter(self._states.values())
         self.heartbeat.set_queue([QueueState(n, *state) for state, n in sorted(counts.items())])
@@ -357,25 +363,6 @@ class JobArray(WorkerPool):
             reasons = [f"{reason or 'no reason yet'} ({n})" for reason, n in waiting.most_common(3)]
             tasks = f"{waiting.total()} of {counted(len(ids), 'task')}"
             self._report("waiting", f"{tasks} wait in the queue: {', '.join(reasons)}")
-
-    def _forgotten_states(self, ids: Sequence[str]) -> Mapping[str, TaskState]:
-        """States of tasks that the controller has forgotten, from the accounting database.
-
-        It forgets a task minutes after its end, and at once one that is cancelled while it waits.
-        """
-        command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"]
-        code, out, _ = run_command([*command, _jobs(ids)])
-        recorded = dict(line.split("|") for line in out.splitlines()) if code == 0 else {}
-        found = {}
-        for task in ids:
-            state = TaskState(recorded.get(task, "").partition(" ")[0])  # 'CANCELLED by 1000'
-            before = self._states.get(task)
-            # The database may lag behind, but a task that the controller has forgotten has ended.
-            if not state.has_ended:
-                seen = f", last seen as {before.name}" if before else ""
-                state = before if before and before.has_ended else TaskState(FORGOTTEN + seen)
-            found[task] = state
-        return found
 
     def _report(self, what: str, text: str) -> None:
         """Print a line, unless one of this kind was printed less than REPORT_S seconds ago."""
@@ -394,11 +381,6 @@ class JobArray(WorkerPool):
             if shown := errors or lines:
                 return f"{state}; its log: {shown[-1][:200]}"
         return state
-
-
-def _jobs(ids: Sequence[str]) -> str:
-    """Option of squeue and sacct for the jobs of some tasks."""
-    return f"--jobs={','.join(dict.fromkeys(task.partition('_')[0] for task in ids))}"
 
 
 def last_line(text: str) -> str:

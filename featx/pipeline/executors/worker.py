@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,14 +35,12 @@ from featx.pipeline.executors.job_folder import (
     PartClaims,
     WorkerError,
     WorkerReport,
-    WorkerStats,
     inherited_parts,
     ready_path,
     result_path,
 )
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec, WorkerSpec
-from featx.pipeline.loop import run_parts
-from featx.pipeline.output import OutputPart
+from featx.pipeline.loop import PartRows, run_parts
 from featx.pipeline.row_failures import Rows
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import peak_memory_mib
@@ -193,29 +190,33 @@ class PartWorker:
         self._failed_row: int | None = None  # first row of the batch that raised an exception
         self.num_rows = spec.num_rows
         self.num_committed = 0
+        self.seconds: Mapping[str, float] = {}
         self.num_failed = 0  # the driver counts the failures of all workers and ends the run
         self._folder.write_best_effort(path, report.to_json())
 
     def compute_parts(self, parts: Iterable[Part]) -> None:
         """Compute and commit parts as the iterable yields them, and add their measurements."""
         self._parts = parts
-        self._output.seconds = dict.fromkeys(self._output.seconds, 0.0)
-        figures = run_parts(self._context, self, progress=SilentProgress())
+        self.seconds = self._output.seconds = dict.fromkeys(self._output.seconds, 0.0)
+        figures = run_parts(
+            self._context, self, heartbeat=self._heartbeat, progress=SilentProgress()
+        )
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
         warnings = dict(figures.decoder_warnings)
-        stats = WorkerStats(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
-        self._report.worker_stats.add(stats)
+        self._report.add(
+            WorkerReport(
+                seconds=seconds,
+                bytes_read=figures.bytes_read or 0,
+                peak_memory_mib=peak_memory_mib(),
+                decoder_warnings=warnings,
+            )
+        )
 
     @property
     def parts_in_progress(self) -> list[Part]:
         """Part in which an error occurred, or those that come into question."""
         held, row = list(self._held.values()), self._failed_row
         return [part for part in held if row is None or part.start <= row < part.stop]
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Stage -> busy seconds of stages that only this output has."""
-        return self._output.seconds
 
     def missing(self) -> Iterator[Part]:
         """Parts given to `compute_parts`."""
@@ -231,21 +232,18 @@ class PartWorker:
             self._failed_row = batch.start
             raise
 
-    def begin_part(self, part: Part) -> OutputPart:
+    def begin_part(self, part: Part) -> PartRows:
         """Begin a part, whose batches follow."""
-        rows: OutputPart = self._output.begin_part(part)
-        self._heartbeat.begin(part)
+        rows: PartRows = self._output.begin_part(part)
         return rows
 
-    def commit(self, rows: OutputPart) -> None:
+    def commit(self, rows: PartRows) -> None:
         """Commit a part, and report it."""
         self._output.commit(rows)
-        self._heartbeat.record_commit(rows.part)
         self.num_committed += len(rows.part)
         del self._held[rows.part.index]
         self._report.num_parts += 1
-        counts = Counter(self._report.underflow_rows) + rows.underflow_rows
-        self._report.underflow_rows = dict(counts)
+        self._report.underflow_rows = dict(self._output.underflow_rows)
         self._folder.write_best_effort(self._path, self._report.to_json())
 
 

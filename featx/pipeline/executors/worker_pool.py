@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from featx import errors
-from featx.base import Progress, log_message
+from featx.base import Progress, RunProgress, log_message
 from featx.errors import FeatxError, RunError, counted
 from featx.pipeline.executors.job_folder import (
     CLAIMS,
@@ -30,10 +30,10 @@ from featx.pipeline.executors.job_folder import (
     release_parts,
     result_path,
 )
-from featx.pipeline.executors.result_collector import ResultCollector
 from featx.pipeline.executors.worker import TIME_LIMIT, rows_text
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
-from featx.pipeline.run_metrics import RunOutcome
+from featx.pipeline.row_failures import refuse_failures
+from featx.pipeline.run_metrics import RunMetrics, RunOutcome, bottleneck
 from featx.pipeline.stop_signals import GRACE_S, stop_signals
 from featx.storage import open_folder
 from featx.store import DRIVER, Heartbeat, clear_heartbeat, clear_heartbeats, read_heartbeats
@@ -44,6 +44,9 @@ MAX_DEATHS = 3
 
 RESUME_HINT = "Nothing committed is lost; run the same command again to resume."
 """Last sentence of errors that end a run."""
+
+_STAGES = ("read", "decode", "wait", "model", "copy", "write")
+"""Stages whose seconds a worker reports."""
 
 _MAX_POLL_S = 5.0
 """Seconds between two looks at the most, as a signal ends the run within 10 s."""
@@ -104,7 +107,12 @@ class WorkerPool(ABC):
         self.heartbeat = Heartbeat(session.disk, DRIVER)
         self.workers: list[int] = []
         self.lost: list[int] = []
-        self.collector = ResultCollector(sum(len(part) for part in spec.parts))
+        self._total = WorkerReport()  # of all workers that have ended
+        self._is_total = True  # whether every worker reported its measurements before it ended
+        self._created_at = time.perf_counter()
+        self._has_begun = False  # a worker is ready, or a part is committed
+        self._committed_at = 0.0
+        self._at_last_commit: RunProgress | None = None
         self._missing = {part.index: part for part in spec.parts}
         self._losses: Counter[int] = Counter()  # index of a part, or -1 - place -> lost workers
         self._ended_at: dict[int, float] = {}  # ended workers without a report so far
@@ -161,7 +169,7 @@ class WorkerPool(ABC):
             disk.remove(self.spec.folder)
         if self._jobs is not None:
             session.disk.remove_best_effort(self.spec.folder)
-        return self.collector.outcome(self.spec)
+        return self._outcome()
 
     def _end_run(self) -> None:
         """End the workers of a run that failed, and record what they have committed."""
@@ -184,7 +192,7 @@ class WorkerPool(ABC):
         # A look at the parts of a large store takes long.
         time.sleep(max(self.poll_s, min(10 * self._look_s, _MAX_POLL_S)))
         looked_at = time.monotonic()
-        if not self.collector.started_at and any(map(self._is_ready, self.workers)):
+        if any(map(self._is_ready, self.workers)):
             self._start_clock()
         ended = self.ended()  # before the look at the parts, which a worker commits before its end
         self._find_committed()
@@ -218,30 +226,58 @@ class WorkerPool(ABC):
             how, is_lost = f"{verb} {report.ended_by} ({report.activity})", True
         self.workers.remove(number)
         self._last_ended = number
-        self.collector.add_report(report)
-        self.collector.is_complete &= not is_lost
+        self._total.add(report)
+        self._is_total &= not is_lost
         if not is_lost or not self._missing:
             return []
         return [self._replacement(number, how, report.num_parts)]
 
     def _find_committed(self) -> None:
         """Record the parts that were committed since the last look."""
-        is_earlier = not self.collector.started_at
+        # How long parts took that were found before the clock started is not known.
+        session, is_earlier = self.session, not self._has_begun
         parts = list(self._missing.values())
-        for part, failures in self.session.committed_by_others(parts):
+        for part, failures in session.committed_by_others(parts):
             del self._missing[part.index]
-            self.session.record_commit(part, failures)
-            self.heartbeat.set_failures(self.session.num_failed)
+            session.record_commit(part, failures)
+            self.heartbeat.set_failures(session.num_failed)
             self._start_clock()
-            self.collector.add_rows(len(part), is_earlier)
+            self._committed_at = time.perf_counter()
             self.progress.step(len(part), len(failures), None, is_earlier)
-            self.collector.refuse_failures(self.spec, self.session)
+            now = self._at_last_commit = self.progress.now()
+            left_s = now.seconds_left if now.images_per_second else 0.0
+            config = self.spec.config
+            refuse_failures(config, session.num_failed, now.done, session.num_rows, left_s)
 
     def _start_clock(self) -> None:
-        """Start the clock of the run with the first worker that is ready."""
-        if not self.collector.started_at:
+        """Start the clock of the run with the first worker that is ready; later do nothing."""
+        if not self._has_begun:
+            self._has_begun = True
             self.progress.begin()
-            self.collector.start()
+
+    def _outcome(self) -> RunOutcome:
+        """Outcome of the finished run."""
+        total, spec, last = self._total, self.spec, self._at_last_commit
+        busy = dict.fromkeys(_STAGES, 0.0) | total.seconds
+        rate, sentence = None, None
+        if last is not None:
+            # Parts that were all committed when the clock started count from the distribution on.
+            num_rows = sum(map(len, spec.parts))
+            rate = last.images_per_second or num_rows / (self._committed_at - self._created_at)
+            if self._is_total:
+                worker_s = num_rows / rate * spec.num_workers
+                device, precision = str(spec.fingerprint["device"]), spec.config.precision
+                sentence = bottleneck(busy, worker_s, spec.cpus, device, precision)
+        # A sum that lacks a worker would be wrong, so the seconds are unknown then.
+        seconds: dict[str, float | None] = {**busy} if self._is_total else dict.fromkeys(busy)
+        metrics = RunMetrics(
+            seconds,
+            rate,
+            total.bytes_read if self._is_total else None,
+            sentence,
+            decoder_warnings=total.decoder_warnings,
+        )
+        return RunOutcome(metrics, Counter(total.underflow_rows), total.peak_memory_mib)
 
     def _is_ready(self, number: int) -> bool:
         """Return whether a worker has loaded its model."""
@@ -249,9 +285,9 @@ class WorkerPool(ABC):
 
     def _has_reports_due(self) -> bool:
         """Return whether workers that have computed are about to report, when all is committed."""
-        if time.perf_counter() - self.collector.committed_at < _REPORTS_S:
+        if time.perf_counter() - self._committed_at < _REPORTS_S:
             return any(map(self._is_ready, self.workers))
-        self.collector.is_complete &= not any(map(self._is_ready, self.workers))
+        self._is_total &= not any(map(self._is_ready, self.workers))
         return False
 
     def _is_overdue(self, number: int) -> bool:

@@ -18,7 +18,7 @@ Choice = Callable[[str, str], Fault | None]
 """Chooses the fault of a request, by its method and path; None lets the request pass."""
 
 MOST_IN_SUCCESSION = 2
-"""How often `random_faults` breaks the same request in succession; botocore makes four attempts."""
+"""How often `random_faults` breaks the same request in succession; a client makes four attempts."""
 
 
 class Exchange(BaseHTTPRequestHandler):

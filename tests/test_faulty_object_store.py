@@ -34,9 +34,8 @@ def proxy(bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """botocore repeats a request at once."""
-    standard = pytest.importorskip("botocore.retries.standard")
-    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.0)
+    """A request is repeated at once."""
+    monkeypatch.setattr(s3_client, "_FIRST_PAUSE_S", 0.0)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import FORMATS, ExportFolder, Format
 from featx.export.selection import ExportSelection
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock, sync_entries
 from featx.store import FeatureStore, layout, matching_layers
 from featx.types import with_features
 
@@ -179,7 +179,7 @@ def _write_all(
             disk.make_folder(path.parent)
             (temporary / name).rename(path)
         for parent in {path.parent for path in paths}:
-            disk.sync_folder(parent)
+            sync_entries(parent, parent)
     finally:
         disk.remove(temporary)
     return record

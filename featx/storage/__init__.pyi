@@ -1,8 +1,8 @@
 from . import s3_outage as s3_outage
+from .durability import sync_entries as sync_entries
 from .folder_lock import exclusive_lock as exclusive_lock
 from .local_file import RawFile as RawFile
 from .local_file import is_local as is_local
-from .local_folder import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .local_folder import AtomicFolder as AtomicFolder
 from .local_folder import disk_mismatch_error as disk_mismatch_error
 from .local_folder import memory_mismatch_error as memory_mismatch_error
@@ -12,6 +12,7 @@ from .s3_folder import open_folder as open_folder
 from .s3_path import S3Path as S3Path
 from .s3_path import is_url as is_url
 from .s3_path import parse_path as parse_path
+from .unfinished_file import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .unfinished_file import PositionedFile as PositionedFile
 from .unfinished_file import ReservedFile as ReservedFile
 from .unfinished_file import UnfinishedFile as UnfinishedFile

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from featx.errors import ObjectStoreError, StorageError
+from featx.errors import FeatxError, ObjectStoreError, StorageError
 
 T = TypeVar("T")
 
@@ -65,6 +66,22 @@ def with_retries(path: Path, write: Callable[[], T]) -> T:
                 raise storage_error(path, error) from error
             time.sleep(wait_s)
     raise AssertionError("unreachable")
+
+
+def sync_entries(folder: Path, path: Path) -> None:
+    """Sync the entries of a folder for a file in it; retried like a write."""
+    with_retries(path, lambda: sync_folder(folder))
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, doing: str = "writing") -> Iterator[None]:
+    """Raise an OSError of the block as the StorageError of a file; errors of featx pass."""
+    try:
+        yield
+    except FeatxError:
+        raise  # StoreError is an OSError too
+    except OSError as error:
+        raise storage_error(path, error, doing) from error
 
 
 def storage_error(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featx.errors import StoreError, StoreLockedError
-from featx.storage.durability import sync_folder, with_retries
+from featx.storage.durability import sync_entries
 
 _held: set[int] = set()
 """Descriptors of the locks that this process holds."""
@@ -79,7 +79,7 @@ def exclusive_lock(path: Path) -> Iterator[int]:
         )
         _write_holder(descriptor, holder_text)
         # Names that a killed holder created may not be synced yet, and this run relies on them.
-        with_retries(path.parent, lambda: sync_folder(path.parent))
+        sync_entries(path.parent, path.parent)
         yield descriptor
         if descriptor in _held:
             _write_holder(descriptor, "")

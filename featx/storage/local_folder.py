@@ -9,27 +9,31 @@ the file survives a crash of the process and of the machine, as far as fsync kee
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import glob
 import itertools
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from featx.errors import FeatxError, RunError, StoreError
-from featx.storage.durability import storage_error, sync_folder, with_retries, write_all
+from featx.errors import RunError, StoreError
+from featx.storage.durability import (
+    storage_errors,
+    sync_entries,
+    sync_folder,
+    with_retries,
+    write_all,
+)
 from featx.storage.folder_lock import exclusive_lock
-from featx.storage.unfinished_file import ReservedFile, UnfinishedFile
-
-TEMPORARY_PREFIX = ".tmp-"
-"""Prefix of the names of temporary files and folders."""
-
-_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
-"""Errors of os.link on file systems without hard links, or with a limit on their number."""
+from featx.storage.unfinished_file import (
+    TEMPORARY_PREFIX,
+    ReservedFile,
+    TemporaryFile,
+    UnfinishedFile,
+    temporary_name,
+)
 
 
 class AtomicFolder:
@@ -71,8 +75,8 @@ class AtomicFolder:
             # parent; without that, everything below could be lost with it in a power failure. A
             # folder that we may not read belongs to others, so no run of ours created it.
             if folder.parent in (there, there.parent) and os.access(there.parent, os.R_OK):
-                self._sync_entries(there.parent, folder)
-            self._sync_entries(folder.parent if new else folder, folder)
+                sync_entries(there.parent, folder)
+            sync_entries(folder.parent if new else folder, folder)
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
         """Create a file, complete or not at all.
@@ -87,17 +91,7 @@ class AtomicFolder:
         Raises:
             RunError: the disk is full or fails; nothing is left behind.
         """
-
-        def write() -> bool:
-            with self._temporary(path) as temporary:
-                self._write_synced(temporary, data)
-                return self._link(temporary, path)
-
-        # The content is on disk before the name exists, and the name before the call returns. The
-        # two are retried apart: a second write would find the name that the first one created.
-        created = with_retries(path, write)
-        self._sync_entries(path.parent, path)
-        return created
+        return self._write(path, data, replace=False)
 
     def create(self, path: Path, text: str) -> bool:
         """Create a small file that need not survive a power failure; False if it exists."""
@@ -114,14 +108,15 @@ class AtomicFolder:
         Raises:
             RunError: the disk is full or fails; the old content is still there.
         """
+        self._write(path, data, replace=True)
 
-        def write() -> None:
-            with self._temporary(path) as temporary:
-                self._write_synced(temporary, data)
-                os.replace(temporary, path)  # noqa: PTH105 - all system calls in one manner
+    def replace_unlocked(self, path: Path, data: bytes) -> None:
+        """Replace the content of a file from a job that holds no lock on the folder.
 
-        with_retries(path, write)
-        self._sync_entries(path.parent, path)
+        Temporary files that killed processes left for the same path are deleted first, as no later
+        run would find them.
+        """
+        self._write(path, data, replace=True, has_lock=False)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
         """Replace the content of a file if it holds `before`; on a disk the lock guarantees that.
@@ -144,11 +139,11 @@ class AtomicFolder:
             path: file, created if it does not exist.
             text: text; surrogates from undecodable keys become their original bytes.
         """
-        try:
-            with path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
-                file.write(text)
-        except OSError as error:
-            raise storage_error(path, error) from error
+        with (
+            storage_errors(path),
+            path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file,
+        ):
+            file.write(text)
 
     def write_best_effort(self, path: Path, text: str) -> None:
         """Replace the content of a file that only informs people.
@@ -157,9 +152,9 @@ class AtomicFolder:
         """
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            with self._temporary(path) as temporary:
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(path)
+            with TemporaryFile(path) as file:
+                write_all(file.descriptor, text.encode(), 0)
+                file.take_name(replace=True)
 
     def remove_best_effort(self, path: Path) -> None:
         """Delete a file written by `write_best_effort`, and its folder if that is empty."""
@@ -183,28 +178,14 @@ class AtomicFolder:
         Raises:
             RunError: the disk is full or fails; nothing is left behind.
         """
-        try:
-            with self._temporary(path) as temporary:
-                descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-                try:
-                    file = ReservedFile(descriptor, size)
-                    try:
-                        yield file
-                    except Exception:
-                        file.raise_failure()  # a failed write is the cause of the error at hand
-                        raise
-                    file.finish()
-                finally:
-                    os.close(descriptor)
-                if replace:
-                    os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
-                else:
-                    self._link(temporary, path)
-            self._sync_entries(path.parent, path)
-        except FeatxError:
-            raise  # an error of the block; StoreError is an OSError too
-        except OSError as error:
-            raise storage_error(path, error) from error
+        with self._new_file(path, replace) as temporary:
+            file = ReservedFile(temporary.descriptor, size)
+            try:
+                yield file
+            except Exception:
+                file.raise_failure()  # a failed write is the cause of the error at hand
+                raise
+            file.finish()
 
     def begin_file(self, path: Path, replace: bool = False) -> UnfinishedFile:
         """Begin a file that is written at any address and gets its name at the end.
@@ -216,9 +197,7 @@ class AtomicFolder:
         Raises:
             RunError: the disk is full or fails.
         """
-        temporary = self._temporary_name(path)
-        name = self._rename if replace else self._link
-        return with_retries(path, lambda: UnfinishedFile(path, temporary, name, self._sync_entries))
+        return with_retries(path, lambda: UnfinishedFile(path, replace))
 
     @contextlib.contextmanager
     def stream_file(self, path: Path) -> Iterator[BinaryIO]:
@@ -227,38 +206,11 @@ class AtomicFolder:
         Raises:
             RunError: the disk is full or fails; the old content is still there.
         """
-        try:
-            self._remove_abandoned(path)
-            with self._temporary(path) as temporary, temporary.open("xb") as file:
-                _mark_in_use(file)
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
-            self._sync_entries(path.parent, path)
-        except FeatxError:
-            raise  # an error of the block, as in `reserve_file`
-        except OSError as error:
-            raise storage_error(path, error) from error
-
-    def replace_unlocked(self, path: Path, data: bytes) -> None:
-        """Replace the content of a file from a job that holds no lock on the folder.
-
-        Temporary files that killed processes left for the same path are deleted first, as no later
-        run would find them.
-        """
-
-        def write() -> None:
-            self._remove_abandoned(path)
-            with self._temporary(path) as temporary, temporary.open("xb") as file:
-                _mark_in_use(file)
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
-
-        with_retries(path, write)
-        self._sync_entries(path.parent, path)
+        with (
+            self._new_file(path, replace=True, has_lock=False) as temporary,
+            open(temporary.descriptor, "wb", closefd=False) as file,
+        ):
+            yield file
 
     @contextlib.contextmanager
     def fill_folder(self, path: Path) -> Iterator[Path]:
@@ -270,8 +222,8 @@ class AtomicFolder:
         Raises:
             RunError: the disk is full or fails, or `path` is a folder with files.
         """
-        temporary = self._temporary_name(path)
-        try:
+        temporary = temporary_name(path)
+        with storage_errors(path):
             try:
                 temporary.mkdir()
                 yield temporary
@@ -280,15 +232,11 @@ class AtomicFolder:
                     for name in names:
                         with (Path(folder) / name).open("rb") as file:
                             os.fsync(file.fileno())
-                    self.sync_folder(Path(folder))
+                    sync_folder(Path(folder))
                 temporary.rename(path)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self._sync_entries(path.parent, path)
-        except FeatxError:
-            raise
-        except OSError as error:
-            raise storage_error(path, error) from error
+            sync_entries(path.parent, path)
 
     def set_aside(self, path: Path, folder: Path) -> Path:
         """Rename a file that is damaged or another run's to NAME.damaged in a folder.
@@ -296,31 +244,19 @@ class AtomicFolder:
         If there is such a file already, the name is NAME.2.damaged, and so on: nothing is deleted.
         """
         target = next(name for name in names_aside(path, folder) if not os.path.lexists(name))
-        try:
-            os.replace(path, target)  # noqa: PTH105 - as in `replace`
-        except OSError as error:
-            raise storage_error(path, error, "renaming") from error
-        self._sync_entries(folder, path)
-        self._sync_entries(path.parent, path)
+        with storage_errors(path, "renaming"):
+            os.replace(path, target)  # noqa: PTH105 - all system calls in one manner
+        sync_entries(folder, path)
+        sync_entries(path.parent, path)
         return target
 
     def remove(self, path: Path) -> None:
         """Delete a file or a folder of the store, if it exists."""
-        try:
+        with storage_errors(path, "deleting"):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        except OSError as error:
-            raise storage_error(path, error, "deleting") from error
-
-    def sync_folder(self, folder: Path) -> None:
-        """Sync the entries of a folder, so that new names in it survive a power failure.
-
-        Raises:
-            OSError: the disk fails.
-        """
-        sync_folder(folder)
 
     def lock(self, path: Path) -> contextlib.AbstractContextManager[int]:
         """Hold the exclusive lock of the store within the block; see `exclusive_lock`."""
@@ -333,71 +269,51 @@ class AtomicFolder:
             folder = folder.parent
         return shutil.disk_usage(folder).free
 
-    def _sync_entries(self, folder: Path, path: Path) -> None:
-        """Sync the entries of a folder for a file in it; retried like a write."""
-        with_retries(path, lambda: self.sync_folder(folder))
+    def _write(
+        self, path: Path, data: bytes | memoryview, replace: bool, has_lock: bool = True
+    ) -> bool:
+        """Write a new file and give it its final name; False if that is taken and is to be kept."""
+
+        def write() -> bool:
+            with self._temporary(path, has_lock) as file:
+                write_all(file.descriptor, data, 0)
+                return file.publish(replace)
+
+        # The content is on disk before the name exists, and the name before the call returns. The
+        # two are retried apart: a second write would find the name that the first one created.
+        created = with_retries(path, write)
+        sync_entries(path.parent, path)
+        return created
 
     @contextlib.contextmanager
-    def _temporary(self, path: Path) -> Iterator[Path]:
-        """Temporary name in the folder of `path`; a file with this name is deleted at the end."""
-        temporary = self._temporary_name(path)
-        try:
-            yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
+    def _new_file(
+        self, path: Path, replace: bool, has_lock: bool = True
+    ) -> Iterator[TemporaryFile]:
+        """New file that the block writes; it gets its final name when the block succeeds."""
+        with storage_errors(path):
+            with self._temporary(path, has_lock) as file:
+                yield file
+                file.publish(replace)
+            sync_entries(path.parent, path)
 
-    def _temporary_name(self, path: Path) -> Path:
-        """New temporary name in the folder of `path`."""
-        return path.parent / f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
+    def _temporary(self, path: Path, has_lock: bool) -> TemporaryFile:
+        """Begin a new file.
 
-    def _remove_abandoned(self, path: Path) -> None:
-        """Delete temporary files for a path whose writers are dead, and so hold no lock on them."""
-        for leftover in path.parent.glob(f"{TEMPORARY_PREFIX}{glob.escape(path.name)}.*"):
-            with contextlib.suppress(OSError), leftover.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink()
-
-    def _write_synced(self, path: Path, data: bytes | memoryview) -> None:
-        """Write a new file and sync its content."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            write_all(descriptor, data, 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _link(self, temporary: Path, path: Path) -> bool:
-        """Give a synced temporary file its final name; False if the name is taken.
-
-        A hard link fails if the name exists, whereas a rename would replace the file silently.
+        Without the lock of the folder, temporary files for the same path whose writers are dead,
+        and so hold no lock on them, are deleted first. The new one is locked until it is closed;
+        the kernel releases the lock of a killed process. On a file system without locks no process
+        gets one, so no process deletes the file.
         """
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            # Between this check and the rename, only the lock of the store keeps other writers out.
-            if path.exists():
-                return False
-            temporary.rename(path)
-        return True
-
-    def _rename(self, temporary: Path, path: Path) -> bool:
-        """Give a synced temporary file its final name, in place of an existing file."""
-        os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
-        return True
-
-
-def _mark_in_use(file: BinaryIO) -> None:
-    """Lock a temporary file until it is closed, to show that its writer is alive.
-
-    The kernel releases the lock of a killed process. On a file system without locks no process
-    gets one, so no process deletes the file.
-    """
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if has_lock:
+            return TemporaryFile(path)
+        for leftover in path.parent.glob(f"{TEMPORARY_PREFIX}{glob.escape(path.name)}.*"):
+            with contextlib.suppress(OSError), leftover.open("rb") as abandoned:
+                fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink()
+        file = TemporaryFile(path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
 
 
 def names_aside(path: Path, folder: Path) -> Iterator[Path]:

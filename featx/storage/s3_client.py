@@ -4,14 +4,20 @@ All requests go through `request`, which succeeds or raises an OSError with an e
 region and endpoint come from where AWS tools look for them (AWS_* in the environment, ~/.aws, the
 role of the machine); featx does not ask for, keep or print credentials.
 
-If the server does not answer, readers and starting runs get an error at once; a run in progress
-waits, see `s3_outage.waiting_limit`.
+If the server does not answer, readers and starting runs get an error after a few attempts; a run in
+progress waits, see `s3_outage.waiting_limit`.
+
+The client is botocore and not obstore (0.12.1): a process that was forked from one that used
+obstore, as the workers of a DataLoader are, hangs at its first request without an error
+(tests/store/test_object_reading.py:test_other_processes_read_too[fork]). It also reads no
+credentials from ~/.aws, so that botocore would be needed besides.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import random
 import time
@@ -30,11 +36,11 @@ CONNECTIONS = 16
 ATTEMPTS = 4
 """Number of attempts until the server counts as unavailable.
 
-A request is repeated if it gets no answer, or one that asks to retry.
+A request is repeated if it gets no answer, one that breaks off, or one that asks to retry.
 """
 
-_MAX_PAUSE_S = 20.0
-"""Longest pause in seconds between two attempts during an outage."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 20.0
+"""Shortest and longest pause in seconds between two attempts; each is twice the one before."""
 
 # Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
 # reports their HTTP status instead of a code.
@@ -80,78 +86,57 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
         the answer; its `Body` is read completely, as bytes.
     """
     s3 = client(os.getpid())  # raises an error with the name of a missing extra
+    from botocore.exceptions import BotoCoreError, ClientError
+
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
-    since: float | None = None
-    pause_s = 1.0
-    while True:
+    since = 0.0
+    for attempt in itertools.count():
         try:
-            answer = _attempt_request(s3, operation, parameters, url)
-        except ObjectStoreError as error:
-            if error.errno != errno.EAGAIN:
-                s3_outage.record_answer()
-                raise
-            since = time.monotonic() if since is None else since
-            # The jitter keeps the workers of a cluster from repeating their requests all at once.
-            pause = pause_s * random.uniform(0.5, 1.0)
-            if not s3_outage.wait(error, since, pause):
-                raise
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-        except OSError:
-            s3_outage.record_answer()
-            raise
+            answer: dict[str, Any] = getattr(s3, operation)(**parameters)
+            if "Body" in answer:
+                answer["Body"] = answer["Body"].read()
+        except (BotoCoreError, ClientError, OSError) as error:
+            described = _error_of(error, url)
+            try:
+                if not isinstance(described, ObjectStoreError) or described.errno != errno.EAGAIN:
+                    s3_outage.record_answer()
+                    raise described from error
+                since = since or time.monotonic()
+                # The jitter keeps the workers of a cluster from repeating their requests at once.
+                pause_s = min(_FIRST_PAUSE_S * 2**attempt, _MAX_PAUSE_S) * random.uniform(0.5, 1)
+                if attempt + 1 < ATTEMPTS:
+                    time.sleep(pause_s)
+                elif not s3_outage.wait(described, since, pause_s):
+                    raise described from error
+            finally:
+                del described  # a cycle with its traceback would keep the connection open
         else:
             s3_outage.record_answer()
             return answer
-
-
-def _attempt_request(
-    s3: Any, operation: str, parameters: dict[str, Any], url: str
-) -> dict[str, Any]:
-    """Perform a request with up to ATTEMPTS attempts."""
-    from botocore.exceptions import (
-        BotoCoreError,
-        ClientError,
-        ConnectionError,
-        HTTPClientError,
-        IncompleteReadError,
-        NoCredentialsError,
-    )
-
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            answer: dict[str, Any] = getattr(s3, operation)(**parameters)
-            try:
-                if "Body" in answer:
-                    answer["Body"] = answer["Body"].read()
-            except (HTTPClientError, IncompleteReadError, OSError):
-                # botocore repeats failed requests, but not those whose answer breaks off.
-                if attempt < ATTEMPTS:
-                    continue
-                raise
-            return answer
-        except ClientError as error:
-            described = _error_of(error.response, url)
-            # botocore has already repeated requests that failed with status 500 or more.
-            should_retry = error.response.get("Error", {}).get("Code") in _RETRYABLE
-            if should_retry and attempt < ATTEMPTS:
-                time.sleep(0.1 * 2**attempt)
-                continue
-            raise described from error
-        except (BotoCoreError, OSError) as error:
-            text = f"{type(error).__name__}: {error}".rstrip(".")
-            if isinstance(error, NoCredentialsError):
-                text += "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            transient = (ConnectionError, HTTPClientError, IncompleteReadError, OSError)
-            number = errno.EAGAIN if isinstance(error, transient) else errno.EIO
-            raise ObjectStoreError(number, text, url) from error
     raise AssertionError("unreachable")
 
 
-def _error_of(response: dict[str, Any], url: str) -> OSError:
-    """OSError for an error response of the server."""
-    details = response.get("Error", {})
+def _error_of(error: Exception, url: str) -> OSError:
+    """OSError for a request without an answer, or for an error response of the server.
+
+    Its errno is EAGAIN if the same request may succeed later.
+    """
+    from botocore import exceptions
+
+    if not isinstance(error, exceptions.ClientError):
+        text = f"{type(error).__name__}: {error}".rstrip(".")
+        if isinstance(error, exceptions.NoCredentialsError):
+            text += "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        transient = (
+            exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.IncompleteReadError,
+            OSError,
+        )  # fmt: skip
+        return ObjectStoreError(
+            errno.EAGAIN if isinstance(error, transient) else errno.EIO, text, url
+        )
+    details = error.response.get("Error", {})
     code = str(details.get("Code", ""))
-    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     text = f"{code}: {details.get('Message', '')}".rstrip(".: ")
     if code in _NOT_FOUND:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
@@ -175,7 +160,7 @@ def client(process: int) -> Any:
     from botocore.config import Config
 
     config = Config(
-        retries={"mode": "standard", "max_attempts": ATTEMPTS},
+        retries={"mode": "standard", "total_max_attempts": 1},  # `request` repeats
         connect_timeout=10,
         read_timeout=60,
         max_pool_connections=CONNECTIONS,

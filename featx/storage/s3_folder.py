@@ -116,9 +116,6 @@ class S3Folder(AtomicFolder):
         except OSError as error:
             raise storage_error(path, error, "deleting") from error
 
-    def sync_folder(self, folder: Path) -> None:
-        """Do nothing: acknowledged objects are durable."""
-
     def free_bytes(self) -> int:
         """Size that no store reaches, as a bucket has no limit."""
         return _UNLIMITED_BYTES

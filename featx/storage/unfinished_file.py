@@ -6,13 +6,19 @@ import contextlib
 import errno
 import io
 import os
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from featx.errors import FeatxError
-from featx.storage.durability import storage_error, with_retries, write_all
+from featx.storage.durability import storage_errors, sync_entries, with_retries, write_all
+
+TEMPORARY_PREFIX = ".tmp-"
+"""Prefix of the names of temporary files and folders."""
+
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
+"""Errors of os.link on file systems without hard links, or with a limit on their number."""
 
 
 class PositionedFile(io.RawIOBase):
@@ -109,10 +115,94 @@ class ReservedFile(PositionedFile):
             raise failure
 
     def finish(self) -> None:
-        """Release unused space and sync the content."""
+        """Release unused space."""
         self.raise_failure()
         os.ftruncate(self._descriptor, self.size)
-        os.fsync(self._descriptor)
+
+
+class TemporaryFile:
+    """New file under a temporary name in the folder of its final one, open for any access.
+
+    It is deleted at the end of a `with` block unless it got its final name, by the process that
+    created it and not by a forked child.
+
+    Args:
+        path: final name.
+
+    Attributes:
+        descriptor: its file descriptor.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._temporary = path, temporary_name(path)
+        self.descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._process = os.getpid()
+        self._is_open = True
+
+    def __enter__(self) -> TemporaryFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    def publish(self, replace: bool, check: Callable[[], None] | None = None) -> bool:
+        """Sync the file, check it, and give it its final name; see `take_name`.
+
+        Args:
+            replace: replace an existing file; otherwise an existing file is kept.
+            check: compares the file, past the page cache, with what was written.
+        """
+        os.fsync(self.descriptor)
+        if check is not None:
+            if hasattr(os, "posix_fadvise"):  # not on macOS
+                os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # reads ahead
+            check()
+        return self.take_name(replace)
+
+    def take_name(self, replace: bool) -> bool:
+        """Close the file and give it its final name; False if that is taken and is to be kept.
+
+        A hard link fails if the name exists, whereas a rename would replace the file silently.
+        """
+        self._close()
+        if replace:
+            os.replace(self._temporary, self._path)  # noqa: PTH105 - all system calls in one manner
+            return True
+        try:
+            os.link(self._temporary, self._path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            # Between this check and the rename, only the lock of the store keeps other writers out.
+            if self._path.exists():
+                return False
+            self._temporary.rename(self._path)
+        return True
+
+    def discard(self) -> None:
+        """Close the file and delete its temporary name; its final name stays."""
+        if os.getpid() != self._process:
+            return
+        with contextlib.suppress(OSError):  # nothing of a discarded file is needed
+            self._close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        """Close the file, once; a network disk may report a failed write here."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self.descriptor)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a new temporary name in the folder of `path`."""
+    return path.parent / f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
 
 
 class UnfinishedFile:
@@ -123,26 +213,16 @@ class UnfinishedFile:
 
     Args:
         path: final name.
-        temporary: temporary name in the same folder.
-        link: gives the temporary file the final name; returns False if the name is taken and the
-            existing file is kept.
-        sync_entries: syncs the entries of a folder, for a file in it.
+        replace: replace an existing file; otherwise an existing file is kept.
 
     Raises:
         OSError: the file cannot be created.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        temporary: Path,
-        link: Callable[[Path, Path], bool],
-        sync_entries: Callable[[Path, Path], None],
-    ) -> None:
+    def __init__(self, path: Path, replace: bool) -> None:
         self.path = path
-        self._link = link
-        self._sync_entries = sync_entries
-        self._file = _TemporaryFile(temporary)
+        self._replace = replace
+        self._file = TemporaryFile(path)
         self._descriptor = self._file.descriptor
         # An exception that is still shown may keep this object alive: the end of the interpreter
         # deletes the file at the latest.
@@ -168,14 +248,12 @@ class UnfinishedFile:
             RunError: the disk fails.
         """
         done = 0
-        try:
+        with storage_errors(self.path, "reading back"):
             while done < len(buffer):
                 count = os.preadv(self._descriptor, [buffer[done:]], address + done)
                 if not count:
                     break
                 done += count
-        except OSError as error:
-            raise storage_error(self.path, error, "reading back") from error
         return done
 
     def publish(self, check: Callable[[], None]) -> bool:
@@ -195,49 +273,15 @@ class UnfinishedFile:
         Raises:
             RunError: the disk is full or fails; nothing is left behind.
         """
-        try:
-            os.fsync(self._descriptor)
-            if hasattr(os, "posix_fadvise"):  # not on macOS
-                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # reads ahead
-            check()
-            self._file.close()
-            # The content is on disk before the name exists, and the name before the call returns.
-            created = self._link(self._file.path, self.path)
-            self.discard()
-            self._sync_entries(self.path.parent, self.path)
-        except FeatxError:
-            raise  # an error of `check`; StoreError is an OSError too
-        except OSError as error:
-            raise storage_error(self.path, error) from error
-        finally:
-            self.discard()
+        with storage_errors(self.path):
+            try:
+                # The content is on disk before the name, and the name before the call returns.
+                created = self._file.publish(self._replace, check)
+            finally:
+                self.discard()
+            sync_entries(self.path.parent, self.path)
         return created
 
     def discard(self) -> None:
         """Close the file and delete its temporary name, once; its final name stays."""
         self._discard()
-
-
-class _TemporaryFile:
-    """Open file that is deleted by the process that created it, and not by a forked child."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        self._process = os.getpid()
-        self._is_open = True
-
-    def close(self) -> None:
-        """Close the file, once; a network disk may report a failed write here."""
-        if self._is_open:
-            self._is_open = False
-            os.close(self.descriptor)
-
-    def discard(self) -> None:
-        """Close the file and delete this name of it."""
-        if os.getpid() != self._process:
-            return
-        with contextlib.suppress(OSError):  # nothing of a discarded file is needed
-            self.close()
-        self.path.unlink(missing_ok=True)

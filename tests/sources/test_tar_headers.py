@@ -155,7 +155,7 @@ def test_an_extended_header_that_claims_gigabytes_is_not_read() -> None:
         asked.append(length)
         return info.tobuf(tarfile.GNU_FORMAT)[offset : offset + length]
 
-    with pytest.raises(CutOffError, match="claims a name of"):
+    with pytest.raises(CutOffError, match="header at byte 0 is damaged"):
         list(members(read))
     assert max(asked) <= 512
 
@@ -179,14 +179,13 @@ def test_impossible_sizes_end_the_tar(start: bytes) -> None:
     assert "claims an impossible size" in str(error) or "is damaged" in str(error)
 
 
-@pytest.mark.slow
-def test_a_pax_header_of_a_mebibyte_is_read_in_linear_time() -> None:
-    records = {f"k{i}": "v" for i in range(78_000)}
-    data = pax_header(records) + bytes(1024)
-    assert len(data) > 900_000
+def test_a_pax_header_of_a_mebibyte_is_not_parsed() -> None:
+    """Python before 3.11.10 takes seconds for it (CVE-2024-6232)."""
+    data = pax_header({f"k{i}": "v" for i in range(78_000)}) + bytes(1024)
     started = time.process_time()
-    assert [member.name for member in found(data)] == [b"a.png"]
-    assert time.process_time() - started < 1  # it took 5 s
+    _, error = cut_off(data)
+    assert "is damaged" in str(error)
+    assert time.process_time() - started < 1
 
 
 @settings(max_examples=300, deadline=None)

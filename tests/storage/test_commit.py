@@ -414,8 +414,7 @@ def one_failed_sync(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         synced.append(folder)
 
-    for module in ("local_folder", "folder_lock"):
-        monkeypatch.setattr(f"featx.storage.{module}.sync_folder", sync)
+    monkeypatch.setattr("featx.storage.durability.sync_folder", sync)
     return synced
 
 

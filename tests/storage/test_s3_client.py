@@ -6,10 +6,11 @@ import errno
 import logging
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from object_server import MemoryServer, place
+from faulty_proxy import Exchange, Fault, drop_request, error, faulty_proxy
+from object_server import MemoryServer, environment, place
 
 from featx.errors import ObjectStoreError, StorageError
 from featx.storage import s3_client, s3_outage
@@ -17,81 +18,79 @@ from featx.storage.s3_folder import S3Folder
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
-botocore = pytest.importorskip("botocore.exceptions")
+pytest.importorskip("botocore")
+
+BUSY = error(500, "InternalError")
+THROTTLED = error(429, "TooManyRequests")
+CUT_OFF = error(400, "RequestTimeout")
+REFUSED = error(400, "ExpiredToken")
 
 
 class Server:
-    """Answers requests, or not: `down` is True, or counts the requests that fail next.
+    """A server whose objects all hold one byte, which answers or not.
 
-    Args:
-        error: raised while it is down.
+    Attributes:
+        down: True, or the number of the requests that fail next.
+        made: number of requests.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, fault: Fault) -> None:
         self.down: bool | int = False
         self.made = 0
-        self._error = error
+        self._fault = fault
 
-    def head_object(self, **parameters: Any) -> dict[str, Any]:
+    def choose(self, method: str, path: str) -> Fault:
         self.made += 1
-        if self.down:
-            if self.down is not True:
-                self.down -= 1
-            raise self._error
-        return {"ContentLength": 1, "ETag": "etag", "LastModified": _Date()}
+        if not self.down:
+            return _one_byte
+        if self.down is not True:
+            self.down -= 1
+        return self._fault
 
 
-class _Date:
-    def timestamp(self) -> float:
-        return 0.0
+def _one_byte(exchange: Exchange) -> None:
+    headers = [("ETag", '"tag"'), ("Last-Modified", "Fri, 27 Nov 2026 00:00:00 GMT")]
+    exchange.answer(200, headers, b"x")
 
 
-UNREACHABLE = botocore.EndpointConnectionError(endpoint_url="http://there")
-BUSY = botocore.ClientError(
-    {"Error": {"Code": "InternalError"}, "ResponseMetadata": {"HTTPStatusCode": 500}}, "HeadObject"
-)
-THROTTLED = botocore.ClientError(
-    {"Error": {"Code": "TooManyRequests"}, "ResponseMetadata": {"HTTPStatusCode": 429}},
-    "PutObject",
-)
-THROTTLED_HEAD = botocore.ClientError(
-    {"Error": {"Code": "429"}, "ResponseMetadata": {"HTTPStatusCode": 429}}, "HeadObject"
-)
-CUT_OFF = botocore.ClientError(
-    {"Error": {"Code": "RequestTimeout"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, "PutObject"
-)
-REFUSED = botocore.ClientError(
-    {"Error": {"Code": "ExpiredToken"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, "HeadObject"
-)
+def truncated(exchange: Exchange) -> None:
+    exchange.answer(200, [("ETag", '"tag"')], b"x", length=2)
+    exchange.drop()
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Server:
-    made = Server(getattr(request, "param", UNREACHABLE))
-    monkeypatch.setattr(s3_client, "client", lambda process: made)
+def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = Server(getattr(request, "param", drop_request))
     monkeypatch.setattr(s3_outage, "_outage", s3_outage.Outage())
     monkeypatch.setattr(s3_outage, "_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(s3_client, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(s3_client, "_MAX_PAUSE_S", 0.05)
-    monkeypatch.setattr(s3_client.random, "uniform", lambda low, high: 0.05)
-    return made
+    with faulty_proxy("http://nowhere", made.choose) as proxy:
+        for name, value in environment(proxy.url).items():
+            monkeypatch.setenv(name, value)
+        s3_client.client.cache_clear()
+        yield made
+        s3_client.client.cache_clear()
 
 
-@pytest.mark.parametrize("server", [THROTTLED, THROTTLED_HEAD, CUT_OFF], indirect=True)
-def test_a_server_that_limits_its_clients_is_waited_for(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3_client.time, "sleep", lambda seconds: None)
+def size_of_object() -> int:
+    """What a reader asks for: an object that has one byte."""
+    return len(s3_client.read("bucket", "key")[0])
+
+
+@pytest.mark.parametrize("server", [THROTTLED, CUT_OFF, truncated], indirect=True)
+def test_a_server_that_limits_its_clients_is_waited_for(server: Server) -> None:
     server.down = 2 * s3_client.ATTEMPTS
     with s3_outage.waiting_limit(60):
-        assert s3_client.head("bucket", "key").size == 1
+        assert size_of_object() == 1
     assert server.made == 2 * s3_client.ATTEMPTS + 1
 
 
-@pytest.mark.parametrize("server", [UNREACHABLE, BUSY], indirect=True)
+@pytest.mark.parametrize("server", [drop_request, BUSY], indirect=True)
 def test_a_run_waits_and_says_so_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    server.down = 5
+    server.down = s3_client.ATTEMPTS + 2
     with s3_outage.waiting_limit(60):
-        assert s3_client.head("bucket", "key").size == 1
+        assert size_of_object() == 1
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     waits, answers = (record.getMessage() for record in caplog.records)
     assert waits.startswith("s3://bucket/key: ")
@@ -99,14 +98,14 @@ def test_a_run_waits_and_says_so_once(server: Server, caplog: pytest.LogCaptureF
     assert answers.startswith("the object store answers again after ")
 
 
-@pytest.mark.parametrize("server", [UNREACHABLE, BUSY], indirect=True)
+@pytest.mark.parametrize("server", [drop_request, BUSY], indirect=True)
 def test_who_only_reads_is_told_at_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.down = True
     with pytest.raises(ObjectStoreError) as output:
-        s3_client.head("bucket", "key")
+        size_of_object()
     assert output.value.errno == errno.EAGAIN
     assert output.value.exit_code == 2
-    assert server.made == 1
+    assert server.made == s3_client.ATTEMPTS
     assert caplog.records == []
 
 
@@ -117,7 +116,7 @@ def test_what_is_refused_is_not_waited_for(server: Server) -> None:
         s3_outage.waiting_limit(60),
         pytest.raises(ObjectStoreError, match=r"refuses it \(ExpiredToken"),
     ):
-        s3_client.head("bucket", "key")
+        size_of_object()
     assert server.made == 1
 
 
@@ -126,22 +125,22 @@ def test_when_the_limit_is_over_nobody_waits_again(server: Server) -> None:
     with s3_outage.waiting_limit(0.3):
         began = time.monotonic()
         with pytest.raises(ObjectStoreError):
-            s3_client.head("bucket", "key")
+            size_of_object()
         assert 0.25 < time.monotonic() - began < 5
         made = server.made
         with pytest.raises(ObjectStoreError):
-            s3_client.head("bucket", "another")
-        assert server.made == made + 1
+            size_of_object()
+        assert server.made == made + s3_client.ATTEMPTS
         server.down = False
-        assert s3_client.head("bucket", "key").size == 1
-        server.down = 3
-        assert s3_client.head("bucket", "key").size == 1, "after an answer the limit counts anew"
+        assert size_of_object() == 1
+        server.down = s3_client.ATTEMPTS + 2
+        assert size_of_object() == 1, "after an answer the limit counts anew"
 
 
 def test_heartbeats_do_not_wait(server: Server) -> None:
     server.down = True
     with s3_outage.waiting_limit(60), s3_outage.without_waiting(), pytest.raises(ObjectStoreError):
-        s3_client.head("bucket", "key")
+        size_of_object()
 
 
 def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
@@ -150,7 +149,7 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
 
     def look() -> None:
         try:
-            s3_client.head("bucket", "key")
+            size_of_object()
         except ObjectStoreError as error:
             failed.append(error)
 
@@ -162,9 +161,9 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
         s3_outage.stop_waiting()
         thread.join(10)
     assert failed
-    server.down = 2
+    server.down = s3_client.ATTEMPTS + 1
     with s3_outage.waiting_limit(60):
-        assert s3_client.head("bucket", "key").size == 1
+        assert size_of_object() == 1
 
 
 def test_a_server_that_comes_and_goes_is_no_flood_of_lines(
@@ -172,8 +171,8 @@ def test_a_server_that_comes_and_goes_is_no_flood_of_lines(
 ) -> None:
     with s3_outage.waiting_limit(60):
         for _ in range(20):
-            server.down = 2
-            s3_client.head("bucket", "key")
+            server.down = s3_client.ATTEMPTS + 1
+            size_of_object()
     assert len(caplog.records) == 2
 
 
@@ -198,5 +197,5 @@ def test_runs_that_end_in_another_order_leave_no_patience(server: Server) -> Non
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     with pytest.raises(ObjectStoreError):
-        s3_client.head("bucket", "key")
-    assert server.made == 1
+        size_of_object()
+    assert server.made == s3_client.ATTEMPTS

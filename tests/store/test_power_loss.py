@@ -28,7 +28,7 @@ from system_calls import DiskModel, File, Op, Recording, Tree
 
 from featx.errors import FeatxError, StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder
-from featx.storage.durability import write_all
+from featx.storage.durability import sync_folder, write_all
 from featx.store import (
     FeatureStore,
     check_store,
@@ -563,7 +563,7 @@ def test_the_model_finds_what_a_name_given_too_early_falsifies(
         write_all(descriptor, data, 0)
         os.fsync(descriptor)
         os.close(descriptor)
-        disk.sync_folder(path.parent)
+        sync_folder(path.parent)
         return True
 
     monkeypatch.setattr(AtomicFolder, "publish", hasty)

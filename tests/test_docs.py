@@ -47,6 +47,7 @@ NOT_RUN = {
     "data=huggingface": "a data set of the Hub; tests/sources/test_huggingface_source.py makes one",
     "data=video": "FFmpeg; tests/sources/test_video_source.py makes videos",
     "store=runs/clip": "weights of a CLIP model; tests/jobs/test_zeroshot.py makes some",
+    "out=runs/clip": "weights of a CLIP model; tests/models/test_transformers_texts.py makes some",
     "name: pca, stats: runs/x": "a fragment, for whichever model has layer4",
     "model.golden=": "a file of the user's code; tests/models/test_golden.py runs the example",
     "data.root=slides": "whole-slide images; tests/sources/test_slides_source.py makes some",

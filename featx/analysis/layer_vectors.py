@@ -44,6 +44,7 @@ class LayerVectors:
             a vector of zeros, which has no cosine, becomes a vector that is FAR from all others.
         standardise: whether each value has the mean over the rows subtracted, and is divided by
             its standard deviation, before all else. A value that is equal in all rows becomes 0.
+        projection: (D, P) float32 by which rows of the store are multiplied first, or None.
 
     Attributes:
         root: path of the store.
@@ -66,6 +67,7 @@ class LayerVectors:
         unit: bool = False,
         centre: bool = False,
         standardise: bool = False,
+        projection: npt.NDArray[np.float32] | None = None,
     ) -> None:
         self._features = store[layer]
         self._store, self.layer, self.device = store, layer, device
@@ -73,7 +75,11 @@ class LayerVectors:
         self.rows = np.flatnonzero(store.ok) if rows is None else rows
         if not len(self.rows):
             raise ConfigError(f"{store.root} has no row of {layer} that is ok.")
-        self.width = int(np.prod(self._features.shape[1:], dtype=np.int64))
+        self._projection = projection
+        if projection is None:
+            self.width = int(np.prod(self._features.shape[1:], dtype=np.int64))
+        else:
+            self.width = projection.shape[1]
         self._unit, self._centre = False, None
         self._unit_centre: torch.Tensor | None = None
         self._all_vectors: torch.Tensor | None = None
@@ -173,6 +179,8 @@ class LayerVectors:
         is_range = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
         read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if is_range else rows]
         check_rows_present(self._store, self.layer, rows, read)
+        if self._projection is not None:
+            read = read.astype(np.float32) @ self._projection
         return self.prepare(read)
 
     def _centre_unit(self, vectors: torch.Tensor) -> torch.Tensor:

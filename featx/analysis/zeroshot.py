@@ -19,7 +19,7 @@ from featx.analysis.similarity import nearest_to
 from featx.base import choose_device
 from featx.config import Config, from_saved
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
-from featx.models import TEMPLATE_SETS, TextClassifier, text_classifier
+from featx.models import TEMPLATE_SETS, TextClassifier, TextVectors, text_classifier, text_vectors
 from featx.storage import open_folder
 from featx.store import FeatureStore, Run, layout, load_manifest, result_json
 
@@ -49,7 +49,9 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     run = _run_of(store)
     classes, prompts = class_names(config.zeroshot.classes, store)
     templates = read_templates(config.zeroshot.templates)
-    classifier = _classifier(store, run, prompts, templates, config.device)
+    model = from_saved(run.header.config).model
+    classifier = text_classifier(model, prompts, templates, choose_device(config.device))
+    _check_weights(store, model.name, classifier)
     head = _head(classifier)
     result = {
         "featx_zeroshot": FORMAT,
@@ -82,7 +84,8 @@ def search(
     """Find the images whose embeddings are nearest to texts, by the text tower of their model.
 
     Args:
-        store: store with the layer `embedding` of a model of open_clip.
+        store: store with the layer `embedding` of a model of open_clip, or of a CLIP or SigLIP of
+            transformers.
         text: a text, or q texts.
         k: number of images, limited to the number of rows.
         device: 'auto', 'cpu', 'cuda', ...
@@ -99,27 +102,40 @@ def search(
     if not texts or not all(each.strip() for each in texts):
         raise ConfigError("a text is empty: give what the images show.")
     opened = store if isinstance(store, FeatureStore) else FeatureStore(store)
-    classifier = _classifier(opened, _run_of(opened), texts, ["{}"], device)
-    return nearest_to(opened, EMBEDDING, classifier.weight.numpy(), k, "cosine", device)
+    model = from_saved(_run_of(opened).header.config).model
+    found = text_vectors(model, texts, choose_device(device))
+    _check_weights(opened, model.name, found)
+    return nearest_to(opened, EMBEDDING, found.vectors, k, "cosine", device, found.projection)
 
 
-def _classifier(
-    store: FeatureStore,
-    run: Run,
-    names: Sequence[str],
-    templates: Sequence[str] | str,
-    device: str,
-) -> TextClassifier:
-    """Compute the vectors of texts by the model of a store."""
-    model = from_saved(run.header.config).model
-    classifier = text_classifier(model, names, templates, choose_device(device))
-    if classifier.weights_sha256 != str(store.attrs["weights_sha256"]):
+def read_texts(option: str, given: str | Sequence[str]) -> list[str]:
+    """Return the texts of an option, or of the file NAME.txt that it names.
+
+    Raises:
+        DataError: the file cannot be read, or has no text.
+    """
+    if not isinstance(given, str):
+        return list(given)
+    if not given.endswith(".txt"):
+        return [given]
+    try:
+        lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{option}={given} cannot be read: {error}.") from error
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise DataError(f"{option}={given} has no text; expected one a line.")
+    return texts
+
+
+def _check_weights(store: FeatureStore, name: str, found: TextClassifier | TextVectors) -> None:
+    """Check that the image tower of a model is the one that a store was made with."""
+    if found.weights_sha256 != str(store.attrs["weights_sha256"]):
         raise StoreMismatchError(
-            f"the image tower of {model.name} has the SHA-256 "
-            f"{classifier.weights_sha256}, and the store was made with "
-            f"{store.attrs['weights_sha256']}. Extract it again, or give back the weights of then."
+            f"the image tower of {name} has the SHA-256 {found.weights_sha256}, and the store was "
+            f"made with {store.attrs['weights_sha256']}. Extract it again, or give back the "
+            "weights of then."
         )
-    return classifier
 
 
 def _run_of(store: FeatureStore) -> Run:

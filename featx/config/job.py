@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from featx.config.checks import Count, NaturalNumber, options
+from featx.config.checks import Count, NaturalNumber, OneOrMore, options
 from featx.errors import ConfigError
 
 MAX_CONFORMANCE_IMAGES = 16
@@ -140,6 +140,12 @@ class ReportConfig:
     """Largest number of images that are read again for thumbnails; 0 leaves them out."""
     tsne: bool = True
     """Plot t-SNE as well as PCA; false saves its time, and needs no scikit-learn."""
+    texts: OneOrMore[str] | None = None
+    """What images show, or a list of such texts, or a file NAME.txt with one a line: the page shows
+    the images nearest to each, as neighbors.text of job=neighbors ranks them."""
+    compare_stores: OneOrMore[str] | None = None
+    """Other stores, or a pattern such as runs/*: the page has the table of job=compare over this
+    store and them."""
 
 
 @options("zeroshot")

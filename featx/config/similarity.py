@@ -32,7 +32,7 @@ class NeighborsConfig:
     and its neighbours alone are found and printed."""
     text: OneOrMore[str] | None = None
     """What images show, or a list of such texts, or a file NAME.txt with one a line: the rows whose
-    embedding by a model of open_clip is nearest to each are printed."""
+    embedding by a model with a text tower is nearest to each are printed."""
     k: Count = 10
     """Number of neighbours of each row."""
     metric: Metric = "cosine"

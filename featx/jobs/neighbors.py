@@ -61,12 +61,12 @@ def run(config: Config, config_yaml: str) -> int:
 
 def _print_nearest_to_texts(given: str | Sequence[str], store: FeatureStore, config: Config) -> int:
     """Print the rows nearest to each text."""
-    from featx.analysis import search  # which imports torch
+    from featx.analysis import read_texts, search  # both import torch
 
     options = config.neighbors
     if config.layers not in (None, "embedding", ["embedding"], ("embedding",)):
         raise ConfigError("neighbors.text is compared with layers=embedding; leave layers out.")
-    texts = _texts(given)
+    texts = read_texts("neighbors.text", given)
     found = search(store, texts, options.k, config.device)
     results: list[dict[str, Any]] = [
         {"text": text, "nearest": _described(store, rows, scores, options.metric)}
@@ -75,22 +75,6 @@ def _print_nearest_to_texts(given: str | Sequence[str], store: FeatureStore, con
     tables = [_table(each["text"], each["nearest"], options.metric) for each in results]
     print_summary(config, {"layer": "embedding", "texts": results}, *tables)
     return 0
-
-
-def _texts(given: str | Sequence[str]) -> list[str]:
-    """Return the texts of an option, or of the file that it names."""
-    if not isinstance(given, str):
-        return list(given)
-    if not given.endswith(".txt"):
-        return [given]
-    try:
-        lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"neighbors.text={given} cannot be read: {error}.") from error
-    texts = [line.strip() for line in lines if line.strip()]
-    if not texts:
-        raise DataError(f"neighbors.text={given} has no text; expected one a line.")
-    return texts
 
 
 def _described(

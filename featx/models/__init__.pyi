@@ -28,4 +28,6 @@ from .name_hints import hint as hint
 from .preprocessing import stated_preprocess as stated_preprocess
 from .text_tower import TEMPLATE_SETS as TEMPLATE_SETS
 from .text_tower import TextClassifier as TextClassifier
+from .text_tower import TextVectors as TextVectors
 from .text_tower import text_classifier as text_classifier
+from .text_tower import text_vectors as text_vectors

@@ -1,4 +1,4 @@
-"""Zero-shot classifiers: the text tower of a CLIP model turns class names into a linear head."""
+"""Vectors of texts by the text tower of a model, and linear heads of class names made of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from featx.base import quiet_logs
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line
@@ -19,6 +21,7 @@ from featx.models.libraries.open_clip import (
 from featx.models.transformers.folder import refuse_code
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from featx.config import ModelConfig
@@ -45,6 +48,58 @@ class TextClassifier:
     weights_sha256: str
 
 
+@dataclass(frozen=True)
+class TextVectors:
+    """Vectors of texts in the space in which a model compares them with images by their cosine.
+
+    Attributes:
+        vectors: (q, P) float32.
+        projection: (D, P) float32 that takes the embedding of an image into this space; None if the
+            embedding is in it.
+        weights_sha256: SHA-256 of the image tower that belongs to them.
+    """
+
+    vectors: npt.NDArray[np.float32]
+    projection: npt.NDArray[np.float32] | None
+    weights_sha256: str
+
+
+def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device) -> TextVectors:
+    """Compute the vectors of texts, in the directions that the model's own library gives them.
+
+    Args:
+        config: options of a model with a text tower, with its weights: one of open_clip, or a
+            folder of CLIP or SigLIP of transformers.
+        texts: q texts.
+        device: device of the text tower.
+
+    Raises:
+        ConfigError: the model has no text tower or random weights, or a text is too long.
+        WeightsError: its weights or the files of its tokenizer cannot be loaded.
+    """
+    if config.library != "transformers":
+        classifier = text_classifier(config, texts, ["{}"], device)
+        return TextVectors(classifier.weight.numpy(), None, classifier.weights_sha256)
+    from featx.models.base import state_sha256
+    from featx.models.transformers.texts import load_two_towers, text_features
+
+    _refuse_random_weights(config)
+    model, tokenizer = load_two_towers(config.name)
+    sha256 = state_sha256(model.vision_model)
+    # CLIP projects the vector that `embedding` is; that of SigLIP is compared as it is.
+    head = getattr(model, "visual_projection", None)
+    projection = None if head is None else head.weight.detach().T.contiguous().numpy()
+    vectors = text_features(model, tokenizer, texts, device).numpy()
+    if not np.isfinite(vectors).all():
+        raise WeightsError(f"the text tower of {config.name} gives values that are not finite.")
+    return TextVectors(vectors, projection, sha256)
+
+
+def _refuse_random_weights(config: ModelConfig) -> None:
+    if config.weights is None or config.init == "reset":
+        raise ConfigError("texts need a model with trained weights; these are random.")
+
+
 def text_classifier(
     config: ModelConfig, names: Sequence[str], templates: Sequence[str] | str, device: torch.device
 ) -> TextClassifier:
@@ -66,11 +121,11 @@ def text_classifier(
 
     if not isinstance(config, OpenClipOptions):
         raise ConfigError(
-            f"texts need a model with a text tower: model=open_clip. This one is "
+            "texts need a model with a text tower: model=open_clip, or for job=neighbors and "
+            "job=report a folder of CLIP or SigLIP with model=transformers. This one is "
             f"model.library={config.library}."
         )
-    if config.weights is None or config.init == "reset":
-        raise ConfigError("texts need a model with trained weights; these are random.")
+    _refuse_random_weights(config)
     open_clip = import_open_clip()
     source = source_of(config)
     with quiet_logs():  # open_clip warns of weights that are loaded later

@@ -128,6 +128,7 @@ def nearest_to(
     k: int = 10,
     metric: str = "cosine",
     device: str = "auto",
+    projection: npt.NDArray[np.float32] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Find the k nearest rows of features that are not rows of the store; see `nearest_rows`.
 
@@ -138,6 +139,8 @@ def nearest_to(
         k: number of neighbours, limited to the number of rows.
         metric: 'cosine' or 'euclidean'.
         device: 'auto', 'cpu', 'cuda', ...
+        projection: (D, P) matrix by which the (n, D) rows of the store are multiplied first, into
+            the space of (q, P) features; None if they are in it.
 
     Returns:
         (q, k) int64 rows of the store and (q, k) float32 scores, the nearest first.
@@ -148,13 +151,16 @@ def nearest_to(
     """
     check_choice("metric", metric, METRICS)
     shape = tuple(store[layer].shape[1:])
-    if features.shape[1:] != shape or not np.isfinite(features).all():
+    compared = features if projection is None else projection.T
+    if compared.shape[1:] != shape or not np.isfinite(features).all():
         raise ConfigError(
-            f"features have the shape {features.shape}; expected finite rows of the shape {shape}, "
+            f"features have the shape {compared.shape}; expected finite rows of the shape {shape}, "
             f"as {layer} of {store.root} has them."
         )
     cosine = metric == "cosine"
-    vectors = LayerVectors(store, layer, choose_device(device), unit=cosine, centre=True)
+    vectors = LayerVectors(
+        store, layer, choose_device(device), unit=cosine, centre=True, projection=projection
+    )
     x = vectors.prepare(features)
     no_places = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
     places, scores = _nearest(vectors, x, no_places, min(k, len(vectors)), cosine)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from featx.base import printable, time_text
+from featx.base import printable, size_text, time_text
 
 DASH = "\u2013"
 """Text for a missing number."""
@@ -55,7 +55,7 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
     environment.filters |= {
         "number": number, "count": count, "percent": percent, "share": share,
         "seconds": time_text, "short_key": short_key, "p_value": p_value, "tally": tally,
-        "metric": metric, "between": between, "spread": spread,
+        "metric": metric, "between": between, "spread": spread, "size": size_text,
     }  # fmt: skip
     sources = [_text(name) for name in scripts]
     digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in sources]

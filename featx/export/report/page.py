@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis import compare_stores
 from featx.analysis.statistics import explain_missing_norms, token_norms
 from featx.base import csv_cell
-from featx.config import Config, DataConfig
+from featx.config import Config, DataConfig, names_tuple
 from featx.errors import FeatxError, StoreError, counted
 from featx.export.report.charts import (
     CLASSES_SHOWN,
@@ -43,6 +45,7 @@ from featx.export.report.rankings import rankings_of
 from featx.export.report.similar_rows import (
     find_duplicates,
     hard_queries,
+    nearest_to_texts,
     neighbours_of,
     random_queries,
 )
@@ -82,6 +85,9 @@ class Page:
         self.store, self.layers, self.seed = store, layers, config.seed
         self.seconds = 0.0
         self._log = log
+        # These come first, because they may be refused.
+        self.comparison = _comparison(store, config)
+        self.texts = nearest_to_texts(store, config)
         ok = np.flatnonzero(store.ok)
         self.num_ok = len(ok)
         self.rows = _random_rows(ok, config.report.rows, self.seed)
@@ -182,6 +188,7 @@ class Page:
         sections = [([row for row in errors if row is not None], False)]
         sections += [(each["shown"], each["partial"]) for each in self.reasons if each["opened"]]
         sections += [([each["first"], each["second"]], False) for each in self.duplicates["pairs"]]
+        sections += [([row for row, _ in nearest], False) for _, nearest in self.texts]
         sections += [(list(each.captions), False) for each in self.rankings]
         near = self.neighbours or {"hard": [], "random": []}
         sections += [
@@ -241,6 +248,21 @@ class Page:
                 found.append((layer, reason))
                 self._log(f"{layer}: no norms of tokens, as {reason}")
         return found
+
+
+def _comparison(store: FeatureStore, config: Config) -> dict[str, Any] | None:
+    """Compare the store with others; names have no folder above the one that contains them all."""
+    others = names_tuple(config.report.compare_stores)
+    if not others:
+        return None
+    _, comparison = compare_stores([str(store.root), *others])
+    parents = [os.path.dirname(each["store"]) for each in comparison["stores"]]  # noqa: PTH120
+    root = os.path.commonpath(parents)
+    stores = [
+        {**each, "store": as_utf8(os.path.relpath(each["store"], root))}
+        for each in comparison["stores"]
+    ]
+    return {**comparison, "stores": stores}
 
 
 def _layers_to_plot(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:

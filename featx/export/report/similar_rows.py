@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis import KEEP_BYTES, LayerVectors
+from featx.analysis import KEEP_BYTES, LayerVectors, read_texts, search
 from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
 from featx.analysis.similarity import nearest_among
 from featx.base import choose_device
+from featx.config import Config
 from featx.export.report.layers import RowVectors, row_vectors
 from featx.export.report.probe_results import ROLES, Probes
 from featx.store import FeatureStore
@@ -175,6 +176,20 @@ def neighbours_of(
         "hard": strips[: len(hard)],
         "random": strips[len(hard) :],
     }
+
+
+def nearest_to_texts(
+    store: FeatureStore, config: Config
+) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Return the texts of report.texts, each with rows and cosines of the nearest images."""
+    if config.report.texts is None:
+        return []
+    texts = read_texts("report.texts", config.report.texts)
+    rows, cosines = search(store, texts, NEAREST, config.device)
+    return [
+        (text, list(zip(nearest.tolist(), scores.tolist(), strict=True)))
+        for text, nearest, scores in zip(texts, rows, cosines, strict=True)
+    ]
 
 
 def _same(store: FeatureStore, row: int, other: int) -> bool | None:

@@ -24,7 +24,13 @@ PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 _TOKENIZER = "tokenizer_config.json"
 
-_DOWNLOADED = (CONFIG, *PROCESSORS, "*.safetensors", INDEX)
+VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
+"""Files with the tokens of a tokenizer, one of which a folder with texts has."""
+
+_DOWNLOADED = (
+    *(CONFIG, *PROCESSORS, "*.safetensors", INDEX),
+    *(_TOKENIZER, *VOCABULARIES, "merges.txt", "special_tokens_map.json"),
+)
 """Files of a model of the Hugging Face Hub that are downloaded."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.h5", "*.msgpack")

@@ -132,7 +132,7 @@ def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValu
         outputs = {path: summarise(t) for path, t in elements(output).items()}
         values_of_call[call.name, number] = CallValues(call.data, outputs)
 
-    with every_call(dict(module.named_modules()), begin, end):
+    with every_call(module, begin, end):
         module(x.clone())
     return values_of_call
 
@@ -225,7 +225,7 @@ def _timed_pass(
         if call.parent is not None:
             call.parent.data.inside.append(call.data)
 
-    with every_call(dict(module.named_modules()), begin, end):
+    with every_call(module, begin, end):
         module(x)
     synchronise(x.device)
 
@@ -289,7 +289,7 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
         added = torch.cuda.memory_allocated(device) - before
         memory_of_call[call.name, number] = Memory(output_bytes, added, peak - before)
 
-    with every_call(dict(module.named_modules()), begin, end):
+    with every_call(module, begin, end):
         module(image)
     return memory_of_call
 

@@ -197,7 +197,7 @@ def test_every_call_survives_an_exception_that_the_model_catches() -> None:
     seen: list[tuple[str, int]] = []
     model = Careful()
     with every_call(
-        dict(model.named_modules()),
+        model,
         lambda call, given: None,
         lambda call, n, output: seen.append((call.name, n)),
     ) as going_on:

@@ -353,10 +353,8 @@ class Attributor(Engine):
             classes = target_classes(output, self._target, None)
             score = values_of_classes(output, self._target, classes).sum()
             gradient = None
-            if outputs and score.requires_grad:
+            if score.requires_grad:
                 gradient = torch.autograd.grad(score, outputs, allow_unused=True)[0]
-        if not outputs:
-            raise LayerError(f"{point.name} did not fire in a second pass; choose another layer.")
         to_map = layer_map_view(point.name, tuple(outputs[0].shape[1:]), self.backbone)
         if to_map(outputs[0]).shape[2:].numel() == 1:
             raise LayerError(

@@ -118,18 +118,15 @@ class PassRecord:
     is_open: bool = False
 
 
-class _SharedRecord:
-    """One record, shared by all threads."""
+class _Records:
+    """The record of the current or last pass."""
 
     def __init__(self, make: Callable[[], PassRecord]) -> None:
         self.current = make()
 
 
-class _RecordPerThread(threading.local):
-    """One record per thread: that of its current or last pass."""
-
-    def __init__(self, make: Callable[[], PassRecord]) -> None:
-        self.current = make()
+class _RecordsPerThread(threading.local, _Records):
+    """The same, for each thread."""
 
 
 class LayerHooks:
@@ -156,7 +153,7 @@ class LayerHooks:
     ) -> None:
         self._model = model
         self._optional = set(optional)
-        self._records = (_RecordPerThread if per_thread else _SharedRecord)(self.record_type)
+        self._records = (_RecordsPerThread if per_thread else _Records)(self.record_type)
         self._stack = contextlib.ExitStack()
         self._followed = TensorHooks()
         self._recorder: OperationRecorder | None = None

@@ -321,13 +321,13 @@ def test_a_value_that_is_not_finite_is_found_and_explained(
     assert again.dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @given(
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     st.lists(
         st.lists(st.floats(width=16, allow_nan=True, allow_infinity=True), min_size=3, max_size=3),
         min_size=1,
         max_size=5,
-    )
+    ),
 )
 def test_finite_rows_are_those_without_nan_and_infinity(
     dtype: torch.dtype, rows: list[list[float]]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from featx.jobs.stats import stats
     from featx.layers.call_log import watch
     from featx.layers.capture import capture
-    from featx.layers.edit import edit
+    from featx.layers.edits import edit
     from featx.models.golden import write_golden
     from featx.store.reader import FeatureStore, open
 
@@ -52,7 +52,7 @@ _HOME = {
     "FeatureStore": "featx.store.reader",
     "open": "featx.store.reader",
     "capture": "featx.layers.capture",
-    "edit": "featx.layers.edit",
+    "edit": "featx.layers.edits",
     "watch": "featx.layers.call_log",
     "extract": "featx.jobs.extract",
     "embed": "featx.analysis.embedding",

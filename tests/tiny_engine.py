@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from featx.config import make_reduce
+from featx.config import ReduceConfig, make_reduce
 from featx.engine import Compute, Engine, TimedRows
 from featx.images import Preprocess
-from featx.layers import CaptureHooks, CapturePoint, Copies, select
+from featx.layers import select
 from featx.models import Backbone
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def backbone_of(module: nn.Module, side: int = 8, num_prefix_tokens: int = 0) ->
 @contextlib.contextmanager
 def bound(
     backbone: Backbone,
-    *layers: str | tuple[str, str],
+    *layers: str | tuple[str, str | ReduceConfig],
     dtype: str = "float32",
     device: torch.device = CPU,
     images: torch.Tensor | None = None,
@@ -45,7 +45,7 @@ def bound(
     pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
     with Engine(backbone, device, dtype) as engine:
         traced = engine.trace()
-        requests = [(name, make_reduce(reduce)) for name, reduce in pairs]
+        requests = [(name, make_reduce(r) if isinstance(r, str) else r) for name, r in pairs]
         found = select(requests, traced, backbone.classifier, backbone.stages)
         engine.trial_images = images
         engine.attach_captures(found.chosen)
@@ -64,16 +64,6 @@ def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> tor
         module(x.clone())
     handle.remove()
     return seen[call - 1]
-
-
-def overwritten(
-    module: nn.Module, points: Sequence[CapturePoint], x: torch.Tensor
-) -> frozenset[str]:
-    """The captures whose tensors are written to again later in a pass."""
-    copies = Copies()
-    with torch.no_grad(), CaptureHooks(module, points, copies.keep) as hooks:
-        hooks.forward(x)
-    return copies.overwritten()
 
 
 def noise(batch_size: int = 4, side: int = 8, seed: int = 3) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class ModuleHooks:
 
     def add_all(
         self,
-        modules: Iterable[tuple[str, nn.Module]],
+        modules: Mapping[str, nn.Module],
         before: Callable[..., Any] | None = None,
         after: Callable[..., Any] | None = None,
         *,
@@ -92,14 +92,14 @@ class ModuleHooks:
         """Register hooks of several modules, whose functions also take the name as first argument.
 
         Args:
-            modules: pairs (dotted name, module).
+            modules: dotted name -> module.
             before: called with (name, module, args, kwargs).
             after: called with (name, module, args, kwargs, output).
             first: as for `add`.
             always: as for `add`.
         """
         try:
-            for name, module in modules:
+            for name, module in modules.items():
                 named = [each and functools.partial(each, name) for each in (before, after)]
                 self.add(module, *named, first=first, always=always)
         except BaseException:
@@ -156,16 +156,16 @@ def may_fire(handle: Any) -> bool:
     return handle.hooks_dict_ref() is not None
 
 
-def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
+def refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
     """Check that none of the modules is TorchScript.
 
     Args:
-        modules: pairs (dotted name, module); the name of the model itself is ''.
+        modules: dotted name -> module; the name of the model itself is ''.
 
     Raises:
         ModelError: one of them is TorchScript.
     """
-    for name, module in modules:
+    for name, module in modules.items():
         if isinstance(module, jit.ScriptModule):
             raise ModelError(
                 f"{repr(name) if name else 'the model'} is TorchScript (torch.jit.script or "

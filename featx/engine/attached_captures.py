@@ -21,7 +21,6 @@ from featx.layers import (
     CaptureHooks,
     CapturePoint,
     ChosenLayers,
-    Copies,
     Expected,
     Keep,
     OutputCollector,
@@ -160,7 +159,7 @@ def attach_captures(
     store_dtype: torch.dtype,
     target: str | int,
 ) -> tuple[AttachedCaptures, OutputCollector]:
-    """Decide captures: find those that need a copy, their row shapes, and where a pass may end.
+    """Decide captures: their row shapes, and where a pass may end.
 
     The rows of the trial images are checked to depend on their own image only; noise replaces
     missing images.
@@ -172,11 +171,11 @@ def attach_captures(
     if model.traced is not None:
         operations = model.traced.operations_up_to(captures.points) or None
         captures = replace(captures, operations=operations)
-    x, copies, reads = model.trial_batch(), Copies(), ValueReads()
+    x, reads = model.trial_batch(), ValueReads()
 
     def keep(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         check_storable(point, tensor)
-        return copies.keep(point, tensor)
+        return clone_captured(point, tensor)
 
     score = captures.score(target, lambda: None)
     hooks = captures.hooks(model.module, keep, score)
@@ -193,7 +192,7 @@ def attach_captures(
         with model.named_failure(x), torch.no_grad():
             check_same_score(hooks.numbers, score(model.module(x.clone())))
     _check_calls(model, captures, target)
-    collector = OutputCollector(store_dtype, copies.overwritten())
+    collector = OutputCollector(store_dtype)
     _expect_rows(model, chosen, values, collector)
     num_bytes = sum(4 * value[0].numel() for value in values.values())
     captures = replace(captures, row_bytes=max(1, num_bytes))
@@ -228,7 +227,7 @@ def _expect_rows(
     for point, reduce in chosen:
         check_batch_dimension(point, values[point.name], ATTACH_BATCH)
         rows = model.row_layout(point, values[point.name])
-        collector.expect(point, rows.shape, reduce.name, bound_reduction(reduce, rows))
+        collector.expect(point, rows.shape, bound_reduction(reduce, rows))
         if reads_positions(reduce) and not has_known_positions(rows):
             maps.append((point, map_view(reduce.name, rows)))
     x = model.noise(1)

@@ -102,7 +102,7 @@ class Engine(DeviceModel):
         return list(dict.fromkeys([*self.plain_modules, *attention_modules]))
 
     def attach_captures(self, chosen: ChosenLayers) -> None:
-        """Fix the captures: find those that need a copy, their row shapes, and where to stop.
+        """Fix the captures: their row shapes, and where to stop.
 
         The rows of `trial_images` are checked to depend on their own image only; noise replaces
         missing images.
@@ -145,7 +145,6 @@ class Engine(DeviceModel):
         """Remove the hooks of earlier settings and prepare the weights for the new ones."""
         self._stack.close()
         self.compute = compute
-        self._collector.compiled = compute.compile
         passes = self._captured_of if cast_once else None
         self._stack.enter_context(self._weights.prepare(compute, passes))
 
@@ -510,16 +509,12 @@ class Engine(DeviceModel):
         return TimedRows(rows or {}, fastest / len(images))
 
     def _pass(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows of a batch on the device; repeats a pass that overwrote a capture."""
+        """Rows of a batch on the device."""
         x = self._input(images)
         # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
         named = contextlib.nullcontext() if self.compute.compile else self.named_failure(x)
         with named, torch.no_grad(), self._autocast(), self._hooks_of_this_thread():
             values = dict(self._forward(x))
-            # A later in-place operation has changed a captured tensor that was not copied. It is
-            # copied from now on, and the batch is computed again.
-            while self._collector.mark_overwritten():
-                values = dict(self._forward(self._input(images)))
         for name, value in values.items():
             if len(value) != len(x):
                 raise RunError(f"{name} gave {len(value)} rows for a batch of {len(x)} images.")

@@ -8,12 +8,14 @@ what the model's library itself computes (`Backbone.embedding`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from featx.base import ModuleHooks
 from featx.engine.device_model import DeviceModel
 from featx.layers import REDUCTIONS, CapturePoint, ChosenLayers, StoredReduce, bound_reduction, pick
 
@@ -82,24 +84,21 @@ def _capture_values(
         if calls[point.name] == (point.call or 1):
             values[point.name] = pick(value, point).detach().clone()
 
-    with contextlib.ExitStack() as handles:
-        for point, _ in chosen:
-            handles.callback(_hook(module.get_submodule(point.module), point, keep).remove)
-        module(x.clone())
-    return values
-
-
-def _hook(
-    module: nn.Module, point: CapturePoint, keep: Callable[[CapturePoint, Any], None]
-) -> torch.utils.hooks.RemovableHandle:
-    """Register a hook that keeps the input or the output of a module."""
-    if point.capture == "output":
-        return module.register_forward_hook(lambda _module, _args, output: keep(point, output))
-
-    def before(_module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def before(point: CapturePoint, _: nn.Module, args: Any, kwargs: Any) -> None:
         keep(point, [*args, *kwargs.values()])
 
-    return module.register_forward_pre_hook(before, with_kwargs=True)
+    def after(point: CapturePoint, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        keep(point, output)
+
+    with ModuleHooks() as hooks:
+        for point, _ in chosen:
+            part = module.get_submodule(point.module)
+            if point.capture == "input":
+                hooks.add(part, functools.partial(before, point))
+            else:
+                hooks.add(part, after=functools.partial(after, point))
+        module(x.clone())
+    return values
 
 
 @contextlib.contextmanager

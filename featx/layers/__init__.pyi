@@ -1,14 +1,15 @@
 from .attention import check_weights as check_weights
 from .attention import needs_plain_attention as needs_plain_attention
 from .attention import plain_attention as plain_attention
+from .call_hooks import Edge as Edge
 from .call_hooks import OpenCall as OpenCall
 from .call_hooks import every_call as every_call
 from .call_log import log_forward as log_forward
 from .capture_hooks import CaptureHooks as CaptureHooks
-from .capture_hooks import Copies as Copies
 from .capture_hooks import Expected as Expected
 from .capture_hooks import Keep as Keep
 from .capture_hooks import check_calls as check_calls
+from .edits import edit as edit
 from .embedding import is_exposed as is_exposed
 from .embedding import with_evidence as with_evidence
 from .embedding import with_stages as with_stages
@@ -16,10 +17,7 @@ from .gradient_target import logits_of as logits_of
 from .gradient_target import target_classes as target_classes
 from .gradient_target import target_values as target_values
 from .gradient_target import values_of_classes as values_of_classes
-from .layer_hooks import path_to as path_to
 from .layer_hooks import pick as pick
-from .layer_hooks import with_element as with_element
-from .layer_hooks import with_own_nodes as with_own_nodes
 from .output_collector import OutputCollector as OutputCollector
 from .output_collector import check_storable as check_storable
 from .position_checks import check_positions as check_positions

@@ -6,19 +6,21 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from featx.base import ModuleHooks, log_message
-from featx.layers.layer_hooks import LayerHooks
+from featx.base import ModuleHooks, TensorHooks, elements, log_message, refuse_scripted
+from featx.layers.layer_hooks import LayerHooks, with_own_nodes
 from featx.layers.trace import CapturePoint
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenCall:
     """A module call that has not ended.
 
@@ -35,54 +37,103 @@ class OpenCall:
     data: Any = None
 
     @property
-    def depth(self) -> int:
-        """Number of enclosing calls."""
-        return 0 if self.parent is None else 1 + self.parent.depth
+    def around(self) -> list[OpenCall]:
+        """The enclosing calls, innermost first."""
+        return [] if self.parent is None else [self.parent, *self.parent.around]
+
+
+@dataclass
+class Edge:
+    """A tensor between modules: the calls that returned it, and the last ones that read it."""
+
+    makers: list[OpenCall] = field(default_factory=list)
+    readers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=64))
+
+
+Arrive = Callable[[Edge, torch.Tensor], None]
+"""Function that is called with each gradient that arrives at a tensor between modules."""
 
 
 @contextlib.contextmanager
 def every_call(
-    modules: Mapping[str, nn.Module],
+    model: nn.Module,
     begin: Callable[[OpenCall, list[Any]], None],
-    end: Callable[[OpenCall, int, Any], Any],
+    end: Callable[[OpenCall, int, Any], None],
+    arrive: Arrive | None = None,
+    names: Collection[str] | None = None,
 ) -> Iterator[list[OpenCall]]:
     """Report each call of each module inside the block; the hooks are removed at its end.
 
     Calls that torch.compile traces are not reported, because compiled code runs no hooks.
 
     Args:
-        modules: dotted name -> module; '' is the model itself.
+        model: the model.
         begin: called before each call with (the call, its arguments).
         end: called after it with (the call, its number among the calls of the module in this pass,
-            from 1, its output); it may return another output.
+            from 1, its output).
+        arrive: called in backward passes; None to follow no gradients.
+        names: dotted names of the modules whose calls are reported; None for all.
 
     Yields:
         The calls that have not ended, innermost last. After an exception these are the calls that
         it interrupted.
+
+    Raises:
+        ModelError: the model or a module in it is TorchScript.
     """
+    modules = dict(model.named_modules())
+    refuse_scripted(modules)
     open_calls: list[OpenCall] = []
+    inputs: dict[OpenCall, list[torch.Tensor]] = {}
     num_ended: dict[str, int] = {}
+    tensor_hooks = TensorHooks()
+    edges = WeakTensorKeyDictionary()
+
+    def edges_of(tensors: Iterable[torch.Tensor]) -> Iterator[Edge]:
+        for tensor in tensors:
+            if arrive is not None and tensor.requires_grad:
+                # A write in place makes it a different tensor for autograd, with other hooks.
+                version, edge = edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
+                if edge is None or version != tensor._version:
+                    edge = Edge()
+                    tensor_hooks.add(tensor, functools.partial(arrive, edge))
+                    edges[tensor] = tensor._version, edge
+                yield edge
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if name == "":  # a new pass; an exception may have interrupted the one before
             open_calls.clear()
+            inputs.clear()
             num_ended.clear()
         call = OpenCall(name, module, open_calls[-1] if open_calls else None)
         open_calls.append(call)
-        begin(call, [*args, *kwargs.values()])
+        arguments = [*args, *kwargs.values()]
+        if arrive is not None and torch.is_grad_enabled():
+            inputs[call] = list(elements(arguments).values())
+            for edge in edges_of(inputs[call]):
+                edge.readers.append(call)
+        begin(call, arguments)
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or all(c.module is not module for c in open_calls):
             return None
         num_ended[name] = num_ended.get(name, 0) + 1
         while (call := open_calls.pop()).module is not module:
-            pass  # the model caught an exception from this inner call
-        return end(call, num_ended[name], output)
+            inputs.pop(call, None)  # the model caught an exception from this inner call
+        end(call, num_ended[name], output)
+        if call not in inputs or not torch.is_grad_enabled():
+            return None
+        output = with_own_nodes(output, inputs.pop(call))
+        for edge in edges_of(elements(output).values()):
+            edge.makers.append(call)
+        return output
 
-    with ModuleHooks() as hooks:
-        hooks.add_all(modules.items(), before, after)
+    with ModuleHooks() as hooks, contextlib.ExitStack() as stack:
+        stack.callback(tensor_hooks.remove)
+        chosen = modules if names is None else {name: modules[name] for name in names}
+        hooks.add_all(chosen, before, after)
         yield open_calls
 
 

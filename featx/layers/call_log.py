@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import TensorHooks, elements, refuse_scripted, size_text, synchronise, table
+from featx.base import elements, size_text, synchronise, table
 from featx.errors import ModelError
-from featx.layers.call_hooks import OpenCall, every_call, uncompiled
-from featx.layers.layer_hooks import with_own_nodes
+from featx.layers.call_hooks import Edge, OpenCall, every_call, uncompiled
 
 _WHOLE = "(the model)"
 """Name of the model itself in the log."""
@@ -79,18 +78,14 @@ def watch(
     Raises:
         ModelError: the model is TorchScript.
     """
-    refuse_scripted(model.named_modules())
     log = CallLog(model, show or (lambda line: None), keep_rows)
-    modules = dict(model.named_modules())
-    with contextlib.ExitStack() as stack:
-        stack.callback(log._gradients.remove)
-        stack.enter_context(uncompiled(model))
-        open_calls = stack.enter_context(every_call(modules, log._begin, log._end))
+    calls = every_call(model, log._begin, log._end, log._arrive)
+    with uncompiled(model), calls as open_calls:
         try:
             yield log
         except Exception as error:
             if open_calls:
-                log._show_failure(open_calls, error)
+                log._show_failure(open_calls[-1], error)
             raise
 
 
@@ -119,11 +114,13 @@ def log_forward(module: nn.Module, x: torch.Tensor, show: Callable[[str], None])
 class _CallState:
     """State of a call between its start and its end."""
 
-    inputs: list[torch.Tensor]
     shapes: str
     has_nonfinite_input: bool
+    name: str = ""
     started_at: float = 0.0
     has_start_line: bool = False
+    backward: tuple[int, float, CallRow] | None = None
+    """Id of a backward pass, when it reached the output, and its row."""
 
 
 class CallLog:
@@ -138,7 +135,6 @@ class CallLog:
         self.rows: deque[CallRow] = deque(maxlen=keep_rows)
         self.failure = ""
         self._show = show
-        self._gradients = TensorHooks()
         self._logging_s = 0.0
         self._all_finite = True
         names = [name or _WHOLE for name, _ in model.named_modules()]
@@ -189,33 +185,41 @@ class CallLog:
             if outer is not None and not outer.data.has_start_line:
                 outer.data.has_start_line = True
                 self._show(f"{self._head(outer, outer.name)} -> ...")
-            call.data = _CallState(tensors, _shapes(tensors), _num_nonfinite(tensors) > 0)
+            call.data = _CallState(_shapes(tensors), _num_nonfinite(tensors) > 0)
         call.data.started_at = self._now()
 
-    def _end(self, call: OpenCall, number: int, output: Any) -> Any:
-        """Record a call, and follow its gradients."""
-        milliseconds = 1e3 * (self._now([*elements(output).values()]) - call.data.started_at)
+    def _end(self, call: OpenCall, number: int, output: Any) -> None:
+        """Record a call."""
+        tensors = list(elements(output).values())
+        milliseconds = 1e3 * (self._now(tensors) - call.data.started_at)
         with self._logging():
-            name = f"{call.name}@{number}" if number > 1 else call.name
-            output = with_own_nodes(output, call.data.inputs)
-            tensors = list(elements(output).values())
-            row = self._add(call, name, tensors, milliseconds)
-            text = f"{self._head(call, name)} -> {row.outputs}"
+            call.data.name = f"{call.name}@{number}" if number > 1 else call.name
+            row = self._add(call, tensors, milliseconds)
+            text = f"{self._head(call, call.data.name)} -> {row.outputs}"
             self._show(
                 f"{text:<{self._name_width + self._type_width + 33}}  {row.dtypes or '-':<8}"
                 f"{milliseconds:>8.2f} ms{self._alarm(call, row)}"
             )
-            self._follow(call, name, tensors)
-        return output
 
-    def _add(
-        self, call: OpenCall, name: str, tensors: Sequence[torch.Tensor], ms: float | None
-    ) -> CallRow:
+    def _arrive(self, edge: Edge, gradient: torch.Tensor) -> None:
+        """Record a gradient: it ends the backward pass of its readers, and begins its makers'."""
+        now, backward = self._now([gradient]), torch._C._current_graph_task_id()
+        for call in edge.readers:
+            if call.data.backward is not None and call.data.backward[0] == backward:
+                _, started_at, row = call.data.backward
+                row.milliseconds = 1e3 * (now - started_at)
+        for call in edge.makers:
+            with self._logging():
+                row = self._add(call, [gradient], None)
+                self._show(f"{self._head(call, call.data.name)} <- {row.outputs}")
+            call.data.backward = backward, self._now(), row
+
+    def _add(self, call: OpenCall, tensors: Sequence[torch.Tensor], ms: float | None) -> CallRow:
         """Add the row of a call, or of a gradient, whose time is not known yet."""
         row = CallRow(
-            layer=name,
+            layer=call.data.name,
             type_name=type(call.module).__name__,
-            depth=call.depth,
+            depth=len(call.around),
             is_backward=ms is None,
             inputs=call.data.shapes,
             outputs=_shapes(tensors),
@@ -228,39 +232,14 @@ class CallLog:
         self.rows.append(row)
         return row
 
-    def _follow(self, call: OpenCall, name: str, outputs: Sequence[torch.Tensor]) -> None:
-        """Record the gradients that reach the outputs of a call, until they reach its inputs."""
-        inputs, call.data.inputs = call.data.inputs, []  # the hooks must not keep tensors
-        running: list[tuple[CallRow, float]] = []
-
-        def at_output(gradient: torch.Tensor) -> None:
-            self._now([gradient])
-            with self._logging():
-                row = self._add(call, name, [gradient], None)
-                self._show(f"{self._head(call, name)} <- {row.outputs}")
-            running.append((row, self._now()))
-
-        def at_input(gradient: torch.Tensor) -> None:
-            ended_at = self._now([gradient])
-            for row, started_at in running[-1:]:
-                row.milliseconds = 1e3 * (ended_at - started_at)
-
-        for tensor in outputs:
-            if tensor.requires_grad:
-                self._gradients.add(tensor, at_output)
-        for tensor in inputs:
-            if tensor.requires_grad and all(tensor is not x for x in outputs):
-                self._gradients.add(tensor, at_input)
-
-    def _show_failure(self, open_calls: Sequence[OpenCall], error: Exception) -> None:
+    def _show_failure(self, call: OpenCall, error: Exception) -> None:
         """Write the line of the call that raised an exception."""
-        call = open_calls[-1]
         self._show(f"{self._head(call, call.name)} -> {type(error).__name__}")
-        self.failure = _failure_text(open_calls, error)
+        self.failure = _failure_text(call, error)
 
     def _head(self, call: OpenCall, name: str) -> str:
         """Name, class and input shapes of a call, indented by depth."""
-        indented = "  " * max(0, call.depth - 1) + (name or _WHOLE)
+        indented = "  " * max(0, len(call.around) - 1) + (name or _WHOLE)
         kind = type(call.module).__name__
         return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.data.shapes}"
 
@@ -290,10 +269,9 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(listed) or "no tensor"
 
 
-def _failure_text(open_calls: Sequence[OpenCall], error: Exception) -> str:
+def _failure_text(call: OpenCall, error: Exception) -> str:
     """Message for an exception, with the innermost call and the line of code outside torch."""
-    call = open_calls[-1]
-    outer = [c.name or _WHOLE for c in reversed(open_calls[:-1])]
+    outer = [c.name or _WHOLE for c in call.around]
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(torch.__file__).parent)
     where = [f for f in frames if not f.filename.startswith(library)][-1]

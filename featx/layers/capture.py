@@ -15,7 +15,7 @@ from featx.base import are_equal
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.call_hooks import LoopHooks, is_recomputed
-from featx.layers.layer_hooks import PassRecord
+from featx.layers.layer_hooks import PassRecord, lazy_copy
 from featx.layers.layer_names import names_of, parse_points, with_capture
 from featx.layers.trace import CapturePoint
 
@@ -70,7 +70,7 @@ class _Call:
     def __init__(self, point: CapturePoint, tensor: torch.Tensor | None = None) -> None:
         self.gradients: list[torch.Tensor] = []
         self._name = point.name
-        self._tensor, self._copy = tensor, None if tensor is None else _lazy_copy(tensor)
+        self._tensor, self._copy = tensor, None if tensor is None else lazy_copy(tensor)
         self._version = None if tensor is None else _version(tensor)
 
     def read(self) -> torch.Tensor:
@@ -124,15 +124,6 @@ class OverwrittenTensor(torch.Tensor):
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def _lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, part of the graph, whose memory is copied only when one of the two is written to."""
-    if type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda"):
-        # Memory that torch's own allocators have not made cannot be shared in this way.
-        with contextlib.suppress(RuntimeError):
-            return tensor._lazy_clone()
-    return tensor.clone()
-
-
 def _version(tensor: torch.Tensor) -> int:
     """Version counter of a tensor; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
@@ -181,7 +172,7 @@ class _CaptureHooks(LoopHooks):
 
         def receive(gradient: torch.Tensor) -> None:
             if (living := reference()) is not None:
-                living.gradients.append(_lazy_copy(gradient))  # autograd may add to it
+                living.gradients.append(lazy_copy(gradient))  # autograd may add to it
 
         return receive
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import are_equal
 from featx.errors import RunError
 from featx.layers.layer_hooks import LayerHooks, PassRecord
 from featx.layers.operations import hide_operations
@@ -218,26 +217,3 @@ class CaptureHooks(LayerHooks):
             total = numbers.sum()
         self.numbers = numbers.detach()
         torch.autograd.grad(total, leaf, allow_unused=True)
-
-
-class Copies:
-    """Copies of captured tensors, to find those that are overwritten later in the pass.
-
-    `nn.ReLU(inplace=True)` after a layer, or `out += identity`, changes a tensor that a hook has
-    already seen. Only these tensors need a copy in a run. They are found by comparing values.
-    """
-
-    def __init__(self) -> None:
-        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def keep(self, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor; a `Keep` function. Gradients are copied but not compared."""
-        copy = tensor.detach().clone()
-        if not point.is_gradient:
-            self._pairs[point.name] = tensor.detach(), copy
-        return copy
-
-    def overwritten(self) -> frozenset[str]:
-        """Names of the captures that need a copy. Call it after the pass; it drops the tensors."""
-        pairs, self._pairs = self._pairs, {}
-        return frozenset(name for name, (x, copy) in pairs.items() if not are_equal(x, copy))

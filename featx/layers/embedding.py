@@ -244,7 +244,7 @@ def _matches_of_pass(
         compare(owner, "output", result, name)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(every_call(dict(module.named_modules()), begin, end))
+        stack.enter_context(every_call(module, begin, end))
         if with_operations:
             recorder = OperationRecorder(module, on_operation)
             stack.enter_context(recorder.attach())

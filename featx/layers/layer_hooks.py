@@ -76,6 +76,20 @@ def with_element(value: Any, path: ElementPath, new: torch.Tensor) -> Any:
     return type(value)(*items) if named else type(value)(items)
 
 
+def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, part of the graph, whose memory is copied only when one of the two is written to.
+
+    `nn.ReLU(inplace=True)` after a layer, or `out += identity`, changes a tensor that a hook has
+    already seen. Compiled code has no such copies, but finds out itself what it need not copy.
+    """
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda"):
+        # Memory that torch's own allocators have not made cannot be shared in this way.
+        with contextlib.suppress(RuntimeError):
+            return tensor._lazy_clone()
+    return tensor.clone()
+
+
 _Key = tuple[int, str]
 """Id of a module, and kind of capture."""
 
@@ -104,18 +118,15 @@ class PassRecord:
     is_open: bool = False
 
 
-class _SharedRecord:
-    """One record, shared by all threads."""
+class _Records:
+    """The record of the current or last pass."""
 
     def __init__(self, make: Callable[[], PassRecord]) -> None:
         self.current = make()
 
 
-class _RecordPerThread(threading.local):
-    """One record per thread: that of its current or last pass."""
-
-    def __init__(self, make: Callable[[], PassRecord]) -> None:
-        self.current = make()
+class _RecordsPerThread(threading.local, _Records):
+    """The same, for each thread."""
 
 
 class LayerHooks:
@@ -142,7 +153,7 @@ class LayerHooks:
     ) -> None:
         self._model = model
         self._optional = set(optional)
-        self._records = (_RecordPerThread if per_thread else _SharedRecord)(self.record_type)
+        self._records = (_RecordsPerThread if per_thread else _Records)(self.record_type)
         self._stack = contextlib.ExitStack()
         self._followed = TensorHooks()
         self._recorder: OperationRecorder | None = None

@@ -85,7 +85,7 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
         for layer in layers
         for point in _parse_point(layer, names)
     ]
-    refuse_scripted((name, modules[name]) for name in ["", *(point.module for point in points)])
+    refuse_scripted({name: modules[name] for name in ["", *(point.module for point in points)]})
     return points
 
 

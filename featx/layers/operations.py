@@ -72,10 +72,10 @@ class OperationRecorder(TorchFunctionMode):
 
     def attach(self) -> ModuleHooks:
         """Attach hooks that track whose forward is running, and return them."""
-        hooks = ModuleHooks()
+        hooks, modules = ModuleHooks(), dict(self._model.named_modules())
         # Frames begin before the hooks of captures run, and end after them.
-        hooks.add_all(self._model.named_modules(), self._begin_frame, first=True)
-        hooks.add_all(self._model.named_modules(), after=self._end_frame, always=True)
+        hooks.add_all(modules, self._begin_frame, first=True)
+        hooks.add_all(modules, after=self._end_frame, always=True)
         return hooks
 
     def reset(self) -> None:

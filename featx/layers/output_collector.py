@@ -1,14 +1,14 @@
-"""Reduction and cast of captured tensors inside the hook, with a copy if they are overwritten."""
+"""Reduction and cast of captured tensors inside the hook."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from featx.errors import LayerError, RunError
-from featx.layers.reductions import REDUCTIONS
+from featx.layers.layer_hooks import lazy_copy
 from featx.layers.row_layout import KeyedReduction, Reduction
 from featx.layers.trace import CapturePoint
 
@@ -18,49 +18,36 @@ class OutputCollector:
 
     Args:
         dtype: dtype of the store.
-        copied: names of captures whose tensor is overwritten later in the pass.
 
     Attributes:
-        compiled: whether the forward pass is compiled.
         compute_dtypes: capture name -> dtype of the layer's tensor in the last pass.
         keys: keys of the images of the next pass, for reductions that depend on them.
     """
 
-    def __init__(self, dtype: torch.dtype, copied: Collection[str] = ()) -> None:
-        self.compiled = False
+    def __init__(self, dtype: torch.dtype) -> None:
         self.compute_dtypes: dict[str, torch.dtype] = {}
         self.keys: Sequence[bytes] = ()
         self._dtype = dtype
-        self._copied = set(copied)
         self._reductions: dict[str, Reduction] = {}
         self._row_shapes: dict[str, tuple[int, ...]] = {}
-        self._views: set[str] = set()
-        self._versions: dict[str, tuple[torch.Tensor, int]] = {}
         self._largest: dict[str, torch.Tensor] = {}
 
     def replica(self) -> OutputCollector:
         """A collector with the same expectations, for forward passes of another thread."""
-        replica = OutputCollector(self._dtype, self._copied)
-        replica.compiled = self.compiled
+        replica = OutputCollector(self._dtype)
         replica._reductions, replica._row_shapes = self._reductions, self._row_shapes
-        replica._views = self._views
         return replica
 
-    def expect(
-        self, point: CapturePoint, row_shape: tuple[int, ...], kind: str, reduction: Reduction
-    ) -> None:
+    def expect(self, point: CapturePoint, row_shape: tuple[int, ...], reduction: Reduction) -> None:
         """Set the expected row shape and the reduction of a capture.
 
         Args:
             point: capture point that fires in every pass.
             row_shape: shape of its tensor without the batch dimension.
-            kind: name of the reduction.
             reduction: function for tensors with such rows.
         """
         self._row_shapes[point.name] = row_shape
         self._reductions[point.name] = reduction
-        if REDUCTIONS.get(kind).is_view:
-            self._views.add(point.name)
 
     @property
     def vector_names(self) -> tuple[str, ...]:
@@ -97,17 +84,8 @@ class OutputCollector:
         else:
             reduced = reduction(tensor)
         cast = self.cast(point.name, reduced)
-        if cast is not reduced or point.name not in self._views:
-            return cast
-        # The result shares memory with the layer's tensor and may be overwritten. Autograd adds to
-        # gradients. Compiled passes and inference tensors have no version counter, so they are
-        # copied as well. Other tensors are checked by their counter after the pass.
-        if point.is_gradient:
-            return cast.clone()
-        if point.name in self._copied or self.compiled or tensor.is_inference():
-            return cast.clone()
-        self._versions[point.name] = (tensor, tensor._version)
-        return cast
+        # It may share memory with the layer's tensor, which later layers or autograd may change.
+        return lazy_copy(cast) if cast is reduced else cast
 
     def cast(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Cast (B, ...) values to the dtype of the store; keeps magnitudes for `underflow_rows`."""
@@ -117,21 +95,6 @@ class OutputCollector:
             # An earlier pass may have computed this layer in another precision.
             self._largest.pop(name, None)
         return value.to(self._dtype)
-
-    def mark_overwritten(self) -> bool:
-        """Mark captured tensors that the last pass overwrote; later passes copy them.
-
-        The trial passes find most of them. An in-place clamp that changes nothing on noise
-        may change an image, and a result that is a copy in one memory format or precision may be a
-        view in another.
-
-        Returns:
-            Whether there are any, so that the values of the last pass may be wrong.
-        """
-        versions, self._versions = self._versions, {}
-        overwritten = {name for name, (x, version) in versions.items() if x._version != version}
-        self._copied |= overwritten
-        return bool(overwritten)
 
     @contextlib.contextmanager
     def keep_float32(self) -> Iterator[torch.dtype]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,37 +118,36 @@ def summarise(x: torch.Tensor) -> Values:
     )
 
 
-def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValues]:
-    """Summarise the inputs and outputs of every call in one forward pass.
+def measure_values(
+    module: nn.Module, x: torch.Tensor
+) -> tuple[dict[CallKey, CallValues], dict[str, dict[ElementPath, Values]]]:
+    """Summarise the values in one forward pass: those of every call, and of every operation.
 
     A tensor is read when it is made, before a later in-place operation can change it.
+
+    Returns:
+        call -> values of its inputs and outputs; name of an operation -> path -> values.
     """
     values_of_call: dict[CallKey, CallValues] = {}
-
-    def begin(call: OpenCall, inputs: list[Any]) -> None:
-        call.data = {path: summarise(t) for path, t in elements(inputs).items()}
-
-    def end(call: OpenCall, number: int, output: Any) -> None:
-        outputs = {path: summarise(t) for path, t in elements(output).items()}
-        values_of_call[call.name, number] = CallValues(call.data, outputs)
-
-    with every_call(dict(module.named_modules()), begin, end):
-        module(x.clone())
-    return values_of_call
-
-
-def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[ElementPath, Values]]:
-    """Summarise the results of all operations in one forward pass, by name and path."""
     values_of_operation: dict[str, dict[ElementPath, Values]] = {}
 
-    def on_operation(name: str, module: str, function: Any, result: Any) -> None:
+    def summaries(value: Any) -> dict[ElementPath, Values]:
         with hide_operations():
-            values_of_operation[name] = {path: summarise(t) for path, t in elements(result).items()}
+            return {path: summarise(tensor) for path, tensor in elements(value).items()}
+
+    def begin(call: OpenCall, inputs: list[Any]) -> None:
+        call.data = summaries(inputs)
+
+    def end(call: OpenCall, number: int, output: Any) -> None:
+        values_of_call[call.name, number] = CallValues(call.data, summaries(output))
+
+    def on_operation(name: str, module: str, function: Any, result: Any) -> None:
+        values_of_operation[name] = summaries(result)
 
     recorder = OperationRecorder(module, on_operation)
-    with recorder.attach(), recorder:
+    with recorder.attach(), every_call(module, begin, end), recorder:
         module(x.clone())
-    return values_of_operation
+    return values_of_call, values_of_operation
 
 
 def first_nonfinite(values_of_call: Mapping[CallKey, CallValues]) -> tuple[CallKey, bool] | None:
@@ -197,15 +196,6 @@ def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
     )
 
 
-@dataclass
-class _Span:
-    """Start and end of a call, and the calls directly inside it."""
-
-    started_at: Any = None
-    ended_at: Any = None
-    inside: list[_Span] = field(default_factory=list)
-
-
 def _timed_pass(
     module: nn.Module,
     x: torch.Tensor,
@@ -213,29 +203,24 @@ def _timed_pass(
     elapsed: Callable[[Any, Any], float],
 ) -> dict[CallKey, tuple[float, float]]:
     """Call -> (milliseconds, milliseconds without inner calls) in one forward pass."""
-    spans: dict[CallKey, _Span] = {}
+    marks: dict[CallKey, tuple[Any, Any]] = {}
+    inside: dict[CallKey, list[CallKey]] = {}
 
     def begin(call: OpenCall, inputs: list[Any]) -> None:
-        call.data = _Span()
-        call.data.started_at = mark()
+        call.data = mark(), []
 
     def end(call: OpenCall, number: int, output: Any) -> None:
-        call.data.ended_at = mark()
-        spans[call.name, number] = call.data
+        key = call.name, number
+        started_at, inside[key] = call.data
+        marks[key] = started_at, mark()
         if call.parent is not None:
-            call.parent.data.inside.append(call.data)
+            call.parent.data[1].append(key)
 
-    with every_call(dict(module.named_modules()), begin, end):
+    with every_call(module, begin, end):
         module(x)
     synchronise(x.device)
-
-    def length(span: _Span) -> float:
-        return elapsed(span.started_at, span.ended_at)
-
-    return {
-        key: (length(span), length(span) - sum(length(inner) for inner in span.inside))
-        for key, span in spans.items()
-    }
+    total = {key: elapsed(*pair) for key, pair in marks.items()}
+    return {key: (total[key], total[key] - sum(total[k] for k in inside[key])) for key in total}
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
@@ -289,7 +274,7 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
         added = torch.cuda.memory_allocated(device) - before
         memory_of_call[call.name, number] = Memory(output_bytes, added, peak - before)
 
-    with every_call(dict(module.named_modules()), begin, end):
+    with every_call(module, begin, end):
         module(image)
     return memory_of_call
 
@@ -320,9 +305,10 @@ def profile(module: nn.Module, x: torch.Tensor, kinds: Sequence[str]) -> Profile
             image.
         kinds: some of 'values', 'times', 'memory'.
     """
+    values, operations = measure_values(module, x[:1]) if "values" in kinds else ({}, {})
     return Profile(
-        values=measure_values(module, x[:1]) if "values" in kinds else {},
-        operations=measure_operations(module, x[:1]) if "values" in kinds else {},
+        values=values,
+        operations=operations,
         times=measure_times(module, x) if "times" in kinds else None,
         memory=measure_memory(module, x) if "memory" in kinds else {},
     )

@@ -42,14 +42,12 @@ class ReductionMember(Member):
 
     Attributes:
         bind: returns its function for rows of one layout.
-        is_view: whether its result may share memory with the layer's tensor.
         reads_positions: whether its result depends on where positions lie in the image.
         gives_map: whether its result is a map (C, rows, columns) for every layer.
         needs_statistics: whether it is a projection, which `featx.layers.projection` binds.
     """
 
     bind: Callable[[ReduceConfig, RowLayout], Reduction]
-    is_view: bool = False
     reads_positions: bool = False
     gives_map: bool = False
     needs_statistics: bool = False
@@ -93,7 +91,7 @@ def reduction(config: ReduceConfig, rows: RowLayout) -> Reduction:
         ReduceError: the reduction does not fit this layout.
     """
     if config.name in POOLED and len(rows.shape) == 1:
-        return lambda x: x.clone()  # a vector has no positions; the layer may write to it again
+        return lambda x: x  # a vector has no positions
     return REDUCTIONS.get(config.name).bind(config, rows)
 
 
@@ -119,12 +117,12 @@ def channel_axis(reduced: str, rows: RowLayout) -> int:
     )
 
 
-@register("none", "The tensor as the layer gave it.", is_view=True)
+@register("none", "The tensor as the layer gave it.")
 def _none(config: ReduceConfig, rows: RowLayout) -> Reduction:
     return lambda x: x
 
 
-@register("flatten", "All values of the tensor as one vector.", is_view=True)
+@register("flatten", "All values of the tensor as one vector.")
 def _flatten(config: ReduceConfig, rows: RowLayout) -> Reduction:
     return lambda x: x.reshape(len(x), -1)
 

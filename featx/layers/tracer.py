@@ -66,13 +66,12 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
         )
 
     recorder = OperationRecorder(module, add_operation)
-    modules = dict(module.named_modules())
     with recorder.attach(), ModuleHooks() as hooks:
-        for each in modules.values():
+        for each in module.modules():
             weights.attach(hooks, each)
         # Fused attention kernels hide their operations from the FLOP counter.
         with (
-            every_call(modules, begin, end),
+            every_call(module, begin, end),
             torch.no_grad(),
             sdpa_kernel(SDPBackend.MATH),
             counter,

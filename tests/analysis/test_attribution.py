@@ -369,8 +369,8 @@ class Answering(Net):
 def test_logits_with_a_name_are_explained() -> None:
     methods = ("saliency", "gradcam", "occlusion", "integrated_gradients")
     pytest.importorskip("captum")
-    named = attributed(Answering(), images(), *methods, layer="two")
-    plain = attributed(Net(), images(), *methods, layer="two")
+    named = attributed(Answering(), images(), *methods, layer="two", steps=3)
+    plain = attributed(Net(), images(), *methods, layer="two", steps=3)
     for name, value in plain.items():
         torch.testing.assert_close(named[name], value)
 

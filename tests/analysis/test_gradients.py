@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import math
 import pickle
 import re
@@ -21,6 +22,7 @@ from torch import nn
 import featx
 from featx.errors import ConfigError, LayerError, RunError
 from featx.gradients import Alarm, GradientAlarm, GradientLog, Limits, watch
+from featx.layers import OpenCall
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -731,19 +733,22 @@ def test_memory_is_bounded_over_many_steps_and_forgotten_passes() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     leaf = torch.randn(2, 6, requires_grad=True)  # lives on, with its hook
     with watch(model, keep_steps=10, on_alarm="record") as log:
-        for _ in range(300):
+        for _ in range(100):
             model(leaf)  # nobody goes back through this one
-        for _ in range(50):
+        for _ in range(20):
             optimizer.zero_grad()
             model(leaf).sum().backward()
             optimizer.step()
         assert len(log.steps) == 10
-        assert log.steps[-1].number == 50
-        for _ in range(1500):
+        assert log.steps[-1].number == 20
+        gc.collect()
+        num_tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        for _ in range(300):
             model(leaf)
-        assert len(log._hooks) <= 1100
-        assert len(log._flow) == 0
-        assert max(len(edge.readers) for _, edge in log._edges.values()) <= 8
+        assert len(leaf._backward_hooks or {}) == 1
+        living = [each for each in gc.get_objects() if isinstance(each, torch.Tensor | OpenCall)]
+        assert sum(isinstance(each, torch.Tensor) for each in living) <= num_tensors
+        assert sum(isinstance(each, OpenCall) for each in living) < 500
     assert len(leaf._backward_hooks or {}) == 0
 
 

@@ -15,11 +15,12 @@ from torch import nn
 from zoo import ClampedNet, ResidualConvNet
 
 import featx
-from featx.config import model_options
+from featx.config import ReduceConfig, model_options
 from featx.engine import Compute
 from featx.engine.row_checks import finite_rows, row_cosines
 from featx.errors import LayerError, ModelError, ReduceError, RunError
 from featx.layers import CapturePoint
+from featx.layers.reductions import AlignOptions
 from featx.models import build_backbone, state_sha256
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
@@ -77,40 +78,43 @@ def test_overwritten_tensors_are_kept_bit_for_bit(reduce: str, channels_last: bo
         assert torch.equal(values[name], expected), name
 
 
-@pytest.mark.parametrize("reduce", ["none", "flatten", "cls"])
-def test_overwritten_tokens_are_kept_bit_for_bit(reduce: str) -> None:
-    module = Tokens()
-    with bound(backbone_of(module, num_prefix_tokens=1), ("block", reduce)) as engine:
-        got = engine.run(noise())["block"]
-    expected = hooked(module, "block", noise())
-    assert torch.equal(
-        got, {"none": expected, "flatten": expected.flatten(1), "cls": expected[:, 0]}[reduce]
-    )
+ALIGN = AlignOptions(rows=8, columns=8)  # the size of the map, which is then not resized
 
 
-@pytest.mark.parametrize("reduce", ["avg", "max", "gem", "grid"])
-def test_overwritten_maps_are_reduced_as_the_layer_gave_them(reduce: str) -> None:
+@pytest.mark.parametrize("reduce", ["none", "flatten", "avg", "max", "gem", "grid", ALIGN])
+def test_overwritten_maps_are_reduced_as_the_layer_gave_them(reduce: str | ReduceConfig) -> None:
     module, x = ResidualConvNet(), noise()
-    with bound(backbone_of(module), ("conv2", reduce)) as engine:
+    with bound(backbone_of(module), ("conv2", reduce), "fc") as engine:
         got = engine.run(x)["conv2"]
     y = hooked(module, "conv2", x)
     expected = {
+        "none": y,
+        "flatten": y.flatten(1),
         "avg": y.mean((2, 3)),
         "max": y.amax((2, 3)),
         "gem": (y.clamp(min=1e-6) ** 3).mean((2, 3)) ** (1 / 3),
         "grid": F.adaptive_avg_pool2d(y, 2),
+        ALIGN: y,
     }[reduce]
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    exact = reduce in ("none", "flatten", "max", ALIGN)
+    torch.testing.assert_close(got, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7)
 
 
-@pytest.mark.parametrize("reduce", ["avg", "patch_avg"])
+@pytest.mark.parametrize("reduce", ["none", "flatten", "cls", "avg", "patch_avg"])
 def test_overwritten_tokens_are_reduced_as_the_layer_gave_them(reduce: str) -> None:
     module = Tokens()
-    with bound(backbone_of(module, num_prefix_tokens=1), ("block", reduce)) as engine:
+    with bound(backbone_of(module, num_prefix_tokens=1), ("block", reduce), "head") as engine:
         got = engine.run(noise())["block"]
     y = hooked(module, "block", noise())
-    expected = y.mean(1) if reduce == "avg" else y[:, 1:].mean(1)
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    expected = {
+        "none": y,
+        "flatten": y.flatten(1),
+        "cls": y[:, 0],
+        "avg": y.mean(1),
+        "patch_avg": y[:, 1:].mean(1),
+    }[reduce]
+    exact = reduce in ("none", "flatten", "cls")
+    torch.testing.assert_close(got, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7)
 
 
 @pytest.mark.slow
@@ -317,13 +321,13 @@ def test_a_value_that_is_not_finite_is_found_and_explained(
     assert again.dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @given(
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     st.lists(
         st.lists(st.floats(width=16, allow_nan=True, allow_infinity=True), min_size=3, max_size=3),
         min_size=1,
         max_size=5,
-    )
+    ),
 )
 def test_finite_rows_are_those_without_nan_and_infinity(
     dtype: torch.dtype, rows: list[list[float]]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +10,6 @@ from torch import nn
 from featx.config import make_reduce
 from featx.errors import ConfigError, ReduceError
 from featx.layers import RowLayout, reduction
-from featx.testing.tiny_extraction import extract, write_images
 
 
 def patchcore_embedding(maps: list[torch.Tensor]) -> torch.Tensor:
@@ -49,21 +45,3 @@ def test_what_does_not_fit_is_refused() -> None:
         make_reduce("align", rows=0)
     with pytest.raises(ReduceError, match="expected a map or patch tokens"):
         reduction(make_reduce("align"), RowLayout("x", (6,), (32, 32)))
-
-
-@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
-def test_stored_layers_have_one_grid() -> None:
-    images = write_images(Path("images"))
-    plain = extract(images, Path("plain"), layers=["stem", "block"], dtype="float32")
-    asked = {"name": "align", "rows": 6, "columns": 6, "pool": 3}
-    keys = {"layers": ["stem", "block"], "dtype": "float32", "reduce": asked}
-    store = extract(images, Path("aligned"), **keys)
-    ok = np.flatnonzero(store.ok)
-    found = np.concatenate([store["stem"][ok], store["block"][ok]], axis=1)
-    pooled = [
-        F.interpolate(
-            nn.AvgPool2d(3, 1, 1)(torch.from_numpy(plain[name][ok])), (6, 6), mode="bilinear"
-        )
-        for name in ("stem", "block")
-    ]
-    np.testing.assert_allclose(found, torch.cat(pooled, 1).numpy(), rtol=0, atol=1e-5)

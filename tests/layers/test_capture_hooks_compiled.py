@@ -14,7 +14,7 @@ from tiny_engine import CPU, FP32, backbone_of, noise
 from torch import nn
 from zoo import ClampedNet, PatchTransformer, ResidualConvNet, vision_transformer
 
-from featx.config import ReduceConfig, make_reduce
+from featx.config import ReduceConfig
 from featx.engine import Compute, Engine
 from featx.errors import RunError
 from featx.layers import select
@@ -104,19 +104,12 @@ SLOW = ("multihead", "elements", "timm")
 
 
 @pytest.mark.parametrize(
-    ("case", "reduce"),
-    [
-        *(
-            pytest.param(case, "none", marks=[pytest.mark.slow] if case in SLOW else [])
-            for case in CASES
-        ),
-        ("in_place", "flatten"),
-    ],
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
 )
-def test_compiled_values_are_the_eager_ones(case: str, reduce: str) -> None:
+def test_compiled_values_are_the_eager_ones(case: str) -> None:
     make, side, layers = CASES[case]
     with Engine(backbone_of(make(), side), CPU, "float32") as engine:
-        requests = [(layer, make_reduce(reduce)) for layer in layers]
+        requests = [(layer, ReduceConfig()) for layer in layers]
         engine.attach_captures(select(requests, engine.trace(layers), None, None).chosen)
         x = noise(4, side)
         engine.configure_compute(FP32)

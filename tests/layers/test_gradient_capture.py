@@ -303,9 +303,8 @@ def test_gradients_go_into_the_store_with_the_activations(photos: Path) -> None:
     other = extract(photos, **keys, target=3, out="three")
     assert np.array_equal(store["deep"][:], other["deep"][:])
     assert not np.allclose(store["deep:grad_output"][:], other["deep:grad_output"][:])
-    for layers in (keys["layers"], ["conv", *keys["layers"]]):
-        with pytest.raises(StoreMismatchError, match=r"target 3', now .*target predicted'"):
-            extract(photos, **{**keys, "layers": layers}, out="three")
+    with pytest.raises(StoreMismatchError, match=r"target 3', now .*target predicted'"):
+        extract(photos, **{**keys, "layers": ["conv", *keys["layers"]]}, out="three")
 
 
 class Embedding(nn.Module):

@@ -21,7 +21,7 @@ from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, RunError
 from featx.layers import CaptureHooks, CapturePoint, select, trace_forward
 from featx.layers.operations import OperationRecorder, plain_name
-from featx.layers.profiling import measure_operations
+from featx.layers.profiling import measure_values
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -445,7 +445,7 @@ def test_values_of_operations_are_those_of_their_moment() -> None:
             y.mul_(2)
             return y - 3
 
-    found = measure_operations(Doubled(), torch.tensor([[1.0, -1.0]]))
+    _, found = measure_values(Doubled(), torch.tensor([[1.0, -1.0]]))
     assert [(name, v[()].minimum, v[()].maximum) for name, v in found.items()] == [
         ("add", 0, 2),
         ("mul", 0, 4),

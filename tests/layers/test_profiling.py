@@ -55,7 +55,7 @@ MEASURES = [measure_values, measure_times, measure_memory]
 
 
 def test_values_are_those_of_the_moment_and_of_each_call() -> None:
-    found = measure_values(Model(), torch.tensor([[1.0, 3.0]]))
+    found, _ = measure_values(Model(), torch.tensor([[1.0, 3.0]]))
     order = ["body.0.relu", "body.0.twice", "body.0.relu", "body.0", "body.1", "body", ""]
     assert [name for name, _ in found] == order
     given = found["body.0.twice", 1].outputs[()]
@@ -106,7 +106,7 @@ class Poison(nn.Module):
     ],
 )
 def test_the_first_call_that_is_not_finite(model: nn.Module, expected: object) -> None:
-    assert first_nonfinite(measure_values(model, torch.ones(1, 2))) == expected
+    assert first_nonfinite(measure_values(model, torch.ones(1, 2))[0]) == expected
 
 
 def test_times_of_layers_add_up() -> None:
@@ -134,7 +134,7 @@ def test_bytes_of_the_tensors_a_call_gives() -> None:
     assert memory["0", 1].peak is None
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert measure_memory(model, x)["0", 1].output == 5 * 4 * 6 * 7 * 2
-        assert measure_values(model, x)["0", 1].outputs[()].dtype == "bfloat16"
+        assert measure_values(model, x)[0]["0", 1].outputs[()].dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -197,7 +197,7 @@ def test_every_call_survives_an_exception_that_the_model_catches() -> None:
     seen: list[tuple[str, int]] = []
     model = Careful()
     with every_call(
-        dict(model.named_modules()),
+        model,
         lambda call, given: None,
         lambda call, n, output: seen.append((call.name, n)),
     ) as going_on:

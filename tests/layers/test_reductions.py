@@ -9,7 +9,7 @@ import torch
 
 from featx.config import make_reduce
 from featx.errors import ReduceError
-from featx.layers import REDUCTIONS, RowLayout, channels_last, reduction
+from featx.layers import RowLayout, channels_last, reduction
 
 SQUARE = (224, 224)
 
@@ -109,16 +109,6 @@ def test_grid_of_maps() -> None:
 def test_grid_finer_than_the_map_is_refused() -> None:
     with pytest.raises(ReduceError, match=r"4 x 4 cells are more than its 2 x 2 positions"):
         reduced(nchw(), "grid", size=4)
-
-
-@pytest.mark.parametrize("name", ["avg", "max", "gem", "patch_avg", "grid"])
-def test_reductions_that_are_no_views_never_share_storage(name: str) -> None:
-    """Maps of one pixel are where a mean could be a view."""
-    assert not REDUCTIONS.get(name).is_view
-    x = torch.ones(2, 1, 3) if name == "patch_avg" else torch.ones(2, 3, 1, 1)
-    y = reduced(x, name, **({"size": 1} if name == "grid" else {}))
-    x.fill_(7)
-    assert torch.equal(y, torch.ones_like(y))
 
 
 def test_sums_are_taken_in_float32() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,6 @@ from featx.layers import KeyedReduction, RowLayout, reduction
 from featx.testing.tiny_extraction import extract, options, write_images
 
 SAMPLE = {"name": "sample", "k": 5, "seed": 3}
-
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 
 def bound(shape: tuple[int, ...], prefix: int = 1, **options: Any) -> KeyedReduction:
@@ -74,9 +74,19 @@ def store_of(out: str, **options: Any) -> featx.FeatureStore:
     return extract(images, Path(out), **keys)
 
 
+@pytest.fixture(scope="class")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Stores `whole` and `sampled` in the current folder."""
+    with contextlib.chdir(tmp_path_factory.mktemp("stores")):
+        store_of("whole")
+        store_of("sampled", reduce=SAMPLE)
+        yield
+
+
 class TestStores:
+    @pytest.mark.usefixtures("stores")
     def test_rows_are_tokens_of_the_unreduced_layer(self) -> None:
-        whole, found = store_of("whole"), store_of("sampled", reduce=SAMPLE)
+        whole, found = featx.open("whole"), featx.open("sampled")
         positions = found["stem"].positions()
         assert positions.shape == (6, 5)
         tokens = whole["stem"][:].reshape(6, 8, 16).transpose(0, 2, 1)
@@ -86,7 +96,45 @@ class TestStores:
         with pytest.raises(StoreError, match=r"only tokens of reduce=sample"):
             whole["stem"].positions()
 
+    @pytest.mark.usefixtures("stores")
+    def test_another_sample_is_another_store(self) -> None:
+        other = {**SAMPLE, "k": 4, "seed": 4, "candidates": "all"}
+        with pytest.raises(StoreMismatchError) as error:
+            store_of("sampled", reduce=other)
+        for name in ("k", "seed", "candidates"):
+            assert f"layer stem, reduce_args, {name}:" in str(error.value)
+        assert str(error.value).count("the store has") == 4  # and the shape
+
+    @pytest.mark.usefixtures("stores")
+    def test_new_images_have_no_key_to_choose_by(self) -> None:
+        with pytest.raises(StoreError, match="A new image has no key"):
+            featx.embed([b""], "sampled")
+
+    @pytest.mark.usefixtures("stores")
+    def test_exports_hold_the_positions(self) -> None:
+        import pyarrow.parquet as pq
+
+        found = featx.open("sampled")["stem"].positions()
+        for kind in ("npy", "parquet"):
+            featx.export_store(store="sampled", export={"format": kind}, out=kind)
+        assert np.array_equal(np.load("npy/positions/stem.npy"), found)
+        column = pq.read_table("parquet/data")["stem.positions"].to_pylist()
+        assert column == found.tolist()
+
+    @pytest.mark.usefixtures("stores")
+    def test_statistics_are_those_of_the_sampled_tokens(self) -> None:
+        rows = featx.open("sampled")["stem"][:]
+        asked = options(Path("images"), Path("stats"), layers=["stem"], reduce=SAMPLE)
+        given = {name: value for name, value in asked.items() if name not in ("pack", "dtype")}
+        found = featx.stats(**given, stats={"observation": "position"})
+        ok = ~np.isnan(rows).any((1, 2))
+        mean = rows[ok].reshape(-1, 8).astype(np.float64).mean(0)
+        np.testing.assert_allclose(found["stem"].mean, mean, rtol=1e-4, atol=1e-6)
+        with pytest.raises(ReduceError, match="tokens that reduce=sample chose"):
+            store_of("pca", reduce={"name": "pca", "k": 2, "stats": "stats"})
+
     @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+    @pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
     def test_batches_resumes_and_packing_change_nothing(self, packed: bool) -> None:
         expected = store_of("one", reduce=SAMPLE, batch_size=1, pack=packed)
         again = store_of("many", reduce=SAMPLE, batch_size=4, part_rows=4)
@@ -98,19 +146,7 @@ class TestStores:
         resumed = store_of("many", reduce=SAMPLE, batch_size=4, part_rows=4)
         assert np.array_equal(resumed["stem"][:], before, equal_nan=True)
 
-    @pytest.mark.parametrize("other", [{"k": 4}, {"seed": 4}, {"candidates": "all"}])
-    def test_another_sample_is_another_store(self, other: dict[str, Any]) -> None:
-        store_of("store", reduce=SAMPLE)
-        name = next(iter(other))
-        with pytest.raises(StoreMismatchError, match=f"layer stem, reduce_args, {name}:") as error:
-            store_of("store", reduce={**SAMPLE, **other})
-        assert str(error.value).count("the store has") == 1 + (name == "k")  # and the shape
-
-    def test_new_images_have_no_key_to_choose_by(self) -> None:
-        store_of("store", reduce=SAMPLE)
-        with pytest.raises(StoreError, match="A new image has no key"):
-            featx.embed([b""], "store")
-
+    @pytest.mark.usefixtures("in_tmp_path")
     def test_sampled_tokens_are_no_grid(self) -> None:
         from featx.torch import TokenDataset
 
@@ -120,30 +156,10 @@ class TestStores:
                 TokenDataset("store", "stem", **arguments)
         assert TokenDataset("store", "stem", tokens="all").grid is None
 
-    def test_exports_hold_the_positions(self) -> None:
-        import pyarrow.parquet as pq
-
-        found = store_of("store", reduce=SAMPLE)["stem"].positions()
-        for kind in ("npy", "parquet"):
-            featx.export_store(store="store", export={"format": kind}, out=kind)
-        assert np.array_equal(np.load("npy/positions/stem.npy"), found)
-        column = pq.read_table("parquet/data")["stem.positions"].to_pylist()
-        assert column == found.tolist()
-
-    def test_statistics_are_those_of_the_sampled_tokens(self) -> None:
-        rows = store_of("store", reduce=SAMPLE)["stem"][:]
-        asked = options(Path("images"), Path("stats"), layers=["stem"], reduce=SAMPLE)
-        given = {name: value for name, value in asked.items() if name not in ("pack", "dtype")}
-        found = featx.stats(**given, stats={"observation": "position"})
-        ok = ~np.isnan(rows).any((1, 2))
-        mean = rows[ok].reshape(-1, 8).astype(np.float64).mean(0)
-        np.testing.assert_allclose(found["stem"].mean, mean, rtol=1e-4, atol=1e-6)
-        with pytest.raises(ReduceError, match="tokens that reduce=sample chose"):
-            store_of("pca", reduce={"name": "pca", "k": 2, "stats": "stats"})
-
     @pytest.mark.slow
+    @pytest.mark.usefixtures("stores")
     def test_two_workers_give_the_same_bits(self) -> None:
-        expected = store_of("one", reduce=SAMPLE)
         executor = {"name": "local", "workers": 2}
         found = store_of("two", reduce=SAMPLE, executor=executor)
-        assert np.array_equal(found["stem"][:], expected["stem"][:], equal_nan=True)
+        expected = featx.open("sampled")["stem"][:]
+        assert np.array_equal(found["stem"][:], expected, equal_nan=True)

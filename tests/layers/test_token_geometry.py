@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from featx.config import model_options
 from featx.layers import token_geometries
-from featx.models import build_backbone
+from featx.models import Backbone, build_backbone
 from featx.types import LayerSpec, TokenGeometry
 
 VIT = "vit_tiny_patch16_224"
 
 
+@functools.cache
+def built(model: str, library: str) -> Backbone:
+    return build_backbone(model_options(name=model, library=library, weights=None), 0)
+
+
 def places(
     model: str, library: str, shape: tuple[int, ...], capture: str = "output", reduce: str = "none"
 ) -> TokenGeometry | None:
-    config = model_options(name=model, library=library, weights=None)
-    backbone = build_backbone(config, 0)
+    backbone = built(model, library)
     spec = LayerSpec("x", "x", capture, reduce, {}, shape, "float16", "float32")
     return token_geometries([spec], backbone).get("x")
 

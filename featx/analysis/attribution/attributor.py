@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -311,31 +312,40 @@ class Attributor(Engine):
     def _plain_gradients(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Compute the methods that share one backward pass, and the logits.
 
-        If no method needs the gradient of the input, the graph begins at the layer. Saliency: K.
-        Simonyan, A. Vedaldi, A. Zisserman, Deep Inside Convolutional Networks, 2014.
+        Saliency: K. Simonyan, A. Vedaldi, A. Zisserman, Deep Inside Convolutional Networks, 2014.
         """
-        methods = self._options.methods
-        reads_input = bool(set(_OF_THE_INPUT) & set(methods))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            outputs = stack.enter_context(capture_output(self.module, self._layer))
-            leaf = x.detach().requires_grad_(reads_input)
-            output = logits_of(self.module(leaf.clone()))  # a model may write to its input
-            score = values_of_classes(
-                output, self._target, target_classes(output, self._target, self._labels)
-            )
-            sources = [leaf] * reads_input + outputs
-            gradients = list(torch.autograd.grad(score.sum(), sources)) if sources else []
-        output, maps = output.detach(), {}
+        reads_input = bool(set(_OF_THE_INPUT) & set(self._options.methods))
+        logits, outputs, gradients = self._backward(x, reads_input)
+        maps = {}
         if reads_input:
             gradient = gradients.pop(0)
             maps["saliency"] = gradient.abs().amax(1)
             maps["input_x_gradient"] = (gradient * x).sum(1)
         if outputs:
-            maps["gradcam"] = grad_cam(
-                self._to_map(outputs[0].detach()), self._to_map(gradients.pop(0))
-            )
-        return maps, output
+            maps["gradcam"] = grad_cam(self._to_map(outputs[0]), self._to_map(gradients[0]))
+        return maps, logits
+
+    def _backward(
+        self, x: torch.Tensor, reads_input: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[Any]]:
+        """Run a pass forward and back.
+
+        If the gradient of the input is not read, the graph begins at the layer.
+
+        Returns:
+            The logits; the output of the layer, if there is one; and the gradients of the input, if
+            it is read, and of that output, None where the target does not depend on them.
+        """
+        with torch.enable_grad(), capture_output(self.module, self._layer) as outputs:
+            leaf = x.detach().requires_grad_(reads_input)
+            logits = logits_of(self.module(leaf.clone()))  # a model may write to its input
+            classes = target_classes(logits, self._target, self._labels)
+            score = values_of_classes(logits, self._target, classes).sum()
+            sources = [leaf] * reads_input + outputs
+            gradients = [None] * len(sources)
+            if sources and score.requires_grad:
+                gradients = [*torch.autograd.grad(score, sources, allow_unused=True)]
+        return logits.detach(), [output.detach() for output in outputs], gradients
 
     def _map_of_layer(self, x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that turns the layer's tensor into (B, C, h, w).
@@ -344,21 +354,10 @@ class Attributor(Engine):
         """
         point = self._layer
         assert point is not None
-        with (
-            self.named_failure(x),
-            torch.enable_grad(),
-            capture_output(self.module, point) as outputs,
-        ):
-            output = logits_of(self.module(x.clone()))
-            classes = target_classes(output, self._target, None)
-            score = values_of_classes(output, self._target, classes).sum()
-            gradient = None
-            if outputs and score.requires_grad:
-                gradient = torch.autograd.grad(score, outputs, allow_unused=True)[0]
-        if not outputs:
-            raise LayerError(f"{point.name} did not fire in a second pass; choose another layer.")
-        to_map = layer_map_view(point.name, tuple(outputs[0].shape[1:]), self.backbone)
-        if to_map(outputs[0]).shape[2:].numel() == 1:
+        with self.named_failure(x):
+            _, [output], [gradient] = self._backward(x, False)
+        to_map = layer_map_view(point.name, tuple(output.shape[1:]), self.backbone)
+        if to_map(output).shape[2:].numel() == 1:
             raise LayerError(
                 f"{point.name} has only one position, so it gives no heat map. Choose an "
                 "attribute.layer in front of the pooling; job=layers lists the layers."
@@ -369,7 +368,7 @@ class Attributor(Engine):
                 "the output of the model does not depend on them (after the last block of a "
                 "transformer only the class token counts). Choose an earlier attribute.layer."
             )
-        self._check_positions(point, tuple(outputs[0].shape[1:]), to_map)
+        self._check_positions(point, tuple(output.shape[1:]), to_map)
         return to_map
 
     def _check_positions(

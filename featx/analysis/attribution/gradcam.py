@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from featx import layers
-from featx.base import ModuleHooks
 from featx.errors import LayerError, ReduceError
-from featx.layers import CapturePoint, RowLayout, path_to, pick, with_element
+from featx.layers import CapturePoint, RowLayout, edit
 from featx.models import Backbone
 
 
@@ -38,29 +36,20 @@ def capture_output(module: nn.Module, point: CapturePoint | None) -> Iterator[li
     the layer requires a gradient, the graph begins here.
 
     Yields:
-        list that receives the output of every matching call.
+        list that receives the output.
+
+    Raises:
+        LayerError: the model ran without the layer.
     """
     outputs: list[torch.Tensor] = []
-    if point is None:
-        yield outputs
-        return
-    calls = 0
 
-    def hook(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Keep the output of the requested call, and return a copy to the model."""
-        nonlocal calls
-        calls += 1
-        if point.call not in (None, calls):
-            return output
-        tensor = pick(output, point)
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and not tensor.requires_grad:
             tensor = tensor.detach().requires_grad_()
         outputs.append(tensor)
-        return with_element(output, path_to(output, point), tensor.clone())
+        return tensor.clone()
 
-    layers = dict(module.named_modules(remove_duplicate=False))
-    with ModuleHooks() as hooks:
-        hooks.add(layers[point.module], after=hook)
+    with contextlib.nullcontext() if point is None else edit(module, {point.name: keep}):
         yield outputs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import After, ModuleHooks
+from featx.base import After, ModuleHooks, TensorHooks
 from featx.errors import ModelError
 
 _RECTIFIERS = (nn.ReLU, nn.ReLU6)
@@ -26,9 +26,11 @@ def guided_rectifiers(module: nn.Module) -> Iterator[None]:
     between layers are handled correctly.
     """
 
+    gradients = TensorHooks()
+
     def hook(rectifier: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: gradient.clamp(min=0))  # type: ignore[no-untyped-call]
+            gradients.add(output, lambda gradient: gradient.clamp(min=0))
 
     with _hooked_rectifiers(module, hook):
         yield

@@ -1,33 +1,23 @@
-"""Gradients in training: clipping by value or norm, and alarms that name the layer and the step.
-
-with featx.gradients.watch(model, clip_value=0.01) as log:
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss(model(x), y).backward()  # gradients are clamped as they arrive
-        optimizer.step()  # gradients are judged, and clipped by norm, just before
-print(log.table())
-"""
+"""Gradients in training: clipping by value or norm, and alarms that name the layer and the step."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from featx.base import TensorHooks, elements, refuse_scripted, table
+from featx.base import TensorHooks, table
 from featx.errors import ConfigError, LayerError, RunError, nearest
-from featx.layers import OpenCall, every_call, with_own_nodes
+from featx.layers import Edge, OpenCall, every_call
 
 _MEDIAN_STEPS = 10
 """Number of steps of an optimizer before `Limits.exploding_ratio` applies."""
@@ -97,15 +87,7 @@ class Step:
     backward passes; '' is the model."""
 
 
-@dataclass
-class _Edge:
-    """A tensor between modules: the calls that returned it, and the last ones that read it."""
-
-    makers: list[OpenCall] = field(default_factory=list)
-    readers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=8))
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GradientLog:
     """Record of the steps and alarms of a `watch` block."""
 
@@ -122,9 +104,9 @@ class GradientLog:
 
     def __post_init__(self) -> None:
         self._types = {name: type(m).__name__ for name, m in self._model.named_modules()}
-        self._hooks, self._edges = TensorHooks(), WeakTensorKeyDictionary()
-        self._flow: list[tuple[_Edge, torch.Tensor]] = []
-        self._arrived: dict[str, list[torch.Tensor]] = {}
+        self._hooks = TensorHooks()
+        self._flow: list[tuple[Edge, torch.Tensor]] = []
+        self._arrived: dict[str, torch.Tensor] = {}
         self._clamped: set[int] = set()
         self._totals: WeakKeyDictionary[Any, deque[float]] = WeakKeyDictionary()
         self._quiet_steps: dict[str, int] = {}
@@ -134,7 +116,7 @@ class GradientLog:
     def step(self) -> None:
         """Judge and clip the gradients so far, for loops without torch.optim; unscaled gradients,
         if the loop has a GradScaler. Raises a GradientAlarm with on_alarm='raise'."""
-        self._finish(dict(self._model.named_parameters()), self, 1.0)
+        self._finish(dict(self._model.named_parameters()), self)
 
     def table(self) -> str:
         """Norms of each module over the kept steps: `output`, the last at its output, with minimum,
@@ -152,69 +134,43 @@ class GradientLog:
         header = ("layer", "type", "steps", "output", "min", "median", "max", "parameters")
         return table(header, rows, left=2)
 
+    __str__ = table
+
     def _begin(self, call: OpenCall, inputs: list[Any]) -> None:
-        """Follow the inputs of a call. That of the model shows whether gradients were dropped."""
-        if not torch.is_grad_enabled():
+        """Forget gradients that the loop has thrown away before a new pass of the model."""
+        if call.name or not torch.is_grad_enabled():
             return
-        if call.name == "":
-            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            skipped, self._last_scale = scale < self._last_scale, scale
-            self._check_versions()
-            if skipped or all(p.grad is None for p in self._model.parameters()):
-                self._forget()
-        call.data = list(elements(inputs).values())
-        for edge in self._edges_of(call.data):
-            edge.readers.append(call)
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        skipped, self._last_scale = scale < self._last_scale, scale
+        self._check_versions()
+        if skipped or all(p.grad is None for p in self._model.parameters()):
+            self._forget()
 
-    def _end(self, call: OpenCall, number: int, output: Any) -> Any:
-        """Follow the outputs of a call, which go on as nodes of their own if they are views."""
-        inputs, call.data = call.data, None  # the hooks must not keep tensors
-        if inputs is None or not torch.is_grad_enabled():
-            return None
-        output = with_own_nodes(output, inputs)
-        for edge in self._edges_of(elements(output).values()):
-            edge.makers.append(call)
-        return output
+    def _arrive(self, edge: Edge, grad: torch.Tensor) -> None:
+        self._flow.append((edge, _norm(grad) / self._scale(grad)))
 
-    def _edges_of(self, tensors: Iterable[torch.Tensor]) -> Iterator[_Edge]:
-        """The edges of tensors that require gradients, each with a hook that measures them."""
-        for tensor in tensors:
-            if tensor.requires_grad:
-                # A write in place makes it a different tensor for autograd, with other hooks.
-                version, edge = self._edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
-                if edge is None or version != tensor._version:
-                    edge = _Edge()
-                    self._hooks.add(tensor, functools.partial(self._measure, edge))
-                    self._edges[tensor] = tensor._version, edge
-                yield edge
-
-    def _measure(self, edge: _Edge, grad: torch.Tensor) -> None:
-        self._flow.append((edge, self._norm_of(grad)))
-
-    def _norm_of(self, grad: torch.Tensor) -> torch.Tensor:
-        """Norm of a gradient that arrives, without the scaler's factor, on its device."""
-        norm = _norm(grad)
-        return norm if self._scaler is None else norm / self._scaler.scale(torch.ones_like(norm))
+    def _scale(self, grad: torch.Tensor) -> Any:
+        """The factor of the scaler, on the device, so that nothing waits for it."""
+        one = torch.ones((), device=grad.device)
+        return 1.0 if self._scaler is None else self._scaler.scale(one)
 
     def _clamp_arrivals(self, name: str, parameter: nn.Parameter, limit: float) -> None:
         """Register a hook that records the norm of a parameter's gradient and clamps it."""
 
         def clamp(grad: torch.Tensor) -> torch.Tensor:
             _refuse_sparse(name, grad)
-            earlier = [] if parameter.grad is None else self._arrived.get(name, [])
-            self._arrived[name] = [*earlier, self._norm_of(grad)]
-            if self._scaler is None:
-                return grad.clamp(-limit, limit)
-            bound = limit * self._scaler.scale(torch.ones((), device=grad.device))
-            # The scaler must see infinities, so that it skips the step and lowers its scale.
-            return torch.where(grad.isinf(), grad, grad.clamp(-bound, bound))
+            norm, bound = _norm(grad) / self._scale(grad), limit * self._scale(grad)
+            earlier = None if parameter.grad is None else self._arrived.get(name)
+            self._arrived[name] = norm if earlier is None else torch.maximum(earlier, norm)
+            clamped = grad.clamp(-bound, bound)
+            # A scaler must see infinities, so that it skips the step and lowers its scale.
+            return clamped if self._scaler is None else torch.where(grad.isinf(), grad, clamped)
 
         if parameter.requires_grad and id(parameter) not in self._clamped:
             self._clamped.add(id(parameter))
             self._hooks.add(parameter, clamp)
 
     def _forget(self) -> None:
-        """Discard all gradients that arrived since the last step."""
         self._arrived.clear()
         self._flow.clear()
 
@@ -241,7 +197,7 @@ class GradientLog:
         def watched_closure() -> Any:
             loss = closure()
             with torch.no_grad():
-                self._finish(parameters, optimizer, 1.0)
+                self._finish(parameters, optimizer)
             return loss
 
         if parameters and closure is not None:
@@ -251,19 +207,23 @@ class GradientLog:
         if overflow is not None and overflow.any():
             self._forget()
         elif parameters:
-            self._finish(parameters, optimizer, float(getattr(optimizer, "grad_scale", None) or 1))
+            factor = float(getattr(optimizer, "grad_scale", None) or 1)
+            self._finish(parameters, optimizer, factor)
         return None
 
-    def _finish(self, parameters: Mapping[str, nn.Parameter], owner: object, factor: float) -> None:
-        """Record, judge and clip the gradients of one step."""
+    def _finish(
+        self, parameters: Mapping[str, nn.Parameter], owner: object, factor: float = 1.0
+    ) -> None:
+        """Record, judge and clip the gradients of one step, which still have a factor."""
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         for name, grad in grads.items():
             _refuse_sparse(name, grad)
-        step, flow = self._step(grads, factor)
+        step, flow = self._measure(grads, factor)
         self.steps.append(step)
-        alarms = self._nonfinite_alarm(step, flow) or self._explosion_alarm(step, owner)
+        totals = self._totals.setdefault(owner, deque(maxlen=self.steps.maxlen))
+        alarms = self._nonfinite_alarm(step, flow) or self._explosion_alarm(step, totals)
         if math.isfinite(step.norm):
-            self._totals.setdefault(owner, deque(maxlen=self.steps.maxlen)).append(step.norm)
+            totals.append(step.norm)
             alarms += self._vanishing_alarm(step)
         self.alarms.extend(alarms)
         is_clipped = self._clip_value is not None or self._clip_norm is not None
@@ -272,30 +232,30 @@ class GradientLog:
                 self._on_alarm(alarm)
             elif self._on_alarm == "raise" and not (is_clipped and alarm.kind == "exploding"):
                 raise GradientAlarm(alarm)
-        clipped = [parameters[name] for name in grads]
         if self._clip_value is not None:
             # Parameters that were added or unfrozen inside the block have no hook yet.
             for name in (name for name in grads if id(parameters[name]) not in self._clamped):
                 nn.utils.clip_grad_value_(parameters[name], self._clip_value * factor)
                 self._clamp_arrivals(name, parameters[name], self._clip_value)
-        if self._clip_norm is not None and clipped:
+        if self._clip_norm is not None and grads:
             total = nn.utils.get_total_norm(list(grads.values())) / factor
+            clipped = [parameters[name] for name in grads]
             nn.utils.clip_grads_with_norm_(clipped, self._clip_norm, total)
 
-    def _step(
+    def _measure(
         self, grads: Mapping[str, torch.Tensor], factor: float
-    ) -> tuple[Step, list[tuple[_Edge, float]]]:
+    ) -> tuple[Step, list[tuple[Edge, float]]]:
         """The norms of a step, copied to the CPU together, and those of the flow as it arrived."""
-        arrived = {name: self._arrived.pop(name, []) for name in grads}
-        groups = [arrived[name] or [_norm(grad) / factor] for name, grad in grads.items()]
-        scalars = [x for group in groups for x in group] + [x for _, x in self._flow]
-        on_one = [x.to(scalars[0].device) for x in scalars]
-        values = iter(torch.stack(on_one).tolist() if on_one else ())
-        norms = {
-            name: _largest([next(values) for _ in group])
-            for name, group in zip(grads, groups, strict=True)
-        }
-        flow = [(edge, next(values)) for edge, _ in self._flow]
+        arrived = {name: self._arrived.pop(name, None) for name in grads}
+        scalars = [
+            _norm(grad) / factor if (norm := arrived[name]) is None else norm
+            for name, grad in grads.items()
+        ]
+        scalars += [norm for _, norm in self._flow]
+        values = torch.stack([x.to(scalars[0].device) for x in scalars]).tolist() if scalars else []
+        norms = dict(zip(grads, values, strict=False))
+        edges = [edge for edge, _ in self._flow]
+        flow = list(zip(edges, values[len(norms) :], strict=True))
         self._flow.clear()
         reached: dict[str, list[float]] = {}
         for edge, norm in flow:
@@ -305,7 +265,7 @@ class GradientLog:
         self._num_steps += 1
         return Step(self._num_steps, _total(norms.values()), norms, layers), flow
 
-    def _nonfinite_alarm(self, step: Step, flow: Sequence[tuple[_Edge, float]]) -> list[Alarm]:
+    def _nonfinite_alarm(self, step: Step, flow: Sequence[tuple[Edge, float]]) -> list[Alarm]:
         """An alarm if a norm is NaN or infinite, with the modules where it arose.
 
         These read the first tensor whose gradient was not finite, or run around the module that
@@ -318,11 +278,11 @@ class GradientLog:
         layers, norm = [name.rpartition(".")[0] for name in bad], next(iter(bad.values()), 0.0)
         if first is not None:
             edge, norm = first
-            reached = {id(call) for each, _ in flow for call in each.makers}
-            readers = [call for call in edge.readers if id(call) in reached]
-            outer = {id(parent) for call in readers for parent in _around(call)}
-            calls = [call for call in readers if id(call) not in outer]
-            calls = calls or ([*_around(edge.makers[-1])][:1] if edge.makers else [])
+            reached = {call for each, _ in flow for call in each.makers}
+            readers = [call for call in edge.readers if call in reached]
+            outer = {parent for call in readers for parent in call.around}
+            calls = [call for call in readers if call not in outer]
+            calls = calls or [parent for call in edge.makers[-1:] for parent in call.around[:1]]
             layers = [call.name for call in calls]
         layers = list(dict.fromkeys(layers))
         where = " or ".join(f"{name or '(model)'} ({self._types[name]})" for name in layers)
@@ -334,10 +294,9 @@ class GradientLog:
         kind = "nan" if math.isnan(norm) else "inf"
         return [Alarm(kind, step.number, tuple(layers), tuple(bad), norm, reason)]
 
-    def _explosion_alarm(self, step: Step, owner: object) -> list[Alarm]:
+    def _explosion_alarm(self, step: Step, totals: Sequence[float]) -> list[Alarm]:
         """An alarm if the norm of all gradients exceeds a limit."""
         norm, ratio = self._limits.exploding_norm, self._limits.exploding_ratio
-        totals = self._totals.get(owner, ())
         median = statistics.median(totals) if len(totals) >= _MEDIAN_STEPS else 0.0
         if norm is not None and step.norm > norm:
             limit = f"the limit {norm:.3g}"
@@ -422,18 +381,16 @@ def watch(
         raise ConfigError(f"on_alarm={on_alarm!r}: expected 'raise', 'record' or a function.")
     if keep_steps < _MEDIAN_STEPS:
         raise ConfigError(f"keep_steps={keep_steps}: expected {_MEDIAN_STEPS} or more.")
-    refuse_scripted(model.named_modules())
-    modules = dict(model.named_modules())
-    for name in layers or ():
-        if name not in modules:
-            raise LayerError(f"no module {name!r} to watch.{nearest(name, modules)}")
-    watched = modules if layers is None else {name: modules[name] for name in ("", *layers)}
     steps, alarms = deque[Step](maxlen=keep_steps), deque[Alarm](maxlen=keep_steps)
     limits = limits or Limits()
     log = GradientLog(model, clip_value, clip_norm, limits, on_alarm, scaler, steps, alarms)
+    for name in layers or ():
+        if name not in log._types:
+            raise LayerError(f"no module {name!r} to watch.{nearest(name, log._types)}")
+    names = None if layers is None else {"", *layers}
     with contextlib.ExitStack() as stack:
         stack.callback(log._hooks.remove)
-        stack.enter_context(every_call(watched, log._begin, log._end))
+        stack.enter_context(every_call(model, log._begin, lambda *_: None, log._arrive, names))
         if clip_value is not None:
             for name, parameter in model.named_parameters():
                 log._clamp_arrivals(name, parameter, clip_value)
@@ -445,13 +402,6 @@ def watch(
         if scaler is None and (log._flow or log._arrived):
             log._check_versions()
             log.step()
-
-
-def _around(call: OpenCall) -> Iterator[OpenCall]:
-    """The calls around a call, innermost first."""
-    while call.parent is not None:
-        call = call.parent
-        yield call
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
@@ -467,10 +417,6 @@ def _total(norms: Iterable[float]) -> float:
     """Norm of the whole from the norms of its parts; NaN if one of them is NaN."""
     norms = list(norms)
     return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
-
-
-def _largest(norms: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, norms)) else max(norms)
 
 
 def _by_module(parameters: Mapping[str, float]) -> dict[str, float]:

@@ -342,7 +342,7 @@ class Attributor(Engine):
             classes = target_classes(logits, self._target, self._labels)
             score = values_of_classes(logits, self._target, classes).sum()
             sources = [leaf] * reads_input + outputs
-            gradients = [None] * len(sources)
+            gradients: list[Any] = [None] * len(sources)
             if sources and score.requires_grad:
                 gradients = [*torch.autograd.grad(score, sources, allow_unused=True)]
         return logits.detach(), [output.detach() for output in outputs], gradients

@@ -149,7 +149,6 @@ def test_pooling_leaves_a_vector_as_it_is(name: str) -> None:
     vectors = torch.tensor([[-1.0, 0.0, 2.0]])
     pooled = reduction(make_reduce(name), RowLayout("head", (3,), (32, 32)))(vectors)
     assert torch.equal(pooled, vectors)
-    assert pooled.data_ptr() != vectors.data_ptr()
 
 
 @pytest.mark.slow

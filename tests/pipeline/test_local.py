@@ -21,9 +21,8 @@ from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
 from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
-from featx.pipeline import Interrupted
+from featx.pipeline import Interrupted, RunOutcome
 from featx.pipeline.executors.process_pool import ProcessPool
-from featx.pipeline.run_metrics import RunOutcome
 from featx.store.pack import pack
 
 HERE = Path(__file__).resolve().parent

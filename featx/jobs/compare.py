@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +28,72 @@ _COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class StoreComparison:
+    """What job=compare finds.
+
+    Attributes:
+        stores: one mapping of JSON types per store: store, model, weights, layers (name -> values
+            of a row), rows, failed, complete, images_per_second, bytes, and probe, the answer of
+            job=probe or None.
+        notes: reasons why numbers of the stores cannot be compared, and stores that were left out.
+    """
+
+    stores: list[dict[str, Any]]
+    notes: list[str]
+
+
+def compare_stores(stores: str | Iterable[FeatureStore | str | Path]) -> StoreComparison:
+    """Describe several stores, such as those of a sweep, by what their files say.
+
+        pandas.DataFrame(compare_stores(["runs/a", "runs/b"]).stores)
+
+    Args:
+        stores: open stores or their paths, or a pattern such as 'runs/*/*'.
+
+    Raises:
+        ConfigError: there is no store.
+        StoreError: there is no store at a path, or it is damaged.
+    """
+    notes: list[str] = []
+    opened = _open_stores(stores, notes)
+    entries = [_entry(store, notes) for store in opened]
+    notes += [*_data_notes(opened), *_split_notes(entries)]
+    return StoreComparison(entries, notes)
+
+
 def run(config: Config, config_yaml: str) -> int:
     """Describe each store, write the table to compare.csv, and print it."""
-    notes: list[str] = []
-    stores = _open_stores(str(config.store), notes)
-    entries = [_entry(store, notes) for store in stores]
-    notes += [*_data_notes(stores), *_split_notes(entries)]
-    disk = AtomicFolder(_output_folder(config, stores))
+    found = compare_stores(str(config.store))
+    disk = AtomicFolder(_output_folder(config, found))
     disk.make_folder(disk.root)
     path = disk.root / "compare.csv"
     with disk.stream_file(path) as file:
-        write_csv(file, _COLUMNS, map(_line, entries))
-    summary = {"stores": entries, "notes": notes, "file": str(path)}
-    rows = [("notes", "\n".join(notes) or None), ("file", shown_path(path))]
-    print_summary(config, summary, _table(entries), rows)
+        write_csv(file, _COLUMNS, map(_line, found.stores))
+    rows = [("notes", "\n".join(found.notes) or None), ("file", shown_path(path))]
+    print_summary(config, {**asdict(found), "file": str(path)}, _table(found.stores), rows)
     return 0
 
 
-def _open_stores(given: str, notes: list[str]) -> list[FeatureStore]:
-    """Open the stores of a list in brackets, or of a pattern with `*`, `?` or `[`."""
-    if given.startswith("[") and given.endswith("]"):
-        paths = [part.strip() for part in given[1:-1].split(",") if part.strip()]
-        if not paths:
+def _open_stores(
+    given: str | Iterable[FeatureStore | str | Path], notes: list[str]
+) -> list[FeatureStore]:
+    """Open the stores of a list, also one in brackets, or of a pattern with `*`, `?` or `[`."""
+    if isinstance(given, str) and given.startswith("[") and given.endswith("]"):
+        given = [part.strip() for part in given[1:-1].split(",") if part.strip()]
+    if not isinstance(given, str):
+        stores = [_open(each) for each in given]
+        if not stores:
             raise ConfigError("store=[]: expected stores, such as 'store=[runs/a,runs/b]'.")
-        return [FeatureStore(path, verify="rows") for path in paths]
+        return stores
     if not glob.has_magic(given) or is_url(given):
-        return [FeatureStore(given, verify="rows")]
+        return [_open(given)]
     stores, pattern = [], str(Path(given).expanduser())
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):  # noqa: PTH207
         if not ((path / layout.MANIFEST).exists() or path.name == layout.PACKED):
             continue
         try:
-            stores.append(FeatureStore(path, verify="rows"))
+            stores.append(_open(path))
         except FeatxError as error:
             notes.append(f"left out: {error}")
     if not stores:
@@ -67,6 +102,10 @@ def _open_stores(given: str, notes: list[str]) -> list[FeatureStore]:
             f"'store=runs/*/*' are those that have a model's name in a data set's folder."
         )
     return stores
+
+
+def _open(store: FeatureStore | str | Path) -> FeatureStore:
+    return store if isinstance(store, FeatureStore) else FeatureStore(store, verify="rows")
 
 
 def _entry(store: FeatureStore, notes: list[str]) -> dict[str, Any]:
@@ -166,12 +205,12 @@ def _split_notes(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def _output_folder(config: Config, stores: Sequence[FeatureStore]) -> Path:
+def _output_folder(config: Config, found: StoreComparison) -> Path:
     """Return `out`, or the folder that contains all stores."""
-    if any(is_url(store.root) for store in stores):
-        return config.output_folder(parse_path(str(stores[0].root)), "compare")
-    parents = [str(store.root.parent) for store in stores]
-    return config.output_folder(Path(os.path.commonpath(parents)), "")
+    roots = [parse_path(entry["store"]) for entry in found.stores]
+    if any(map(is_url, roots)):
+        return config.output_folder(roots[0], "compare")
+    return config.output_folder(Path(os.path.commonpath([root.parent for root in roots])), "")
 
 
 def _layer(entry: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,6 @@
 """Similarity of rows, layers and data sets of stores; their labels, and a table of stores."""
 
-from featx.analysis import search
+from featx.analysis import StoreComparison, compare_stores, search
 from featx.analysis.probe import JudgedLabels, judge_labels
 from featx.analysis.similarity import (
     DataSetDistance,
@@ -19,7 +19,6 @@ from featx.analysis.similarity import (
     rsa,
     svcca,
 )
-from featx.jobs.compare import StoreComparison, compare_stores
 
 __all__ = [
     "DataSetDistance",

@@ -1,6 +1,7 @@
-"""Similarity of rows, layers and data sets of stores, in blocks and on any device."""
+"""Similarity of rows, layers and data sets of stores; their labels, and a table of stores."""
 
-from featx.analysis import search
+from featx.analysis import StoreComparison, compare_stores, search
+from featx.analysis.probe import JudgedLabels, judge_labels
 from featx.analysis.similarity import (
     DataSetDistance,
     LayerSimilarity,
@@ -21,13 +22,17 @@ from featx.analysis.similarity import (
 
 __all__ = [
     "DataSetDistance",
+    "JudgedLabels",
     "LayerSimilarity",
     "Neighbours",
     "Outliers",
     "RowIndex",
+    "StoreComparison",
+    "compare_stores",
     "data_set_distance",
     "duplicate_groups",
     "find_outliers",
+    "judge_labels",
     "layer_similarity",
     "linear_cka",
     "nearest_rows",

@@ -13,6 +13,7 @@ from .reproducibility import ReproducibilityReport as ReproducibilityReport
 from .reproducibility import check_images as check_images
 from .reproducibility import config_of_run as config_of_run
 from .reproducibility import recheck_rows as recheck_rows
+from .store_comparison import StoreComparison as StoreComparison
 from .store_comparison import compare_stores as compare_stores
 from .zeroshot import read_texts as read_texts
 from .zeroshot import run_zeroshot as run_zeroshot

@@ -1,10 +1,11 @@
-"""Descriptions of several stores, and what makes their numbers hard to compare."""
+"""Description of several stores, such as those of a sweep, and what tells them apart."""
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +19,64 @@ from featx.store import FeatureStore, layout, read_result
 from featx.types import NO_IMAGE
 
 
-def compare_stores(given: Sequence[str]) -> tuple[list[FeatureStore], dict[str, Any]]:
-    """Open stores, and describe each of them.
+@dataclass(frozen=True)
+class StoreComparison:
+    """What job=compare finds.
+
+    Attributes:
+        stores: one mapping of JSON types per store: store, model, weights, layers (name -> values
+            of a row), rows, failed, complete, images_per_second, bytes, and probe, the answer of
+            job=probe or None.
+        notes: reasons why numbers of the stores cannot be compared, and stores that were left out.
+    """
+
+    stores: list[dict[str, Any]]
+    notes: list[str]
+
+
+def compare_stores(stores: str | Iterable[FeatureStore | str | Path]) -> StoreComparison:
+    """Describe several stores, such as those of a sweep, by what their files say.
+
+        pandas.DataFrame(compare_stores(["runs/a", "runs/b"]).stores)
 
     Args:
-        given: paths, lists in brackets, and patterns; a store that is given twice is taken once.
-
-    Returns:
-        the stores; and as JSON types `stores` (a description of each) and `notes` (texts about what
-        makes them hard to compare).
+        stores: open stores, their paths, or patterns such as 'runs/*/*'. A store that is given
+            twice is taken once.
 
     Raises:
-        FeatxError: a store does not exist or cannot be read.
+        ConfigError: there is no store.
+        StoreError: there is no store at a path, or it is damaged.
     """
     notes: list[str] = []
-    found: dict[str, FeatureStore] = {}
-    for each in given:
-        for store in _open_stores(each, notes):
-            found.setdefault(os.path.realpath(store.root), store)
-    stores = list(found.values())
-    entries = [_entry(store, notes) for store in stores]
-    notes += [*_data_notes(stores), *_split_notes(entries)]
-    return stores, {"stores": entries, "notes": notes}
+    by_path = {os.path.realpath(each.root): each for each in _open_stores(stores, notes)}
+    opened = list(by_path.values())
+    entries = [_entry(store, notes) for store in opened]
+    notes += [*_data_notes(opened), *_split_notes(entries)]
+    return StoreComparison(entries, notes)
 
 
-def _open_stores(given: str, notes: list[str]) -> list[FeatureStore]:
-    """Open the stores of a list in brackets, or of a pattern with `*`, `?` or `[`."""
-    if given.startswith("[") and given.endswith("]"):
-        paths = [part.strip() for part in given[1:-1].split(",") if part.strip()]
-        if not paths:
+def _open_stores(
+    given: str | Iterable[FeatureStore | str | Path], notes: list[str]
+) -> list[FeatureStore]:
+    """Open the stores of a list, also one in brackets, or of patterns with `*`, `?` or `[`."""
+    if isinstance(given, str) and given.startswith("[") and given.endswith("]"):
+        given = [part.strip() for part in given[1:-1].split(",") if part.strip()]
+    if not isinstance(given, str):
+        given = list(given)
+        if not given:
             raise ConfigError("store=[]: expected stores, such as 'store=[runs/a,runs/b]'.")
-        return [FeatureStore(path, verify="rows") for path in paths]
+        several = [
+            _open_stores(each, notes) if isinstance(each, str) else [_open(each)] for each in given
+        ]
+        return [store for stores in several for store in stores]
     if not glob.has_magic(given) or is_url(given):
-        return [FeatureStore(given, verify="rows")]
+        return [_open(given)]
     stores, pattern = [], str(Path(given).expanduser())
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):  # noqa: PTH207
         if not ((path / layout.MANIFEST).exists() or path.name == layout.PACKED):
             continue
         try:
-            stores.append(FeatureStore(path, verify="rows"))
+            stores.append(_open(path))
         except FeatxError as error:
             notes.append(f"left out: {error}")
     if not stores:
@@ -65,6 +85,10 @@ def _open_stores(given: str, notes: list[str]) -> list[FeatureStore]:
             f"'store=runs/*/*' are those that have a model's name in a data set's folder."
         )
     return stores
+
+
+def _open(store: FeatureStore | str | Path) -> FeatureStore:
+    return store if isinstance(store, FeatureStore) else FeatureStore(store, verify="rows")
 
 
 def _entry(store: FeatureStore, notes: list[str]) -> dict[str, Any]:

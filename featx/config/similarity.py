@@ -37,6 +37,10 @@ class NeighborsConfig:
     """Number of neighbours of each row."""
     metric: Metric = "cosine"
     """Measure of nearness: cosine or euclidean."""
+    standardise: bool = True
+    """Whether each value of the layer is standardised over all rows first, as in the report.
+    Cosines of the plain values are near 1 for all images of one kind. Texts are compared with the
+    plain values."""
     recall: _Part | None = None
     """Share of the neighbours to find, such as 0.99, with an index of faiss (extra faiss, on the
     CPU), which is faster for very many rows. The share is measured and printed. 1 takes the exact

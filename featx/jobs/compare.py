@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from featx.analysis import compare_stores
+from featx.analysis import StoreComparison, compare_stores
 from featx.base import percent_text, shown_path, size_text
 from featx.config import Config
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, Table, print_summary
 from featx.jobs.similarity_files import write_csv
 from featx.storage import AtomicFolder, is_url, parse_path
-from featx.store import FeatureStore
 
 _COLUMNS = (
     *("store", "model", "weights", "layers", "width", "rows", "failed", "complete"),
@@ -25,25 +25,23 @@ _COLUMNS = (
 
 def run(config: Config, config_yaml: str) -> int:
     """Describe each store, write the table to compare.csv, and print it."""
-    stores, compared = compare_stores([str(config.store)])
-    entries, notes = compared["stores"], compared["notes"]
-    disk = AtomicFolder(_output_folder(config, stores))
+    found = compare_stores(str(config.store))
+    disk = AtomicFolder(_output_folder(config, found))
     disk.make_folder(disk.root)
     path = disk.root / "compare.csv"
     with disk.stream_file(path) as file:
-        write_csv(file, _COLUMNS, map(_line, entries))
-    summary = {**compared, "file": str(path)}
-    rows = [("notes", "\n".join(notes) or None), ("file", shown_path(path))]
-    print_summary(config, summary, _table(entries), rows)
+        write_csv(file, _COLUMNS, map(_line, found.stores))
+    rows = [("notes", "\n".join(found.notes) or None), ("file", shown_path(path))]
+    print_summary(config, {**asdict(found), "file": str(path)}, _table(found.stores), rows)
     return 0
 
 
-def _output_folder(config: Config, stores: Sequence[FeatureStore]) -> Path:
+def _output_folder(config: Config, found: StoreComparison) -> Path:
     """Return `out`, or the folder that contains all stores."""
-    if any(is_url(store.root) for store in stores):
-        return config.output_folder(parse_path(str(stores[0].root)), "compare")
-    parents = [str(store.root.parent) for store in stores]
-    return config.output_folder(Path(os.path.commonpath(parents)), "")
+    roots = [parse_path(entry["store"]) for entry in found.stores]
+    if any(map(is_url, roots)):
+        return config.output_folder(roots[0], "compare")
+    return config.output_folder(Path(os.path.commonpath([root.parent for root in roots])), "")
 
 
 def _layer(entry: Mapping[str, Any]) -> str | None:

@@ -37,7 +37,7 @@ def run(config: Config, config_yaml: str) -> int:
     layer = chosen_layer(store, config)
     if options.key is None and options.image is None:
         found_of_all, index = _neighbors_of_all(store, layer, config)
-        print_summary(config, found_of_all, _facts_of_all(found_of_all, index))
+        print_summary(config, found_of_all, _facts_of_all(found_of_all, index, config))
         return 0
     if options.image is not None:
         rows, scores = _nearest_to_image(options.image, store, layer, config)
@@ -47,15 +47,25 @@ def run(config: Config, config_yaml: str) -> int:
         from featx.analysis.similarity import nearest_rows  # which imports torch
 
         key = str(options.key)
-        found = nearest_rows(store, layer, options.k, options.metric, key, config.device)
+        found = nearest_rows(
+            store,
+            layer,
+            options.k,
+            options.metric,
+            key,
+            config.device,
+            standardise=options.standardise,
+        )
         rows, scores = found.neighbours[0], found.scores[0]
         row = int(found.rows[0])
         name = class_name(store, row)
         summary = {"key": key, "row": row, "class": name, "layer": layer}
         image = f"{key}  {name or ''}"
     summary["nearest"] = _described(store, rows, scores, options.metric)
+    summary["standardised"] = options.standardise
     nearest = _table("nearest", summary["nearest"], options.metric)
-    print_summary(config, summary, [("image", image), ("layer", layer)], nearest)
+    facts = [("image", image), ("layer", layer), ("metric", _metric_text(config))]
+    print_summary(config, summary, facts, nearest)
     return 0
 
 
@@ -98,7 +108,7 @@ def _described(
 def _table(title: str, nearest: Sequence[Mapping[str, Any]], metric: str) -> Table:
     """Return the nearest rows as a table."""
     cells = [
-        (one["key"], one["class"] or "-", str(one["row"]), f"{one[metric]:.4f}") for one in nearest
+        (one["key"], one["class"] or "-", str(one["row"]), f"{one[metric]:.3f}") for one in nearest
     ]
     return Table((title, "class", "row", metric), cells, left=2)
 
@@ -114,7 +124,9 @@ def _nearest_to_image(
     if embedding.failures:
         raise DataError(f"{image}: {embedding.failures[0]}")
     options, vectors = config.neighbors, embedding[layer]
-    rows, scores = nearest_to(store, layer, vectors, options.k, options.metric, config.device)
+    rows, scores = nearest_to(
+        store, layer, vectors, options.k, options.metric, config.device, options.standardise
+    )
     return rows[0], scores[0]
 
 
@@ -132,19 +144,29 @@ def _neighbors_of_all(
             found = index.nearest_rows(progress.step)
         else:
             found = nearest_rows(
-                store, layer, options.k, options.metric, None, config.device, progress.step
+                store,
+                layer,
+                options.k,
+                options.metric,
+                None,
+                config.device,
+                progress.step,
+                options.standardise,
             )
     files = _write_files(store, layer, found, 1.0 if index is None else index.recall, config)
     # An approximate search misses rows, so that its ranking is not that of the layer.
     retrieval = None
     if options.recall is None:
-        retrieval = retrieval_metrics(store, layer, found.metric, config.device)
+        retrieval = retrieval_metrics(
+            store, layer, found.metric, config.device, options.standardise
+        )
     labels = store.labels[found.rows]
     labelled = labels >= 0
     same_class = store.labels[found.neighbours[labelled, 0]] == labels[labelled]
     summary = {
         "layer": layer,
         "metric": found.metric,
+        "standardised": options.standardise,
         "rows": len(found.rows),
         "k": found.neighbours.shape[1],
         "exact": options.recall in (None, 1),
@@ -170,6 +192,7 @@ def _write_files(
             score=found.scores,
             key=store.key_bytes[found.rows],
             metric=np.array(found.metric),
+            standardised=np.array(config.neighbors.standardise),
             layer=np.array(layer),
             fingerprint=np.array(str(store.attrs.get("fingerprint", ""))),
             recall=np.array(recall),
@@ -187,7 +210,15 @@ def _write_files(
     return [table_file, csv_file]
 
 
-def _facts_of_all(summary: dict[str, Any], index: RowIndex | None) -> list[tuple[str, str | None]]:
+def _metric_text(config: Config) -> str:
+    """Describe the scores."""
+    of_values = " of standardised values" if config.neighbors.standardise else ""
+    return f"{config.neighbors.metric}{of_values}"
+
+
+def _facts_of_all(
+    summary: dict[str, Any], index: RowIndex | None, config: Config
+) -> list[tuple[str, str | None]]:
     same, retrieval = summary["nearest_of_same_class"], summary["retrieval"]
     same_text = None
     if same is not None and retrieval is None:  # recall@1 says the same
@@ -195,7 +226,7 @@ def _facts_of_all(summary: dict[str, Any], index: RowIndex | None) -> list[tuple
     return [
         ("layer", summary["layer"]),
         ("rows", f"{summary['rows']}, {summary['k']} nearest of each"),
-        ("metric", summary["metric"]),
+        ("metric", _metric_text(config)),
         ("found", None if index is None else _index_text(index)),
         ("same class", same_text),
         ("retrieval", None if retrieval is None else _retrieval_text(retrieval)),
@@ -207,8 +238,17 @@ def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> Ro
     """Build an index with the given recall, and log a message if it saves no time."""
     from featx.analysis.similarity import RowIndex  # which imports torch
 
-    k, metric = config.neighbors.k, config.neighbors.metric
-    index = RowIndex(store, layer, recall, k, metric, config.seed, config.device)
+    options = config.neighbors
+    index = RowIndex(
+        store,
+        layer,
+        recall,
+        options.k,
+        options.metric,
+        config.seed,
+        config.device,
+        options.standardise,
+    )
     if recall < 1 and 4 * index.num_probed_lists > index.num_lists:
         log_message(
             f"the index searches {index.num_probed_lists} of its {index.num_lists} lists (nprobe) "

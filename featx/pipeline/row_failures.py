@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 EARLY_STOP_S = 60.0
 """Least seconds of remaining work for which too many failures end a run early."""
+
+_GROUPS_SHOWN = 10
+"""Number of different messages of failed images that are printed."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +131,25 @@ def refuse_failures(
 
 
 def failures_text(failures: Sequence[Failure]) -> str:
-    """Number of failed images by reason, most frequent first, with one example each."""
-    counts = Counter(failure.status for failure in failures)
+    """Number of failed images by status and message, most frequent first, with one example each.
+
+    Messages that differ in numbers only are equal.
+    """
+    groups: dict[tuple[Status, str], list[Failure]] = {}
+    for failure in failures:
+        message = re.sub(r"\d+", "0", failure.message)
+        groups.setdefault((failure.status, message), []).append(failure)
+    ordered = sorted(groups.values(), key=len, reverse=True)
     lines = [f"{counted(len(failures), 'image')} failed:"]
-    for status, count in counts.most_common():
-        example = next(f for f in failures if f.status == status)
+    for group in ordered[:_GROUPS_SHOWN]:
+        example, count = group[0], len(group)
         lines.append(
-            f"  {count} {status.label}, such as {name_text(example.key)}: {example.message}"
+            f"  {count} {example.status.label}, such as {name_text(example.key)}: {example.message}"
         )
+    others = Counter(failure.status for group in ordered[_GROUPS_SHOWN:] for failure in group)
+    lines += [
+        f"  {count} {status.label} for other reasons" for status, count in others.most_common()
+    ]
     return "\n".join(lines) + "\n"
 
 

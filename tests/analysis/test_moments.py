@@ -31,7 +31,6 @@ from featx.analysis.statistics import Moments, gaussian_distance, part_moments, 
 from featx.analysis.statistics import moments as moments_module
 from featx.analysis.statistics.covariance import principal_components, whitening
 from featx.analysis.statistics.moments import check_size
-from featx.analysis.statistics.moments_tree import MomentsTree
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.reader import open_stats
 from featx.analysis.statistics.session import StatsSession
@@ -339,22 +338,25 @@ class Run:
             found[layer.spec.name] = moments.finish()
         return found
 
-    def tree(self, disk: AtomicFolder) -> MomentsTree:
-        path = disk.root / "stats.h5"
-        return MomentsTree(disk, path, self.header, self.grid.num_rows, self.layers)
+    def session(self, disk: AtomicFolder) -> StatsSession:
+        """Of a worker, which knows nothing about what is there."""
+        return StatsSession(disk, self.header, self.grid, self.layers)
 
     def folder(self, root: Path, disk: AtomicFolder | None = None) -> StatsSession:
-        parts = StatsSession(self.tree(disk or AtomicFolder(root)), self.grid.part_rows)
+        parts = self.session(disk or AtomicFolder(root))
         parts.survey()
         return parts
 
+    def publish(self, store: StatsSession, part: Part, sizes: Sequence[int] = (16,)) -> Any:
+        return store.publish(part, self.failures(part), self.of(part, sizes))
+
     def commit(self, store: StatsSession, part: Part, sizes: Sequence[int] = (16,)) -> None:
-        store.commit(part, self.failures(part), self.of(part, sizes))
+        store.record_commit(part, self.publish(store, part, sizes))
 
     def whole(self, root: Path) -> Path:
         """All parts, in order; the path of the one file."""
         store = self.folder(root)
-        for part in self.parts():
+        for part in store.missing():
             self.commit(store, part)
         store.finish()
         return store.path
@@ -514,17 +516,17 @@ def check_same_bytes(
 
 
 @pytest.mark.slow
-def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> None:
-    """Each merges what it finds; threads stand for the processes."""
+def test_processes_that_publish_at_once_give_the_same_bytes(tmp_path: Path) -> None:
+    """The driver records what it hears of; threads stand for the processes."""
     run = Run(310, 4, failed=[3, 77, 309])
     expected = sha256(run.whole(tmp_path / "whole"))
     store = run.folder(tmp_path / "shared")
     output = Lock()
 
     def work(number: int) -> None:
-        tree = run.tree(AtomicFolder(tmp_path / "shared"))
+        worker = run.session(AtomicFolder(tmp_path / "shared"))
         for part in run.parts()[number::3]:
-            failures = tree.commit(part, run.failures(part), run.of(part, [4]))
+            failures = run.publish(worker, part, [4])
             with output:
                 store.record_commit(part, failures)
 
@@ -532,7 +534,7 @@ def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> No
         list(threads.map(work, range(3)))
     assert store.missing() == []
     assert [failure.row for failure in store.failures] == [3, 77, 309]
-    assert len(store._spans) <= math.ceil(math.log2(78))
+    assert len(list(store.folder.iterdir())) <= math.ceil(math.log2(78))
     store.finish()
     assert sha256(store.path) == expected
     assert sorted(os.listdir(tmp_path / "shared")) == [
@@ -541,48 +543,44 @@ def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> No
     ]
 
 
-def test_whoever_merges_late_or_commits_again_changes_nothing(tmp_path: Path) -> None:
+def test_a_part_that_is_published_again_or_late_changes_nothing(tmp_path: Path) -> None:
     run = Run(16, 4, failed=[5])
     expected = sha256(run.whole(tmp_path / "whole"))
-    store, late = run.folder(tmp_path / "shared"), run.tree(AtomicFolder(tmp_path / "shared"))
+    store, late = run.folder(tmp_path / "shared"), run.session(AtomicFolder(tmp_path / "shared"))
     parts = run.parts()
+    run.publish(late, parts[1])
+    assert [failure.row for failure in late.publish(parts[1], [], whole_part(run))] == [5]
     for part in parts[:3]:
-        store.commit(part, run.failures(part), run.of(part, [4]))
-    kept = {path: path.read_bytes() for path in store.folder.iterdir()}
-    again = late.commit(parts[1], run.failures(parts[1]), run.of(parts[1], [4]))
-    assert [failure.row for failure in again] == [5]
-    assert {path.name for path in store.folder.iterdir()} > {path.name for path in kept}
-    late.commit(parts[0], [], run.of(parts[0], [4]))  # which merges the two that are left over
-    assert {path: path.read_bytes() for path in store.folder.iterdir()} == kept
-    store.record_commit(parts[3], late.commit(parts[3], [], run.of(parts[3], [4])))
+        run.commit(store, part)
+    names = {path.name for path in store.folder.iterdir()}
+    run.commit(late, parts[1])  # whose file is part of a larger one now
+    assert {path.name for path in store.folder.iterdir()} > names
+    store.record_commit(parts[1], [failure_of(6)])
+    assert [failure.row for failure in store.failures] == [5]
+    store.record_commit(parts[3], run.publish(late, parts[3]))
     store.finish()
     assert sha256(store.path) == expected
 
 
-def test_what_others_committed_is_found_with_its_failures(tmp_path: Path) -> None:
+def whole_part(run: Run) -> dict[str, Moments]:
+    """The moments of the second part, none of whose images has failed."""
+    return Run(16, 4).of(run.parts()[1], [4])
+
+
+def test_what_others_published_is_found_with_its_failures(tmp_path: Path) -> None:
+    """Also while files are merged that are still to be found."""
     run = Run(16, 4, failed=[5, 14])
-    store, other = run.folder(tmp_path), run.tree(AtomicFolder(tmp_path))
+    store, other = run.folder(tmp_path), run.session(AtomicFolder(tmp_path))
     parts = run.parts()
     assert list(store.committed_by_others(parts)) == []
     for part in (parts[0], parts[1], parts[3]):
-        other.commit(part, run.failures(part), run.of(part, [4]))
-    found = {
-        part.index: [f.row for f in failures] for part, failures in store.committed_by_others(parts)
-    }
+        run.publish(other, part)
+    found = {}
+    for part, failures in store.committed_by_others(parts):
+        store.record_commit(part, failures)
+        found[part.index] = [failure.row for failure in failures]
     assert found == {0: [], 1: [5], 3: [14]}
-
-
-def test_a_file_that_is_merged_while_it_is_looked_for_is_found_later(tmp_path: Path) -> None:
-    run = Run(16, 4, failed=[])
-    store, other = run.folder(tmp_path), run.tree(AtomicFolder(tmp_path))
-    parts = run.parts()
-    for part in (parts[0], parts[2]):
-        other.commit(part, [], run.of(part, [4]))
-    found = store.committed_by_others(parts)
-    assert next(found) == (parts[0], [])
-    other.commit(parts[3], [], run.of(parts[3], [4]))
-    assert list(found) == []
-    assert [part for part, _ in store.committed_by_others(parts[1:])] == parts[2:]
+    assert store.missing() == parts[2:3]
 
 
 @pytest.mark.slow
@@ -665,13 +663,13 @@ def test_a_part_of_the_wrong_rows_is_not_committed(tmp_path: Path) -> None:
     store = run.folder(tmp_path)
     first, moments = run.grid.part(0), run.of(run.grid.part(0), [8])
     with pytest.raises(AssertionError, match="avgpool"):
-        store.commit(first, [], moments)  # a failure that nobody counted
+        store.publish(first, [], moments)  # a failure that nobody counted
     with pytest.raises(AssertionError, match="layer is missing"):
-        store.commit(first, [failure_of(1)], {"avgpool": moments["avgpool"]})
+        store.publish(first, [failure_of(1)], {"avgpool": moments["avgpool"]})
     with pytest.raises(AssertionError, match="off the tree"):
-        store.commit(Part(0, 4, 12), [], moments)
+        store.publish(Part(0, 4, 12), [], moments)
     with pytest.raises(AssertionError, match="short"):
-        store.commit(Part(0, 0, 7), [], moments)
+        store.publish(Part(0, 0, 7), [], moments)
     assert not list(store.folder.iterdir())
 
 
@@ -772,20 +770,11 @@ def replaced(file: h5py.File, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        lambda file: file.attrs.modify("num_failed", 1),
-        lambda file: file["layers/avgpool"].attrs.modify("kind", "diagonal"),
-        lambda file: file["layers/avgpool"].attrs.modify("shape", [4]),
-        lambda file: file["layers/avgpool/scatter"].write_direct(np.full((3, 3), np.nan)),
-        lambda file: replaced(file, "layers/avgpool/scatter", np.zeros((3, 2))),
-        lambda file: replaced(file, "layers/avgpool/count", 20),
-        lambda file: replaced(file, "layers/avgpool/smallest", np.zeros(2)),
-        lambda file: replaced(file, "layers/avgpool/mean", np.zeros(3, np.float32)),
         lambda file: replaced(file, "layers/avgpool/mean", h5py.SoftLink("/layers/avgpool/count")),
         lambda file: replaced(file, "layers/avgpool/mean", h5py.ExternalLink("/etc/passwd", "/x")),
         lambda file: file.move("layers/avgpool/mean", "layers/avgpool/median"),
         lambda file: file.__delitem__("layers"),
         lambda file: file.attrs.__delitem__("featx_stats"),
-        lambda file: file.attrs.__delitem__("stop"),
         lambda file: file.attrs.__delitem__("settings"),
     ],
 )
@@ -1155,15 +1144,19 @@ def test_only_the_files_that_hold_a_row_are_discarded(tmp_path: Path) -> None:
     store = run.folder(tmp_path)
     checksums = np.arange(100, 114, dtype=np.uint64)
     for part in run.parts():
-        store.commit(part, [], run.of(part, [4]), checksums[part.start : part.stop])
-    assert [stored.tolist() for stored in store.image_checksums()] == [checksums.tolist(), [1] * 14]
+        sums = checksums[part.start : part.stop]
+        store.record_commit(part, store.publish(part, [], run.of(part, [4]), sums))
+    store = run.folder(tmp_path)
+    assert store.checksums.tolist() == checksums.tolist()
+    assert store.is_done.all()
     store.discard([9])
     assert store.missing() == run.parts()[2:3]
     for part in run.parts()[2:3]:
-        store.commit(part, [], run.of(part, [4]), checksums[part.start : part.stop])
+        sums = checksums[part.start : part.stop]
+        store.record_commit(part, store.publish(part, [], run.of(part, [4]), sums))
     store.finish()
     whole = run.folder(tmp_path)
-    assert whole.image_checksums()[0].tolist() == checksums.tolist()
+    assert whole.checksums.tolist() == checksums.tolist()
     whole.discard([9])
     assert whole.missing() == run.parts()
     assert not whole.path.exists()

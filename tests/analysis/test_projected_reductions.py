@@ -20,7 +20,7 @@ import featx
 from featx.analysis.statistics import Moments
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.analysis.statistics.projected_reductions import first_reduction
-from featx.analysis.statistics.stats_file import file_bytes
+from featx.analysis.statistics.stats_file import Contents, file_bytes
 from featx.config import make_reduce
 from featx.errors import (
     ConfigError,
@@ -276,7 +276,8 @@ def file_of(spec: Any, moments: Moments) -> memoryview:
         "weights_sha256": header.weights_sha256, "transform": header.transform,
     }  # fmt: skip
     checksums = np.ones(moments.count, np.uint64)
-    return file_bytes(root, {spec.name: StatsLayer(spec)}, {spec.name: moments}, [], checksums)
+    contents = Contents({spec.name: moments}, [], checksums)
+    return file_bytes(root, {spec.name: StatsLayer(spec)}, contents)
 
 
 @pytest.mark.slow

@@ -284,16 +284,15 @@ def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -
 @contextmanager
 def stopped_after(index: int, signum: signal.Signals) -> Iterator[None]:
     """A signal for this process, the moment that a part is committed."""
-    commit = StatsSession.commit
+    record_commit = StatsSession.record_commit
 
-    def commit_and_signal(self: StatsSession, part: Any, *rest: Any) -> Any:
-        there = commit(self, part, *rest)
+    def record_and_signal(self: StatsSession, part: Any, *rest: Any) -> None:
+        record_commit(self, part, *rest)
         if part.index == index:
             os.kill(os.getpid(), signum)
-        return there
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StatsSession, "commit", commit_and_signal)
+        patch.setattr(StatsSession, "record_commit", record_and_signal)
         yield
 
 

@@ -225,6 +225,19 @@ def test_a_new_store_with_such_a_name_is_bound(monkeypatch: pytest.MonkeyPatch) 
         heif_version(KEYS, "0.1", new=False)
 
 
+@pytest.mark.usefixtures("in_tmp_path")
+def test_images_that_need_an_extra_are_counted_before_the_run(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    without_heif(monkeypatch)
+    for name in ("y.HEIC", "z.heic"):
+        (photos / name).write_bytes(b"HEIC by its name")
+    extract(photos, pack=False, max_failures=5)
+    said = capfd.readouterr().err
+    counted = '2 images are HEIC, which needs pip install "featx[heif]"'
+    assert 0 <= said.find(counted) < said.find("layer ")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_store_resumes_with_its_version_or_says_so(

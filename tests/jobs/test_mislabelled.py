@@ -16,8 +16,8 @@ from sklearn.preprocessing import StandardScaler
 from tiny_model import run_job
 
 import featx
-from featx.analysis.probe import JudgedLabels, judge_labels
 from featx.errors import ConfigError, DataError
+from featx.similarity import JudgedLabels, judge_labels
 from featx.store import read_result, result_json
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -49,8 +49,9 @@ def test_of_one_image(store: featx.FeatureStore, capsys: pytest.CaptureFixture[s
     assert ask("neighbors", key=key, k=3) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["image", key, "cat"]
-    assert lines[4].split() == [str(store.keys[11]), "dög", "11", "1.0000"]
-    assert len(lines) == 7
+    assert lines[2].split() == ["metric", "cosine", "of", "standardised", "values"]
+    assert lines[5].split() == [str(store.keys[11]), "dög", "11", "1.000"]
+    assert len(lines) == 8
     ask("neighbors", json=True, key=key, k=3, metric="euclidean")
     found = json.loads(capsys.readouterr().out)
     assert found["row"] == 4
@@ -62,7 +63,7 @@ def test_of_one_image(store: featx.FeatureStore, capsys: pytest.CaptureFixture[s
 def test_of_every_row(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
     ask("neighbors", json=True, k=4)
     summary = json.loads(capsys.readouterr().out)
-    expected = nearest_rows(store, "flat", 4, device="cpu")
+    expected = nearest_rows(store, "flat", 4, device="cpu", standardise=True)
     with np.load("store/neighbors/neighbors.npz") as found:
         assert np.array_equal(found["row"], expected.rows)
         assert np.array_equal(found["neighbor"], expected.neighbours)
@@ -78,6 +79,21 @@ def test_of_every_row(store: featx.FeatureStore, capsys: pytest.CaptureFixture[s
     known = store.labels[expected.rows] >= 0
     same = store.labels[expected.rows] == store.labels[expected.neighbours[:, 0]]
     assert summary["nearest_of_same_class"] == pytest.approx(same[known].mean())
+
+
+def test_scores_are_those_of_standardised_values(
+    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, x = str(store.keys[6]), store["flat"][store.ok].astype(np.float64)
+    for standardise in (True, False):
+        values = (x - x.mean(0)) / x.std(0) if standardise else x
+        unit = values / np.linalg.norm(values, axis=1, keepdims=True)
+        place = int(np.flatnonzero(np.flatnonzero(store.ok) == 6)[0])
+        expected = np.sort(np.delete(unit @ unit[place], place))[::-1][:3]
+        ask("neighbors", json=True, key=key, k=3, standardise=standardise)
+        found = json.loads(capsys.readouterr().out)
+        assert found["standardised"] == standardise
+        assert [one["cosine"] for one in found["nearest"]] == pytest.approx(expected, abs=1e-5)
 
 
 def test_many_pairs_are_in_the_npz_only(
@@ -211,7 +227,7 @@ def test_an_index_says_what_it_found(
     with np.load("store/neighbors/neighbors.npz") as found:
         assert found["recall"] == 1
         # Rows that are copies of each other may change places.
-        expected = nearest_rows(store, "flat", 4, device="cpu")
+        expected = nearest_rows(store, "flat", 4, device="cpu", standardise=True)
         assert np.allclose(found["score"], expected.scores, atol=1e-6)
     ask("neighbors", k=4, recall=0.9)
     assert "100.00% of the nearest rows, measured on 15 rows" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from probe_job import probe
 from probe_problem import blobs, write_store
 from tiny_model import run_job
 
+import featx
 from featx.errors import ConfigError, StoreError, nearest
 from featx.store import read_result, result_json
 
@@ -58,6 +59,18 @@ def test_a_probed_store_and_one_without(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     assert f"{100 * entry['accuracy']:.1f} %" in text
     assert "compare.csv" in text
+
+
+def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
+    write_two_stores()
+    found = ask(capsys, "[runs/a,runs/b]")
+    from featx.similarity import compare_stores
+
+    for stores in (["runs/a", Path("runs/b")], [featx.open("runs/a"), "runs/b"], "runs/*"):
+        compared = compare_stores(stores)
+        assert (compared.stores, compared.notes) == (found["stores"], found["notes"])
+    with pytest.raises(ConfigError, match="expected stores"):
+        compare_stores([])
 
 
 def test_probes_of_the_same_rows_and_of_others(capsys: pytest.CaptureFixture[str]) -> None:

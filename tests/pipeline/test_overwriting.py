@@ -149,17 +149,16 @@ def test_statistics_are_resumed_as_well(
 
     keys = {**KEYS, "data": str(photos), "overwrite": True}
     featx.stats(**keys)
-    commit, done = StatsSession.commit, []
+    record_commit, done = StatsSession.record_commit, []
 
-    def commit_and_stop(self: StatsSession, part: Any, *computed: Any) -> Any:
-        found = commit(self, part, *computed)
+    def record_and_stop(self: StatsSession, part: Any, *computed: Any) -> None:
+        record_commit(self, part, *computed)
         done.append(part.index)
         if len(done) == 2:
             raise Interrupted(signal.SIGINT)
-        return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(StatsSession, "commit", commit_and_stop)
+        patch.setattr(StatsSession, "record_commit", record_and_stop)
         with pytest.raises(Interrupted):
             featx.stats(**keys)
     assert Path("store/.stats-overwriting").exists()

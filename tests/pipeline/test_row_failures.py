@@ -10,7 +10,9 @@ from tiny_model import MODEL, extract
 
 from featx.config import Config
 from featx.pipeline import exit_code
+from featx.pipeline.row_failures import failures_text
 from featx.store import heartbeat, read_heartbeats
+from featx.types import Failure, Status
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,25 @@ def test_more_failures_than_are_allowed_or_nothing_else(
     code = exit_code(Config(max_failures=allowed), rows, failed, "See there.")
     assert code == (0 if said is None else 3)
     assert capsys.readouterr().err.splitlines() == ([] if said is None else [said])
+
+
+def test_failures_are_grouped_by_their_message() -> None:
+    heic = (Status.UNSUPPORTED, 'HEIC needs pip install "featx[heif]"')
+    kinds = [heic, heic, (Status.UNSUPPORTED, "no image")]
+    kinds += [(Status.TRUNCATED, f"{number} bytes are missing") for number in (3, 14, 159)]
+    kinds += [(Status.DECODE_ERROR, f"reason {letter}") for letter in "abcdefghij"]
+    failures = [
+        Failure(row, b"%d.jpg" % row, status, "Error", message)
+        for row, (status, message) in enumerate(kinds)
+    ]
+    text = failures_text(failures)
+    assert text.splitlines()[:4] == [
+        "16 images failed:",
+        "  3 truncated, such as 3.jpg: 3 bytes are missing",
+        '  2 unsupported, such as 0.jpg: HEIC needs pip install "featx[heif]"',
+        "  1 unsupported, such as 2.jpg: no image",
+    ]
+    assert text.splitlines()[-1] == "  3 decode error for other reasons"
 
 
 @pytest.mark.usefixtures("in_tmp_path", "packing_in_process")

@@ -29,7 +29,7 @@ import torch
 
 from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.gram_measures import SAME, gram_products
+from featx.analysis.similarity.gram_measures import SAME, Rows, gram_products
 from featx.errors import ConfigError
 
 MAX_WIDTH = 8192
@@ -89,8 +89,8 @@ def centred_layer(vectors: LayerVectors) -> CentredRows:
     rows."""
     n = len(vectors)
     if vectors.width > n:
-        products = gram_products(vectors)
-        return _in_memory(_coordinates(products.gram), float(products.mean_square))
+        products = gram_products(Rows.of_layer(vectors))
+        return _in_memory(_coordinates(products.gram), products.mean_square)
     if vectors.width > MAX_WIDTH:
         raise ConfigError(
             f"{vectors.layer} has {vectors.width} values a row; over {n} rows, layers of at most "

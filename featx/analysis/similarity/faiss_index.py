@@ -19,15 +19,14 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis import layer_vectors as sizes
-from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.nearest_neighbours import (
     QUERIES,
     Neighbours,
+    metric_vectors,
     nearest_among,
     sort_neighbours,
 )
-from featx.base import choose_device, import_extra
-from featx.config import METRICS, check_choice
+from featx.base import import_extra
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
@@ -59,6 +58,7 @@ class RowIndex:
         metric: 'cosine' or 'euclidean'.
         seed: seed of k-means and of both samples.
         device: device of the exact search for the samples; faiss itself uses the CPU.
+        standardise: as of `nearest_rows`.
 
     Attributes:
         recall: share measured on rows other than those that chose the number of lists. It may be
@@ -82,14 +82,13 @@ class RowIndex:
         metric: str = "cosine",
         seed: int = 0,
         device: str = "auto",
+        standardise: bool = False,
     ) -> None:
-        self._faiss = _faiss()
-        check_choice("metric", metric, METRICS)
+        self._faiss = import_extra("faiss", "neighbors.recall", "the package faiss", "faiss")
         if not 0 < recall <= 1:
             raise ConfigError(f"recall={recall}: expected a share above 0, up to 1.")
-        self._cosine = metric == "cosine"
-        device_ = choose_device(device)
-        self._vectors = LayerVectors(store, layer, device_, unit=self._cosine, centre=True)
+        self._metric, self._cosine = metric, metric == "cosine"
+        self._vectors = metric_vectors(store, layer, metric, device, standardise)
         if len(self._vectors) < 2:
             raise ConfigError(f"{store.root} has one ok row only: it has no neighbours.")
         self._k = min(k, len(self._vectors) - 1)
@@ -135,11 +134,6 @@ class RowIndex:
             "lists": self.num_lists,
             "probed_lists": self.num_probed_lists,
         }
-
-    @property
-    def _metric(self) -> str:
-        """Name of the metric."""
-        return "cosine" if self._cosine else "euclidean"
 
     def _choose_num_probed_lists(self, recall: float, samples: npt.NDArray[np.int64]) -> None:
         """Choose the number of lists to search, and measure the recall."""
@@ -212,8 +206,3 @@ class RowIndex:
         )
         recalls: npt.NDArray[np.float64] = is_near.mean(1)
         return recalls
-
-
-def _faiss() -> Any:
-    """Import faiss."""
-    return import_extra("faiss", "neighbors.recall", "the package faiss", "faiss")

@@ -11,11 +11,13 @@ another:
               which does not see a rotation of the features
 
 Each measure is the dot product of two unit vectors, one per layer, so the cost is one Gram matrix
-per layer, not per pair. Computation is in float64; the vectors of each layer are kept as float32.
+per layer, and one more for RSA, not one per pair. Computation is in float64; the vectors of each
+layer are kept as float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,144 +36,150 @@ layer are the same: float64 has a relative error of 2e-16, and products have its
 _SAME_RANK = 1e-12
 """Difference of distances, relative to the largest, below which they share a rank."""
 
+_NO_LENGTH = 1e-13
+"""Length of a row minus the mean of its values, relative to the row, that is a rounding error."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a layer or of a matrix, read in blocks.
+
+    Attributes:
+        count: n.
+        step: number of rows of a block.
+        read: returns the rows [start, stop), (m, D).
+    """
+
+    count: int
+    step: int
+    read: Callable[[int, int], torch.Tensor]
+
+    @classmethod
+    def of_layer(cls, vectors: LayerVectors) -> Rows:
+        """Rows of a layer."""
+        return cls(len(vectors), max(1, vectors.rows_of(sizes.BLOCK_BYTES) // 2), vectors.block)
+
+    @classmethod
+    def of_matrix(cls, x: npt.NDArray[np.floating]) -> Rows:
+        """Rows of a matrix in memory, (n, D) or any shape with n rows."""
+        rows = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
+        return cls(len(x), len(x), lambda start, stop: rows[start:stop])
+
 
 @dataclass(frozen=True)
 class GramProducts:
-    """Dot products of the rows of a matrix minus their mean m, in float64.
+    """Dot products of rows minus their mean m, in float64.
 
     The mean is subtracted first, since a large common offset would leave only rounding errors.
 
     Attributes:
         gram: (n, n) products of all pairs.
-        along: (n,) products with m.
-        mean_square: () m with m.
-        along_even: (n,) products with m minus the mean of its values.
-        even_square: () that vector with itself.
-        row_means: (n,) mean of the values of each centred row times sqrt(D).
+        mean_square: m with m.
+        are_zero: (n,) bool, whether all values of a row are 0.
     """
 
     gram: torch.Tensor
-    along: torch.Tensor
-    mean_square: torch.Tensor
-    along_even: torch.Tensor
-    even_square: torch.Tensor
-    row_means: torch.Tensor
+    mean_square: float
+    are_zero: torch.Tensor
+
+    @property
+    def are_same(self) -> bool:
+        """Whether all rows are the same up to rounding, relative to their size before centring."""
+        norm, n = float(self.gram.norm()), len(self.gram)
+        return not norm > SAME * (norm + n * self.mean_square)
 
 
-def gram_products(vectors: LayerVectors) -> GramProducts:
-    """Compute the products of the rows of a layer, in blocks."""
-    n = len(vectors)
-    step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // 2)
-    mean = torch.zeros(vectors.width, dtype=torch.float64, device=vectors.device)
-    for _, block in vectors.blocks(step):
-        mean += block.double().sum(dim=0) / n
-    gram = torch.empty((n, n), dtype=torch.float64, device=vectors.device)
-    along, along_even, row_means = torch.empty((3, n), dtype=torch.float64, device=vectors.device)
-    even = mean - mean.mean()
-    for start, block in vectors.blocks(step):
-        wide = block.double() - mean
-        along[start : start + len(block)] = wide @ mean
-        along_even[start : start + len(block)] = wide @ even
-        row_means[start : start + len(block)] = wide.mean(dim=1) * vectors.width**0.5
-        for other_start in range(start, n, step):
-            stop = min(n, other_start + step)
-            products = wide @ (vectors.block(other_start, stop).double() - mean).T
-            gram[start : start + len(block), other_start:stop] = products
-            gram[other_start:stop, start : start + len(block)] = products.T
-    return GramProducts(gram, along, mean @ mean, along_even, even @ even, row_means)
+def gram_products(
+    rows: Rows, prepare: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+) -> GramProducts:
+    """Compute the products of rows in blocks.
+
+    Args:
+        rows: the rows.
+        prepare: computes the rows that are multiplied, of (m, D) float64 rows.
+    """
+    n, starts = rows.count, range(0, rows.count, rows.step)
+
+    def prepared(start: int) -> torch.Tensor:
+        return prepare(rows.read(start, min(n, start + rows.step)).double())
+
+    mean, are_zero = torch.zeros((), dtype=torch.float64), []
+    for start in starts:
+        block = prepared(start)
+        mean = mean.to(block.device) + block.sum(dim=0) / n
+        are_zero.append((block == 0).all(1))
+    gram = torch.empty((n, n), dtype=torch.float64, device=mean.device)
+    for start in starts:
+        block = prepared(start) - mean
+        for other in starts[start // rows.step :]:
+            products = block @ (prepared(other) - mean).T
+            gram[start : start + rows.step, other : other + rows.step] = products
+            gram[other : other + rows.step, start : start + rows.step] = products.T
+    return GramProducts(gram, float(mean @ mean), torch.cat(are_zero))
 
 
-def matrix_products(x: npt.NDArray[np.floating]) -> GramProducts:
-    """Compute the products of the rows of a matrix in memory, (n, D) or any shape with n rows."""
-    flat = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
-    mean = flat.mean(dim=0)
-    centred = flat - mean
-    even = mean - mean.mean()
-    return GramProducts(
-        centred @ centred.T,
-        centred @ mean,
-        mean @ mean,
-        centred @ even,
-        even @ even,
-        centred.mean(dim=1) * flat.shape[1] ** 0.5,
-    )
-
-
-def signature(
-    products: GramProducts, measure: str, rsa_distance: str = "correlation"
-) -> torch.Tensor:
-    """Compute the unit vector of a layer whose dot product with that of another is a measure.
+def signatures(
+    rows: Rows, measures: Collection[str], rsa_distance: str = "correlation"
+) -> dict[str, torch.Tensor]:
+    """Compute the unit vectors of a layer whose dot products with those of another are measures.
 
     Returns:
-        float32 on the CPU: (n^2,) for CKA, else (n (n - 1) / 2,); NaN if all rows are the same.
+        measure -> float32 on the CPU: (n^2,) for CKA, else (n (n - 1) / 2,); NaN if all rows are
+        the same.
     """
+    found = {}
+    if set(measures) - {"rsa"}:
+        products = gram_products(rows)
+        found = {name: _signature(products, name) for name in measures if name != "rsa"}
+    if "rsa" in measures:
+        found["rsa"] = _rsa_signature(rows, rsa_distance)
+    return found
+
+
+def _signature(products: GramProducts, measure: str) -> torch.Tensor:
+    """Compute the unit vector of CKA or of debiased CKA."""
     gram, n = products.gram, len(products.gram)
-    # All rows are the same up to rounding, relative to their size before centring.
-    if not gram.norm() > SAME * (gram.norm() + n * products.mean_square):
+    if products.are_same:
         return torch.full((n * n if measure == "cka" else n * (n - 1) // 2,), torch.nan)
     if measure == "cka":
         means = gram.mean(dim=0)  # nearly 0: the rounding error of centring
         return _unit((gram - means - means[:, None] + gram.mean()).reshape(-1), gram.norm())
-    upper = torch.triu_indices(n, n, 1, device=gram.device)
-    if measure == "cka_debiased":
-        hollow = gram.clone().fill_diagonal_(0)
-        sums = hollow.sum(dim=0)
-        u_centred = hollow - (sums + sums[:, None]) / (n - 2) + hollow.sum() / ((n - 1) * (n - 2))
-        return _unit(u_centred[upper[0], upper[1]], gram.norm())
-    if rsa_distance == "cosine":
-        distances = _cosine_distances(gram, products.along, products.mean_square, upper)
-    else:
-        distances = _correlation_distances(products, upper)
-    ranks = average_ranks(distances.cpu().numpy())
-    centred_ranks = torch.from_numpy(ranks - ranks.mean())
+    i, j = torch.triu_indices(n, n, 1, device=gram.device)
+    hollow = gram.clone().fill_diagonal_(0)
+    sums = hollow.sum(dim=0)
+    u_centred = hollow - (sums + sums[:, None]) / (n - 2) + hollow.sum() / ((n - 1) * (n - 2))
+    return _unit(u_centred[i, j], gram.norm())
+
+
+def _rsa_signature(rows: Rows, distance: str) -> torch.Tensor:
+    """Compute the unit vector of RSA from the ranks of the distances of all pairs of rows.
+
+    With u and v of length 1, 1 - u.v is |u - v|^2 / 2. Their mean is subtracted, so that the
+    distance is exact for rows that a common offset makes nearly parallel. A row of zeros, or of
+    equal values for the correlation, has a distance of 1 to all others.
+    """
+
+    def unit_rows(x: torch.Tensor) -> torch.Tensor:
+        lengths = x.norm(dim=1, keepdim=True)
+        if distance == "correlation":
+            least = _NO_LENGTH * lengths
+            x = x - x.mean(dim=1, keepdim=True)
+            lengths = x.norm(dim=1, keepdim=True)
+            lengths = torch.where(lengths > least, lengths, 0)
+        return torch.where(lengths > 0, x / lengths, 0)
+
+    products, n = gram_products(rows, unit_rows), rows.count
+    if products.are_same:
+        return torch.full((n * (n - 1) // 2,), torch.nan)
+    gram, squares = products.gram, products.gram.diagonal()
+    i, j = torch.triu_indices(n, n, 1, device=gram.device)
+    distances = ((squares[i] + squares[j]) / 2 - gram[i, j]).clamp_min(0)
+    distances[products.are_zero[i] | products.are_zero[j]] = 1
+    # Nearly equal distances get equal ranks.
+    steps = (distances / (_SAME_RANK * distances.max())).round()
+    ranks = torch.from_numpy(average_ranks(steps.cpu().numpy()))
+    centred_ranks = ranks - ranks.mean()
     return _unit(centred_ranks, centred_ranks.new_tensor(float(len(ranks))))
-
-
-def _correlation_distances(products: GramProducts, upper: torch.Tensor) -> torch.Tensor:
-    """Compute 1 minus the correlation of pairs of rows, as `_cosine_distances` does.
-
-    It is the cosine distance of the rows minus the mean of their values. A row of equal values has
-    a correlation of 0 with all others.
-    """
-    means, squares = products.row_means, products.gram.diagonal()
-    gram = products.gram - means[:, None] * means
-    rounding = _SAME_RANK * (squares + products.even_square)
-    return _cosine_distances(gram, products.along_even, products.even_square, upper, rounding)
-
-
-def _cosine_distances(
-    gram: torch.Tensor,
-    along: torch.Tensor,
-    mean_square: torch.Tensor,
-    upper: torch.Tensor,
-    rounding: torch.Tensor | float = 0.0,
-) -> torch.Tensor:
-    """Compute 1 - cos for pairs of rows, rounded so that nearly equal values are equal.
-
-    With d the difference of two rows x and y, 1 - cos = (|d|^2 - (|x| - |y|)^2) / (2 |x| |y|). For
-    rows that a common offset makes nearly parallel, 1 minus the cosine is dominated by rounding.
-    The other form is as exact as |d|^2 / (2 |x| |y|), the larger of its terms.
-    """
-    i, j = upper
-    centred_squares = gram.diagonal()
-    squares = (centred_squares + 2 * along + mean_square).clamp_min(0)
-    squares = torch.where(squares > rounding, squares, 0.0)
-    lengths = squares.sqrt()
-    scale, sums = lengths[i] * lengths[j], lengths[i] + lengths[j]
-    has_length = scale > 0
-    scale, sums = torch.where(has_length, scale, 1.0), torch.where(sums > 0, sums, 1.0)
-    difference = (centred_squares[i] + centred_squares[j] - 2 * gram[i, j]).clamp_min(0) / (
-        2 * scale
-    )
-    # |x| - |y| = (|x|^2 - |y|^2) / (|x| + |y|), without the squares of the mean.
-    shorter = ((centred_squares + 2 * along)[i] - (centred_squares + 2 * along)[j]) / sums
-    exact = difference - shorter.square() / (2 * scale)
-    plain = 1 - (gram[i, j] + along[i] + along[j] + mean_square) / scale
-    distances = torch.where(difference < 1, exact, plain)
-    # A vector of zeros has a cosine of 0 with all others.
-    distances = torch.where(has_length, distances, 1.0)
-    largest = float(torch.where(has_length, difference, 0.0).max().clamp_max(1)) or 1.0
-    return torch.round(distances / (_SAME_RANK * largest))
 
 
 def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -183,17 +191,8 @@ def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return unit
 
 
-def dot(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the dot product of two vectors."""
-    return float(a @ b)
-
-
 def average_ranks(values: Matrix) -> Matrix:
     """Rank values from 1; equal values get the mean of their ranks."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    counts = np.diff(np.append(starts, len(values)))
-    ranks = np.empty(len(values))
-    ranks[order] = np.repeat(starts + (counts + 1) / 2, counts)
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Matrix = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return ranks

@@ -52,6 +52,7 @@ def nearest_rows(
     key: str | None = None,
     device: str = "auto",
     on_progress: Callable[[int], None] = lambda rows: None,
+    standardise: bool = False,
 ) -> Neighbours:
     """Find the k nearest rows of every row, or of one row.
 
@@ -68,15 +69,15 @@ def nearest_rows(
         key: key of one row, or None for all rows.
         device: 'auto', 'cpu', 'cuda', ...
         on_progress: called after every block with the number of rows that it completes.
+        standardise: whether each value has its mean over the rows subtracted and is divided by its
+            standard deviation first.
 
     Raises:
         ConfigError: the metric or the key is unknown, the row failed, or there is no second row.
         LayerError: the store has no such layer.
     """
-    check_choice("metric", metric, METRICS)
-    cosine = metric == "cosine"
     row = None if key is None else row_of(store, key)
-    vectors = LayerVectors(store, layer, choose_device(device), unit=cosine, centre=True)
+    vectors = metric_vectors(store, layer, metric, device, standardise)
     every = np.arange(len(vectors))
     places = every if row is None else np.searchsorted(vectors.rows, [row])
     return nearest_among(vectors, places, k, metric, on_progress)
@@ -128,6 +129,7 @@ def nearest_to(
     k: int = 10,
     metric: str = "cosine",
     device: str = "auto",
+    standardise: bool = False,
     projection: npt.NDArray[np.float32] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Find the k nearest rows of features that are not rows of the store; see `nearest_rows`.
@@ -139,6 +141,7 @@ def nearest_to(
         k: number of neighbours, limited to the number of rows.
         metric: 'cosine' or 'euclidean'.
         device: 'auto', 'cpu', 'cuda', ...
+        standardise: as of `nearest_rows`.
         projection: (D, P) matrix by which the (n, D) rows of the store are multiplied first, into
             the space of (q, P) features; None if they are in it.
 
@@ -149,7 +152,6 @@ def nearest_to(
         ConfigError: the metric is unknown, or the features have another shape or are not finite.
         LayerError: the store has no such layer.
     """
-    check_choice("metric", metric, METRICS)
     shape = tuple(store[layer].shape[1:])
     compared = features if projection is None else projection.T
     if compared.shape[1:] != shape or not np.isfinite(features).all():
@@ -157,14 +159,35 @@ def nearest_to(
             f"features have the shape {compared.shape}; expected finite rows of the shape {shape}, "
             f"as {layer} of {store.root} has them."
         )
-    cosine = metric == "cosine"
-    vectors = LayerVectors(
-        store, layer, choose_device(device), unit=cosine, centre=True, projection=projection
-    )
+    vectors = metric_vectors(store, layer, metric, device, standardise, projection=projection)
     x = vectors.prepare(features)
     no_places = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
-    places, scores = _nearest(vectors, x, no_places, min(k, len(vectors)), cosine)
+    k = min(k, len(vectors))
+    places, scores = _nearest(vectors, x, no_places, k, metric == "cosine")
     return vectors.rows[places.cpu().numpy()], scores.cpu().numpy()
+
+
+def metric_vectors(
+    store: FeatureStore,
+    layer: str,
+    metric: str,
+    device: str,
+    standardise: bool,
+    rows: npt.NDArray[np.int64] | None = None,
+    projection: npt.NDArray[np.float32] | None = None,
+) -> LayerVectors:
+    """Return the vectors of a layer as a search by a metric needs them."""
+    check_choice("metric", metric, METRICS)
+    return LayerVectors(
+        store,
+        layer,
+        choose_device(device),
+        rows,
+        unit=metric == "cosine",
+        centre=True,
+        standardise=standardise,
+        projection=projection,
+    )
 
 
 def row_of(store: FeatureStore, key: str) -> int:

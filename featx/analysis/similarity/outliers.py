@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_among
-from featx.base import choose_device
-from featx.config import METRICS, check_choice
+from featx.analysis.similarity.nearest_neighbours import (
+    Neighbours,
+    metric_vectors,
+    nearest_among,
+)
 from featx.store import FeatureStore
 
 
@@ -62,10 +63,7 @@ def find_outliers(
         ConfigError: the metric is unknown, or there is no second row.
         LayerError: the store has no such layer.
     """
-    check_choice("metric", metric, METRICS)
-    chosen = choose_device(device)
-    is_cosine = metric == "cosine"
-    vectors = LayerVectors(store, layer, chosen, unit=is_cosine, centre=True, standardise=True)
+    vectors = metric_vectors(store, layer, metric, device, standardise=True)
     found = nearest_among(vectors, np.arange(len(vectors)), k, metric, on_progress)
     class_distances = np.full(len(vectors), np.nan, np.float32)
     labels = store.labels[vectors.rows]

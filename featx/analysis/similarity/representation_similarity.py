@@ -25,13 +25,7 @@ from featx.analysis.similarity.cross_measures import (
     cross_product,
     layer_products,
 )
-from featx.analysis.similarity.gram_measures import (
-    Matrix,
-    dot,
-    gram_products,
-    matrix_products,
-    signature,
-)
+from featx.analysis.similarity.gram_measures import Matrix, Rows, signatures
 from featx.base import choose_device, float64_device
 from featx.config import MEASURES, RSA_DISTANCES, USUAL_MEASURES, check_choice
 from featx.errors import ConfigError, counted
@@ -159,7 +153,8 @@ def linear_cka(
     """
     _check_rows(x, y)
     measure = "cka_debiased" if debiased else "cka"
-    return dot(*(signature(matrix_products(z), measure) for z in (x, y)))
+    a, b = (signatures(Rows.of_matrix(z), [measure])[measure] for z in (x, y))
+    return float(a @ b)
 
 
 def rsa(
@@ -177,7 +172,8 @@ def rsa(
     """
     check_choice("distance", distance, RSA_DISTANCES)
     _check_rows(x, y)
-    return dot(*(signature(matrix_products(z), "rsa", distance) for z in (x, y)))
+    a, b = (signatures(Rows.of_matrix(z), ["rsa"], distance)["rsa"] for z in (x, y))
+    return float(a @ b)
 
 
 def svcca(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
@@ -289,20 +285,21 @@ def _compare_by_grams(
         layers: _Layers, on_progress: Callable[[int], None]
     ) -> list[dict[str, torch.Tensor]]:
         """Compute the unit vectors of every layer, one Gram matrix at a time."""
-        signatures = []
+        found = []
         for name in layers.names:
-            products = gram_products(layers.vectors(name))
-            signatures.append(
-                {measure: signature(products, measure, rsa_distance) for measure in measures}
-            )
+            rows = Rows.of_layer(layers.vectors(name))
+            found.append(signatures(rows, measures, rsa_distance))
             on_progress(1)
-        return signatures
+        return found
 
     right_vectors = None if right is left else unit_vectors(right, _ignore_progress)
     left_vectors = unit_vectors(left, on_progress)
     return {
         name: np.array(
-            [[dot(a[name], b[name]) for b in right_vectors or left_vectors] for a in left_vectors]
+            [
+                [float(a[name] @ b[name]) for b in right_vectors or left_vectors]
+                for a in left_vectors
+            ]
         )
         for name in measures
     }

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
-from featx.base import choose_device, float64_device
+from featx.analysis.similarity.nearest_neighbours import metric_vectors
+from featx.base import float64_device
 from featx.store import FeatureStore
 
 RECALL_AT = (1, 5, 10)
@@ -19,12 +20,16 @@ RECALL_AT = (1, 5, 10)
 MAX_RANKED = 10_000
 """Number of rows up to which mAP is computed, which sorts all rows for each of them."""
 
+_BITS = 32
+"""Bits of a squared distance |a - b|^2, relative to |a|^2 + |b|^2, that decide which row is nearer.
+The bits behind them are rounding errors of sums in float64, which differ between copies."""
+
 _BLOCK_NUMBERS = 1 << 22
 """Number of scores in memory at a time."""
 
 
 def retrieval_metrics(
-    store: FeatureStore, layer: str, metric: str, device: str
+    store: FeatureStore, layer: str, metric: str, device: str, standardise: bool = False
 ) -> dict[str, Any] | None:
     """Retrieve the other labelled rows for each labelled row, by nearness.
 
@@ -34,9 +39,8 @@ def retrieval_metrics(
     scikit-learn's label_ranking_average_precision_score. A query whose class has no other row is
     left out, but is among the rows that others retrieve. With cosine, vectors of zeros come last.
 
-    Rows are as near as each other if their squared distances |a - b|^2, computed in float64 from
-    float32 vectors of D values, differ by no more than their rounding, (D + 4) 2^-52 (|a|^2 +
-    |b|^2) each. So copies are as near as each other.
+    Squared distances |a - b|^2 are rounded to 2^-32 of |a|^2 + |b|^2, so that copies are as near as
+    each other.
 
     Args:
         store: open store.
@@ -55,23 +59,24 @@ def retrieval_metrics(
     queries = np.flatnonzero(counts[labels] > 1)
     if not len(queries):
         return None
-    vectors = LayerVectors(
-        store, layer, choose_device(device), rows, unit=metric == "cosine", centre=True
-    )
+    vectors = metric_vectors(store, layer, metric, device, standardise, rows)
     reason = _why_no_map(len(rows))
     num_nearer, precisions = [], []
     block_rows = max(1, _BLOCK_NUMBERS // len(rows))
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
-        scores, rounding = _ranking(vectors, places)
+        scores = _nearness(vectors, places)
         itself = np.arange(len(places)), places
-        scores[itself] = -np.inf
+        scores[itself] = -np.finfo(np.float64).max  # comes last, behind all rows of its class
         same = labels[places][:, None] == labels
         same[itself] = False
-        nearest = np.where(same, scores - rounding, -np.inf).max(1, keepdims=True)
-        num_nearer.append(((scores + rounding >= nearest) & ~same).sum(1))
+        nearest = np.where(same, scores, -np.inf).max(1, keepdims=True)
+        num_nearer.append(((scores >= nearest) & ~same).sum(1))
         if reason is None:
-            precisions.append(len(places) * _mean_average_precision(same, scores, rounding))
+            from sklearn.metrics import label_ranking_average_precision_score
+
+            precision = label_ranking_average_precision_score(same, scores)
+            precisions.append(len(places) * float(precision))
     ranks = np.concatenate(num_nearer)
     return {
         "queries": len(queries),
@@ -91,53 +96,17 @@ def _why_no_map(num_rows: int) -> str | None:
     return None
 
 
-def _mean_average_precision(
-    same: npt.NDArray[np.bool_],
-    scores: npt.NDArray[np.float64],
-    rounding: npt.NDArray[np.float64],
-) -> float:
-    """Return the mean average precision of the rows of a block."""
-    from sklearn.metrics import label_ranking_average_precision_score
-
-    # The query itself comes last, behind all rows of its class, and changes no precision.
-    return float(label_ranking_average_precision_score(same, _ranks(scores, rounding)))
-
-
-def _ranks(
-    scores: npt.NDArray[np.float64], rounding: npt.NDArray[np.float64]
-) -> npt.NDArray[np.int64]:
-    """Number the scores of each row from the smallest; equal ones have the same number.
-
-    Scores that follow each other are equal if the intervals given by their errors overlap.
-    """
-    order = np.argsort(scores, axis=1)
-    ordered, errors = (np.take_along_axis(each, order, 1) for each in (scores, rounding))
-    is_larger = ordered[:, 1:] - errors[:, 1:] > ordered[:, :-1] + errors[:, :-1]
-    ranks = np.zeros(scores.shape, np.int64)
-    np.put_along_axis(ranks, order[:, 1:], np.cumsum(is_larger, axis=1), 1)
-    return ranks
-
-
-def _ranking(
-    vectors: LayerVectors, places: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Compute the nearness of all rows to some rows, and its largest errors.
-
-    A sum of D products in float64 has an error of at most D 2^-53 times the sum of their
-    magnitudes, in any order, and 2 |a . b| is at most |a|^2 + |b|^2 (N. J. Higham, Accuracy and
-    Stability of Numerical Algorithms, 2002, chapter 3). Products of float32 values are exact.
-    """
-    query_vectors = vectors.at(torch.from_numpy(places).to(vectors.device))
+def _nearness(vectors: LayerVectors, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Compute minus the squared distances of some rows to all rows, rounded to _BITS bits."""
     home = float64_device(vectors.device)
-    wide = query_vectors.to(home).double()
+    wide = vectors.at(torch.from_numpy(places).to(vectors.device)).to(home).double()
     squares = wide.square().sum(1, keepdim=True)
-    share = (vectors.width + 4) * np.finfo(np.float64).eps
     nearness = np.empty((len(places), len(vectors)))
-    errors = np.empty_like(nearness)
     for start, block in vectors.blocks(vectors.rows_of(64 << 20)):
-        block_vectors = block.to(home).double()
-        sums = squares + block_vectors.square().sum(1)
-        near = 2 * (wide @ block_vectors.T) - sums
+        others = block.to(home).double()
+        sums = squares + others.square().sum(1)
+        # A power of two: it is the same for copies, whose sums may differ in the last bit.
+        step = torch.exp2(sums.clamp_min(1e-300).log2().floor() - _BITS)
+        near = ((2 * (wide @ others.T) - sums) / step).round() * step
         nearness[:, start : start + len(block)] = near.cpu().numpy()
-        errors[:, start : start + len(block)] = (share * sums).cpu().numpy()
-    return nearness, errors
+    return nearness

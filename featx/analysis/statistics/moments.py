@@ -1,7 +1,7 @@
 """Moments of rows, that is count, mean and scatter in float64, and norms of tokens; their merge.
 
 part_moments.py sums the rows of a part in a fixed order, stats_file.py defines the files,
-moments_tree.py merges the parts of a run, and covariance.py computes PCA and whitening.
+session.py merges the parts of a run, and covariance.py computes PCA and whitening.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ from featx.analysis.engine_specs import FEATURES
 from featx.analysis.statistics.covariance import gaussian_distance
 from featx.analysis.statistics.covariance import spread as spread_of
 from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer, norms_summary
 from featx.analysis.statistics.reader import Statistics, refuse_other_values
-from featx.analysis.statistics.session import FAILURES_CSV, StatsSession
+from featx.analysis.statistics.session import FAILURES_CSV, StatsSession, spans_in
 from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,
     STATS_FILE,
@@ -59,6 +58,7 @@ from featx.pipeline import (
 )
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
 from featx.store import (
+    Grid,
     clear_heartbeats,
     content_tags_digest,
     layout,
@@ -266,22 +266,18 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             report_lost_work(self.root)
             clear_heartbeats(disk)
             _clear(disk, self.config.overwrite)
-            self.session = StatsSession(self._tree(), context.part_rows, lock)
+            self.session = self._open_session(lock)
             self.session.survey()
             self.session.write_failures()
             yield
 
-    def _tree(self) -> MomentsTree:
+    def _open_session(self, lock: int = -1) -> StatsSession:
         """Return the files of the statistics of this run."""
         context = self.context
-        return MomentsTree(
-            AtomicFolder(self.root),
-            self.root / STATS_FILE,
-            context.header,
-            len(context.listing),
-            self.layers,
-            context.parallelism.threads,
-        )
+        grid = Grid(len(context.listing), context.part_rows)
+        threads = context.parallelism.threads
+        disk = AtomicFolder(self.root)
+        return StatsSession(disk, context.header, grid, self.layers, threads, lock)
 
     def describe(self) -> list[tuple[str, str]]:
         """Describe the run before it starts."""
@@ -318,8 +314,11 @@ class StatsOutput(Output[StatsPart, StatsSession]):
 
     def commit(self, rows: StatsPart) -> Sequence[Failure]:
         """Commit the sums of a part."""
-        files = self._tree() if self.session is None else self.session
-        return files.commit(rows.part, rows.failures, rows.moments, rows.checksums)
+        session = self._open_session() if self.session is None else self.session
+        failures = session.publish(rows.part, rows.failures, rows.moments, rows.checksums)
+        if self.session is not None:
+            session.record_commit(rows.part, failures)
+        return failures
 
     def finish(self, outcome: RunOutcome) -> dict[str, Any]:
         """Merge the parts, which counts as writing; return the summary of the finished file."""
@@ -380,8 +379,7 @@ def _check_images(context: RunContext, session: StatsSession) -> None:
     """
     keys, config = context.listing.keys, context.config
     states_file = session.path.with_name(STATS_IMAGES)
-    checksums, done = session.image_checksums()
-    recorded = ImagesOfRun(0, checksums, done)
+    recorded = ImagesOfRun(0, session.checksums, session.is_done)
     changes = compare_images(
         context.source, keys, [recorded], states_file, read_all=config.refresh is True
     )

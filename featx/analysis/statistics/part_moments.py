@@ -5,7 +5,7 @@ listing. A span of rows is cut at the row within it that is divisible by the hig
 down to leaves of LEAF_ROWS rows, or of a part if that is smaller. A leaf is summed as a whole, and
 two halves are merged, the lower rows first. The result is the same bit for bit whatever the
 batches, the order of the parts, or the points at which a run was interrupted or merged (for the
-same device, number of threads and libraries). moments_tree.py continues the tree above the parts.
+same device, number of threads and libraries). session.py continues the tree above the parts.
 """
 
 from __future__ import annotations

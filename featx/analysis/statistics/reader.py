@@ -87,7 +87,7 @@ class Statistics(Mapping[str, Moments]):
             StoreError: the file has changed since it was opened.
         """
         with self._reading() as file:
-            moments, attributes = read_layer(file, self.path, name, self.attributes)
+            moments, attributes = read_layer(file, self.path, name)
             return moments, self._all_attributes(attributes)
 
     def about(self, name: str) -> dict[str, Any]:

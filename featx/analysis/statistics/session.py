@@ -1,83 +1,104 @@
-"""Write session of statistics: complete and missing parts, until the final file is merged."""
+"""Write session of statistics: files of complete parts, merged along a fixed binary tree.
+
+Any number of processes may publish parts at the same time; only the process that holds the lock of
+the folder merges them. When both halves of an aligned span of rows are complete, their files are
+merged into one, so that only a few files exist at a time. A merged file exists before its two
+halves are deleted, so a kill loses nothing.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
-from featx.analysis.statistics.stats_file import DamagedError
-from featx.errors import LayerError, StoreError
-from featx.storage import TEMPORARY_PREFIX
-from featx.store import Grid, failures_csv
-from featx.types import UNKNOWN_IMAGE, Failure, Part
+from featx.analysis.statistics.part_moments import StatsLayer, cut_row, is_aligned
+from featx.analysis.statistics.stats_file import (
+    PARTS_FOLDER,
+    STATS_FILE,
+    STATS_FORMAT,
+    Contents,
+    DamagedError,
+    attributes_of,
+    file_bytes,
+    read_checksums,
+    read_failures,
+    read_layer,
+    reading,
+)
+from featx.base import differences, digest
+from featx.errors import LayerError, StoreError, StoreMismatchError, require
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder
+from featx.store import Grid, failures_csv, layout
+from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
 
 logger = logging.getLogger(__name__)
-
 
 FAILURES_CSV = "stats-failures.csv"
 """File name of the list of failures, apart from that of a store."""
 
 
 class StatsSession:
-    """Parts of a run that are complete, and the final file.
+    """Files of the statistics of a run: those of complete parts, and the final one.
 
-    Only the process that holds the lock of the folder may use it. Other processes commit to the
-    same tree and report their parts.
+    Workers call `publish` only. The process of the command, which holds the lock of the folder,
+    calls `survey` first.
 
     Args:
-        tree: files of the parts.
-        part_rows: rows per part.
+        disk: folder of the statistics.
+        header: header of the run; its fingerprint contains everything that changes values, layers
+            included.
+        grid: division of the rows into parts.
+        layers: layers whose statistics are computed.
+        threads: number of CPU threads that compute one batch, or None on other devices.
         lock: file descriptor that holds the lock.
 
     Attributes:
         root: folder of the statistics.
-        disk: the same folder, for atomic writes.
+        disk: as given.
         lock: as given.
+        path: path of the final file.
+        folder: folder of the files of parts.
         num_rows: number of rows of the run.
         complete: whether the final file of this run exists; known after `survey`.
+        is_done: (N,) bool, whether a row is in a complete part.
+        checksums: (N,) uint64 image checksums of the rows that `survey` found.
     """
 
-    def __init__(self, tree: MomentsTree, part_rows: int, lock: int = -1) -> None:
-        self.tree = tree
-        self.root = tree.path.parent
-        self.disk = tree.disk
+    def __init__(
+        self,
+        disk: AtomicFolder,
+        header: StoreHeader,
+        grid: Grid,
+        layers: Sequence[StatsLayer],
+        threads: int | None = None,
+        lock: int = -1,
+    ) -> None:
+        self.root = disk.root
+        self.disk = disk
         self.lock = lock
-        self.path = tree.path
-        self.folder = tree.folder
-        self.num_rows = tree.num_rows
-        grid = Grid(tree.num_rows, part_rows)
-        self._parts = [grid.part(index) for index in range(len(grid))]
-        self._is_done = np.zeros(tree.num_rows, np.bool_)
-        self._failures: dict[int, Failure] = {}
+        self.path = disk.root / STATS_FILE
+        self.folder = disk.root / PARTS_FOLDER
+        self.num_rows = grid.num_rows
         self.complete = False
+        self.is_done = np.zeros(grid.num_rows, np.bool_)
+        self.checksums = np.full(grid.num_rows, UNKNOWN_IMAGE, np.uint64)
+        self._grid = grid
+        self._failures: dict[int, Failure] = {}
+        self._header = header
+        self._layers = {layer.spec.name: layer for layer in layers}
+        self._threads = threads
 
     @property
     def failures(self) -> list[Failure]:
         """Images that were left out of the complete rows, in order of rows."""
         return [self._failures[row] for row in sorted(self._failures)]
-
-    def survey(self) -> None:
-        """Find complete parts, set damaged files aside, delete leftovers of killed processes."""
-        self.disk.make_folder(self.path.parent)  # a killed process may not have synced it
-        if self.path.exists() and self._check_file(self.path, 0, self.num_rows):
-            self.complete = True
-            self.disk.remove(self.folder)
-            return
-        self.disk.make_folder(self.folder)
-        for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}*"):
-            self.disk.remove(leftover)
-        for start, stop in spans_in(self.folder):
-            path = self.tree.file(start, stop)
-            if self._is_done[start:stop].all():
-                self.disk.remove(path)  # a kill between the merge and the deletion left it
-            else:
-                self._check_file(path, start, stop)
 
     @property
     def num_failed(self) -> int:
@@ -87,30 +108,78 @@ class StatsSession:
     @property
     def num_committed(self) -> int:
         """Number of rows in complete parts."""
-        return int(self._is_done.sum())
+        return int(self.is_done.sum())
+
+    def survey(self) -> None:
+        """Find complete parts, set damaged files aside, delete leftovers of killed processes."""
+        self.disk.make_folder(self.root)  # a killed process may not have synced it
+        if self.path.exists() and self._record_file(self.path, 0, self.num_rows):
+            self.complete = True
+            self.disk.remove(self.folder)
+            return
+        self.disk.make_folder(self.folder)
+        for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}*"):
+            self.disk.remove(leftover)
+        for start, stop in spans_in(self.folder):
+            path = self.file(start, stop)
+            if self.is_done[start:stop].all():
+                self.disk.remove(path)  # a kill between the merge and the deletion left it
+            else:
+                self._record_file(path, start, stop)
 
     def missing(self) -> list[Part]:
         """Return the parts that are not complete, in order."""
-        return [part for part in self._parts if not self._is_done[part.start : part.stop].all()]
+        parts = map(self._grid.part, range(len(self._grid)))
+        return [part for part in parts if not self.is_done[part.start : part.stop].all()]
 
-    def commit(
+    def publish(
         self,
         part: Part,
         failures: Sequence[Failure],
-        moments: Mapping[str, Moments],
+        moments: dict[str, Moments],
         checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
-        """Commit the moments of a part, as `MomentsTree.commit` does, unless it is complete."""
-        if self._is_done[part.start : part.stop].all():
-            return [f for f in self.failures if part.start <= f.row < part.stop]
-        committed_failures = self.tree.commit(part, failures, moments, checksums)
-        self.record_commit(part, committed_failures)
-        return committed_failures
+        """Write the moments of a part; they are on disk when this returns.
+
+        If another process has written the part before, its file is kept.
+
+        Returns:
+            the failures of the part as written.
+        """
+        require(set(moments) == set(self._layers), "a layer is missing")
+        require(
+            part.start % layout.power_of_two_at_least(len(part)) == 0, f"{part} is off the tree"
+        )
+        require(is_aligned(part.start, part.stop) or part.stop == self.num_rows, f"{part} is short")
+        for name, layer in self._layers.items():
+            expected = (len(part) - len(failures)) * layer.rows_per_image
+            m = moments[name]
+            require((m.count, m.dim, m.kind) == (expected, layer.dim, layer.kind), name)
+        if checksums is None:
+            checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
+        require(len(checksums) == len(part), "a checksum is missing")
+        failures = sorted(failures, key=lambda failure: failure.row)
+        path = self.file(part.start, part.stop)
+        if self._write(path, part.start, part.stop, Contents(moments, failures, checksums)):
+            return failures
+        return _failures_in(path)  # the other process may have failed on other images
 
     def record_commit(self, part: Part, failures: Sequence[Failure]) -> None:
-        """Record a part that this process or a worker has committed, and its failures."""
-        self._is_done[part.start : part.stop] = True
+        """Record a part that this process or a worker has published, and merge its file."""
+        if self.is_done[part.start : part.stop].all():
+            return
+        self.is_done[part.start : part.stop] = True
         self._failures |= {failure.row: failure for failure in failures}
+        start, size = part.start, len(part)
+        while is_aligned(start, start + size):
+            halves = self.file(start, start + size), self.file(start ^ size, (start ^ size) + size)
+            start, size = min(start, start ^ size), 2 * size
+            if start + size > self.num_rows or not self.is_done[start : start + size].all():
+                break
+            joined = self._merge_halves(start, start + size)
+            self._write(self.file(start, start + size), start, start + size, joined)
+            for half in halves:
+                self.disk.remove(half)
         if failures:
             self.write_failures()
 
@@ -121,29 +190,11 @@ class StatsSession:
     def committed_by_others(
         self, parts: Sequence[Part]
     ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Yield those of some parts that other processes have committed, with their failures."""
-        remaining = list(parts)
-        for start, stop in spans_in(self.folder):
-            covered = [part for part in remaining if start <= part.start and part.stop <= stop]
-            path = self.tree.file(start, stop)
-            if not covered:
-                continue
-            try:
-                failures = self.tree.failures_in(path)
-            except StoreError:
-                if path.exists():
-                    raise
-                continue  # merged meanwhile; the next call finds the larger file
-            for part in covered:
-                yield part, [f for f in failures if part.start <= f.row < part.stop]
-            remaining = [part for part in remaining if part not in covered]
-
-    def image_checksums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """Image checksums of all rows, (N,) uint64, and which rows are complete, (N,) bool."""
-        checksums = np.full(self.num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
-        for start, stop, path in self._files():
-            checksums[start:stop] = self.tree.checksums_in(path)
-        return checksums, self._is_done.copy()
+        """Yield those of some parts that other processes have published, with their failures."""
+        for part in parts:
+            path = self.file(part.start, part.stop)
+            if path.exists():
+                yield part, _failures_in(path)
 
     def discard(self, rows: Iterable[int]) -> None:
         """Delete the files that contain any of some rows.
@@ -151,11 +202,12 @@ class StatsSession:
         A row cannot be subtracted from a sum exactly, so the whole span is computed again.
         """
         rows = list(rows)
-        for start, stop, path in self._files():
+        files = [(*span, self.file(*span)) for span in spans_in(self.folder)]
+        for start, stop, path in [(0, self.num_rows, self.path)] if self.complete else files:
             if any(start <= row < stop for row in rows):
                 self.disk.make_folder(self.folder)
                 self.disk.remove(path)
-                self._is_done[start:stop] = False
+                self.is_done[start:stop] = False
                 for row in range(start, stop):
                     self._failures.pop(row, None)
                 self.complete = False
@@ -163,30 +215,120 @@ class StatsSession:
     def finish(self) -> None:
         """Merge all parts into the final file, and remove them."""
         if not self.complete:
-            if not self._is_done.all():
+            if not self.is_done.all():
                 raise StoreError(
                     f"{self.folder} does not hold all {self.num_rows} rows yet; give the same "
                     "command again."
                 )
-            self._failures = {failure.row: failure for failure in self.tree.merge_all()}
-            self.complete = True
+            self.write(self._merge_span(0, self.num_rows))
         # The final file is on disk. `survey` removes the parts if a kill prevents it here.
         self.disk.remove(self.folder)
 
-    def _files(self) -> list[tuple[int, int, Path]]:
-        """Return the first row, the end and the path of each file of complete rows."""
-        if self.complete:
-            return [(0, self.num_rows, self.path)]
-        return [(*span, self.tree.file(*span)) for span in spans_in(self.folder)]
+    def write(self, contents: Contents) -> None:
+        """Write the final file from the moments of all rows."""
+        created = self._write(self.path, 0, self.num_rows, contents)
+        require(created, f"another process wrote {self.path} without the lock")
+        self._failures = {failure.row: failure for failure in contents.failures}
+        self.complete = True
 
-    def _check_file(self, path: Path, start: int, stop: int) -> bool:
+    def read(self, path: Path, start: int, stop: int) -> Contents:
+        """Read a file, and check that it belongs to this run and to rows [start, stop)."""
+        with reading(path) as file:
+            root = attributes_of(file)
+            self._check(path, root, start, stop)
+            moments = {name: read_layer(file, path, name)[0] for name in self._layers}
+            return Contents(moments, read_failures(file), read_checksums(file))
+
+    def file(self, start: int, stop: int) -> Path:
+        """Return the path of the file of a span, which need not exist."""
+        return self.folder / f"rows-{start:010d}-{stop:010d}.h5"
+
+    def _record_file(self, path: Path, start: int, stop: int) -> bool:
         """Record a complete file, or set a damaged one aside and return False."""
         try:
-            failures = self.tree.check_file(path, start, stop)
+            contents = self.read(path, start, stop)
         except (DamagedError, LayerError) as error:  # LayerError: a file of this run has all layers
-            target = self.disk.set_aside(path, self.path.parent)
+            target = self.disk.set_aside(path, self.root)
             logger.warning("%s Moved to %s; its rows are done again.", error, target)
             return False
-        self._is_done[start:stop] = True
-        self._failures |= {failure.row: failure for failure in failures}
+        self.is_done[start:stop] = True
+        self.checksums[start:stop] = contents.checksums
+        self._failures |= {failure.row: failure for failure in contents.failures}
         return True
+
+    def _merge_span(self, start: int, stop: int) -> Contents:
+        """Return the contents of a span, from its file or from the files within it."""
+        path = self.file(start, stop)
+        if path.exists():
+            return self.read(path, start, stop)
+        if stop - start == 1:
+            raise StoreError(
+                f"no file in {self.folder} has row {start} any more. Give the same command "
+                "again to compute it."
+            )
+        return self._merge_halves(start, stop)
+
+    def _merge_halves(self, start: int, stop: int) -> Contents:
+        """Merge the contents of the two halves of a span."""
+        cut = cut_row(start, stop)
+        lower, upper = self._merge_span(start, cut), self._merge_span(cut, stop)
+        # pop: the two matrices of a layer are freed as soon as their sum exists.
+        moments = {
+            name: lower.moments.pop(name).merge(upper.moments.pop(name)) for name in self._layers
+        }
+        return Contents(
+            moments,
+            [*lower.failures, *upper.failures],
+            np.concatenate([lower.checksums, upper.checksums]),
+        )
+
+    def _write(self, path: Path, start: int, stop: int, contents: Contents) -> bool:
+        """Write a file unless it exists, and return whether it was written."""
+        identity = digest(self._header.fingerprint)
+        attributes = layout.root_attributes(self._header, identity, complete=path == self.path)
+        del attributes["featx_format"]  # featx.open must not open it as a store
+        root = {
+            "featx_stats": STATS_FORMAT,
+            **attributes,
+            "settings": json.dumps(dict(self._header.fingerprint), sort_keys=True),
+            **({} if self._threads is None else {"threads": self._threads}),
+            "start": start,
+            "stop": stop,
+            "num_failed": len(contents.failures),
+        }
+        return self.disk.publish(path, file_bytes(root, self._layers, contents))
+
+    def _check(self, path: Path, attributes: Mapping[str, Any], start: int, stop: int) -> None:
+        """Check that a file belongs to this run and to these rows."""
+        settings = dict(self._header.fingerprint)
+        if attributes["fingerprint"] != digest(settings):
+            stored = json.loads(attributes["settings"])
+            changes = differences(stored, settings)
+            lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in changes]
+            raise StoreMismatchError(
+                f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
+                "another out=DIR, or overwrite=true."
+            )
+        if (attributes["start"], attributes["stop"]) != (start, stop):
+            raise DamagedError(
+                f"{path} holds rows {attributes['start']} to {attributes['stop']}, expected "
+                f"{start} to {stop}."
+            )
+
+
+def spans_in(folder: Path) -> list[tuple[int, int]]:
+    """Rows [start, stop) of each file of moments in a folder, the largest spans first."""
+    spans = []
+    for path in sorted(folder.glob("rows-*.h5")):
+        try:
+            _, start, stop = path.stem.split("-")
+            spans.append((int(start), int(stop)))
+        except ValueError as error:
+            raise StoreError(f"{path} is no file of featx; move it away.") from error
+    return sorted(spans, key=lambda span: span[0] - span[1])
+
+
+def _failures_in(path: Path) -> list[Failure]:
+    """Return the images that an intact file left out, without checking its numbers."""
+    with reading(path, compare=False) as file:
+        return read_failures(file)

@@ -11,17 +11,18 @@ import numpy as np
 import torch
 
 from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.moments_tree import MomentsTree
 from featx.analysis.statistics.output import summary_of
 from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
 from featx.analysis.statistics.reader import Statistics
-from featx.analysis.statistics.stats_file import STATS_FILE
+from featx.analysis.statistics.session import StatsSession
+from featx.analysis.statistics.stats_file import Contents
 from featx.base import CountProgress, choose_device
 from featx.config import GRADIENTS, Config, from_saved
 from featx.errors import ConfigError, StoreError
 from featx.storage import AtomicFolder, exclusive_lock, is_url
 from featx.store import (
     FeatureStore,
+    Grid,
     Manifest,
     check_rows_present,
     layout,
@@ -64,13 +65,14 @@ def stats_of_store(config: Config) -> dict[str, Any]:
         tokens = store[name].tokens
         size = (1, 1) if tokens is None else tokens.input_size
         layers[name] = StatsLayer.of(manifest.layers[name], config.stats, size, tokens)
-    disk, path = AtomicFolder(folder), folder / STATS_FILE
-    tree = _tree(disk, manifest, list(layers.values()), config)
+    disk = AtomicFolder(folder)
+    session = _session(disk, manifest, list(layers.values()), config)
+    path = session.path
     with exclusive_lock(folder / layout.LOCK):
         if config.overwrite:
             disk.remove(path)
         if path.exists():
-            failures: Sequence[Failure] = tree.check_file(path, 0, len(store))
+            failures = session.read(path, 0, len(store)).failures
         else:
             failures = _failures(store)
             failed = [failure.row for failure in failures]
@@ -83,13 +85,13 @@ def stats_of_store(config: Config) -> dict[str, Any]:
                     name: _sum(store, layer, part_rows, failed, device, progress)
                     for name, layer in layers.items()
                 }
-            tree.write(failures, moments, store.image_checksums)
+            session.write(Contents(moments, failures, store.image_checksums))
     return summary_of(Statistics(path), reference, failures)
 
 
-def _tree(
+def _session(
     disk: AtomicFolder, manifest: Manifest, layers: Sequence[StatsLayer], config: Config
-) -> MomentsTree:
+) -> StatsSession:
     """Return the file of the statistics, with the settings of the store."""
     header = manifest.first_run_with(layers[0].spec.name).header
     settings = {
@@ -102,8 +104,8 @@ def _tree(
     del settings["codec"]
     if any(layer.spec.capture in GRADIENTS for layer in layers):
         settings["target"] = from_saved(header.config).target
-    path = disk.root / STATS_FILE
-    return MomentsTree(disk, path, replace(header, fingerprint=settings), manifest.num_rows, layers)
+    header = replace(header, fingerprint=settings)
+    return StatsSession(disk, header, Grid(manifest.num_rows, 1), layers)
 
 
 def _failures(store: FeatureStore) -> list[Failure]:

@@ -200,9 +200,10 @@ def layer_plot(
 def same_class_shares(
     x: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return the share of the NEAREST labelled rows, by cosine, that have the class of each row.
+    """Return the share of the NEAREST labelled rows that have the class of each row.
 
-    A row without a label, which is -1, has NaN.
+    Nearness is the cosine of values standardised over the labelled rows. A row without a label,
+    which is -1, has NaN.
     """
     shares = np.full(len(labels), np.nan)
     labelled = np.flatnonzero(labels >= 0)
@@ -210,6 +211,8 @@ def same_class_shares(
     if count < 1:
         return shares
     unit = x[labelled].astype(np.float64)
+    spread = unit.std(0)
+    unit = (unit - unit.mean(0)) / np.where(spread > 0, spread, 1)
     lengths = np.linalg.norm(unit, axis=1, keepdims=True)
     unit /= np.where(lengths > 0, lengths, 1)
     classes = labels[labelled]

@@ -255,14 +255,13 @@ def _comparison(store: FeatureStore, config: Config) -> dict[str, Any] | None:
     others = names_tuple(config.report.compare_stores)
     if not others:
         return None
-    _, comparison = compare_stores([str(store.root), *others])
-    parents = [os.path.dirname(each["store"]) for each in comparison["stores"]]  # noqa: PTH120
+    found = compare_stores([store, *others])
+    parents = [os.path.dirname(each["store"]) for each in found.stores]  # noqa: PTH120
     root = os.path.commonpath(parents)
     stores = [
-        {**each, "store": as_utf8(os.path.relpath(each["store"], root))}
-        for each in comparison["stores"]
+        {**each, "store": as_utf8(os.path.relpath(each["store"], root))} for each in found.stores
     ]
-    return {**comparison, "stores": stores}
+    return {"stores": stores, "notes": found.notes}
 
 
 def _layers_to_plot(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:

@@ -146,7 +146,9 @@ def neighbours_of(
     seed: int,
     device: str,
 ) -> dict[str, Any]:
-    """Search the nearest rows of the queries by exact cosine; a map counts as one long vector.
+    """Search the nearest rows of the queries by the cosine of standardised values, exactly.
+
+    A map counts as one long vector.
 
     Returns:
         layer, among (number of rows searched), whole (whether these are all that did not fail), and
@@ -160,7 +162,15 @@ def neighbours_of(
     if len(ok) > room:
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)
         among = np.union1d(chosen, np.array(rows))
-    vectors = LayerVectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
+    vectors = LayerVectors(
+        store,
+        layer,
+        choose_device(device),
+        rows=among,
+        unit=True,
+        centre=True,
+        standardise=True,
+    )
     found = nearest_among(vectors, np.searchsorted(among, rows), NEAREST)
     strips = []
     for row, nearest, scores in zip(rows, found.neighbours, found.scores, strict=True):

@@ -105,7 +105,9 @@ def search(
     model = from_saved(_run_of(opened).header.config).model
     found = text_vectors(model, texts, choose_device(device))
     _check_weights(opened, model.name, found)
-    return nearest_to(opened, EMBEDDING, found.vectors, k, "cosine", device, found.projection)
+    return nearest_to(
+        opened, EMBEDDING, found.vectors, k, device=device, projection=found.projection
+    )
 
 
 def read_texts(option: str, given: str | Sequence[str]) -> list[str]:

@@ -37,21 +37,23 @@ class OpenCall:
     data: Any = None
 
     @property
-    def around(self) -> list[OpenCall]:
+    def enclosing(self) -> list[OpenCall]:
         """The enclosing calls, innermost first."""
-        return [] if self.parent is None else [self.parent, *self.parent.around]
+        return [] if self.parent is None else [self.parent, *self.parent.enclosing]
 
 
 @dataclass
 class Edge:
-    """A tensor between modules: the calls that returned it, and the last ones that read it."""
+    """A tensor between modules.
 
-    makers: list[OpenCall] = field(default_factory=list)
-    readers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=64))
+    Attributes:
+        producers: calls that returned it, innermost first.
+        consumers: last calls that took it; their number is limited, because a model may take the
+            same tensor in every pass.
+    """
 
-
-Arrive = Callable[[Edge, torch.Tensor], None]
-"""Function that is called with each gradient that arrives at a tensor between modules."""
+    producers: list[OpenCall] = field(default_factory=list)
+    consumers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=64))
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def every_call(
     model: nn.Module,
     begin: Callable[[OpenCall, list[Any]], None],
     end: Callable[[OpenCall, int, Any], None],
-    arrive: Arrive | None = None,
+    on_gradient: Callable[[Edge, torch.Tensor], None] | None = None,
     names: Collection[str] | None = None,
 ) -> Iterator[list[OpenCall]]:
     """Report each call of each module inside the block; the hooks are removed at its end.
@@ -71,7 +73,8 @@ def every_call(
         begin: called before each call with (the call, its arguments).
         end: called after it with (the call, its number among the calls of the module in this pass,
             from 1, its output).
-        arrive: called in backward passes; None to follow no gradients.
+        on_gradient: called in backward passes with each gradient that reaches a tensor between
+            modules; None to follow no gradients.
         names: dotted names of the modules whose calls are reported; None for all.
 
     Yields:
@@ -91,12 +94,12 @@ def every_call(
 
     def edges_of(tensors: Iterable[torch.Tensor]) -> Iterator[Edge]:
         for tensor in tensors:
-            if arrive is not None and tensor.requires_grad:
+            if on_gradient is not None and tensor.requires_grad:
                 # A write in place makes it a different tensor for autograd, with other hooks.
                 version, edge = edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
                 if edge is None or version != tensor._version:
                     edge = Edge()
-                    tensor_hooks.add(tensor, functools.partial(arrive, edge))
+                    tensor_hooks.add(tensor, functools.partial(on_gradient, edge))
                     edges[tensor] = tensor._version, edge
                 yield edge
 
@@ -110,10 +113,10 @@ def every_call(
         call = OpenCall(name, module, open_calls[-1] if open_calls else None)
         open_calls.append(call)
         arguments = [*args, *kwargs.values()]
-        if arrive is not None and torch.is_grad_enabled():
+        if on_gradient is not None and torch.is_grad_enabled():
             inputs[call] = list(elements(arguments).values())
             for edge in edges_of(inputs[call]):
-                edge.readers.append(call)
+                edge.consumers.append(call)
         begin(call, arguments)
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -127,7 +130,7 @@ def every_call(
             return None
         output = with_own_nodes(output, inputs.pop(call))
         for edge in edges_of(elements(output).values()):
-            edge.makers.append(call)
+            edge.producers.append(call)
         return output
 
     with ModuleHooks() as hooks, contextlib.ExitStack() as stack:

@@ -79,7 +79,7 @@ def watch(
         ModelError: the model is TorchScript.
     """
     log = CallLog(model, show or (lambda line: None), keep_rows)
-    calls = every_call(model, log._begin, log._end, log._arrive)
+    calls = every_call(model, log._begin, log._end, log._record_gradient)
     with uncompiled(model), calls as open_calls:
         try:
             yield log
@@ -201,14 +201,15 @@ class CallLog:
                 f"{milliseconds:>8.2f} ms{self._alarm(call, row)}"
             )
 
-    def _arrive(self, edge: Edge, gradient: torch.Tensor) -> None:
-        """Record a gradient: it ends the backward pass of its readers, and begins its makers'."""
+    def _record_gradient(self, edge: Edge, gradient: torch.Tensor) -> None:
+        """Record a gradient: it ends the backward pass of its consumers, and begins that of its
+        producers."""
         now, backward = self._now([gradient]), torch._C._current_graph_task_id()
-        for call in edge.readers:
+        for call in edge.consumers:
             if call.data.backward is not None and call.data.backward[0] == backward:
                 _, started_at, row = call.data.backward
                 row.milliseconds = 1e3 * (now - started_at)
-        for call in edge.makers:
+        for call in edge.producers:
             with self._logging():
                 row = self._add(call, [gradient], None)
                 self._show(f"{self._head(call, call.data.name)} <- {row.outputs}")
@@ -219,7 +220,7 @@ class CallLog:
         row = CallRow(
             layer=call.data.name,
             type_name=type(call.module).__name__,
-            depth=len(call.around),
+            depth=len(call.enclosing),
             is_backward=ms is None,
             inputs=call.data.shapes,
             outputs=_shapes(tensors),
@@ -239,7 +240,7 @@ class CallLog:
 
     def _head(self, call: OpenCall, name: str) -> str:
         """Name, class and input shapes of a call, indented by depth."""
-        indented = "  " * max(0, len(call.around) - 1) + (name or _WHOLE)
+        indented = "  " * max(0, len(call.enclosing) - 1) + (name or _WHOLE)
         kind = type(call.module).__name__
         return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.data.shapes}"
 
@@ -271,7 +272,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
 
 def _failure_text(call: OpenCall, error: Exception) -> str:
     """Message for an exception, with the innermost call and the line of code outside torch."""
-    outer = [c.name or _WHOLE for c in call.around]
+    outer = [c.name or _WHOLE for c in call.enclosing]
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(torch.__file__).parent)
     where = [f for f in frames if not f.filename.startswith(library)][-1]

@@ -146,7 +146,7 @@ class GradientLog:
         if skipped or all(p.grad is None for p in self._model.parameters()):
             self._forget()
 
-    def _arrive(self, edge: Edge, grad: torch.Tensor) -> None:
+    def _record_gradient(self, edge: Edge, grad: torch.Tensor) -> None:
         self._flow.append((edge, _norm(grad) / self._scale(grad)))
 
     def _scale(self, grad: torch.Tensor) -> Any:
@@ -259,7 +259,7 @@ class GradientLog:
         self._flow.clear()
         reached: dict[str, list[float]] = {}
         for edge, norm in flow:
-            for call in edge.makers:
+            for call in edge.producers:
                 reached.setdefault(call.name, []).append(norm)
         layers = {name: _total(reached[name]) for name in self._types if name in reached}
         self._num_steps += 1
@@ -278,11 +278,13 @@ class GradientLog:
         layers, norm = [name.rpartition(".")[0] for name in bad], next(iter(bad.values()), 0.0)
         if first is not None:
             edge, norm = first
-            reached = {call for each, _ in flow for call in each.makers}
-            readers = [call for call in edge.readers if call in reached]
-            outer = {parent for call in readers for parent in call.around}
-            calls = [call for call in readers if call not in outer]
-            calls = calls or [parent for call in edge.makers[-1:] for parent in call.around[:1]]
+            reached = {call for each, _ in flow for call in each.producers}
+            consumers = [call for call in edge.consumers if call in reached]
+            outer = {parent for call in consumers for parent in call.enclosing}
+            calls = [call for call in consumers if call not in outer]
+            calls = calls or [
+                parent for call in edge.producers[-1:] for parent in call.enclosing[:1]
+            ]
             layers = [call.name for call in calls]
         layers = list(dict.fromkeys(layers))
         where = " or ".join(f"{name or '(model)'} ({self._types[name]})" for name in layers)
@@ -390,7 +392,9 @@ def watch(
     names = None if layers is None else {"", *layers}
     with contextlib.ExitStack() as stack:
         stack.callback(log._hooks.remove)
-        stack.enter_context(every_call(model, log._begin, lambda *_: None, log._arrive, names))
+        stack.enter_context(
+            every_call(model, log._begin, lambda *_: None, log._record_gradient, names)
+        )
         if clip_value is not None:
             for name, parameter in model.named_parameters():
                 log._clamp_arrivals(name, parameter, clip_value)

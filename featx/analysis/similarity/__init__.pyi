@@ -5,6 +5,7 @@ from .faiss_index import RowIndex as RowIndex
 from .kid import DataSetDistance as DataSetDistance
 from .kid import data_set_distance as data_set_distance
 from .nearest_neighbours import Neighbours as Neighbours
+from .nearest_neighbours import metric_vectors as metric_vectors
 from .nearest_neighbours import nearest_among as nearest_among
 from .nearest_neighbours import nearest_rows as nearest_rows
 from .nearest_neighbours import nearest_to as nearest_to

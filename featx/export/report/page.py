@@ -94,8 +94,6 @@ class Page:
         self.probes, self.reasons = probes_of(store), reasons_of(store)
         self.plotted = _layers_to_plot(layers, self.probes)
         self.duplicates = find_duplicates(store, self.plotted, self.rows, self.probes)
-        # Images are read before the slow steps, because one that crashes its decoder restarts the
-        # job.
         self.neighbours = self._neighbours(ok, config) if len(ok) > 1 else None
         self.rankings = rankings_of(store, log)
         self.thumbnails = self._thumbnails(config)

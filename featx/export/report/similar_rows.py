@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis import KEEP_BYTES, LayerVectors, read_texts, search
+from featx.analysis import KEEP_BYTES, read_texts, search
 from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
-from featx.analysis.similarity import nearest_among
-from featx.base import choose_device
+from featx.analysis.similarity import metric_vectors, nearest_among
 from featx.config import Config
 from featx.export.report.layers import RowVectors, row_vectors
 from featx.export.report.probe_results import ROLES, Probes
@@ -162,15 +161,7 @@ def neighbours_of(
     if len(ok) > room:
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)
         among = np.union1d(chosen, np.array(rows))
-    vectors = LayerVectors(
-        store,
-        layer,
-        choose_device(device),
-        rows=among,
-        unit=True,
-        centre=True,
-        standardise=True,
-    )
+    vectors = metric_vectors(store, layer, "cosine", device, standardise=True, rows=among)
     found = nearest_among(vectors, np.searchsorted(among, rows), NEAREST)
     strips = []
     for row, nearest, scores in zip(rows, found.neighbours, found.scores, strict=True):

@@ -1,27 +1,35 @@
 """Members of a tar, and where and why it ends early.
 
-tarfile parses the headers. Its TarFile is not used: it stops silently at a damaged header, keeps
-every member in memory, and reads extended headers of any size.
+tarfile parses single headers here. Its TarFile stops silently at a damaged header, keeps every
+member in memory, and reads extended headers of any size. Before Python 3.11.10 it parses them in
+quadratic time (CVE-2024-6232: 80 s for one of 256 KiB), so the records are
+parsed here. Formats: POSIX ustar and pax, GNU, and v7.
 """
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Self
 
 HEAD_BYTES = 65
 """Number of bytes of a member that are read with its header."""
 
-_MAX_EXTENDED = 1 << 18
-"""Maximum size of an extended header in bytes. Python before 3.11.10 parses them in quadratic time
-(CVE-2024-6232)."""
+_BLOCK = tarfile.BLOCKSIZE
+_ZEROS = bytes(_BLOCK)
+_MAX_EXTENDED = 1 << 20
+"""Maximum size of an extended header in bytes."""
 _MAX_SIZE = 1 << 60
 """Size limit of a member in bytes. No tar is larger, and offsets stay within 64 bits."""
-_DAMAGE = (tarfile.TarError, ValueError, ArithmeticError, LookupError, RecursionError)
-"""Exceptions of tarfile for headers that are damaged."""
+_WITHOUT_DATA = b"123456"
+"""Types of members whose size field is not followed by data: links, devices, folders, FIFOs."""
+_REGULAR = b"\x0007"
+"""Types of regular files."""
+_EXTENDED = b"LKxXg"
+"""Types of headers that extend the next one: a long name or link, and pax records."""
+_RECORD_LENGTH = re.compile(rb"(\d{1,7}) ")
+"""Beginning of a pax record."""
 
 
 @dataclass
@@ -64,80 +72,67 @@ to call."""
 
 def members(read: Read) -> Iterator[TarMember]:
     """Yield all members except folders in the order of the tar."""
-    file = _HeaderFile(read)
-    # What TarInfo.fromtarfile uses of a TarFile.
-    tar: Any = SimpleNamespace(
-        fileobj=file, offset=0, pax_headers={}, tarinfo=_Header, encoding="utf-8",
-        errors="surrogateescape",
-    )  # fmt: skip
+    offset = 0
     while True:
-        start = file.offset = tar.offset
-        try:
-            header = _Header.fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # a block of zeros
-            _check_end(read, start + tarfile.BLOCKSIZE)
+        start, name, size, is_sparse = offset, None, None, False
+        while (header := _read_header(read, offset)) is not None and header.type in _EXTENDED:
+            text = _read_extended(read, offset, header.size)
+            if header.type == b"L":
+                name = text.split(b"\0", 1)[0]
+            elif header.type in b"xX":
+                records = _pax_records(text, offset)
+                name = records.get(b"path", name)
+                size = int(records[b"size"]) if b"size" in records else size
+                is_sparse |= any(key.startswith(b"GNU.sparse") for key in records)
+            offset += _BLOCK + _whole_blocks(header.size)
+        if header is None:
+            _check_end(read, offset + _BLOCK)
             return
-        except _DAMAGE as error:
-            text = f"the header at byte {start} is damaged"
-            if file.has_ended:
-                is_whole = file.offset == start
-                where = "without an end marker" if is_whole else "in the middle of a header"
-                text = f"it ends at byte {file.offset} {where}"
-            raise CutOffError(text, start) from error
-        name = header.name.encode("utf-8", "surrogateescape")
-        regular = header.isreg() and not header.issparse()
-        member = TarMember(name, header.offset_data, header.size, regular)
-        # tarfile takes a size that it cannot parse as 0.
-        claimed = header.pax_headers.get("size", "0") if regular else "0"
-        if not (0 <= header.size <= _MAX_SIZE and claimed in ("0", str(header.size))):
+        name = header.raw_name if name is None else name
+        size = header.size if size is None else size
+        regular = header.type in _REGULAR and not is_sparse
+        if not 0 <= size <= _MAX_SIZE:
             # The member is named, so that it becomes the failed row.
-            text = f"the header at byte {start} claims an impossible size"
-            raise CutOffError(text, start, member if regular else None)
-        if regular and member.size:
-            member.head = read(member.offset, min(member.size, HEAD_BYTES))
-            # The last byte of the data shows whether they are complete, without reading all.
-            if not read(member.offset + member.size - 1, 1):
-                raise CutOffError(f"it ends in the middle of {name!r}", start, member)
-        if not header.isdir() and not name.endswith(b"/"):
+            cut = TarMember(name, offset + _BLOCK, 0, True) if regular else None
+            raise CutOffError(f"the header at byte {offset} claims an impossible size", start, cut)
+        offset += _BLOCK
+        if header.type == b"S":
+            offset = _after_sparse_map(read, header.has_map, offset)
+        member = TarMember(name, offset, 0 if header.type in _WITHOUT_DATA else size, regular)
+        member.head = read(offset, min(member.size, HEAD_BYTES))
+        # The last byte of the data shows whether they are complete, without reading all of them.
+        if member.size and len(read(offset + member.size - 1, 1)) < 1:
+            raise CutOffError(f"it ends in the middle of {name!r}", start, member)
+        if header.type != b"5" and not name.endswith(b"/"):
             yield member
-
-
-class _HeaderFile:
-    """The tar as a file from which tarfile reads headers.
-
-    Attributes:
-        offset: position of the next read.
-        has_ended: whether a read came back short.
-    """
-
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self.offset = 0
-        self.has_ended = False
-
-    def tell(self) -> int:
-        return self.offset
-
-    def read(self, size: int) -> bytes:
-        if not 0 <= size <= _MAX_EXTENDED:
-            raise tarfile.ReadError(f"a header of {size} bytes")
-        data = self._read(self.offset, size)
-        self.offset += len(data)
-        self.has_ended = len(data) < size
-        return data
+        offset += _whole_blocks(member.size)
 
 
 class _Header(tarfile.TarInfo):
     """One header."""
 
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        header = super().frombuf(buf, encoding, errors)
-        # Only POSIX headers have a prefix; the GNU format stores times in the same bytes, which
-        # tarfile takes for one.
-        if buf[257:263] != b"ustar\0":
-            header.name = buf[:100].split(b"\0", 1)[0].decode("utf-8", errors)
-        return header
+    raw_name: bytes
+    has_map: int
+
+
+def _read_header(read: Read, offset: int) -> _Header | None:
+    """Read a header, or None for the end marker."""
+    block = read(offset, _BLOCK)
+    if block == _ZEROS:
+        return None
+    if len(block) < _BLOCK:
+        what = "without an end marker" if not block else "in the middle of a header"
+        raise CutOffError(f"it ends at byte {offset + len(block)} {what}", offset)
+    try:
+        header = _Header.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as error:
+        raise CutOffError(f"the header at byte {offset} is damaged", offset) from error
+    # Only POSIX headers have a prefix; the GNU format stores times in the same bytes, which tarfile
+    # takes for one.
+    name, prefix = (field.split(b"\0", 1)[0] for field in (block[:100], block[345:500]))
+    header.raw_name = prefix + b"/" + name if prefix and block[257:263] == b"ustar\0" else name
+    header.has_map = block[482]
+    return header
 
 
 def _check_end(read: Read, offset: int) -> None:
@@ -146,3 +141,48 @@ def _check_end(read: Read, offset: int) -> None:
         if block.count(0) != len(block):
             raise CutOffError(f"it has bytes after its end marker at byte {offset}", offset)
         offset += len(block)
+
+
+def _read_extended(read: Read, offset: int, size: int) -> bytes:
+    """Read the data of the extended header at `offset`."""
+    if not 0 <= size <= _MAX_EXTENDED:
+        raise CutOffError(f"the header at byte {offset} claims a name of {size} bytes", offset)
+    text = read(offset + _BLOCK, size)
+    if len(text) < size:
+        raise CutOffError("it ends in the middle of a header", offset)
+    return text
+
+
+def _pax_records(text: bytes, offset: int) -> dict[bytes, bytes]:
+    r"""Parse pax records 'length key=value\n', where the length includes the whole record."""
+    records = {}
+    text = text.rstrip(b"\0")
+    start = 0
+    while start < len(text):
+        match = _RECORD_LENGTH.match(text, start)
+        stop = start + int(match[1]) if match else start
+        content = text[match.end() : stop] if match else b""
+        key, equals, value = content.partition(b"=")
+        if not equals or not value.endswith(b"\n") or stop > len(text):
+            raise CutOffError(f"the extended header at byte {offset} is damaged", offset)
+        records[key] = value[:-1]
+        start = stop
+    size = records.get(b"size", b"0")
+    if not size.isdigit() or len(size) > len(str(_MAX_SIZE)):
+        raise CutOffError(f"the extended header at byte {offset} claims an impossible size", offset)
+    return records
+
+
+def _after_sparse_map(read: Read, more: int, offset: int) -> int:
+    """Return the offset of the data of a sparse file of GNU, behind the blocks of its map."""
+    while more:
+        block = read(offset, _BLOCK)
+        if len(block) < _BLOCK:
+            raise CutOffError("it ends in the middle of a header", offset)
+        more, offset = block[504], offset + _BLOCK
+    return offset
+
+
+def _whole_blocks(size: int) -> int:
+    """Round a size in bytes up to whole tar blocks."""
+    return -(-size // _BLOCK) * _BLOCK

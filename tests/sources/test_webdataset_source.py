@@ -326,7 +326,7 @@ def test_a_hostile_shard_is_one_row_and_the_others_are_read(
     for _ in range(2):  # the second listing comes from the index on the disk
         source = shards(tmp_path / "s")
         listing = source.listing()
-        is_named = b"a.png" in hostile  # the header of a member with an impossible size
+        is_named = hostile[:5] == b"a.png"  # the header of a member with an impossible size
         row = b"b.tar/a.png" if is_named else b"b.tar/(the shard)"
         assert rows_of(listing) == {b"a.tar/0.jpg": "1", row: None}
         assert source.read(b"a.tar/0.jpg") == b"x"

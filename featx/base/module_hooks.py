@@ -132,7 +132,36 @@ class TensorHooks:
         # torch 2.14 crashes in register_hook on a view whose base was changed in place, unless
         # this attribute has renewed its node.
         _ = tensor.grad_fn
-        handle = tensor.register_hook(function)  # type: ignore[no-untyped-call]
+        return self._keep(tensor.register_hook(function))  # type: ignore[no-untyped-call]
+
+    def add_to_written_view(
+        self, view: torch.Tensor, node: Any, function: Callable[[torch.Tensor], Any]
+    ) -> None:
+        """Register a hook for the gradient of a view as it was before a write in place.
+
+        A hook on the view itself is lost: autograd rewrites the history of the tensor that it is a
+        view of, by a node whose gradient holds that of the view.
+
+        Args:
+            view: the view, after the write.
+            node: `grad_fn` of the tensor that it is a view of, before the write.
+            function: called with the gradient.
+        """
+        base: Any = view._base
+        written = base.grad_fn
+        while written is not None and written.next_functions[0][0] is not node:
+            written = written.next_functions[0][0]
+        if written is None or type(written).__name__ != "CopySlices":
+            return
+        place = view.size(), view.stride(), view.storage_offset() - base.storage_offset()
+
+        def hook(gradients: Any, _: Any) -> None:
+            function(gradients[0].as_strided(*place))
+
+        self._keep(written.register_hook(hook))
+
+    def _keep(self, handle: Any) -> Any:
+        """Keep a handle, and forget those that can no longer fire."""
         with self._lock:
             self._handles.append(handle)
             if len(self._handles) >= self._prune_at:

@@ -94,14 +94,20 @@ def every_call(
 
     def edges_of(tensors: Iterable[torch.Tensor]) -> Iterator[Edge]:
         for tensor in tensors:
-            if on_gradient is not None and tensor.requires_grad:
-                # A write in place makes it a different tensor for autograd, with other hooks.
-                version, edge = edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
-                if edge is None or version != tensor._version:
-                    edge = Edge()
-                    tensor_hooks.add(tensor, functools.partial(on_gradient, edge))
-                    edges[tensor] = tensor._version, edge
-                yield edge
+            if on_gradient is None or not tensor.requires_grad:
+                continue
+            # A write in place makes it a different tensor for autograd, with other hooks.
+            version, node, edge = edges.get(tensor, (None, None, None))  # type: ignore[no-untyped-call]
+            if edge is None or version != tensor._version:
+                if edge is not None and tensor._is_view():
+                    tensor_hooks.add_to_written_view(
+                        tensor, node, functools.partial(on_gradient, edge)
+                    )
+                edge = Edge()
+                tensor_hooks.add(tensor, functools.partial(on_gradient, edge))
+                node = tensor._base.grad_fn if tensor._is_view() else None
+                edges[tensor] = tensor._version, node, edge
+            yield edge
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():

@@ -269,20 +269,19 @@ class GradientLog:
         """
         bad = {name: x for name, x in step.parameters.items() if not math.isfinite(x)}
         first = next(((edge, x) for edge, x in flow if not math.isfinite(x)), None)
-        if first is None and not bad:
-            return []
-        layers, norm = [name.rpartition(".")[0] for name in bad], next(iter(bad.values()), 0.0)
         if first is not None:
             edge, norm = first
             reached = {call for each, _ in flow for call in each.producers}
             consumers = [call for call in edge.consumers if call in reached]
             outer = {parent for call in consumers for parent in call.enclosing}
-            calls = [call for call in consumers if call not in outer]
-            calls = calls or [
-                parent for call in edge.producers[-1:] for parent in call.enclosing[:1]
-            ]
-            layers = [call.name for call in calls]
-        layers = list(dict.fromkeys(layers))
+            around = [parent for call in edge.producers[-1:] for parent in call.enclosing[:1]]
+            calls = [call for call in consumers if call not in outer] or around
+            layers = list(dict.fromkeys(call.name for call in calls))
+        elif bad:
+            norm = next(iter(bad.values()))
+            layers = list(dict.fromkeys(name.rpartition(".")[0] for name in bad))
+        else:
+            return []
         where = " or ".join(f"{name or '(model)'} ({self._types[name]})" for name in layers)
         arose = f"arose in {where}" if layers else "came to the model's output: look at the loss"
         if first is None and not step.layers.keys() & set(layers):

@@ -107,7 +107,8 @@ class PassRecord:
         calls: (id of a module, kind of capture) -> number of calls so far.
         operations: operations of the modules with a captured operation, in order.
         num_until_capture: length of `operations` when the last captured operation had run.
-        is_open: whether a call of the model itself is running; kept by `loop_hooks.LoopHooks` only.
+        inputs: id of a running module -> its inputs, the nodes that replace them, and their versions.
+        is_open: whether a call of the model itself is running; kept by `call_hooks.LoopHooks` only.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -115,6 +116,7 @@ class PassRecord:
     calls: dict[_Key, int] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     num_until_capture: int = 0
+    inputs: dict[int, list[tuple[torch.Tensor, torch.Tensor, int]]] = field(default_factory=dict)
     is_open: bool = False
 
 
@@ -161,13 +163,12 @@ class LayerHooks:
         self.thread: int | None = None
         self._points: dict[_Key, list[CapturePoint]] = {}
         self._operations: dict[str, list[CapturePoint]] = {}
-        modules = dict(model.named_modules(remove_duplicate=False))
-        self._by_id = {id(module): module for module in modules.values()}
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         for point in points:
             if point.operation:
                 self._operations.setdefault(point.operation, []).append(point)
             else:
-                key = id(modules[point.module]), point.capture
+                key = id(self._modules[point.module]), point.capture
                 self._points.setdefault(key, []).append(point)
         self._modules_with_operations = {point.module for point in points if point.operation}
 
@@ -236,13 +237,14 @@ class LayerHooks:
         # Attention first: its hooks run before the others, which then see the output as the
         # surrounding layers do.
         for key, points in sorted(self._points.items(), key=lambda item: item[0][1] != "attention"):
-            hooked, capture = self._by_id[key[0]], key[1]
+            hooked, capture = self._modules[points[0].module], key[1]
             if capture == "attention":
                 see = functools.partial(self._see, key, points)
                 hook_weights(hooks, points[0].module, hooked, see)
             elif capture in ("input", "grad_input"):
                 before = functools.partial(self._before, key, points)
-                hooks.add(hooked, before, first=self.runs_first)
+                after = self._end_of_inputs if capture == "grad_input" else None
+                hooks.add(hooked, before, after, first=self.runs_first)
             else:
                 hooks.add(hooked, after=self._after(key, points), first=self.runs_first)
 
@@ -265,6 +267,18 @@ class LayerHooks:
             paths = elements(value)
             points = [p for p in points if p.name not in self._optional or p.path in paths]
         return self.take_all(points, value)
+
+    def _end_of_inputs(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Hook after a module whose inputs have been replaced by nodes of their own.
+
+        If the module wrote to an input, the model may read it again, so it gets the history of the
+        node.
+        """
+        for tensor, node, version in self.record.inputs.pop(id(module), ()):
+            if node._version != version:
+                # The values are there already; autograd must not take this for another write.
+                with torch.autograd._unsafe_preserve_version_counter(tensor), hide_operations():
+                    tensor.copy_(node)
 
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
         """Count a call of a module, and return the captures of this call.
@@ -316,15 +330,15 @@ class LayerHooks:
                 "checkpoint with use_reentrant=True (use_reentrant=False allows it), or depends "
                 "neither on an input nor on a parameter that requires gradients."
             )
-        followed = tensor
         if point.capture == "grad_input":
-            # The gradient of the input itself would include that of other layers which read it. A
-            # view would save memory, but its hook is lost if the layer writes to it.
-            followed = tensor.clone()
-        elif tensor._is_view():
+            # The gradient of the input itself would include that of other layers which read it.
             followed = own_node(tensor)
+            inputs = record.inputs.setdefault(id(self._modules[point.module]), [])
+            inputs.append((tensor, followed, followed._version))
+        else:
+            followed = own_node(tensor) if tensor._is_view() else tensor
         self._followed.add(followed, self.receiver(record, point))
-        return None if followed is tensor else followed
+        return followed
 
 
 class _OwnNode(torch.autograd.Function):

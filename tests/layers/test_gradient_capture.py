@@ -248,24 +248,36 @@ def test_the_model_is_left_as_it_was() -> None:
 class WritesToItsInput(nn.Module):
     """Throws the result of an in-place layer away, and continues with what it wrote."""
 
-    def __init__(self) -> None:
+    def __init__(self, inplace: bool) -> None:
         super().__init__()
+        torch.manual_seed(0)
+        self.inplace = inplace
         self.conv = nn.Conv2d(3, 4, 1)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = nn.ReLU(inplace)
         self.fc = nn.Linear(4, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.conv(x)
-        self.relu(x)
-        return self.fc(x.mean((2, 3)))
+        x = self.conv(x) * 2
+        y = self.relu(x)
+        return self.fc((x if self.inplace else y).mean((2, 3)))
 
 
-def test_a_model_that_needs_what_a_layer_wrote_to_its_input_is_refused() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, SIDE, SIDE)
-    assert gradients(backbone_of(WritesToItsInput()), x, "relu:grad_output")
-    with pytest.raises(LayerError, match="a layer writes to its input"):
-        gradients(backbone_of(WritesToItsInput()), x, "relu:grad_input")
+def test_what_a_layer_writes_to_its_input_is_read_by_the_model() -> None:
+    x, name = torch.randn(2, 3, SIDE, SIDE), "relu:grad_input"
+    plain, model = WritesToItsInput(inplace=False), WritesToItsInput(inplace=True)
+    given = plain.conv(x) * 2
+    expected = plain.fc(given.relu().mean((2, 3)))
+    (gradient,) = torch.autograd.grad(expected[:, 1].sum(), given)
+    plain(x)[:, 1].sum().backward()
+    with featx.capture(model, name) as features:
+        output = model(x)
+        output[:, 1].sum().backward()
+    assert torch.equal(output, expected)
+    assert torch.equal(features[name], gradient)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+    assert torch.equal(gradients(backbone_of(model), x, name, target=1)[name], gradient)
 
 
 def test_capture_fills_gradients_in_at_the_users_backward() -> None:

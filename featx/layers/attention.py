@@ -8,6 +8,7 @@ materialises them. The weights are (N, heads, T, S), and each row over S sums to
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -77,11 +78,23 @@ def _dropout(module: nn.Module) -> nn.Module | None:
     return dropout if isinstance(dropout, nn.Module) else None
 
 
+def _is_multihead(module: nn.Module) -> bool:
+    """Return whether a module is nn.MultiheadAttention, or a subclass that is called like it."""
+    return isinstance(module, nn.MultiheadAttention) and _PLACES.keys() <= (
+        inspect.signature(module.forward).parameters.keys()
+    )
+
+
+def shows_weights(module: nn.Module) -> bool:
+    """Return whether featx can read the attention weights of a module."""
+    return _is_multihead(module) or _dropout(module) is not None
+
+
 def hook_weights(
     hooks: ModuleHooks, name: str, module: nn.Module, take: Callable[[torch.Tensor], None]
 ) -> None:
     """Attach hooks that pass the weights of each call, (N, heads, T, S), to `take`."""
-    if isinstance(module, nn.MultiheadAttention):
+    if _is_multihead(module):
         _hook_multihead(hooks, module, take)
         return
     dropout = _dropout(module)
@@ -98,7 +111,12 @@ def hook_weights(
             f"{type(module).__name__}, only those of nn.MultiheadAttention and of timm's modules. "
             f"Name {softmax}"
         )
-    hooks.add(dropout, lambda module, args, kwargs: take(args[0]))
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor):
+            take(args[0])
+
+    hooks.add(dropout, before)
 
 
 class _CallArguments(threading.local):
@@ -109,7 +127,7 @@ class _CallArguments(threading.local):
 
 
 def _hook_multihead(
-    hooks: ModuleHooks, module: nn.MultiheadAttention, take: Callable[[torch.Tensor], None]
+    hooks: ModuleHooks, module: nn.Module, take: Callable[[torch.Tensor], None]
 ) -> None:
     """Attach hooks to nn.MultiheadAttention that request weights per head.
 
@@ -155,42 +173,3 @@ def check_weights(name: str, weights: torch.Tensor) -> None:
             f"are not 1, but {sums.min():.3g} to {sums.max():.3g}. Name an operation or a layer "
             "inside it."
         )
-
-
-class WeightShapes:
-    """Shapes of the attention weights in a traced forward pass."""
-
-    def __init__(self) -> None:
-        self._shapes: dict[int, tuple[int, ...]] = {}
-
-    def attach(self, hooks: ModuleHooks, module: nn.Module) -> None:
-        """Attach a hook to a module if featx can read its weights."""
-        dropout = _dropout(module)
-
-        def at_dropout(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if args and isinstance(args[0], torch.Tensor):
-                self._shapes[id(module)] = tuple(args[0].shape)
-
-        def at_multihead(_: nn.Module, args: Any, kwargs: Any) -> None:
-            query = args[0] if args else kwargs["query"]
-            key = args[1] if len(args) > 1 else kwargs["key"]
-            if query.dim() == 3:
-                self._shapes[id(module)] = _multihead_shape(module, query, key)
-
-        if isinstance(module, nn.MultiheadAttention):
-            hooks.add(module, at_multihead)
-        elif dropout is not None:
-            hooks.add(dropout, at_dropout)
-
-    def of_call(self, module: nn.Module) -> tuple[int, ...] | None:
-        """Shape (N, heads, T, S) of the weights of the call that has just ended, or None."""
-        return self._shapes.pop(id(module), None)
-
-
-def _multihead_shape(
-    module: Any, query: torch.Tensor, key: torch.Tensor
-) -> tuple[int, int, int, int]:
-    batch, time = (0, 1) if module.batch_first else (1, 0)
-    num_added = int(module.bias_k is not None) + int(module.add_zero_attn)
-    length = key.shape[time] + num_added
-    return query.shape[batch], module.num_heads, query.shape[time], length

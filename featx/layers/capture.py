@@ -153,9 +153,9 @@ class _CaptureHooks(LoopHooks):
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise LayerError(
-                f"{points[0].name or 'the model'}: the model runs inside torch.func (vmap, grad, jacrev, ...), "
-                "whose tensors have no values outside of it. Call the model without it, or return "
-                "what you need from the transformed function."
+                f"{points[0].name or 'the model'}: it runs inside torch.func (vmap, grad, jacrev, "
+                "...), whose tensors have no values outside of it. Call the model without it, or "
+                "return what you need from the transformed function."
             )
         return super().take_all(points, value)
 

@@ -107,7 +107,7 @@ class PassRecord:
         calls: (id of a module, kind of capture) -> number of calls so far.
         operations: operations of the modules with a captured operation, in order.
         num_until_capture: length of `operations` when the last captured operation had run.
-        inputs: id of a running module -> its inputs, the nodes that replace them, and their versions.
+        inputs: id of a running module -> its inputs, the nodes that replace them, their versions.
         is_open: whether a call of the model itself is running; kept by `call_hooks.LoopHooks` only.
     """
 

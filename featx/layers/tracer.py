@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.overrides import resolve_name
 from torch.utils.flop_counter import flop_registry
 
 from featx.base import ModuleHooks, ObservingMode, ProcessSetting, shapes_of
-from featx.layers.attention import WeightShapes
+from featx.layers.attention import hook_weights, shows_weights
 from featx.layers.call_hooks import OpenCall, every_call
 from featx.layers.operations import OperationRecorder
 from featx.layers.trace import Call, Operation, Trace
@@ -33,13 +34,16 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
     counter = FlopCounter()
     calls: list[Call] = []
     operations: list[Operation] = []
-    weights = WeightShapes()
+    attention: dict[int, tuple[int, ...]] = {}
     last: list[Any] = []  # result of the last operation, until a call ends
 
     def add_operation(name: str, module: str, function: Any, result: Any) -> None:
         called = resolve_name(function) or function.__name__
         operations.append(Operation(name, module, called, shapes_of(result), len(calls), False))
         last[:] = [result]
+
+    def add_weights(module: nn.Module, weights: torch.Tensor) -> None:
+        attention[id(module)] = tuple(weights.shape)
 
     def begin(call: OpenCall, inputs: list[Any]) -> None:
         call.data = counter.total, shapes_of(inputs)
@@ -49,7 +53,7 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
             operations[-1] = replace(operations[-1], is_returned=True)
         last.clear()
         total, inputs = call.data
-        attention = weights.of_call(call.module)
+        weights = attention.pop(id(call.module), ())
         calls.append(
             Call(
                 module=call.name,
@@ -61,14 +65,14 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
                 outputs=shapes_of(output),
                 inputs=inputs,
                 mflops=float(counter.total - total) / len(x) / 1e6,
-                attention={} if attention is None else {(): attention},
+                attention={(): weights} if len(weights) == 4 else {},
             )
         )
 
     recorder = OperationRecorder(module, add_operation)
     with recorder.attach(), ModuleHooks() as hooks:
-        for each in module.modules():
-            weights.attach(hooks, each)
+        for each in filter(shows_weights, module.modules()):
+            hook_weights(hooks, "", each, functools.partial(add_weights, each))
         # Fused attention kernels hide their operations from the FLOP counter.
         with (
             every_call(module, begin, end),

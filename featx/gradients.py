@@ -162,8 +162,9 @@ class GradientLog:
         def clamp(grad: torch.Tensor) -> torch.Tensor:
             _refuse_sparse(name, grad)
             norm, earlier = _norm(grad), self._arrived.get(name)
-            is_first = earlier is None or parameter.grad is None
-            self._arrived[name] = norm if is_first else torch.maximum(earlier, norm)
+            if earlier is not None and parameter.grad is not None:
+                norm = torch.maximum(earlier, norm)
+            self._arrived[name] = norm
             if self._scaler is None:
                 return grad.clamp(-limit, limit)
             # A scaler must see infinities, so that it skips the step and lowers its scale.

@@ -103,9 +103,9 @@ def every_call(
                     tensor_hooks.add_to_written_view(
                         tensor, node, functools.partial(on_gradient, edge)
                     )
-                edge = Edge()
+                edge, base = Edge(), tensor._base
                 tensor_hooks.add(tensor, functools.partial(on_gradient, edge))
-                node = tensor._base.grad_fn if tensor._is_view() else None
+                node = None if base is None else base.grad_fn
                 edges[tensor] = tensor._version, node, edge
             yield edge
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from featx.base import After, ElementPath, ModuleHooks, TensorHooks, elements, shapes_of
 from featx.errors import LayerError
@@ -277,7 +278,7 @@ class LayerHooks:
         for tensor, node, version in self.record.inputs.pop(id(module), ()):
             if node._version != version:
                 # The values are there already; autograd must not take this for another write.
-                with torch.autograd._unsafe_preserve_version_counter(tensor), hide_operations():
+                with _unsafe_preserve_version_counter(tensor), hide_operations():
                     tensor.copy_(node)
 
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:

@@ -139,13 +139,8 @@ class TensorHooks:
     ) -> None:
         """Register a hook for the gradient of a view as it was before a write in place.
 
-        A hook on the view itself is lost: autograd rewrites the history of the tensor that it is a
-        view of, by a node whose gradient holds that of the view.
-
-        Args:
-            view: the view, after the write.
-            node: `grad_fn` of the tensor that it is a view of, before the write.
-            function: called with the gradient.
+        A hook on the view itself is lost: autograd rewrites the history of its base, which had
+        `node` as `grad_fn` before the write, by a node whose gradient holds that of the view.
         """
         base: Any = view._base
         written = base.grad_fn

@@ -248,8 +248,3 @@ def _check_rows(
         hooks = captures.hooks(model.module, clone_captured, score)
         with torch.no_grad(), hooks, model.named_failure(images):
             check_among_copies(hooks.forward, images)
-
-
-def clone_captured(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a captured tensor; later in-place operations do not change it."""
-    return tensor.detach().clone()

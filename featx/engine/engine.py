@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from featx.base import DeviceTimer, OwnStream, moved_to_cpu, synchronise, to_cpu
-from featx.engine.attached_captures import AttachedCaptures, attach_captures, clone_captured
+from featx.engine.attached_captures import AttachedCaptures, attach_captures
 from featx.engine.batch_independence import MovedRows, moved_batch
 from featx.engine.compute import (
     COMPUTE_DTYPES,

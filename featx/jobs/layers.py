@@ -252,14 +252,20 @@ def _trace(engine: Engine, config: Config) -> Trace:
 
 
 def _watch(engine: Engine, images: torch.Tensor) -> None:
-    from featx.layers import log_forward
+    from featx.layers import watch
 
     print_result(
         "shapes include the batch; ms are of this first pass, and include those of inner layers"
     )
     print_result()
-    with engine.module_and_input(images) as (module, x):
-        log_forward(module, x, print_result)
+    log = None
+    try:
+        with engine.module_and_input(images) as (module, x), watch(module, print_result) as log:
+            module(x)
+    except Exception as error:
+        if log is None or not log.failure:
+            raise
+        raise ModelError(log.failure) from error
 
 
 def _check(config: Config) -> None:

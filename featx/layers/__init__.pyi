@@ -4,11 +4,12 @@ from .attention import plain_attention as plain_attention
 from .call_hooks import Edge as Edge
 from .call_hooks import OpenCall as OpenCall
 from .call_hooks import every_call as every_call
-from .call_log import log_forward as log_forward
+from .call_log import watch as watch
 from .capture_hooks import CaptureHooks as CaptureHooks
 from .capture_hooks import Expected as Expected
 from .capture_hooks import Keep as Keep
 from .capture_hooks import check_calls as check_calls
+from .capture_hooks import clone_captured as clone_captured
 from .edits import edit as edit
 from .embedding import is_exposed as is_exposed
 from .embedding import with_evidence as with_evidence

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from featx.base import elements, size_text, synchronise, table
-from featx.errors import ModelError
 from featx.layers.call_hooks import Edge, OpenCall, every_call, uncompiled
 
 _WHOLE = "(the model)"
@@ -87,27 +86,6 @@ def watch(
             if open_calls:
                 log._show_failure(open_calls[-1], error)
             raise
-
-
-def log_forward(module: nn.Module, x: torch.Tensor, show: Callable[[str], None]) -> None:
-    """Run one forward pass, and show a line for every call.
-
-    Args:
-        module: model in eval mode; the caller enters no_grad and autocast.
-        x: (B, 3, H, W) normalised images on the device of the module.
-        show: function that is called with each line.
-
-    Raises:
-        ModelError: the forward pass fails; the last lines name the call.
-    """
-    log = None
-    try:
-        with watch(module, show) as log:
-            module(x)
-    except Exception as error:
-        if log is None or not log.failure:
-            raise
-        raise ModelError(log.failure) from error
 
 
 @dataclass

@@ -36,36 +36,20 @@ class Expected:
     calls: Mapping[tuple[str, str], int] | None = None
     stop: bool = False
 
-    def ends_after(self, fired: Sequence[str]) -> bool:
-        """Return whether to end the pass now that the given captures have fired."""
-        return self.stop and self.fired is not None and len(fired) >= len(self.fired)
-
-    def check(
-        self,
-        fired: Sequence[str],
-        calls: Mapping[tuple[str, str], int],
-        operations: Sequence[str],
-        num_until_capture: int,
-    ) -> None:
-        """Compare a pass with the expected one.
-
-        Args:
-            fired: names of captures, in order.
-            calls: (module, kind of capture) -> number of calls of the module.
-            operations: operations of the modules with a captured operation, in order.
-            num_until_capture: length of `operations` when the last captured operation had run.
+    def check(self, record: PassRecord, calls: Mapping[tuple[str, str], int]) -> None:
+        """Compare a pass, and the numbers of its calls, with the expected one.
 
         Raises:
             RunError: the passes differ.
         """
         if self.calls is not None and not self.stop:
             check_calls(calls, self.calls)
-        missing = [name for name in self.fired or () if name not in fired]
+        missing = [name for name in self.fired or () if name not in record.fired]
         if not missing:
-            self._check_operations(operations, num_until_capture)
-        if self.fired is not None and list(fired) != list(self.fired):
+            self._check_operations(record.operations, record.num_until_capture)
+        if self.fired is not None and record.fired != list(self.fired):
             raise RunError(
-                f"the forward pass differs from the trial pass: {missing or list(fired)} "
+                f"the forward pass differs from the trial pass: {missing or record.fired} "
                 f"{'did not fire' if missing else 'fired'}, expected {list(self.fired)}. The model "
                 "runs different layers for different batches, so its rows are not reproducible."
             )
@@ -117,6 +101,11 @@ ANYTHING = Expected()
 
 Keep = Callable[[CapturePoint, torch.Tensor], torch.Tensor]
 """Function that receives a captured tensor as the layer made it, and returns the tensor to keep."""
+
+
+def clone_captured(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a captured tensor; later in-place operations do not change it."""
+    return tensor.detach().clone()
 
 
 class StopForward(BaseException):
@@ -174,7 +163,8 @@ class CaptureHooks(LayerHooks):
 
     def end_call(self, record: PassRecord) -> None:
         """End the pass after the last expected capture."""
-        if self._expected.ends_after(record.fired):
+        expected = self._expected
+        if expected.stop and expected.fired and len(record.fired) >= len(expected.fired):
             raise StopForward
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -195,10 +185,9 @@ class CaptureHooks(LayerHooks):
                 self._model(x)
         else:
             self._backward(x)
-        record = self._records.current
         calls = {} if self._expected.calls is None else self.num_calls
-        self._expected.check(record.fired, calls, record.operations, record.num_until_capture)
-        return record.values
+        self._expected.check(self.record, calls)
+        return self.record.values
 
     def _backward(self, x: torch.Tensor) -> None:
         """Run a forward and a backward pass.

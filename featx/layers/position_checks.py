@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from featx.errors import ReduceError
-from featx.layers.capture_hooks import CaptureHooks
+from featx.layers.capture_hooks import CaptureHooks, clone_captured
 from featx.layers.trace import CapturePoint
 
 ToMap = Callable[[torch.Tensor], torch.Tensor]
@@ -44,7 +44,7 @@ def check_positions(
         # A gradient has the positions of its tensor, so the tensor is checked without a backward
         # pass.
         forward = replace(point, capture=point.capture.removeprefix("grad_"))
-        with torch.no_grad(), CaptureHooks(module, [forward], _clone) as hooks:
+        with torch.no_grad(), CaptureHooks(module, [forward], clone_captured) as hooks:
             first = to_map(hooks.forward(image.clone())[point.name].float())
             separate_cells, cells = _cells(first.shape[2], first.shape[3])
             changes = [_response(hooks, point, to_map, image, first, cell) for cell in cells]
@@ -130,8 +130,3 @@ def _near_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[
         max(abs(row - a), abs(column - b)) <= 1
         for (row, column), (a, b) in zip(cells, places, strict=True)
     )
-
-
-def _clone(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a captured tensor; later in-place operations do not change it."""
-    return tensor.detach().clone()

@@ -12,8 +12,6 @@ from torch import nn
 from zoo import ZeroDivisionBetween
 
 import featx
-from featx.errors import ModelError
-from featx.layers import log_forward
 
 
 class Block(nn.Module):
@@ -30,8 +28,8 @@ class Block(nn.Module):
 
 def watched(module: nn.Module, x: torch.Tensor) -> list[str]:
     lines: list[str] = []
-    with torch.no_grad():
-        log_forward(module, x, lines.append)
+    with torch.no_grad(), featx.watch(module, lines.append):
+        module(x)
     return lines
 
 
@@ -66,9 +64,10 @@ def test_a_pass_that_fails_has_told_every_line_before() -> None:
     """What a broken layer gets is what people look for."""
     model = nn.Sequential(Block(width=5))
     output: list[str] = []
+    with pytest.raises(RuntimeError), featx.watch(model, output.append) as log:
+        model(torch.ones(2, 3, 8, 8))
     message = r"failed in 0\.fc \(Linear\), inside 0, \(the model\): RuntimeError: .*test_call_log"
-    with pytest.raises(ModelError, match=message):
-        log_forward(model, torch.ones(2, 3, 8, 8), output.append)
+    assert re.search(message, log.failure)
     assert plain(output) == [*PASS[:5], "  0.fc Linear 2x4 -> RuntimeError"]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

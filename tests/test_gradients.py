@@ -865,7 +865,7 @@ def test_an_alarm_survives_pickling() -> None:
 
 
 def test_the_page_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "gradients.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "gradients.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     names: dict[str, object] = {}
     for block in blocks:

@@ -30,6 +30,7 @@ from featx.layers import (
     check_positions,
     check_storable,
     check_weights,
+    clone_captured,
     has_known_positions,
     map_view,
     reads_positions,
@@ -175,7 +176,7 @@ def attach_captures(
         values = hooks.forward(x.clone())
         captures = replace(
             captures,
-            order=tuple(hooks.fired),
+            order=tuple(hooks.record.fired),
             follows_data=reads.has_reads,
             num_calls=hooks.num_calls,
         )

@@ -33,7 +33,7 @@ from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.engine.row_checks import finite_rows, row_tolerance
 from featx.engine.weight_casting import Captured, PreparedWeights
 from featx.errors import ModelError, RunError, require
-from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector
+from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector, clone_captured
 from featx.models import Backbone
 from featx.types import LayerSpec
 

@@ -193,11 +193,6 @@ class LayerHooks:
         return self._records.current
 
     @property
-    def fired(self) -> list[str]:
-        """Names of the captures in the order in which they fired in the last pass."""
-        return self._records.current.fired
-
-    @property
     def num_calls(self) -> dict[tuple[str, str], int]:
         """(module, kind of capture) -> number of calls of the module in the last pass."""
         num_by_key = self._records.current.calls

@@ -196,7 +196,7 @@ def test_the_pass_stops_after_the_last_executed_layer_not_the_last_listed(x: tor
         values = hooks.forward(x)
     # steps.3 ran, but its caller never saw it return.
     assert model.calls == [1, 1, 1, 0, 0]
-    assert hooks.fired == []
+    assert hooks.record.fired == []
     model.calls = [0] * 5
     with featx.capture(model, ["steps.3", "steps.1"]) as features:
         model(x)

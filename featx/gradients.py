@@ -124,7 +124,7 @@ class GradientLog:
         """Norms of each module over the kept steps: `output`, the last at its output, with minimum,
         median and maximum, and `parameters`, the last of its own parameters."""
         rows = []
-        by_module = [_by_module(step.parameters) for step in self.steps]
+        by_module = [_of_modules(step) for step in self.steps]
         for name, kind in self._types.items():
             flow = [step.layers[name] for step in self.steps if name in step.layers]
             own = [norms[name] for norms in by_module if name in norms]
@@ -150,7 +150,7 @@ class GradientLog:
             self._flow.clear()
 
     def _record_gradient(self, edge: Edge, grad: torch.Tensor) -> None:
-        self._flow.append((edge, _norm(grad)))
+        self._flow.append((edge, _norm("a module's output", grad)))
 
     def _scale(self) -> float:
         """The factor of the loss."""
@@ -160,8 +160,7 @@ class GradientLog:
         """Register a hook that records the norm of a parameter's gradient and clamps it."""
 
         def clamp(grad: torch.Tensor) -> torch.Tensor:
-            _refuse_sparse(name, grad)
-            norm, earlier = _norm(grad), self._arrived.get(name)
+            norm, earlier = _norm(name, grad), self._arrived.get(name)
             if earlier is not None and parameter.grad is not None:
                 norm = torch.maximum(earlier, norm)
             self._arrived[name] = norm
@@ -246,19 +245,16 @@ class GradientLog:
         """The norms of a step, copied to the CPU together, and those of the flow as it arrived."""
         scale, norms = self._scale(), []
         for name, grad in grads.items():
-            _refuse_sparse(name, grad)
             arrived = self._arrived.pop(name, None)
-            norms.append(_norm(grad) / factor if arrived is None else arrived / scale)
+            norms.append(_norm(name, grad) / factor if arrived is None else arrived / scale)
         norms += [norm / scale for _, norm in self._flow]
         values = torch.stack([x.to(norms[0].device) for x in norms]).tolist() if norms else []
         own = dict(zip(grads, values, strict=False))
-        edges, reached = [edge for edge, _ in self._flow], dict[str, list[float]]()
+        edges = [edge for edge, _ in self._flow]
         flow = list(zip(edges, values[len(own) :], strict=True))
         self._flow.clear()
-        for edge, norm in flow:
-            for call in edge.producers:
-                reached.setdefault(call.name, []).append(norm)
-        layers = {name: _total(reached[name]) for name in self._types if name in reached}
+        reached = _totals((call.name, x) for edge, x in flow for call in edge.producers)
+        layers = {name: reached[name] for name in self._types if name in reached}
         self._num_steps += 1
         return Step(self._num_steps, _total(own.values()), own, layers), flow
 
@@ -312,7 +308,7 @@ class GradientLog:
 
     def _vanishing_alarm(self, step: Step) -> list[Alarm]:
         """An alarm for modules whose norms have been below the limit for long enough."""
-        modules, limits = _by_module(step.parameters), self._limits
+        modules, limits = _of_modules(step), self._limits
         top = max(modules, key=modules.__getitem__, default="")
         if limits.vanishing_ratio is None or not modules.get(top):
             return []
@@ -404,8 +400,13 @@ def watch(
             log.step()
 
 
-def _norm(x: torch.Tensor) -> torch.Tensor:
+def _norm(name: str, x: torch.Tensor) -> torch.Tensor:
     """L2 norm, in float64 where there is one: squares of 1e-25 underflow in float32."""
+    if x.layout != torch.strided:
+        raise ConfigError(
+            f"the gradient of {name} is sparse, which featx.gradients does not measure; build the "
+            "layer with sparse=False."
+        )
     wide = torch.float32 if x.device.type == "mps" else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(
         x.detach(), dtype=torch.promote_types(x.dtype, wide)
@@ -419,20 +420,17 @@ def _total(norms: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
 
 
-def _by_module(parameters: Mapping[str, float]) -> dict[str, float]:
-    """Norm of the own parameters of each module, from those of the parameters."""
-    parts: dict[str, list[float]] = {}
-    for name, norm in parameters.items():
-        parts.setdefault(name.rpartition(".")[0], []).append(norm)
-    return {name: _total(norms) for name, norms in parts.items()}
+def _totals(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Norm of each module from the norms of its parts."""
+    norms: dict[str, list[float]] = {}
+    for name, norm in parts:
+        norms.setdefault(name, []).append(norm)
+    return {name: _total(each) for name, each in norms.items()}
 
 
-def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
-    if grad.layout != torch.strided:
-        raise ConfigError(
-            f"the gradient of {name} is sparse, which featx.gradients does not measure; build the "
-            "layer with sparse=False."
-        )
+def _of_modules(step: Step) -> dict[str, float]:
+    """Norm of the own parameters of each module."""
+    return _totals((name.rpartition(".")[0], norm) for name, norm in step.parameters.items())
 
 
 def _check_limit(name: str, value: float | None, below: float = math.inf) -> None:

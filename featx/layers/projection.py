@@ -11,7 +11,7 @@ from featx.base import plain_tensors
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
 from featx.layers.reductions import REDUCTIONS, channel_axis, reduction
-from featx.layers.row_layout import KeyedReduction, Reduction, RowLayout
+from featx.layers.row_layout import KeyedReduction, Reduction, RowLayout, reduced_shape
 from featx.layers.trace import CapturePoint
 
 
@@ -104,7 +104,7 @@ class ProjectedReduce:
                 f"reduce={self.first.name}, which depend on the key of the image. Take statistics "
                 "of positions after reduce=none."
             )
-        shape = tuple(first_reduction(torch.zeros(1, *rows.shape)).shape[1:])
+        shape = reduced_shape(first_reduction, rows)
         if shape != self.shape:
             raise ReduceError(
                 f"reduce={self.name} does not fit {rows.layer}: its statistics are of rows of "

@@ -24,6 +24,7 @@ from featx.layers.row_layout import (
     check_tokens,
     map_view,
     mean,
+    reduced_shape,
     token_grid,
 )
 
@@ -227,12 +228,10 @@ class GridOptions(ReduceConfig):
 )
 def _grid(config: GridOptions, rows: RowLayout) -> Reduction:
     """Return means over size x size cells of a map or of patch tokens, (B, C, size, size)."""
-    import torch
     import torch.nn.functional as F
 
     size, to_map = config.size, map_view("grid", rows)
-    # A meta tensor has a shape but no memory.
-    num_rows, num_columns = to_map(torch.empty(1, *rows.shape, device="meta")).shape[2:]
+    _, num_rows, num_columns = reduced_shape(to_map, rows)
     if min(num_rows, num_columns) < size:
         raise ReduceError(
             f"reduce=grid does not fit {rows.layer}: {size} x {size} cells are more than its "
@@ -386,11 +385,8 @@ def _sample(config: SampleOptions, rows: RowLayout) -> Reduction:
 
 def _of_map(config: SampleOptions, rows: RowLayout) -> TokenSample:
     """Return the sample of the positions of a map, in row-major order."""
-    import torch
-
     to_map = map_view("sample", rows)
-    # A meta tensor has a shape but no memory.
-    num_rows, num_columns = to_map(torch.empty(1, *rows.shape, device="meta")).shape[2:]
+    _, num_rows, num_columns = reduced_shape(to_map, rows)
 
     def view(x: torch.Tensor) -> torch.Tensor:
         return to_map(x).flatten(2).transpose(1, 2)

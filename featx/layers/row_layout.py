@@ -95,6 +95,14 @@ def mean(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
     return x.mean(axes, dtype=torch.float32)
 
 
+def reduced_shape(function: Reduction, rows: RowLayout) -> tuple[int, ...]:
+    """Return the shape of a row after a reduction."""
+    import torch
+
+    # A meta tensor has a shape but no memory.
+    return tuple(function(torch.empty(1, *rows.shape, device="meta")).shape[1:])
+
+
 def token_grid(
     num_tokens: int, input_size: tuple[int, int], num_prefix_tokens: int
 ) -> tuple[int, int] | None:

@@ -153,6 +153,16 @@ def test_words_of_other_programs_name_an_option(photos: Path, keys: Any, near: s
         featx.extract(model=MODEL, **keys)
 
 
+def test_a_report_and_an_export_take_the_store_first(photos: Path) -> None:
+    store = extract("photos/")
+    page = featx.write_report(store, out="p.html", device="cpu", report={"tsne": False})
+    assert page.is_file()
+    assert featx.export_store("store", export={"format": "npy"}, out="npy").is_dir()
+    with pytest.raises(ConfigError, match="store is given twice"):
+        featx.export_store(store, store="store")
+    assert next(iter(inspect.signature(featx.write_report).parameters)) == "store"
+
+
 def test_a_mistyped_function_is_answered_with_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'extrct'\. Nearest: extract\."):
         featx.extrct

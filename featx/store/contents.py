@@ -90,9 +90,7 @@ class Contents:
 def find_contents(root: Path, handles: Handles) -> Contents:
     """Find what a store holds."""
     if not root.exists():
-        raise StoreError(
-            f"there is no store at {root}.{nearest(root.name, _stores_in(root.parent))}"
-        )
+        raise StoreError(no_store_at(root))
     if root.is_file():
         return _packed_contents(root, handles)[0]
     for _ in range(_NUM_ATTEMPTS):
@@ -111,6 +109,11 @@ def find_contents(root: Path, handles: Handles) -> Contents:
     if failure is not None:
         raise failure
     return contents
+
+
+def no_store_at(root: Path) -> str:
+    """Return the sentence that a path does not exist, with the stores of a similar name."""
+    return f"there is no store at {root}.{nearest(root.name, _stores_in(root.parent))}"
 
 
 def _stores_in(folder: Path) -> list[str]:

@@ -165,7 +165,7 @@ def test_a_report_and_an_export_take_the_store_first(photos: Path) -> None:
 
 def test_a_mistyped_function_is_answered_with_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'extrct'\. Nearest: extract\."):
-        featx.extrct
+        _ = featx.extrct
 
 
 def test_ctrl_c_in_embed_shows_the_users_line_only(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.base.exports import declare_families, declare_functions
 from featx.base.version import __version__
-from featx.errors import FeatxError
+from featx.errors import FeatxError, nearest
 
 if TYPE_CHECKING:
     from featx.analysis.embedding import embed, embedder
@@ -87,8 +87,11 @@ def __getattr__(name: str) -> Any:
     if name in ("gradients", "similarity"):
         return importlib.import_module(f"featx.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'featx' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+        raise AttributeError(f"module 'featx' has no attribute {name!r}.{nearest(name, __all__)}")
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped while featx.{name} was imported; nothing ran.") from None
 
 
 def __dir__() -> list[str]:

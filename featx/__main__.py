@@ -83,7 +83,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     _handle({signal.SIGINT: _interrupted, signal.SIGTERM: _terminated, signal.SIGHUP: _terminated})
     typed = sys.argv
     try:
-        line = read_command_line(typed[1:])
+        line = read_command_line(typed[1:], JOBS)
         if _printed_information(line):
             return 0
         register_with_hydra(JOBS, line.config_dirs)

@@ -49,9 +49,15 @@ class ShortTraceback(BaseException):
         frames = traceback.extract_tb(self.__traceback__)
         if os.environ.get("FEATX_DEBUG") == "1":
             return [message, "", *"".join(traceback.format_exception(self)).splitlines()]
-        inside = os.path.dirname(__file__)  # noqa: PTH120 - pathlib takes longer to import
+        inside, library = map(
+            os.path.dirname, (__file__, os.__file__)
+        )  # pathlib takes longer to import
         own = itertools.takewhile(lambda frame: not frame.filename.startswith(inside), frames)
-        shown = [frame for frame in own if "IPython" not in frame.filename]
+        shown = [
+            frame
+            for frame in own
+            if not frame.filename.startswith(library) and "site-packages" not in frame.filename
+        ]
         where = "".join(traceback.format_list(shown)).splitlines()
         return [message, "", *where, "FEATX_DEBUG=1 shows the whole traceback."]
 
@@ -183,6 +189,17 @@ _ALSO_CALLED = {
     "label_errors": ("mislabelled",),
     "noisy_labels": ("mislabelled",),
     "classify": ("probe", "predict"),
+    "data.path": ("data.root",),
+    "data.folder": ("data.root",),
+    "data.dir": ("data.root",),
+    "data.directory": ("data.root",),
+    "gpu": ("device",),
+    "gpus": ("device", "executor.devices", "executor_devices"),
+    "cuda": ("device",),
+    "pooling": ("reduce",),
+    "output_dir": ("out",),
+    "save_to": ("out",),
+    "num_workers": ("executor.workers", "executor_workers"),
 }
 """Name in other programs -> names of the same thing in featx."""
 

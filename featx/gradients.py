@@ -136,7 +136,7 @@ class GradientLog:
         header = ("layer", "type", "steps", "output", "min", "median", "max", "parameters")
         return table(header, rows, left=2)
 
-    __str__ = table
+    __repr__ = table
 
     def _begin(self, call: OpenCall, inputs: list[Any]) -> None:
         """Forget gradients that the loop has thrown away before a new pass of the model."""

@@ -89,8 +89,10 @@ def test_a_module_without_a_transform_says_what_it_assumes(
 def test_a_store_of_an_object_needs_it_again(photos: Path) -> None:
     extract("photos/", model={"factory": make(), **SMALL})
     image = photos / keys_of(featx.open("store"))[0]
-    with pytest.raises(ConfigError, match="model_factory"):
+    with pytest.raises(ConfigError, match="made with model_factory=TwoStageConvNet of a Python"):
         featx.embed([image], "store")
+    with pytest.raises(ConfigError, match="not with model_factory=make of a Python"):
+        featx.embed([image], "store", model_factory=make)
     found = featx.embed([image], "store", model_factory=make())
     # The name of the object is that of its class, so a function needs the module it made.
     np.testing.assert_array_equal(found["conv"][0], featx.open("store")["conv"][0])
@@ -133,6 +135,54 @@ def test_a_mistyped_keyword_is_answered_with_one_that_python_takes(photos: Path)
         extract("photos/", data_limt=2)
     with pytest.raises(ConfigError, match=r"data_limit and data both give data.limit"):
         extract({"root": "photos/", "limit": 2}, data_limit=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "near"),
+    [
+        ({"data": {"path": "photos/"}}, r"data\.root\."),
+        ({"data": {"folder": "photos/"}}, r"data\.root\."),
+        ({"output_dir": "runs"}, r"out\."),
+        ({"num_workers": 2}, r"executor_workers\."),
+        ({"gpu": 0}, r"device\."),
+        ({"pooling": "avg"}, r"reduce\."),
+    ],
+)
+def test_words_of_other_programs_name_an_option(photos: Path, keys: Any, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"Nearest: {near}"):
+        featx.extract(model=MODEL, **keys)
+
+
+def test_a_report_and_an_export_take_the_store_first(photos: Path) -> None:
+    store = extract("photos/")
+    page = featx.write_report(store, out="p.html", device="cpu", report={"tsne": False})
+    assert page.is_file()
+    assert featx.export_store("store", export={"format": "npy"}, out="npy").is_dir()
+    with pytest.raises(ConfigError, match="store is given twice"):
+        featx.export_store(store, store="store")
+    assert next(iter(inspect.signature(featx.write_report).parameters)) == "store"
+
+
+def test_a_mistyped_function_is_answered_with_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'extrct'\. Nearest: extract\."):
+        _ = featx.extrct
+
+
+def test_ctrl_c_in_embed_shows_the_users_line_only(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = extract("photos/")
+    monkeypatch.delenv("FEATX_DEBUG", raising=False)
+
+    class Image:
+        """An image during whose reading Ctrl-C arrives."""
+
+        def __array__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        featx.embed([Image()], store, model_factory=MODEL["factory"])
+    assert "".join(caught.value._render_traceback_()).count("File ") == 1
 
 
 def test_paths_are_the_keys_of_a_list_of_them(photos: Path) -> None:

@@ -6,6 +6,7 @@ Used by `featx.embed`, by job=neighbors for an image that is no row, and by job=
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,14 @@ from featx.config import (
 )
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import given_factory
-from featx.pipeline import PART_SECONDS, Rows, RunContext, build_run_context, compute_rows
+from featx.pipeline import (
+    PART_SECONDS,
+    Interrupted,
+    Rows,
+    RunContext,
+    build_run_context,
+    compute_rows,
+)
 from featx.store import Grid, Run, from_raw, layout
 from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
@@ -191,21 +199,30 @@ class LoadedModel:
 
     @contextlib.contextmanager
     def run(self, list_images: Callable[[], tuple[Source, Listing]]) -> Iterator[RunContext]:
-        """Yield the context of a run over some images."""
-        with self._lock:
-            if self._is_closed:
-                raise ConfigError("the model was let go by close(); make a new one.")
-            if self._first is None:
-                with self._sized(self._load(list_images)) as context:
-                    yield context
-                return
-            from featx.images import Loader  # which imports torch
+        """Yield the context of a run over some images.
 
-            source, listing = list_images()
-            with Loader(source, listing, self._first.decoding, self._first.engine.device) as loader:
-                context = replace(self._first, source=source, listing=listing, loader=loader)
-                with self._sized(context):
-                    yield context
+        Raises:
+            Interrupted: Ctrl-C, also inside the block.
+        """
+        try:
+            with self._lock, self._context(list_images) as context, self._sized(context):
+                yield context
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted(getattr(interrupt, "signum", signal.SIGINT)) from None
+
+    @contextlib.contextmanager
+    def _context(self, list_images: Callable[[], tuple[Source, Listing]]) -> Iterator[RunContext]:
+        """Yield the context of the first run, which loads the model, or of a later one."""
+        if self._is_closed:
+            raise ConfigError("the model was let go by close(); make a new one.")
+        if self._first is None:
+            yield self._load(list_images)
+            return
+        from featx.images import Loader  # which imports torch
+
+        source, listing = list_images()
+        with Loader(source, listing, self._first.decoding, self._first.engine.device) as loader:
+            yield replace(self._first, source=source, listing=listing, loader=loader)
 
     def _load(self, list_images: Callable[[], tuple[Source, Listing]]) -> RunContext:
         """Build the model, and keep it if it is the one of the recipe."""
@@ -218,14 +235,14 @@ class LoadedModel:
         return context
 
     @contextlib.contextmanager
-    def _sized(self, context: RunContext) -> Iterator[RunContext]:
-        """Choose the batch size of a run, and yield its context."""
+    def _sized(self, context: RunContext) -> Iterator[None]:
+        """Choose the batch size of a run inside the block."""
         compute = self._compute
         if not self._pads and not compute.compile:
             size = min(compute.batch_size, len(context.listing))
             context.engine.compute = replace(compute, batch_size=size)
         try:
-            yield context
+            yield
         finally:
             context.engine.compute = compute
 

@@ -112,7 +112,8 @@ def predict(
     """Predict classes, labels or numbers of images with a head of job=probe or job=zeroshot.
 
     Args:
-        head: .safetensors file that one of them wrote.
+        head: .safetensors file that one of them wrote, or a store: the head of the layer that its
+            probe chose.
         images: a folder, or a list of image files.
         device: as the option `device`.
         model_factory: for a head on model=custom, the 'package.module:factory' of its model, or
@@ -162,7 +163,9 @@ class Predictor(LoadedFunction):
     ) -> None:
         from featx.base import choose_device
 
-        self._head, self._about = read_head(path.expanduser(), choose_device(config.device))
+        path = path.expanduser()
+        path = head_of_store(path, None) if path.is_dir() else path
+        self._head, self._about = read_head(path, choose_device(config.device))
         recipe = _recipe_of(path, self._about)
         run_config = recipe.config_for(config, config.data)
         self._config, self._data = (

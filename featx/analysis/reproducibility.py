@@ -205,10 +205,12 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
 def refuse_unnamed_code(config: Config, saved: Config, origin: str) -> None:
     """Check that a saved config names no code that the command does not name."""
     code = saved.model.code
-    if code is not None and config.model.code != code:
+    given = config.model.code
+    if code is not None and given != code:
         raise ConfigError(
-            f"{origin} was made with {code}. featx imports no code because a file names it: if you "
-            f"trust it, add {code} (featx.predict: model_factory, for a factory)."
+            f"{origin} was made with {code}{f', not with {given}' if given else ''}. featx imports "
+            f"no code because a file names it: if you trust it, add {code} (featx.predict: "
+            "model_factory, for a factory)."
         )
 
 

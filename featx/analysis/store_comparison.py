@@ -69,6 +69,8 @@ def _open_stores(
             _open_stores(each, notes) if isinstance(each, str) else [_open(each)] for each in given
         ]
         return [store for stores in several for store in stores]
+    if "," in given and not is_url(given) and not Path(given).exists():
+        raise ConfigError(f"store={given}: a list is written in brackets, 'store=[{given}]'.")
     if not glob.has_magic(given) or is_url(given):
         return [_open(given)]
     stores, pattern = [], str(Path(given).expanduser())

@@ -144,6 +144,10 @@ def announce(settings: Sequence[tuple[str, str]]) -> None:
         settings: (name, value) of each.
     """
     if not _announces.get():
+        # How images become pixels, where the model does not say it, is never left out.
+        for name, text in settings:
+            if name == "transform":
+                log_step(f"{name}  {text}")
         return
     if _as_json:
         print(json_line("info", event="begin", **dict(settings)), file=sys.stderr, flush=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from featx.base import family
 from featx.config import Kind, Option, option_tree, source_of_path
 from featx.errors import ConfigError, nearest
+from featx.store import layout
 
 _WITH_VALUE = (
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
@@ -77,11 +78,12 @@ class CommandLine:
         )
 
 
-def read_command_line(argv: Sequence[str]) -> CommandLine:
+def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> CommandLine:
     """Translate the arguments of the command.
 
     Args:
         argv: arguments without the name of the program.
+        jobs: names of the jobs.
 
     Raises:
         ConfigError: an argument is neither a flag nor an override, or a value cannot be read.
@@ -102,6 +104,10 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             config_dirs.append(_config_dir(value if has_value else next(arguments_left, "")))
         elif argument in _WITH_VALUE:
             arguments += [argument, *itertools.islice(arguments_left, 1)]
+        elif (name := argument.lstrip("-")) in jobs:
+            raise ConfigError(
+                f"cannot read {argument!r}: options are given as key=value. For the job: job={name}"
+            )
         elif argument.startswith("-") and flag not in _FLAGS:
             raise ConfigError(_unknown_flag(argument))
         elif argument.startswith("-"):
@@ -237,6 +243,8 @@ def _unreadable_text(argument: str) -> str:
     hint = ""
     if argument in option_tree():
         hint = f" {argument} needs a value: {argument}=VALUE."
+    elif Path(argument, layout.MANIFEST).exists():
+        hint = f" For a store: store={argument}"
     elif "/" in argument or Path(argument).exists():
         hint = f" For a folder of images: data={argument}"
     else:

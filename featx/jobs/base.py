@@ -266,6 +266,27 @@ def call_of_job(
             raise Interrupted(getattr(interrupt, "signum", signal.SIGINT)) from None
 
 
+def config_of_store_call(job: str, keys: Mapping[str, Any], store: object) -> Config:
+    """Return the checked config of a call from Python that reads a store.
+
+    Args:
+        job: name of the job.
+        keys: keywords of the call.
+        store: store if it was given as the first argument, else None; its path, or an open one.
+
+    Raises:
+        ConfigError: a keyword is unknown, or does not fit.
+    """
+    from featx.store import FeatureStore
+
+    if store is not None and "store" in keys:
+        raise ConfigError("store is given twice: as the first argument, and as store=.")
+    given = keys.get("store") if store is None else store
+    if isinstance(given, FeatureStore):
+        given = str(given.root)
+    return config_of_call(job, keys if given is None else {**keys, "store": given})[0]
+
+
 def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
     """Return a decorator that shows the keywords of `**keys` in the signature of a function.
 

@@ -10,18 +10,26 @@ from featx.base import size_text
 from featx.config import Config, ExportConfig
 from featx.errors import counted
 from featx.export import run_export
-from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary, with_keywords
+from featx.jobs.base import (
+    JOBS,
+    Input,
+    Job,
+    config_of_store_call,
+    print_summary,
+    with_keywords,
+)
 from featx.jobs.keywords import ExportOptions
 
 
 @with_keywords(ExportOptions)
-def export_store(**keys: Unpack[ExportOptions]) -> Path:
+def export_store(store: object = None, /, **keys: Unpack[ExportOptions]) -> Path:
     """Run job=export from Python, with the options of the command and the same files.
 
-        featx.export_store(store="runs/p", export={"format": "parquet"}, out="exports/p")
+        featx.export_store("runs/p", export={"format": "parquet"}, out="exports/p")
 
     Args:
-        keys: `store`, `layers`, `out`, `overwrite`, and `export` as a mapping.
+        store: path of the store, or an open one.
+        keys: `layers`, `out`, `overwrite`, and `export` as a mapping.
 
     Returns:
         The folder of the export.
@@ -29,7 +37,7 @@ def export_store(**keys: Unpack[ExportOptions]) -> Path:
     Raises:
         FeatxError: an error that the command would report with exit code 1 or 2.
     """
-    config, _ = config_of_call("export", keys)
+    config = config_of_store_call("export", keys, store)
     return Path(run_export(config)["folder"])
 
 

@@ -7,14 +7,14 @@ from featx.config import Config
 from featx.errors import ConfigError, StoreError
 from featx.jobs.base import JOBS, Input, Job
 from featx.storage import is_url
-from featx.store import layout, pack_store
+from featx.store import layout, no_store_at, pack_store
 
 
 def run(config: Config, config_yaml: str) -> int:
     """Pack the store and print where the file is; returns the exit code 0."""
     root = config.store_path()
     if not root.is_dir():
-        raise StoreError(f"there is no store at {root}; job=pack takes the store's folder.")
+        raise StoreError(f"{no_store_at(root)} job=pack takes the store's folder.")
     did = pack_store(root)
     path = root / layout.PACKED
     text = "packed now, its parts are deleted" if did else "was packed already"

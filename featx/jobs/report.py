@@ -7,18 +7,26 @@ from typing import Unpack
 
 from featx.base import log_message, size_text
 from featx.config import Config, ReportConfig
-from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary, with_keywords
+from featx.jobs.base import (
+    JOBS,
+    Input,
+    Job,
+    config_of_store_call,
+    print_summary,
+    with_keywords,
+)
 from featx.jobs.keywords import ReportOptions
 
 
 @with_keywords(ReportOptions)
-def write_report(**keys: Unpack[ReportOptions]) -> Path:
+def write_report(store: object = None, /, **keys: Unpack[ReportOptions]) -> Path:
     """Run job=report from Python, with the options of the command and the same page.
 
-        featx.write_report(store="runs/p", out="p.html")
+        featx.write_report("runs/p", out="p.html")
 
     Args:
-        keys: `store`, `layers`, `out`, `seed`, `data` if the images have moved, and `report` as a
+        store: path of the store, or an open one.
+        keys: `layers`, `out`, `seed`, `data` if the images have moved, and `report` as a
             mapping.
 
     Returns:
@@ -29,7 +37,7 @@ def write_report(**keys: Unpack[ReportOptions]) -> Path:
     """
     from featx.export.report import run_report  # which imports torch
 
-    config, _ = config_of_call("report", keys)
+    config = config_of_store_call("report", keys, store)
     return Path(run_report(config, log_message)["file"])
 
 

@@ -11,7 +11,7 @@ from featx.base import time_text
 from featx.config import Config, StatusConfig
 from featx.errors import StoreError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
-from featx.store import HeartbeatRecord, StoreStatus, store_status
+from featx.store import HeartbeatRecord, StoreStatus, no_store_at, store_status
 
 INTERVAL_S = 5.0
 """Seconds between two looks with status.watch=true."""
@@ -25,8 +25,8 @@ def run(config: Config, config_yaml: str) -> int:
     root = config.store_path()
     if not root.is_dir():
         raise StoreError(
-            f"there is no store at {root}; job=status takes the store's folder. A run that "
-            "has just started makes it when its model is ready."
+            f"{no_store_at(root)} job=status takes the store's folder. A run that has just "
+            "started makes it when its model is ready."
         )
     for i, status in enumerate(statuses(root) if config.status.watch else [store_status(root)]):
         if i and not config.job.json:

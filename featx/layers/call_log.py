@@ -119,7 +119,7 @@ class CallLog:
         self._name_width = max(len(name) + 2 * name.count(".") for name in names)
         self._type_width = max(len(type(m).__name__) for m in model.modules())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.table()
 
     def table(self) -> str:

@@ -259,3 +259,6 @@ class Captured(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._points)
+
+    def __repr__(self) -> str:
+        return f"<Captured {', '.join(map(repr, self._points))}>"

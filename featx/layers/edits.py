@@ -46,6 +46,12 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
         ModelError: the model or one of these layers is TorchScript.
     """
     points = parse_points(model, list(edits))
+    for name, function in edits.items():
+        if not callable(function):
+            raise LayerError(
+                f"{name}: expected a function from the layer's tensor to its replacement, and this "
+                f"is a {type(function).__name__}. For a fixed tensor: lambda tensor: replacement."
+            )
     operations = [point.name for point in points if point.operation]
     hooks = _EditHooks(model, points, operations, edits)
     with (

@@ -14,14 +14,14 @@ layer1.0.add             an operation in a module's forward, named as in torch.f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from featx.base import ElementPath, refuse_scripted
 from featx.config import CAPTURES, PRESETS
-from featx.errors import LayerError, nearest
+from featx.errors import LayerError, ModelError, nearest
 from featx.layers.operations import is_function_name
 from featx.layers.trace import CapturePoint
 
@@ -51,13 +51,18 @@ def with_capture(name: str, capture: str) -> str:
 def parse_capture_point(
     request: str, names: Mapping[str, str], known_names: Sequence[str] | None = None
 ) -> CapturePoint:
-    """Parse one exact name of a module, with its call number and its path into a nested output."""
-    known_names = list(names) if known_names is None else known_names
+    """Parse one exact name of a module, with its call number and its path into a nested output.
+
+    Args:
+        request: the name.
+        names: names of the modules.
+        known_names: names of layers that a run can store; None in the user's own loop.
+    """
     name, capture = split_capture(request)
     module, rest = _split(name, names)
     match = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
     if match is None:
-        raise no_layer(name, known_names)
+        raise no_layer(name, known_names) if known_names is not None else _no_module(name, names)
     path = tuple(
         int(step[1:-1]) if step.startswith("[") else step[1:]
         for step in re.findall(r"\[\d+\]|\.\w+", match.group(2))
@@ -72,7 +77,14 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
     which, so there are two points of this name. Names do not need the parts that wrappers add.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
     modules = dict(model.named_modules(remove_duplicate=False))
+    if isinstance(layers, nn.Module) or not all(isinstance(layer, str) for layer in layers):
+        raise LayerError(
+            "layers are given by their names, such as "
+            f"{[name for name in modules if name][-1:]}; model.named_modules() lists them."
+        )
     names = {_without_wrappers(name): name for name in modules} | {name: name for name in modules}
     while held := _WRAPPERS.get(type(modules[names[""]]).__name__):
         names[""] = _child(names[""], held)
@@ -151,6 +163,14 @@ def no_layer(request: str, names: Sequence[str]) -> LayerError:
         f"there is no layer {request!r} in this model."
         f"{nearest(request, [name for name in names if name])} "
         f"The presets are {', '.join(PRESETS)}; job=layers lists every layer."
+    )
+
+
+def _no_module(request: str, names: Iterable[str]) -> LayerError:
+    """The exception for an unknown name in the user's own loop, where there are no presets."""
+    return LayerError(
+        f"there is no layer {request!r} in this model.{nearest(request, filter(None, names))} "
+        "Names are those of model.named_modules()."
     )
 
 

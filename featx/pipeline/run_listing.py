@@ -49,7 +49,8 @@ def list_images(
         StoreMismatchError: rows of the store are missing from the data set, or the data set has new
             rows and grow=true is not given.
     """
-    log_step(f"listing the images of {config.data.root or config.data.name} ...")
+    name = config.data.name if source is None else "a Python object"
+    log_step(f"listing the images of {config.data.root or name} ...")
     source = open_source(config.data) if source is None else with_boxes(source, config.data)
     listing = source.listing()
     log_step(f"{counted(len(listing), 'image')} listed")

@@ -5,6 +5,7 @@ from .committed_parts import read_packed as read_packed
 from .compatibility import growth_message as growth_message
 from .compatibility import merge_manifest as merge_manifest
 from .compatibility import refuse_difference as refuse_difference
+from .contents import no_store_at as no_store_at
 from .dtypes import from_raw as from_raw
 from .file_checks import DamageReport as DamageReport
 from .hdf5_files import damage_text as damage_text

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from featx.errors import StoreError
+from featx.errors import StoreError, nearest
+from featx.storage import is_url
 from featx.store import layout
 from featx.store.dtypes import dtype_name, memory_dtype
 from featx.store.hdf5_files import check_hard_links
@@ -89,7 +90,7 @@ class Contents:
 def find_contents(root: Path, handles: Handles) -> Contents:
     """Find what a store holds."""
     if not root.exists():
-        raise StoreError(f"there is no store at {root}.")
+        raise StoreError(no_store_at(root))
     if root.is_file():
         return _packed_contents(root, handles)[0]
     for _ in range(_NUM_ATTEMPTS):
@@ -108,6 +109,18 @@ def find_contents(root: Path, handles: Handles) -> Contents:
     if failure is not None:
         raise failure
     return contents
+
+
+def no_store_at(root: Path) -> str:
+    """Return the sentence that a path does not exist, with the stores of a similar name."""
+    return f"there is no store at {root}.{nearest(root.name, _stores_in(root.parent))}"
+
+
+def _stores_in(folder: Path) -> list[str]:
+    """Names of the stores in a folder of this machine."""
+    if is_url(folder):
+        return []
+    return sorted(each.parent.name for each in folder.glob(f"*/{layout.MANIFEST}"))
 
 
 def _packed_state(root: Path) -> tuple[int, int] | None:
@@ -145,7 +158,11 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
             return contents
         return _contents_with_parts(root, manifest, contents, num_runs, handles)
     if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+        inside = ", ".join(_stores_in(root)[:5])
+        raise StoreError(
+            f"{root} holds no store: there is no {layout.MANIFEST} in it."
+            + (f" Its folders do, such as {inside}." if inside else "")
+        )
     return _contents_with_parts(root, manifest, None, 0, handles)
 
 

@@ -104,7 +104,7 @@ def describe_html(store: DescribedStore) -> str:
     following = html.escape(
         f'X, y = store.xy("{store.layers[-1]}")\nstore.show(10)  # images\n'
         "store.failures  # what failed, and why\n"
-        f'featx.write_report(store="{shown_path(store.root)}")  # one HTML page'
+        "featx.write_report(store)  # one HTML page"
     )
     return (
         '<div style="max-width:46rem;font-variant-numeric:tabular-nums">'

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -159,6 +159,13 @@ class FeatureStore:
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._contents.layers
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        """Refuse numpy.asarray(store) and pandas.DataFrame(store), which expect one array."""
+        raise TypeError(
+            "a store is no single array: store.to_pandas() is the table of its rows, and "
+            f"store[{self.layers[0]!r}][:] the array of a layer."
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
@@ -328,7 +335,7 @@ class FeatureStore:
 
         Args:
             layers: layers whose values become columns, `LAYER.0` and so on in the order of the
-                flattened row, NaN for failed rows. All of them are held in memory.
+                flattened row, NaN for failed rows; float16 becomes float32. All are held in memory.
 
         Returns:
             a pandas.DataFrame with the columns key, label (-1 without one), class, status (a word),
@@ -354,6 +361,8 @@ class FeatureStore:
         frames = [pandas.DataFrame(table)]
         for layer in [layers] if isinstance(layers, str) else layers:
             values = self[layer][:].reshape(len(self), -1)
+            if values.dtype == np.float16:  # which pandas shows with a warning
+                values = values.astype(np.float32)
             titles = [f"{layer}.{i}" for i in range(values.shape[1])]
             frames.append(pandas.DataFrame(values, columns=titles))
         return pandas.concat(frames, axis=1)

@@ -6,11 +6,21 @@ import json
 import logging
 import math
 import subprocess
+import sys
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from featx.base import Progress, announce, console, log_as_json, log_message, progress
+from featx.base import (
+    Progress,
+    announce,
+    announcements,
+    console,
+    log_as_json,
+    log_message,
+    progress,
+)
 from featx.pipeline.run_metrics import bottleneck
 
 IDLE = {"read": 0.5, "decode": 1.0, "wait": 0.2, "model": 1.0, "copy": 0.1, "write": 0.1}
@@ -145,3 +155,13 @@ def test_images_from_before_the_clock_was_started_do_not_count_for_the_speed() -
     assert now.done == 35
     assert now.images_per_second > 0
     assert now.seconds_left == pytest.approx(65 / now.images_per_second)
+
+
+def test_a_notebook_without_settings_says_how_images_become_pixels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = types.SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: kernel))
+    with announcements(False):
+        announce([("data", "photos: 4 images"), ("transform", "resize 256: assumed")])
+    assert capsys.readouterr().out == "transform  resize 256: assumed\n"

@@ -227,6 +227,19 @@ def test_mistakes_say_what_to_type(argv: list[str], message: str) -> None:
         typed(*argv)
 
 
+@pytest.mark.parametrize("argv", [["probe", "store=a"], ["--probe"]])
+def test_a_job_without_its_key_says_how_it_is_given(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="For the job: job=probe"):
+        read_command_line(argv, {"probe"})
+
+
+def test_a_store_without_its_key_says_how_it_is_given(in_tmp_path: None) -> None:
+    Path("runs/p").mkdir(parents=True)
+    Path("runs/p/featx.json").touch()
+    with pytest.raises(ConfigError, match="For a store: store=runs/p"):
+        read_command_line(["job=status", "runs/p"])
+
+
 def test_a_multirun_sweeps_also_over_text() -> None:
     line = read_command_line(["-m", "model=resnet18,resnet34", "out=2024_01,1e5", "seed=range(3)"])
     assert line.arguments == [

@@ -126,6 +126,8 @@ def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos:
         "store/probe/pool.safetensors", photos, device="cpu", model_factory="zoo:TwoStageConvNet"
     )
     assert len(whole) == len(probed)
+    of_store = featx.predict("store", files, device="cpu", model_factory="zoo:TwoStageConvNet")
+    assert of_store.layer == json.loads(Path("store/probe.json").read_text())["layer"]
     with pytest.raises(DataError, match="images is empty"):
         featx.predict("store/probe/pool.safetensors", [], model_factory="zoo:TwoStageConvNet")
 

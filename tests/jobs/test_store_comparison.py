@@ -140,6 +140,11 @@ def test_other_jobs_take_one_store(store: str) -> None:
         run_job("probe", store=store)
 
 
+def test_a_list_without_brackets_says_how_a_list_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"in brackets, 'store=\[runs/a,runs/b\]'"):
+        run_job("compare", store="runs/a,runs/b")
+
+
 @pytest.mark.parametrize(
     ("word", "job"),
     [

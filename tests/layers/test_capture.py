@@ -16,7 +16,7 @@ from test_capture_hooks import num_hooks
 from torch import nn
 
 import featx
-from featx.errors import LayerError
+from featx.errors import LayerError, ModelError
 
 
 class Scaled(nn.Module):
@@ -174,6 +174,33 @@ def test_a_block_that_cannot_begin_leaves_no_hook(model: Scaled, layers: list[st
     ):
         pass
     assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("frst", r"no layer 'frst' in this model\. Nearest: first\. Names are those of model"),
+        (nn.ReLU(), r"layers are given by their names, such as \['attend.out_proj'\]"),
+        ([0], "layers are given by their names"),
+    ],
+)
+def test_what_is_no_name_says_where_names_are(model: Scaled, layers: Any, message: str) -> None:
+    with pytest.raises(LayerError, match=message), featx.capture(model, layers):
+        pass
+
+
+def test_what_is_no_module_says_so() -> None:
+    not_a_module: Any = "resnet18"
+    with (
+        pytest.raises(ModelError, match=r"model is a str; expected a torch\.nn\.Module"),
+        featx.capture(not_a_module, "first"),
+    ):
+        pass
+
+
+def test_a_notebook_shows_what_is_captured(model: Scaled) -> None:
+    with featx.capture(model, ["first", "act@1"]) as features:
+        assert repr(features) == "<Captured 'first', 'act@1'>"
 
 
 class Encoder(nn.Module):

@@ -195,6 +195,17 @@ def test_what_does_not_fit_names_the_layer(function: Any, message: str) -> None:
     assert num_hooks(model) == 0
 
 
+@pytest.mark.parametrize("edit", [0, torch.zeros(2, 4)])
+def test_a_value_instead_of_a_function_is_refused_before_the_model_runs(edit: Any) -> None:
+    with (
+        pytest.raises(
+            LayerError, match=r"first: expected a function .* lambda tensor: replacement"
+        ),
+        featx.edit(Net(), {"first": edit}),
+    ):
+        pass
+
+
 def test_an_edit_without_effect_is_an_error() -> None:
     class Unused(Net):
         def __init__(self) -> None:

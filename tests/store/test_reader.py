@@ -156,6 +156,10 @@ def test_a_table_for_pandas(store: FeatureStore, run: MadeRun) -> None:
     assert store.to_pandas("flat").columns[-1] == f"flat.{width - 1}"
     with pytest.raises(LayerError, match="flat"):
         store.to_pandas("flta")
+    assert (with_values.dtypes.iloc[-12:] == "float32").all()
+    for read in (pandas.DataFrame, np.asarray):
+        with pytest.raises(TypeError, match=r"store\.to_pandas\(\) is the table of its rows"):
+            read(store)
 
 
 class Texts(HTMLParser):
@@ -466,6 +470,15 @@ class TestOpening:
             path.write_bytes(content)
         with pytest.raises(StoreError, match=message):
             FeatureStore(path)
+
+    def test_a_mistyped_store_is_answered_with_its_neighbours(
+        self, run: MadeRun, tmp_path: Path
+    ) -> None:
+        run.write(tmp_path / "runs" / "photos")
+        with pytest.raises(StoreError, match=r"no store at .*phtos\. Nearest: photos\."):
+            FeatureStore(tmp_path / "runs" / "phtos")
+        with pytest.raises(StoreError, match=r"holds no store: .* Its folders do, such as photos"):
+            FeatureStore(tmp_path / "runs")
 
     def test_other_hdf5_files_and_single_parts_say_so(self, run: MadeRun, tmp_path: Path) -> None:
         with h5py.File(tmp_path / "x.h5", "w") as file:

@@ -218,8 +218,10 @@ def test_the_job_prints_text_or_json_and_takes_no_lock(
 def test_no_store_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="holds no store"):
         run_job("status", store=str(tmp_path))
-    with pytest.raises(StoreError, match="takes the store's folder"):
-        run_job("status", store=str(tmp_path / "none"))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "featx.json").touch()
+    with pytest.raises(StoreError, match=r"Nearest: photos\. .* takes the store's folder"):
+        run_job("status", store=str(tmp_path / "fotos"))
 
 
 def test_the_queue_of_a_scheduler_is_shown_with_its_reasons(

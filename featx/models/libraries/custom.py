@@ -82,7 +82,10 @@ class CustomOptions(CodeModelConfig):
 
     @property
     def code(self) -> str:
-        """Options of the command that name the factory."""
+        """Options of the command that name the factory, or the argument that gives it in Python."""
+        module, _, name = str(self.factory).partition(":")
+        if module == _PYTHON_OBJECT:
+            return f"model_factory={name} of a Python program"
         return f"model=custom model.factory={self.factory}"
 
     def code_sha256(self) -> str | None:

@@ -57,6 +57,12 @@ class WebDataset(ShardedFormat):
                 "the rows of this store are boxes of images (data.boxes), and webdataset holds "
                 "whole images. Choose another export.format, in which keys name image and box."
             )
+        if data.has_views:
+            raise ConfigError(
+                "the rows of this store are views of images (data.views, data.crops), and "
+                "webdataset holds images as they are. Choose another export.format, in which keys "
+                "name image and view."
+            )
         if data.name == "video":
             raise ConfigError(
                 "the rows of this store are frames of videos, and webdataset holds images. "

@@ -24,9 +24,9 @@ from featx.types import (
     NO_IMAGE,
     UNKNOWN_IMAGE,
     ImageFault,
-    RegionSource,
     Source,
     Stateful,
+    ViewSource,
     image_checksum,
 )
 
@@ -278,7 +278,7 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
     if not len(keys):
         return np.empty(0, dtype=np.uint64)
     image_of_key = np.arange(len(keys))
-    if isinstance(source, RegionSource):
+    if isinstance(source, ViewSource):
         image_keys = [source.image_key(key) for key in keys.tolist()]
         _, firsts, image_of_key = np.unique(image_keys, return_index=True, return_inverse=True)
         keys = keys[firsts]

@@ -11,7 +11,7 @@ from featx.base import log_message, log_step, name_text, printable
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.images import num_heic_without_decoder
-from featx.sources import check_class_names, open_source, similar_names, with_boxes
+from featx.sources import check_class_names, open_source, similar_names, with_views
 from featx.storage import parse_path
 from featx.store import (
     Manifest,
@@ -50,7 +50,7 @@ def list_images(
             rows and grow=true is not given.
     """
     log_step(f"listing the images of {config.data.root or config.data.name} ...")
-    source = open_source(config.data) if source is None else with_boxes(source, config.data)
+    source = open_source(config.data) if source is None else with_views(source, config.data)
     listing = source.listing()
     log_step(f"{counted(len(listing), 'image')} listed")
     check_class_names(listing.classes)

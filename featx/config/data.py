@@ -65,10 +65,14 @@ class DataConfig:
     crops: Count | None = None
     """Number of random resized crops of each image or box that become rows, besides data.views; the
     key of a row decides its crop."""
-    crop_scale: Annotated[_Shares | None, OnlyWith("crops")] = None
+    crop_scale: Annotated[
+        _Shares | None, OnlyWith("crops"), "[smallest,largest], above 0 and of at most 1, or null"
+    ] = None
     """Smallest and largest share of the area that a crop of data.crops covers; null takes
     [0.08,1]."""
-    crop_ratio: Annotated[_Quotients | None, OnlyWith("crops")] = None
+    crop_ratio: Annotated[
+        _Quotients | None, OnlyWith("crops"), "[smallest,largest], above 0, or null"
+    ] = None
     """Smallest and largest quotient of width and height of these crops; null takes 3/4 and 4/3."""
     exif: Literal["apply", "ignore"] = "apply"
     """apply turns an image upright as its EXIF orientation asks, ignore leaves it as stored."""

@@ -12,3 +12,4 @@ from .registry import with_views as with_views
 from .row_keys import origin_of as origin_of
 from .row_keys import parse_box_key as parse_box_key
 from .table_columns import MISSING_MARKS as MISSING_MARKS
+from .views import parent_key as parent_key

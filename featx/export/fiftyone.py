@@ -20,12 +20,11 @@ from typing import Any
 import numpy.typing as npt
 from PIL import Image
 
-from featx.analysis.probe import output_folder
 from featx.base import csv_cell, log_message, name_text
 from featx.errors import ConfigError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
 from featx.export.encoded_images import EncodedImages
-from featx.export.results import layer_of_fold, lines_of, probe_lines, result_of
+from featx.export.results import layer_of_fold, lines_of, probe_lines, result_of, result_path
 from featx.export.selection import about_text, as_json_values, as_npy, as_utf8
 from featx.store import FeatureStore, layout
 
@@ -240,7 +239,7 @@ def _test_lines(
         return
     row_of_cell = {csv_cell(str(key)): row for row, key in enumerate(store.keys.tolist())}
     layers = result.get("layer_of_folds") or [result["layer"]]
-    for line in probe_lines(result, output_folder(store)) or ():
+    for line in probe_lines(result, result_path(store, layout.PROBE).parent) or ():
         chosen = ("test", layer_of_fold(layers, line), result["method"])
         if (line["split"], line["layer"], line["method"]) == chosen:
             yield row_of_cell[line["key"]], line

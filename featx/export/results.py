@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from featx.analysis.probe import output_folder
 from featx.base import csv_cell
 from featx.store import FeatureStore, layout, read_result
+
+
+def result_path(store: FeatureStore, file: str) -> Path:
+    """Return the path of a file of results, which is named below the folder of the store."""
+    from featx.analysis.probe import output_folder  # which imports torch
+
+    return output_folder(store) / file
 
 
 def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dict[str, Any] | None:
@@ -22,7 +28,7 @@ def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dic
         file: name of the file below the folder of the store, whose stem is that of the job.
         log: called with a sentence about a result of another state.
     """
-    path = output_folder(store) / file
+    path = result_path(store, file)
     try:
         result = read_result(path)
     except FileNotFoundError:
@@ -35,7 +41,7 @@ def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dic
 
 def lines_of(store: FeatureStore, job: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Read the table of a job, line by line, with the row of the store that each is of."""
-    path = output_folder(store) / job / f"{job}.csv"
+    path = result_path(store, f"{job}/{job}.csv")
     with path.open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             row = int(line["row"])

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from featx.analysis.probe import output_folder
-from featx.export.results import result_of
+from featx.export.results import result_of, result_path
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore
 
@@ -40,7 +39,7 @@ def rankings_of(store: FeatureStore, log: Callable[[str], None]) -> list[Ranking
             if (result := result_of(store, file, log)) is not None:
                 rankings += make(store, result)
         except (OSError, LookupError, TypeError, ValueError) as error:
-            path = output_folder(store) / file
+            path = result_path(store, file)
             log(f"{path} is not as job={job} writes it, and left out: {error!r}")
     return [ranking for ranking in rankings if ranking.captions]
 

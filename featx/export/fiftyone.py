@@ -31,7 +31,11 @@ from featx.store import FeatureStore, layout
 _VERSION = "1.0.0"
 """Version of FiftyOne whose layout is written; later ones convert it as they import it."""
 
-_LISTING = ("id", "filepath", "tags", "metadata", "created_at", "last_modified_at", "key", "row")
+_LISTING = (
+    *("id", "filepath", "tags", "metadata", "media_type", "created_at", "last_modified_at"),
+    *("key", "row"),
+)
+"""Fields of every sample of FiftyOne, and of every sample of an export."""
 
 _RESULTS = {
     "ground_truth": "Classification",
@@ -120,7 +124,7 @@ class FiftyOne(Format):
     def _write_samples(self, folder: ExportFolder, paths: Iterable[str]) -> None:
         """Write samples.json, with the paths of the images in the order of the rows."""
         selection, n = self.selection, len(self.selection)
-        columns = {name: as_json_values(values) for name, values in self._columns.items()}
+        columns = {name: _column(values) for name, values in self._columns.items()}
         each_path = iter(paths)
         with folder.file("samples.json") as file:
             file.write(b'{"samples": [')
@@ -263,6 +267,11 @@ def _classification(
         "label": label,
         **({} if confidence is None else {"confidence": confidence}),
     }
+
+
+def _column(values: npt.NDArray[Any]) -> list[Any]:
+    """Return the values of a column; MongoDB refuses text that is no UTF-8."""
+    return [as_utf8(each) if isinstance(each, str) else each for each in as_json_values(values)]
 
 
 def _vector(values: npt.NDArray[Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Loader:
         self._decoding = decoding
         self._warnings = DecoderWarnings()
         views = isinstance(source, ViewSource)
-        # Pillow needs 4 bytes a pixel. An image from which boxes are cut may have so many that this
+        # Pillow needs 4 bytes a pixel. An image of several rows may have so many that this
         # decides the memory of the run; that the decoders agree is left to tests there.
         jpeg = decoding.policy.jpeg if views else PILLOW
         library = replace(decoding, policy=replace(decoding.policy, jpeg=jpeg), reference=True)

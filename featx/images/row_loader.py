@@ -73,7 +73,7 @@ class RowLoader:
         self._decoding = decoding
         self._policy = decoding.policy
         self._views = source if isinstance(source, ViewSource) else None
-        # The size of a box is unknown before its image is decoded.
+        # The size of a box or a crop is unknown before its image is decoded.
         at_full_size = decoding.reference or self._views is not None
         self._at_least = None if at_full_size else decoding.preprocess.shortest_side
         self._whole: _WholeImage | None = None

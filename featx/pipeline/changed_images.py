@@ -273,7 +273,7 @@ def _expected(
 def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint64]:
     """Checksums of the images as they are now, (n,) uint64.
 
-    An image is read once, however many rows are boxes of it.
+    An image is read once, however many rows show it.
     """
     if not len(keys):
         return np.empty(0, dtype=np.uint64)

@@ -205,7 +205,7 @@ def _compared(
 
     def is_reduced(number: int) -> bool:
         if isinstance(source, ViewSource) or resize is None:
-            return False  # boxes are cut from images of full size
+            return False  # boxes and views are of images of full size
         at_least = resize if isinstance(resize, int) else max(resize)
         try:
             return is_decoded_reduced(source.read(keys[number]), at_least)

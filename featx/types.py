@@ -12,7 +12,7 @@ Data flows in this direction only. This module imports numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from hashlib import blake2b
@@ -109,7 +109,7 @@ class Listing:
 
     def head(self, count: int) -> Listing:
         """Listing of the first `count` rows; classes keep their indices."""
-        return self._take(slice(count))
+        return self.take(slice(count))
 
     def sample(self, count: int) -> Listing:
         """Listing of `count` rows: as many of each class as there are, spread evenly over its rows.
@@ -123,9 +123,9 @@ class Listing:
             share = min(len(rows), -(-left // (len(rows_of_class) - number)))
             chosen.append(rows[np.linspace(0, len(rows) - 1, share).astype(np.int64)])
             left -= share
-        return self._take(np.sort(np.concatenate(chosen)))
+        return self.take(np.sort(np.concatenate(chosen)))
 
-    def _take(self, rows: slice | npt.NDArray[np.int64]) -> Listing:
+    def take(self, rows: slice | npt.NDArray[np.int64]) -> Listing:
         """Listing of some rows; classes keep their indices."""
         return replace(
             self,
@@ -223,15 +223,43 @@ class Box(NamedTuple):
     height: int
 
 
+class RandomCrop(NamedTuple):
+    """Rectangle that torchvision's RandomResizedCrop would choose, by a seed of its own.
+
+    Attributes:
+        seed: number that decides the rectangle.
+        scale: smallest and largest share of the area.
+        ratio: smallest and largest quotient of width and height.
+    """
+
+    seed: int
+    scale: Sequence[float]
+    ratio: Sequence[float]
+
+
+class View(NamedTuple):
+    """What of an upright image a row shows, and how.
+
+    Attributes:
+        box: part of the image; None for all of it.
+        orientation: EXIF orientation from which the part is turned; 1 leaves it as it is.
+        crop: random crop of the part, which is resized to the input of the model; or None.
+    """
+
+    box: Box | None = None
+    orientation: int = 1
+    crop: RandomCrop | None = None
+
+
 @runtime_checkable
-class RegionSource(Protocol):
-    """Source whose rows are boxes of images; `read` returns the bytes of the whole image."""
+class ViewSource(Protocol):
+    """Source whose rows are boxes or views of images; `read` returns the bytes of the image."""
 
     def image_key(self, key: bytes) -> bytes:
-        """Key of the image that contains a row."""
+        """Key of the image that a row shows."""
 
-    def box(self, key: bytes) -> Box:
-        """Box of a row."""
+    def view(self, key: bytes) -> View:
+        """View of the image that a row is."""
 
 
 @runtime_checkable

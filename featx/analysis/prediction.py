@@ -41,7 +41,7 @@ from featx.pipeline import (
     list_images,
     run_parts,
 )
-from featx.sources import FolderOptions, FolderSource
+from featx.sources import FolderOptions, FolderSource, parent_key
 from featx.store import layout
 from featx.types import Batch, LayerSpec, Listing, Source
 
@@ -192,7 +192,11 @@ class Predictor(LoadedFunction):
         with model.run(lister) as context, torch.no_grad():
             sink = _PredictionSink(context, head, about)
             metrics = run_parts(context, sink)
-        keys = [name_text(key) for key in context.listing.keys.tolist()]
+        if data.has_views:
+            image_keys = sink.average_views(context.listing.keys.tolist())
+        else:
+            image_keys = context.listing.keys.tolist()
+        keys = [name_text(key) for key in image_keys]
         order: Sequence[int] = range(len(keys))
         if files is not None:
             place = {key: i for i, key in enumerate(keys)}
@@ -209,6 +213,8 @@ class Predictor(LoadedFunction):
 
 def run_prediction(config: Config, path: Path) -> Predictions:
     """Predict classes, labels or numbers of the images of `config.data` with the head in `path`.
+
+    The scores of the views of an image (data.views, data.crops) are averaged.
 
     Args:
         config: config of which the data, device, seed and, for custom models, the model are used.
@@ -271,6 +277,23 @@ class _PredictionSink(NewImagesSink):
         x = as_vectors(torch.from_numpy(stored), self._pooled, self._head.row_width)
         scores = self._head.scores(x.to(self._head.weight.device)).numpy()
         self.scores[batch.start : batch.start + batch.count] = scores[: batch.count]
+
+    def average_views(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Average the scores of the views of each image, which fails if one of its views does.
+
+        Args:
+            keys: keys of the views.
+
+        Returns:
+            Keys of the images, to which scores and failures now belong.
+        """
+        images, image_of_row = np.unique([parent_key(key) for key in keys], return_inverse=True)
+        sums = np.zeros((len(images), self.scores.shape[1]))
+        np.add.at(sums, image_of_row, self.scores)
+        self.scores = (sums / np.bincount(image_of_row)[:, None]).astype(np.float32)
+        self.failures = {int(image_of_row[row]): each for row, each in self.failures.items()}
+        image_keys: list[bytes] = images.tolist()
+        return image_keys
 
     def row(self, number: int, key: str, classes: Sequence[str]) -> Prediction:
         """Return the prediction for one row."""

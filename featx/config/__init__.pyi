@@ -24,6 +24,7 @@ from .checks import names_tuple as names_tuple
 from .checks import options as options
 from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig
+from .data import ViewName as ViewName
 from .data import source_of_path as source_of_path
 from .executor import ExecutorConfig as ExecutorConfig
 from .job import ConformanceConfig as ConformanceConfig

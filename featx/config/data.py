@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from featx.config.checks import Count, Positive, options
+from annotated_types import Gt, Le, Len
+
+from featx.config.checks import Count, OneOrMore, OnlyWith, Positive, options
 from featx.errors import ConfigError
 
 OBJECT_SOURCE = "python"
@@ -27,6 +29,13 @@ def source_of_path(path: str) -> str:
             if path.lower().endswith(ending):
                 return source
     return "folder"
+
+
+ViewName = Literal[
+    "original", "hflip", "vflip", "rot90", "rot180", "rot270", "transpose", "transverse"
+]
+_Shares = Annotated[list[Annotated[float, Gt(0), Le(1)]], Len(2, 2)]
+_Quotients = Annotated[list[Positive], Len(2, 2)]
 
 
 @options("data")
@@ -50,6 +59,21 @@ class DataConfig:
     boxes: str | None = None
     """CSV file with the columns path, x, y, width, height and, for labels, label. Each line makes a
     row of that box of an image (tiles, detections)."""
+    views: OneOrMore[ViewName] | None = None
+    """Views that become rows of each image or box: original, hflip, vflip, rot90, rot180, rot270
+    (counterclockwise), transpose and transverse (over the main diagonal and the other one)."""
+    crops: Count | None = None
+    """Number of random resized crops of each image or box that become rows, besides data.views; the
+    key of a row decides its crop."""
+    crop_scale: Annotated[
+        _Shares | None, OnlyWith("crops"), "[smallest,largest], above 0 and of at most 1, or null"
+    ] = None
+    """Smallest and largest share of the area that a crop of data.crops covers; null takes
+    [0.08,1]."""
+    crop_ratio: Annotated[
+        _Quotients | None, OnlyWith("crops"), "[smallest,largest], above 0, or null"
+    ] = None
+    """Smallest and largest quotient of width and height of these crops; null takes 3/4 and 4/3."""
     exif: Literal["apply", "ignore"] = "apply"
     """apply turns an image upright as its EXIF orientation asks, ignore leaves it as stored."""
     background: str = "white"
@@ -81,11 +105,24 @@ class DataConfig:
             raise ConfigError(f"data={self.name} needs {self.root_help}.")
         if self.limit is not None and self.sample is not None:
             raise ConfigError("data.limit takes the first rows and data.sample others; give one.")
+        for key in ("crop_scale", "crop_ratio"):
+            if (bounds := getattr(self, key)) is not None and bounds[0] > bounds[1]:
+                raise ConfigError(f"data.{key}={bounds}: expected the smaller number first.")
         if self.root_help is None and self.root:
             raise ConfigError(
                 f"data.root has no effect with data={self.name}; for a folder of images add "
                 "data=folder."
             )
+
+    @property
+    def has_views(self) -> bool:
+        """Whether rows are views of images or boxes."""
+        return self.views is not None or self.crops is not None
+
+    @property
+    def crop_bounds(self) -> tuple[list[float], list[float]]:
+        """Bounds of the share and of the quotient of crops; without options torchvision's."""
+        return self.crop_scale or [0.08, 1.0], self.crop_ratio or [3 / 4, 4 / 3]
 
     @property
     def location(self) -> str:

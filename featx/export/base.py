@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import h5py
 
@@ -98,6 +98,11 @@ class Format(ABC):
         Args:
             out: folder of the export.
         """
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Description of the contents as JSON types, equal for two exports with the same files."""
+        return self.selection.fingerprint
 
     @property
     def num_bytes(self) -> int:

@@ -128,9 +128,7 @@ def _fingerprint_of(export_format: Format) -> dict[str, Any]:
     options = asdict(export_format.config.export)
     # What these say is in the rows.
     options = {name: options[name] for name in options if name not in ("ok_only", "incomplete")}
-    fingerprint: dict[str, Any] = json.loads(
-        json.dumps({**options, **export_format.selection.fingerprint})
-    )
+    fingerprint: dict[str, Any] = json.loads(json.dumps({**options, **export_format.fingerprint}))
     return fingerprint
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -258,3 +259,18 @@ def as_utf8(text: str) -> str:
 def about_text(selection: ExportSelection) -> str:
     """Return `ExportSelection.about` as JSON, for formats whose metadata are text."""
     return json.dumps(selection.about, sort_keys=True)
+
+
+def as_json_values(column: npt.NDArray[Any]) -> list[Any]:
+    """Return values of a column for JSON, which has no NaN: a missing number is None."""
+    values = column.astype(object)
+    if column.dtype.kind == "f":
+        values[np.isnan(column)] = None
+    return list(values)
+
+
+def as_npy(values: Any) -> bytes:
+    """Return an array as the content of an .npy file."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
+    return buffer.getvalue()

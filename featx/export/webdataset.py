@@ -8,11 +8,8 @@ import tarfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
 from featx.base import name_text
-from featx.errors import ConfigError, DataError
+from featx.errors import ConfigError
 from featx.export.base import (
     FORMATS,
     ExportFolder,
@@ -21,12 +18,8 @@ from featx.export.base import (
     ShardOptions,
     literal,
 )
-from featx.export.selection import ExportSelection, as_utf8, data_of_store
-from featx.sources import open_source
-from featx.types import NO_IMAGE, UNKNOWN_IMAGE, ImageFault, Status, image_checksum
-
-_SAMPLED = 64
-"""Number of images whose mean size determines the rows per shard."""
+from featx.export.encoded_images import EncodedImages
+from featx.export.selection import ExportSelection, as_json_values, as_npy, as_utf8
 
 _HEADERS = 512 * 6
 """Approximate bytes of the tar headers and padding of a row."""
@@ -51,19 +44,8 @@ class WebDataset(ShardedFormat):
                 "webdataset reads endings in lower case, and some layers differ by case only: "
                 f"{', '.join(selection.layers)}. Name those you want: layers=[...]."
             )
-        data = data_of_store(selection.store, self.config.data)
-        if data.boxes is not None:
-            raise ConfigError(
-                "the rows of this store are boxes of images (data.boxes), and webdataset holds "
-                "whole images. Choose another export.format, in which keys name image and box."
-            )
-        if data.name == "video":
-            raise ConfigError(
-                "the rows of this store are frames of videos, and webdataset holds images. "
-                "Choose another export.format, in which keys name video and time."
-            )
-        self._source = open_source(data)
-        self._row_bytes = selection.row_bytes() + self._mean_bytes() + _HEADERS
+        self._images = EncodedImages(selection, self.config)
+        self._row_bytes = selection.row_bytes() + self._images.mean_bytes + _HEADERS
         self._shards = self.shards(self._row_bytes, "shards-{}.tar")
 
     @property
@@ -77,53 +59,23 @@ class WebDataset(ShardedFormat):
             with folder.file(name) as file:
                 self._write_shard(file, start, stop)
 
-    def _mean_bytes(self) -> float:
-        """Return the mean size of a few evenly spaced images; reading all would take too long."""
-        n = len(self.selection)
-        positions = np.unique(np.linspace(0, n - 1, min(n, _SAMPLED)).astype(np.int64))
-        sizes = [len(self._encoded_image(position) or b"") for position in positions.tolist()]
-        return float(np.mean(sizes)) if sizes else 0.0
-
-    def _encoded_image(self, position: int) -> bytes | None:
-        """Return the encoded image of a row; None if the row failed and has no readable image."""
-        key = bytes(self.selection.keys[position])
-        try:
-            encoded = self._source.read(key)
-        except (ImageFault, OSError) as error:
-            failed = not Status(self.selection.status[position]).has_features
-            if failed and isinstance(error, ImageFault):
-                return None
-            raise DataError(
-                f"{name_text(key)} is a row of the store, and its image cannot be read now: "
-                f"{error}. If the images are in another folder, give data=folder data.root=DIR."
-            ) from error
-        computed_from = self.selection.image_checksums[position]
-        ok = Status(self.selection.status[position]).has_features
-        if ok and computed_from not in (UNKNOWN_IMAGE, NO_IMAGE, image_checksum(encoded)):
-            raise DataError(
-                f"{name_text(key)} has changed since its row was computed: the shards would hold "
-                "an image with the features of another one. The command of the store's run with "
-                "refresh=true computes the rows of changed images again."
-            )
-        return encoded
-
     def _write_shard(self, file: BinaryIO, start: int, stop: int) -> None:
         selection = self.selection
         with tarfile.TarFile.open(fileobj=file, mode="w") as tar:
             for first, last, values in selection.blocks(start, stop):
                 classes = selection.class_texts(first, last)
                 columns = {
-                    name: _as_json_values(column[first:last])
+                    name: as_json_values(column[first:last])
                     for name, column in selection.columns.items()
                 }
                 for position in range(first, last):
                     row = int(selection.rows[position])
                     key = name_text(bytes(selection.keys[position]))
                     label = int(selection.labels[position])
-                    if (encoded := self._encoded_image(position)) is not None:
+                    if (encoded := self._images.read(position)) is not None:
                         _add(tar, f"{row:09d}{Path(key).suffix.lower()}", encoded)
                     for name, layer_values in values.items():
-                        _add(tar, f"{row:09d}.{name}.npy", _as_npy(layer_values[position - first]))
+                        _add(tar, f"{row:09d}.{name}.npy", as_npy(layer_values[position - first]))
                     _add(tar, f"{row:09d}.cls", str(label).encode())
                     about = {
                         "key": as_utf8(key),
@@ -156,20 +108,6 @@ class WebDataset(ShardedFormat):
             "rows = rows.decode()  # arrays and labels; images stay encoded\n"
             f'for sample in rows: sample[{layer}], sample["cls"]'
         )
-
-
-def _as_json_values(column: npt.NDArray[Any]) -> list[Any]:
-    """Return values of a column for JSON, which has no NaN: a missing number is None."""
-    values = column.astype(object)
-    if column.dtype.kind == "f":
-        values[np.isnan(column)] = None
-    return list(values)
-
-
-def _as_npy(values: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
-    return buffer.getvalue()
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

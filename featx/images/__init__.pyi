@@ -1,4 +1,3 @@
-from .decode import cut_out as cut_out
 from .decode import decode_pillow as decode_pillow
 from .decode import image_sizes as image_sizes
 from .decode import is_decoded_reduced as is_decoded_reduced
@@ -19,3 +18,4 @@ from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
 from .rgb_conversion import PixelFormatError as PixelFormatError
 from .rgb_conversion import PixelScale as PixelScale
+from .views import cut_view as cut_view

@@ -17,7 +17,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ from featx.images.rgb_conversion import (
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
 from featx.images.tiff_decode import decode_tiff, decode_tiff_channels
 from featx.images.tiff_tags import is_tiff
-from featx.types import Box, ImageFault, Status
+from featx.types import ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
 """Names of the Pillow parsers that may read an image, whatever its file name. JPEG includes MPO,
@@ -177,41 +177,6 @@ def decode_pillow(data: bytes, policy: ImagePolicy, at_least: int | None = None)
     """
     image = decode_image(data, replace(policy, jpeg=PILLOW), at_least)
     return image if isinstance(image, Image.Image) else Image.fromarray(image)
-
-
-@overload
-def cut_out(decoded: Image.Image, box: Box) -> Image.Image: ...
-
-
-@overload
-def cut_out(decoded: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]: ...
-
-
-def cut_out(decoded: Image.Image | npt.NDArray[Any], box: Box) -> Image.Image | npt.NDArray[Any]:
-    """Cut a box out of an upright image.
-
-    Args:
-        decoded: (H, W, C), or a Pillow image.
-        box: pixels to cut out.
-
-    Returns:
-        A copy of the box, of the type of `decoded`.
-
-    Raises:
-        ImageFault: the box reaches outside the image.
-    """
-    if isinstance(decoded, Image.Image):
-        width, height = decoded.size
-    else:
-        height, width, _ = decoded.shape
-    right, bottom = box.x + box.width, box.y + box.height
-    if right > width or bottom > height:
-        raise ImageFault(
-            Status.TRANSFORM_ERROR, f"the box reaches outside the image of {width} x {height}"
-        )
-    if isinstance(decoded, Image.Image):
-        return decoded.crop((box.x, box.y, right, bottom))
-    return decoded[box.y : bottom, box.x : right].copy()
 
 
 def image_sizes(

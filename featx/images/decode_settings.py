@@ -55,8 +55,8 @@ class DecodeSettings:
             resume_state: resume state, or None for a new run.
 
         Raises:
-            ConfigError: data.white and a scale are given, the background is no colour, or a
-                recorded decoder is not installed.
+            ConfigError: data.white and a scale are given, the background is no colour, a recorded
+                decoder is not installed, or the transform has no place for random crops.
         """
         reference = config.decode == "reference" or not preprocess.has_fast_path
         scale = preprocess.scale
@@ -65,6 +65,12 @@ class DecodeSettings:
             raise ConfigError(
                 f"data.white={config.data.white:g} has no effect with model.transform.scale, which "
                 "says what pixels are divided by. Leave one of them out."
+            )
+        if config.data.crops is not None and not preprocess.is_stated:
+            raise ConfigError(
+                f"data.crops={config.data.crops}: a random crop takes the place of the resize and "
+                "the crop of a transform, and that of this model is no bilinear or bicubic resize "
+                "with a centre crop. Leave data.crops out; data.views=[original,hflip] works."
             )
         policy = replace(
             ImagePolicy.from_config(config.data),

@@ -21,7 +21,7 @@ from featx.images.decoder_pool import DecoderPool
 from featx.images.decoder_warnings import DecoderWarnings
 from featx.images.image_policy import PILLOW
 from featx.images.row_loader import RowLoader
-from featx.types import Batch, Failure, Listing, Part, RegionSource, Source
+from featx.types import Batch, Failure, Listing, Part, Source, ViewSource
 
 PREFETCH_BATCHES = 3
 """Number of batches that are loaded while one is computed; it bounds the memory of the loader."""
@@ -63,15 +63,15 @@ class Loader:
         self.num_decoders = decoding.workers or num_cpus()
         self._decoding = decoding
         self._warnings = DecoderWarnings()
-        regions = isinstance(source, RegionSource)
-        # Pillow needs 4 bytes a pixel. An image from which boxes are cut may have so many that this
+        views = isinstance(source, ViewSource)
+        # Pillow needs 4 bytes a pixel. An image of several rows may have so many that this
         # decides the memory of the run; that the decoders agree is left to tests there.
-        jpeg = decoding.policy.jpeg if regions else PILLOW
+        jpeg = decoding.policy.jpeg if views else PILLOW
         library = replace(decoding, policy=replace(decoding.policy, jpeg=jpeg), reference=True)
         self._rows = RowLoader(source, listing, decoding)
         self._workers = [self._rows, RowLoader(source, listing, library)]
         self._reads_in_decoders = getattr(source, "reads_in_decoders", False)
-        self._has_regions = regions
+        self._has_views = views
         self._is_pinned = device is not None and device.type == "cuda"
         self._pool = self._new_pool()
 
@@ -88,7 +88,7 @@ class Loader:
             self.num_decoders,
             self._decoding.timeout_s,
             self._reads_in_decoders,
-            self._has_regions,
+            self._has_views,
             self._is_pinned,
         )
         pool.on_warnings = self._count_warnings

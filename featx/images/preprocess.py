@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -57,11 +57,14 @@ class Preprocess:
         return len(self.mean), *self.crop
 
     @property
+    def is_stated(self) -> bool:
+        """Whether the transform is a resize, a centre crop and a normalisation, as stated here."""
+        return self.resize is not None and self.interpolation in ("bilinear", "bicubic")
+
+    @property
     def has_fast_path(self) -> bool:
         """Whether the fast path on uint8 can reproduce the transform."""
-        if self.scale is not None:
-            return False
-        return self.resize is not None and self.interpolation in ("bilinear", "bicubic")
+        return self.scale is None and self.is_stated
 
     @property
     def shortest_side(self) -> int | None:
@@ -95,6 +98,16 @@ class Preprocess:
             ImageFault: with a scale, a pixel is not finite.
         """
         return self.crop_uint8(image) if self.scale is None else self._crop_scaled(image)
+
+    def without_crop(self) -> Preprocess:
+        """The transform that resizes a whole image to the input, whatever its proportions."""
+
+        def reference(image: Image.Image) -> torch.Tensor:
+            height, width = self.crop
+            resized = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
+            return self.normalise(torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None])[0]
+
+        return replace(self, reference=reference, resize=self.crop)
 
     def _crop_scaled(self, image: npt.NDArray[Any]) -> torch.Tensor:
         """Divide, resize, crop and normalise in float32; arguments as of `crop_array`.

@@ -1,4 +1,4 @@
-"""Loading of single images into their places: read, decode, cut out a box, resize and crop."""
+"""Loading of single images into their places: read, decode, cut out, turn, resize and crop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from featx.base import name_text, return_freed_memory
 from featx.errors import RunError
 from featx.images.decode import (
     DecodedImage,
-    cut_out,
     decode_array,
     decode_box_image,
     decode_pillow,
@@ -27,26 +26,28 @@ from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
 from featx.images.image_policy import warn
 from featx.images.image_reading import read_image
+from featx.images.preprocess import Preprocess
 from featx.images.tiff_blocks import TiffBlocks
+from featx.images.views import cut_view
 from featx.types import (
     NO_IMAGE,
-    Box,
     ImageFault,
     Listing,
-    RegionSource,
     Source,
     Status,
+    View,
+    ViewSource,
     image_checksum,
 )
 
 _LARGE_BYTES = 8 << 20
-"""Least size of an encoded image, out of which boxes are cut, from which on the allocator returns
-freed memory to the kernel: its blocks are large, and the next ones may not fit into their place."""
+"""Least size of an encoded image with several rows, from which on the allocator returns freed
+memory to the kernel: its blocks are large, and the next ones may not fit into their place."""
 
 
 @dataclass(frozen=True)
 class _WholeImage:
-    """An image from which boxes are cut, or the reason why it could not be decoded."""
+    """An image that several rows show, or the reason why it could not be decoded."""
 
     key: bytes
     checksum: int
@@ -71,17 +72,17 @@ class RowLoader:
         self.keys = listing.keys
         self._decoding = decoding
         self._policy = decoding.policy
-        self._regions = source if isinstance(source, RegionSource) else None
-        # The size of a box is unknown before its image is decoded.
-        at_full_size = decoding.reference or self._regions is not None
+        self._views = source if isinstance(source, ViewSource) else None
+        # The size of a box or a crop is unknown before its image is decoded.
+        at_full_size = decoding.reference or self._views is not None
         self._at_least = None if at_full_size else decoding.preprocess.shortest_side
         self._whole: _WholeImage | None = None
-        self._had_large = False  # whether an image of _LARGE_BYTES was read for its boxes
+        self._had_large = False  # whether an image of _LARGE_BYTES was read for its views
 
     def image_key(self, row: int) -> bytes:
-        """Key of the image that a row is, or whose box it is."""
+        """Key of the image that a row is, or whose view it is."""
         key = bytes(self.keys[row])
-        return key if self._regions is None else self._regions.image_key(key)
+        return key if self._views is None else self._views.image_key(key)
 
     def read(self, row: int) -> bytes:
         """Read the encoded bytes of the image of a row. Raises as `read_image`."""
@@ -110,15 +111,15 @@ class RowLoader:
     ) -> None:
         """Load an image into its place in a batch."""
         try:
-            if self._regions is not None:
-                box = self._regions.box(bytes(self.keys[row]))
-                self._fill_box(row, box, read, out, checksum, clock)
+            if self._views is not None:
+                view = self._views.view(bytes(self.keys[row]))
+                self._fill_view(row, view, read, out, checksum, clock)
                 return
             data = read()
             checksum[0] = image_checksum(data)
             with clock:
                 # numpy copies in this thread; torch would start threads of OpenMP.
-                np.copyto(out, self._prepare(self._decode(data)))
+                np.copyto(out, self._prepare(self._decode(data), self._decoding.preprocess))
         except MemoryError as error:
             raise self._out_of_memory(row) from error
 
@@ -130,16 +131,16 @@ class RowLoader:
             "data.max_pixels needs less."
         )
 
-    def _fill_box(
+    def _fill_view(
         self,
         row: int,
-        box: Box,
+        view: View,
         read: Callable[[], bytes],
         out: npt.NDArray[Any],
         checksum: npt.NDArray[np.uint64],
         clock: DecodingClock,
     ) -> None:
-        """Load a box of an image into its place; arguments and errors as of `fill`."""
+        """Load a view of an image into its place; arguments and errors as of `fill`."""
         key = self.image_key(row)
         if self._whole is None or self._whole.key != key:
             self._whole = None  # the next image needs its memory
@@ -153,11 +154,11 @@ class RowLoader:
         for text in image.warnings:
             warn(text)
         with clock:
-            if isinstance(image.decoded, TiffBlocks):
-                cut: DecodedImage = image.decoded.cut(box)
-            else:
-                cut = cut_out(image.decoded, box)
-            np.copyto(out, self._prepare(self._as_transform_input(cut)))
+            cut = self._as_transform_input(cut_view(image.decoded, view))
+            preprocess = self._decoding.preprocess
+            if view.crop is not None:
+                preprocess = preprocess.without_crop()
+            np.copyto(out, self._prepare(cut, preprocess))
 
     def _load_whole(
         self,
@@ -166,7 +167,7 @@ class RowLoader:
         checksum: npt.NDArray[np.uint64],
         clock: DecodingClock,
     ) -> _WholeImage:
-        """Read and decode an image from which boxes are cut."""
+        """Read and decode an image that several rows show."""
         try:
             data = read()
         except ImageFault as fault:
@@ -184,20 +185,20 @@ class RowLoader:
         return _WholeImage(key, number, decoded, tuple(str(each.message) for each in caught))
 
     def _return_memory(self) -> None:
-        """Return freed memory to the kernel, if large images were read for their boxes."""
+        """Return freed memory to the kernel, if large images were read for their views."""
         if self._had_large:
             return_freed_memory()
 
-    def _prepare(self, decoded_image: DecodedImage) -> npt.NDArray[Any]:
+    def _prepare(self, decoded_image: DecodedImage, preprocess: Preprocess) -> npt.NDArray[Any]:
         """The image of a row in the size of the crop, (C, H, W) uint8 or normalised float32."""
-        resize = self._decoding.preprocess.resize
-        expected = self._decoding.preprocess.shape
+        resize = preprocess.resize
+        expected = preprocess.shape
         if isinstance(decoded_image, Image.Image):
             width, height = decoded_image.size
-            transformed = functools.partial(self._decoding.preprocess.reference, decoded_image)
+            transformed = functools.partial(preprocess.reference, decoded_image)
         else:
             height, width, _ = decoded_image.shape
-            transformed = functools.partial(self._decoding.preprocess.crop_array, decoded_image)
+            transformed = functools.partial(preprocess.crop_array, decoded_image)
         short, long = sorted((width, height))
         # After resizing the shorter side, the longer one has resize * long / short pixels: a very
         # long image would exceed the memory that max_pixels allows.
@@ -224,16 +225,16 @@ class RowLoader:
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
-    def _as_transform_input(self, box: DecodedImage) -> DecodedImage:
-        """A box of an image, in the type that the transform takes.
+    def _as_transform_input(self, cut: DecodedImage) -> DecodedImage:
+        """A view of an image, in the type that the transform takes.
 
         The whole image stays in the type of its decoder: a copy of 20,000 x 20,000 pixels would
         need 1.2 GB more.
         """
         takes_pillow = self._decoding.reference and self._policy.channels is None
         if takes_pillow:
-            return box if isinstance(box, Image.Image) else Image.fromarray(box)
-        return np.array(box) if isinstance(box, Image.Image) else box
+            return cut if isinstance(cut, Image.Image) else Image.fromarray(cut)
+        return np.array(cut) if isinstance(cut, Image.Image) else cut
 
     def _decode(self, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""

@@ -69,13 +69,11 @@ class TiffBlocks:
         self._cached_bytes = 0
 
     def cut(self, box: Box) -> npt.NDArray[Any]:
-        """Decode a box; safe to call from several threads. Returns (height, width, C) pixels."""
+        """Decode a box within the image; safe to call from several threads.
+
+        Returns (height, width, C) pixels.
+        """
         right, bottom = box.x + box.width, box.y + box.height
-        if right > self.width or bottom > self.height:
-            raise ImageFault(
-                Status.TRANSFORM_ERROR,
-                f"the box reaches outside the image of {self.width} x {self.height}",
-            )
         rows, columns = self._page.tilelength, self._page.tilewidth
         tiles_across = -(-self.width // columns)
         pixels = np.concatenate(

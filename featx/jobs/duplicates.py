@@ -18,6 +18,7 @@ from featx.jobs.similarity_files import (
     open_input,
     result_folder,
     write_csv,
+    write_json,
 )
 from featx.store import FeatureStore
 from featx.types import NO_IMAGE
@@ -59,6 +60,7 @@ def run(config: Config, config_yaml: str) -> int:
         "file": str(path),
     }
     of_several = counted(len(mixed), "group has", "groups have")
+    write_json(disk, "duplicates.json", store, summary)
     rows = [
         ("layer", layer),
         (

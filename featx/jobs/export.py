@@ -63,8 +63,9 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _reads_with(config: Config) -> Collection[str]:
-    """Return the options that say where the images are, if they are copied into the export."""
-    return ("data.name", "data.root") if config.export.format == "webdataset" else ()
+    """Return the options that say where the images are, if the export has images."""
+    has_images = config.export.format in ("webdataset", "fiftyone")
+    return ("data.name", "data.root") if has_images else ()
 
 
 JOBS.register(

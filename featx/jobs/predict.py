@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,8 @@ def run(config: Config, config_yaml: str) -> int:
     page = disk.root / PREDICTIONS_HTML
     has_page = predictions.task == "classification"
     if has_page:
-        html = render_predictions(predictions, config.data, disk.root.name)
+        whole = replace(config.data, views=None, crops=None, crop_scale=None, crop_ratio=None)
+        html = render_predictions(predictions, whole, disk.root.name)
         disk.replace_unlocked(page, html.encode())
     else:
         disk.remove(page)  # the page of an earlier run

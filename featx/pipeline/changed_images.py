@@ -24,9 +24,9 @@ from featx.types import (
     NO_IMAGE,
     UNKNOWN_IMAGE,
     ImageFault,
-    RegionSource,
     Source,
     Stateful,
+    ViewSource,
     image_checksum,
 )
 
@@ -273,12 +273,12 @@ def _expected(
 def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint64]:
     """Checksums of the images as they are now, (n,) uint64.
 
-    An image is read once, however many rows are boxes of it.
+    An image is read once, however many rows show it.
     """
     if not len(keys):
         return np.empty(0, dtype=np.uint64)
     image_of_key = np.arange(len(keys))
-    if isinstance(source, RegionSource):
+    if isinstance(source, ViewSource):
         image_keys = [source.image_key(key) for key in keys.tolist()]
         _, firsts, image_of_key = np.unique(image_keys, return_index=True, return_inverse=True)
         keys = keys[firsts]

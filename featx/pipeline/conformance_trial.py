@@ -25,7 +25,7 @@ from featx.pipeline.conformance import (
     pixel_differences,
     row_differences,
 )
-from featx.types import ImageFault, LayerSpec, Listing, RegionSource, Source
+from featx.types import ImageFault, LayerSpec, Listing, Source, ViewSource
 
 if TYPE_CHECKING:
     from featx.layers import ChosenLayers
@@ -204,8 +204,8 @@ def _compared(
     resize = preprocess.resize
 
     def is_reduced(number: int) -> bool:
-        if isinstance(source, RegionSource) or resize is None:
-            return False  # boxes are cut from images of full size
+        if isinstance(source, ViewSource) or resize is None:
+            return False  # boxes and views are of images of full size
         at_least = resize if isinstance(resize, int) else max(resize)
         try:
             return is_decoded_reduced(source.read(keys[number]), at_least)

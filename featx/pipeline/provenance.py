@@ -33,7 +33,7 @@ def fingerprint(
     Returns:
         name -> value; values are JSON types.
     """
-    backbone, policy = engine.backbone, decoding.policy
+    backbone, policy, data = engine.backbone, decoding.policy, config.data
     jpeg = policy.jpeg
     return {
         "model": backbone.name,
@@ -55,6 +55,7 @@ def fingerprint(
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,
         **policy.of_unusual_images(),
+        **({"data.crops": list(data.crop_bounds)} if data.crops else {}),
         "listing": listing_identity(listing),
         "device": engine.device.type,
         **engine.compute.as_dict(),

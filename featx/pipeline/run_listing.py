@@ -11,7 +11,7 @@ from featx.base import log_message, log_step, name_text, printable
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.images import num_heic_without_decoder
-from featx.sources import check_class_names, open_source, similar_names, with_boxes
+from featx.sources import check_class_names, open_source, similar_names, with_views
 from featx.storage import parse_path
 from featx.store import (
     Manifest,
@@ -51,7 +51,7 @@ def list_images(
     """
     name = config.data.name if source is None else "a Python object"
     log_step(f"listing the images of {config.data.root or name} ...")
-    source = open_source(config.data) if source is None else with_boxes(source, config.data)
+    source = open_source(config.data) if source is None else with_views(source, config.data)
     listing = source.listing()
     log_step(f"{counted(len(listing), 'image')} listed")
     check_class_names(listing.classes)

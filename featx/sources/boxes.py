@@ -1,7 +1,4 @@
-"""Rows from boxes: data.boxes, a CSV table, turns every image into one row per box.
-
-A key is the key of the image, '#', and the box: 'cat/001.jpg#10,20,64,48'.
-"""
+"""Rows from boxes: data.boxes, a CSV table, turns every image into one row per box."""
 
 from __future__ import annotations
 
@@ -11,23 +8,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from featx.base import name_bytes, name_text
 from featx.errors import DataError, counted
 from featx.sources.csv_check import check_csv
 from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
 from featx.sources.row_keys import box_key, sorting_order
-from featx.types import Box, BoxReader, Listing, Source, Stateful
+from featx.sources.views import DerivedSource, parent_key
+from featx.types import Box, BoxReader, Listing, Source, View
 
 COLUMNS = ("path", "x", "y", "width", "height")
 """Required columns of the table. A column `label` is optional."""
 
 _NAMED_LINES = 10
 """Maximum number of wrong lines that an error describes."""
-
-_BOX_SEPARATOR = b"#"
-"""Separator between the key of the image and the box."""
 
 
 class _Line(NamedTuple):
@@ -38,18 +32,13 @@ class _Line(NamedTuple):
     label: str | None
 
 
-class BoxedSource:
+class BoxedSource(DerivedSource):
     """Boxes of the images of another source, in bytewise order of their keys."""
 
     def __init__(self, source: Source, file: Path) -> None:
-        self._source = source
+        super().__init__(source)
         self._file = file
         self._label_note = ""
-
-    @property
-    def reads_in_decoders(self) -> bool:
-        """Whether decoders read the images."""
-        return getattr(self._source, "reads_in_decoders", False)
 
     def listing(self) -> Listing:
         """List all boxes."""
@@ -89,26 +78,9 @@ class BoxedSource:
             self._label_note or images.label_note,
         )
 
-    def read(self, key: bytes) -> bytes:
-        """Read the whole encoded image that a box lies in. Raises as `Source.read` does."""
-        return self._source.read(self.image_key(key))
-
-    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """Return the states of the images that contain the boxes, or None if `source` has none."""
-        if not isinstance(self._source, Stateful):
-            return None
-        image_keys, which = np.unique([self.image_key(key) for key in keys], return_inverse=True)
-        states = self._source.states(image_keys)
-        return None if states is None else states[which]
-
-    def image_key(self, key: bytes) -> bytes:
-        """Return the key of the image that a row is cut from."""
-        return key.rpartition(_BOX_SEPARATOR)[0]
-
-    def box(self, key: bytes) -> Box:
+    def view(self, key: bytes) -> View:
         """Return the box that a row consists of, in pixels of the upright image."""
-        x, y, width, height = map(int, key.rpartition(_BOX_SEPARATOR)[2].split(b","))
-        return Box(x, y, width, height)
+        return View(_box_of(key))
 
     def _lines(self) -> tuple[list[_Line], bool]:
         """Read the table. Returns the lines, and whether the table has a column `label`."""
@@ -192,4 +164,10 @@ class ReadBoxes:
 
     def read(self, key: bytes) -> bytes:
         """Read the box of a row as an encoded image. Raises as `Source.read` does."""
-        return self._reader.read_box(self._boxed.image_key(key), self._boxed.box(key))
+        return self._reader.read_box(parent_key(key), _box_of(key))
+
+
+def _box_of(key: bytes) -> Box:
+    """Return the box that the key of a row names."""
+    x, y, width, height = map(int, key.rpartition(b"#")[2].split(b","))
+    return Box(x, y, width, height)

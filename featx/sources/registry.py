@@ -91,26 +91,31 @@ def open_source(config: DataConfig) -> Source:
     """Open the data set that the option group `data` describes.
 
     Args:
-        config: options of the group; `name` selects the kind, `boxes` adds a table of boxes.
+        config: options of the group; `name` selects the kind, `boxes`, `views` and `crops` say what
+            of its images are rows.
 
     Raises:
         ConfigError: there is no source of this name.
         DataError: the data set does not exist or cannot be read.
         MissingExtraError: the kind needs a package that is not installed.
     """
-    return with_boxes(SOURCES.get(config.name).open(config), config)
+    return with_views(SOURCES.get(config.name).open(config), config)
 
 
-def with_boxes(source: Source, config: DataConfig) -> Source:
-    """Apply the option data.boxes to a source.
+def with_views(source: Source, config: DataConfig) -> Source:
+    """Apply the options data.boxes, data.views and data.crops to a source.
 
     Returns:
-        a `BoxedSource`, or a `ReadBoxes` if the source reads boxes itself, with one row per box; or
-        `source` itself if data.boxes is not set.
+        a source with one row per box (`BoxedSource`, or `ReadBoxes` if the source reads boxes
+        itself) and view (`ViewedSource`); or `source` itself if none of them is set.
     """
-    if config.boxes is None:
-        return source
-    from featx.sources.boxes import BoxedSource, ReadBoxes
+    if config.boxes is not None:
+        from featx.sources.boxes import BoxedSource, ReadBoxes
 
-    boxed = BoxedSource(source, Path(config.boxes).expanduser())
-    return ReadBoxes(boxed, source) if isinstance(source, BoxReader) else boxed
+        boxed = BoxedSource(source, Path(config.boxes).expanduser())
+        source = ReadBoxes(boxed, source) if isinstance(source, BoxReader) else boxed
+    if config.has_views:
+        from featx.sources.views import ViewedSource
+
+        source = ViewedSource(source, config)
+    return source

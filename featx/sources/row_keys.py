@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import name_text
+from featx.config import ViewName
 from featx.errors import DataError
 from featx.types import Box, ImageFault, Status
 
@@ -91,6 +93,7 @@ def sorting_order(keys: npt.NDArray[np.bytes_], what: str) -> npt.NDArray[np.int
 
 
 _BOX = re.compile(rb"(.+)#(\d+),(\d+),(\d+),(\d+)", re.DOTALL)
+_VIEW = re.compile(rb"(.+)#(?:%b|crop\d+)" % "|".join(get_args(ViewName)).encode(), re.DOTALL)
 _FRAME = re.compile(rb"(.+)@\d{5,}\.\d{3}", re.DOTALL)
 
 
@@ -123,10 +126,12 @@ def origin_of(key: bytes) -> tuple[bytes, str | None]:
     """Return the key and the kind of what a row was taken from.
 
     Returns:
-        (key of the image, 'image') for a box; (key of the video, 'video') for a frame or a box in a
-        frame; (the key itself, None) for any other row.
+        (key of the image, 'image') for a box or a view; (key of the video, 'video') for a frame or
+        a box or view of one; (the key itself, None) for any other row.
     """
     kind = None
+    if match := _VIEW.fullmatch(key):
+        key, kind = match[1], "image"
     if match := _BOX.fullmatch(key):
         key, kind = match[1], "image"
     if match := _FRAME.fullmatch(key):

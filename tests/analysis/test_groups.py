@@ -37,11 +37,13 @@ def test_what_a_key_was_taken_from() -> None:
     box = box_key(b"cat/a#1.jpg", 1, 2, 30, 40)
     assert box == b"cat/a#1.jpg#1,2,30,40"
     assert origin_of(box) == (b"cat/a#1.jpg", "image")
+    assert origin_of(box + b"#hflip") == origin_of(b"cat/a#1.jpg#crop12") == origin_of(box)
     frame = frame_key(b"talks/me@home.mp4", 12.5)
     assert frame == b"talks/me@home.mp4@00012.500"
     assert origin_of(frame) == (b"talks/me@home.mp4", "video")
     assert origin_of(frame_key(b"long.mp4", 123456.0)) == (b"long.mp4", "video")
     assert origin_of(box_key(frame, 1, 2, 3, 4)) == (b"talks/me@home.mp4", "video")
+    assert origin_of(frame + b"#rot90") == (b"talks/me@home.mp4", "video")
     for key in (b"a.jpg", b"a#1.jpg", b"a@00012.000.png", b"a#1,2,3", b"#1,2,3,4", b"a@12.000"):
         assert origin_of(key) == (key, None)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,6 +191,43 @@ def _listed(layers: dict[str, np.ndarray], keys: list[str], **more: Any) -> Tabl
     return Table(keys, more.pop("rows", []), more.pop("labels", []), [], layers, **more)
 
 
+def fiftyone(out: Path) -> Table:
+    """As FiftyOne's importer reads it; every value has the type that its field declares."""
+    metadata = json.loads((out / "metadata.json").read_text("utf-8"))
+    types = {
+        field["db_field"]: field["ftype"].rpartition(".")[2] for field in metadata["sample_fields"]
+    }
+    python_types: dict[str, Any] = {
+        "StringField": str, "IntField": int, "FloatField": float, "BooleanField": bool,
+        "ListField": list, "ObjectIdField": dict, "EmbeddedDocumentField": dict,
+    }  # fmt: skip
+    samples = json.loads((out / "samples.json").read_text("utf-8"))["samples"]
+    layers: dict[str, list[np.ndarray]] = {}
+    for sample in samples:
+        assert sample.pop("_media_type") == "image"
+        assert 0 <= sample.pop("_rand") < 1
+        for name, value in sample.items():
+            if types[name] == "VectorField":
+                file = zlib.decompress(base64.b64decode(value["$binary"]["base64"]))
+                layers.setdefault(name, []).append(np.load(io.BytesIO(file)))
+            else:
+                assert type(value) is python_types[types[name]], name
+    assert len({sample["_id"]["$oid"] for sample in samples}) == len(samples)
+    names = metadata["default_classes"]
+    classes = [sample.get("ground_truth", {}).get("label") for sample in samples]
+    own = {"_id", "filepath", "tags", "key", "row", "ground_truth", *layers}
+    return _listed(
+        {name: np.stack(values) for name, values in layers.items()},
+        [sample["key"] for sample in samples],
+        rows=[sample["row"] for sample in samples],
+        labels=[-1 if name is None else names.index(name) for name in classes],
+        classes=classes,
+        columns={
+            name: [sample.get(name) for sample in samples] for name in types if name not in own
+        },
+    )
+
+
 def clip_retrieval(out: Path) -> Table:
     """As clip-retrieval and embedding_reader read it: files of both folders in sorted order."""
     import pandas as pd
@@ -268,4 +308,5 @@ READERS = {
     "faiss": faiss,
     "hloc": hloc,
     "trident": trident,
+    "fiftyone": fiftyone,
 }

@@ -89,6 +89,11 @@ class TestFaiss(_UnitVectors):
     rtol = 1e-6
 
 
+class TestFiftyOne(_Vectors):
+    kind = "fiftyone"
+    is_opened_by_code = False  # fiftyone starts servers; test_fiftyone.py has its importer
+
+
 class TestTrident(_Vectors):
     kind = "trident"
 

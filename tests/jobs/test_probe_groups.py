@@ -61,6 +61,7 @@ BOXES = [
     for group, row in zip(GROUP_OF, range(480), strict=True)
 ]
 BOXES.sort()
+VIEWS = [b"%03d.jpg#crop%d" % (group, place % ROWS) for place, group in enumerate(GROUP_OF)]
 FRAMES = [frame_key(b"%03d.mp4" % group, place % ROWS) for place, group in enumerate(GROUP_OF)]
 PATIENTS = {"patient": np.array([b"p%03d" % group for group in GROUP_OF])}
 
@@ -100,6 +101,7 @@ def test_few_shot_lines_begin_with_the_columns_of_the_predictions() -> None:
         (BOXES, {}, {}, "image", SPLITS[0]),
         pytest.param(BOXES, {}, {}, "image", SPLITS[1], marks=pytest.mark.slow),
         pytest.param(BOXES, {}, {}, "image", SPLITS[2], marks=pytest.mark.slow),
+        (VIEWS, {}, {}, "image", SPLITS[1]),
         (FRAMES, {}, {}, "video", SPLITS[1]),
         (None, PATIENTS, {"group_column": "patient"}, "patient", SPLITS[2]),
     ],

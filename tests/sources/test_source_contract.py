@@ -47,6 +47,10 @@ def boxes() -> dict[str, Any]:
     return {"name": "folder", "root": "written", "boxes": "boxes.csv"}
 
 
+def views() -> dict[str, Any]:
+    return {**boxes(), "views": ["original", "rot90"], "crops": 2}
+
+
 def slides() -> dict[str, Any]:
     """Tiled TIFFs, of which one is broken and one is empty."""
     pytest.importorskip("openslide", reason="OpenSlide is not installed")
@@ -119,7 +123,7 @@ def textiles() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "data",
-    [folder, boxes, slides, webdataset, table, parquet, hdf5, huggingface, sample, textiles],
+    [folder, boxes, views, slides, webdataset, table, parquet, hdf5, huggingface, sample, textiles],
     ids=lambda make: make.__name__,
 )
 class TestSourcesOfOptions(SourceContract):

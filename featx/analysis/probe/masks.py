@@ -77,6 +77,11 @@ def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
     except ConfigError as error:
         raise StoreError(f"{store.root} does not record where its images are: {error}") from error
     data = data_of_saved(saved, config.data, str(store.root))
+    if data.has_views:
+        raise StoreError(
+            f"probe.masks: the rows of {store.root} are views of images (data.views, data.crops), "
+            "and masks are of images as they are. Probe a store that was extracted without them."
+        )
     if data.root is not None and "://" not in data.root and not Path(data.root).exists():
         raise StoreError(
             f"probe.masks: the images of {store.root} are not at {data.root}. Their sizes are "

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from featx.analysis.probe import output_folder
+from featx.export.results import result_of, result_path
 from featx.export.selection import as_utf8
-from featx.store import FeatureStore, read_result
+from featx.store import FeatureStore
 
 SHOWN = 16
 """Maximum number of images of a ranking."""
@@ -34,16 +34,12 @@ def rankings_of(store: FeatureStore, log: Callable[[str], None]) -> list[Ranking
     makers = {"outliers": _outliers, "mislabelled": _mislabelled}
     rankings = []
     for job, make in makers.items():
-        path = output_folder(store) / job / f"{job}.json"
+        file = f"{job}/{job}.json"
         try:
-            result = read_result(path)
-            if result["fingerprint"] != str(store.attrs.get("fingerprint", "")):
-                log(f"{path} belongs to another state of the store: run job={job} again")
-                continue
-            rankings += make(store, result)
-        except FileNotFoundError:
-            continue
+            if (result := result_of(store, file, log)) is not None:
+                rankings += make(store, result)
         except (OSError, LookupError, TypeError, ValueError) as error:
+            path = result_path(store, file)
             log(f"{path} is not as job={job} writes it, and left out: {error!r}")
     return [ranking for ranking in rankings if ranking.captions]
 

@@ -17,9 +17,9 @@ from PIL import Image, ImageOps
 from featx.base import num_cpus
 from featx.config import DataConfig
 from featx.errors import FeatxError
-from featx.images import ImagePolicy, cut_out, decode_pillow
+from featx.images import ImagePolicy, cut_view, decode_pillow
 from featx.sources import open_source
-from featx.types import ImageFault, RegionSource, Source, Status
+from featx.types import ImageFault, Source, Status, ViewSource
 
 if TYPE_CHECKING:
     from featx.images import DecodingClock
@@ -265,8 +265,8 @@ class _ThumbnailMaker:
         """An image with a shorter side of at most PIXELS, and at most _MAX_PIXELS pixels."""
         if self._partial:
             decoded = readable_part(data, self._policy.max_pixels)
-        elif isinstance(self._source, RegionSource):
-            decoded = cut_out(decode_pillow(data, self._policy), self._source.box(key))
+        elif isinstance(self._source, ViewSource):
+            decoded = cut_view(decode_pillow(data, self._policy), self._source.view(key))
         else:
             decoded = decode_pillow(data, self._policy, PIXELS)
         width, height = decoded.size

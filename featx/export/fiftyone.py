@@ -1,0 +1,331 @@
+"""export.format=fiftyone: a data set of images, features and results of jobs for FiftyOne.
+
+The layout is that of `fiftyone.types.FiftyOneDataset`: metadata.json declares the fields, and
+samples.json has one document per image, both in the extended JSON of MongoDB.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+from PIL import Image
+
+from featx.base import csv_cell, log_message, name_text
+from featx.errors import ConfigError
+from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
+from featx.export.encoded_images import EncodedImages
+from featx.export.results import layer_of_fold, lines_of, probe_lines, result_of, result_path
+from featx.export.selection import about_text, as_json_values, as_npy, as_utf8
+from featx.store import FeatureStore, layout
+
+_VERSION = "1.0.0"
+"""Version of FiftyOne whose layout is written; later ones convert it as they import it."""
+
+_LISTING = (
+    *("id", "filepath", "tags", "metadata", "media_type", "created_at", "last_modified_at"),
+    *("key", "row"),
+)
+"""Fields of every sample of FiftyOne, and of every sample of an export."""
+
+_RESULTS = {
+    "ground_truth": "Classification",
+    "prediction": "Classification",
+    "cross_validated": "Classification",
+    "label_probability": "FloatField",
+    "outlier_distance": "FloatField",
+    "duplicate_group": "IntField",
+}
+"""Field of a label or of a result -> its type; there is none of a job that has not run."""
+
+_COLUMN_TYPES = {"i": "IntField", "f": "FloatField", "b": "BooleanField", "U": "StringField"}
+"""Kind of a dtype of numpy -> type of the field."""
+
+_SAMPLE_BYTES = 2000
+"""Approximate bytes of a document, without features."""
+
+Field = dict[str, Any]
+
+
+class FiftyOne(Format):
+    """metadata.json, samples.json, and the images in data/ unless they are files of a folder.
+
+    A sample has the key, the class, a vector for each layer, the columns of the data set, and what
+    job=probe, mislabelled, outliers and duplicates have found; tags mark outliers, likely
+    mislabelled images and near-duplicates.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        selection = self.selection
+        refuse_maps(selection, "a sample of FiftyOne holds vectors")
+        columns = selection.named_columns((*_LISTING, *_RESULTS))
+        self._name_of = {name: re.sub(r"\W", "_", name) for name in (*selection.layers, *columns)}
+        names = [*_LISTING, *_RESULTS, *self._name_of.values()]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(
+                f"fields of FiftyOne are letters, digits and _, and {', '.join(sorted(repeated))} "
+                "would be the name of several. Choose other layers with layers=[...]."
+            )
+        self._columns = {self._name_of[name]: values for name, values in columns.items()}
+        self._images = EncodedImages(selection, self.config)
+        self._has_files = self._images.data.name == "folder"
+        self._image_bytes = self._images.mean_bytes  # some images are read, and must be the same
+        self._results = _read_results(selection.store)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Description of the rows and of the results of jobs."""
+        text = json.dumps(self._results, sort_keys=True)
+        return {**super().fingerprint, "results of jobs": _hash(text.encode()).hex()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size of the export in bytes."""
+        image_bytes = 0.0 if self._has_files else self._image_bytes
+        text_bytes = _SAMPLE_BYTES + 4 * self.selection.row_bytes() / 3
+        return int(len(self.selection) * (image_bytes + text_bytes))
+
+    def write(self, folder: ExportFolder) -> None:
+        """Write the images, the samples and the metadata."""
+        if self._has_files:
+            root = Path(self._images.data.location).expanduser().absolute()
+            keys = self.selection.keys.tolist()
+            self._write_samples(folder, (as_utf8(str(root / name_text(key))) for key in keys))
+        else:
+            with folder.folder("data") as data:
+                self._write_samples(folder, (f"data/{name}" for name in self._copies(data)))
+        with folder.file("metadata.json") as file:
+            file.write(json.dumps(self._metadata(), indent=1).encode())
+
+    def _copies(self, folder: Path) -> Iterator[str]:
+        """Write the images into a folder one by one. Yields the name of each."""
+        for position, key in enumerate(self.selection.keys.tolist()):
+            encoded = self._images.read(position)
+            assert encoded is not None, "failed rows are left out"
+            suffix = Path(name_text(key)).suffix.lower()
+            if encoded.startswith((b"P5", b"P6")):  # pixels of an array, which no browser shows
+                buffer, suffix = io.BytesIO(), ".png"
+                Image.open(io.BytesIO(encoded)).save(buffer, "PNG")
+                encoded = buffer.getvalue()
+            name = f"{int(self.selection.rows[position]):09d}{suffix}"
+            (folder / name).write_bytes(encoded)
+            yield name
+
+    def _write_samples(self, folder: ExportFolder, paths: Iterable[str]) -> None:
+        """Write samples.json, with the paths of the images in the order of the rows."""
+        selection, n = self.selection, len(self.selection)
+        columns = {name: _column(values) for name, values in self._columns.items()}
+        each_path = iter(paths)
+        with folder.file("samples.json") as file:
+            file.write(b'{"samples": [')
+            for start, stop, values in selection.blocks(0, n):
+                keys, classes = selection.key_texts(start, stop), selection.class_texts(start, stop)
+                for position in range(start, stop):
+                    place = position - start
+                    row, raw = int(selection.rows[position]), bytes(selection.keys[position])
+                    fields = {
+                        "key": keys[place],
+                        "row": row,
+                        "ground_truth": _classification(raw, "ground_truth", classes[place]),
+                        **self._results.get(row, {}),
+                        **{name: column[position] for name, column in columns.items()},
+                    }
+                    digest = _hash(raw)
+                    sample = {
+                        "_id": {"$oid": digest.hex()},
+                        "filepath": next(each_path),
+                        "tags": [],
+                        "_media_type": "image",
+                        "_rand": int.from_bytes(digest[:6]) / 2**48,
+                        **{name: value for name, value in fields.items() if value is not None},
+                        **{
+                            self._name_of[name]: _vector(layer_values[place])
+                            for name, layer_values in values.items()
+                        },
+                    }
+                    file.write((b",\n" if position else b"\n") + json.dumps(sample).encode())
+            file.write(b"\n]}\n")
+
+    def _metadata(self) -> dict[str, Any]:
+        """Return the document of the data set, which declares the fields of its samples."""
+        selection = self.selection
+        found = {"ground_truth", *(name for each in self._results.values() for name in each)}
+        return {
+            "name": selection.store.root.name,
+            "version": _VERSION,
+            "media_type": "image",
+            "sample_fields": [
+                *_OF_EVERY_SAMPLE,
+                *(_field(name, kind) for name, kind in _RESULTS.items() if name in found),
+                *(
+                    _field(name, _COLUMN_TYPES[values.dtype.kind])
+                    for name, values in self._columns.items()
+                ),
+                *(_field(self._name_of[layer], "VectorField") for layer in selection.layers),
+            ],
+            "default_classes": selection.classes,
+            "info": {"featx": about_text(selection)},
+        }
+
+    def opening(self, out: Path) -> str:
+        """Return lines that import the export and show it."""
+        return (
+            "import fiftyone as fo\n"
+            f"dataset = fo.Dataset.from_dir({literal(str(out))}, fo.types.FiftyOneDataset)\n"
+            "session = fo.launch_app(dataset)"
+        )
+
+
+def _read_results(store: FeatureStore) -> dict[int, dict[str, Any]]:
+    """Read what jobs have found in a store. Returns row -> fields of its sample, with its tags."""
+    fields: dict[int, dict[str, Any]] = defaultdict(dict)
+    results = {
+        job: result_of(store, file, log_message)
+        for job, file in (
+            ("probe", layout.PROBE),
+            *((job, f"{job}/{job}.json") for job in ("outliers", "mislabelled", "duplicates")),
+        )
+    }
+    if missing := [job for job, result in results.items() if result is None]:
+        log_message(
+            f"nothing is exported of job={', '.join(missing)}, which has not run on this store; "
+            "after it has, overwrite=true exports again"
+        )
+    keys, name_of_cell = store.key_bytes, {csv_cell(name): as_utf8(name) for name in store.classes}
+
+    def predict(row: int, field: str, line: Mapping[str, str]) -> None:
+        name, p = line["predicted"], line["p_predicted"]
+        fields[row][field] = _classification(
+            bytes(keys[row]), field, name_of_cell.get(name, name), float(p) if p else None
+        )
+
+    def tag(row: int, name: str) -> None:
+        fields[row].setdefault("tags", []).append(name)
+
+    if (result := results["probe"]) is not None:
+        for row, line in _test_lines(store, result):
+            predict(row, "prediction", line)
+    if (result := results["outliers"]) is not None:
+        for row, line in lines_of(store, "outliers"):
+            fields[row]["outlier_distance"] = float(line["distance"])
+        shown = (*result["farthest"], *result["farthest_in_class"])
+        for row in sorted({int(one["row"]) for one in shown}):
+            tag(row, "outlier")
+    if results["mislabelled"] is not None:
+        for row, line in lines_of(store, "mislabelled"):
+            fields[row]["label_probability"] = float(line["p_label"])
+            predict(row, "cross_validated", line)
+            if line["doubtful"]:
+                tag(row, "mislabelled")
+    if results["duplicates"] is not None:
+        for row, line in lines_of(store, "duplicates"):
+            fields[row]["duplicate_group"] = int(line["group"])
+            tag(row, "near-duplicate")
+    return dict(fields)
+
+
+def _test_lines(
+    store: FeatureStore, result: Mapping[str, Any]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Return the predictions of a probe for test rows of its store, by the layer it has chosen."""
+    if result["task"] != "classification" or result["split"]["kind"] == "test_store":
+        log_message("predictions of the probe are left out: they are not classes of these rows")
+        return
+    row_of_cell = {csv_cell(str(key)): row for row, key in enumerate(store.keys.tolist())}
+    layers = result.get("layer_of_folds") or [result["layer"]]
+    for line in probe_lines(result, result_path(store, layout.PROBE).parent) or ():
+        chosen = ("test", layer_of_fold(layers, line), result["method"])
+        if (line["split"], line["layer"], line["method"]) == chosen:
+            yield row_of_cell[line["key"]], line
+
+
+def _hash(data: bytes) -> bytes:
+    """Return twelve bytes, as many as an identifier of MongoDB has."""
+    return blake2b(data, digest_size=12).digest()
+
+
+def _classification(
+    key: bytes, field: str, label: str | None, confidence: float | None = None
+) -> dict[str, Any] | None:
+    """Return a label of FiftyOne; None without one."""
+    if label is None:
+        return None
+    return {
+        "_id": {"$oid": _hash(key + b"#" + field.encode()).hex()},
+        "_cls": "Classification",
+        "tags": [],
+        "label": label,
+        **({} if confidence is None else {"confidence": confidence}),
+    }
+
+
+def _column(values: npt.NDArray[Any]) -> list[Any]:
+    """Return the values of a column; MongoDB refuses text that is no UTF-8."""
+    return [as_utf8(each) if isinstance(each, str) else each for each in as_json_values(values)]
+
+
+def _vector(values: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return a vector as FiftyOne stores it, an .npy file compressed by zlib."""
+    data = base64.b64encode(zlib.compress(as_npy(values), 1)).decode()
+    return {"$binary": {"base64": data, "subType": "00"}}
+
+
+def _field(name: str, kind: str, fields: Iterable[Field] = (), stored: str | None = None) -> Field:
+    """Declare a field.
+
+    Args:
+        name: name.
+        kind: class of FiftyOne, of fields or of labels.
+        fields: fields of an embedded document.
+        stored: name in the documents, if it is another one.
+    """
+    embedded = None
+    if kind == "Classification":
+        embedded, kind, fields = f"fiftyone.core.labels.{kind}", "EmbeddedDocumentField", _OF_LABEL
+    return {
+        "name": name,
+        "ftype": f"fiftyone.core.fields.{kind}",
+        "embedded_doc_type": embedded,
+        "subfield": "fiftyone.core.fields.StringField" if kind == "ListField" else None,
+        "fields": list(fields),
+        "db_field": stored or name,
+    }
+
+
+_OF_LABEL = [
+    _field("id", "ObjectIdField", stored="_id"),
+    _field("tags", "ListField"),
+    _field("label", "StringField"),
+    _field("confidence", "FloatField"),
+    _field("logits", "VectorField"),
+]
+
+_OF_EVERY_SAMPLE = [
+    _field("id", "ObjectIdField", stored="_id"),
+    _field("filepath", "StringField"),
+    _field("tags", "ListField"),
+    _field("created_at", "DateTimeField"),
+    _field("last_modified_at", "DateTimeField"),
+    _field("key", "StringField"),
+    _field("row", "IntField"),
+]
+
+
+FORMATS.register(
+    FormatMember(
+        "fiftyone",
+        "A data set for FiftyOne, with predictions, outliers and near-duplicates.",
+        make=FiftyOne,
+        holds_failed_rows=False,
+    )
+)

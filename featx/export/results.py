@@ -1,0 +1,71 @@
+"""Results of other jobs in the folder of a store, as report and exports read them."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from featx.base import csv_cell
+from featx.store import FeatureStore, layout, read_result
+
+
+def result_path(store: FeatureStore, file: str) -> Path:
+    """Return the path of a file of results, which is named below the folder of the store."""
+    from featx.analysis.probe import output_folder  # which imports torch
+
+    return output_folder(store) / file
+
+
+def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dict[str, Any] | None:
+    """Read the result file of a job; None if it has not run, or on another state of the store.
+
+    Args:
+        store: the store.
+        file: name of the file below the folder of the store, whose stem is that of the job.
+        log: called with a sentence about a result of another state.
+    """
+    path = result_path(store, file)
+    try:
+        result = read_result(path)
+    except FileNotFoundError:
+        return None
+    if result["fingerprint"] != str(store.attrs.get("fingerprint", "")):
+        log(f"{path} belongs to another state of the store: run job={path.stem} again")
+        return None
+    return result
+
+
+def lines_of(store: FeatureStore, job: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Read the table of a job, line by line, with the row of the store that each is of."""
+    path = result_path(store, f"{job}/{job}.csv")
+    with path.open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            row = int(line["row"])
+            if csv_cell(str(store.keys[row])) == line["key"]:
+                yield row, line
+
+
+def layer_of_fold(layers: Sequence[str], line: Mapping[str, str]) -> str:
+    """Return the layer that the fold of a line chose; with a single one that layer."""
+    return layers[min(int(line["fold"] or 1), len(layers)) - 1]
+
+
+def probe_lines(result: Mapping[str, Any], folder: Path) -> list[dict[str, str]] | None:
+    """Return the predictions of the first seed of a probe, of which probe.json has the split.
+
+    None if the file is missing or does not belong to probe.json.
+    """
+    try:
+        # The name in probe.json is not used: a stranger's file could name any file.
+        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
+        return None
+    text = io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")
+    first_seed = str(result["split"]["seed"])
+    return [line for line in csv.DictReader(text) if line["seed"] == first_seed]

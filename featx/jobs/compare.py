@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from featx.analysis import StoreComparison, compare_stores
-from featx.base import percent_text, shown_path, size_text
+from featx.base import Table, percent_text, shown_path, size_text
 from featx.config import Config
 from featx.errors import counted
-from featx.jobs.base import JOBS, Input, Job, Table, print_summary
+from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import write_csv
 from featx.storage import AtomicFolder, is_url, parse_path
 

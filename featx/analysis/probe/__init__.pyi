@@ -1,5 +1,9 @@
 from .class_task import MAX_SCORES as MAX_SCORES
 from .class_task import SCORE as SCORE
+from .description import layer_results as layer_results
+from .description import metrics_table as metrics_table
+from .description import pixel_classes_table as pixel_classes_table
+from .description import probe_sections as probe_sections
 from .heads import output_folder as output_folder
 from .labelled_rows import LabelledRows as LabelledRows
 from .layer_rows import BLOCK_BYTES as BLOCK_BYTES

@@ -15,3 +15,6 @@ from .metrics import Metric as Metric
 from .mislabelled import JudgedLabels as JudgedLabels
 from .mislabelled import judge_labels as judge_labels
 from .run import run_probe as run_probe
+from .texts import interval_text as interval_text
+from .texts import score_text as score_text
+from .texts import spread_text as spread_text

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import output_folder
+from featx.analysis.probe import layer_results, output_folder
 from featx.base import csv_cell, csv_line
 from featx.export.report.html import without_folder
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout, read_result
-
-METHODS = ("linear", "knn", "ridge", "attentive")
 
 _SPLITS = {"holdout": "hold-out", "column": "given split", "test_store": "another store"}
 """Kind of split -> its name for people."""
@@ -113,20 +111,10 @@ class Probes:
             return 0.0
         return float(self.confusion.sum(1).max() / self.confusion.sum())
 
-    @property
-    def results(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """Layer, method and entry of each result, in the order of the file."""
-        layers = {} if self.result is None else self.result["layers"]
-        return [
-            (layer, method, of_layer[method])
-            for layer, of_layer in layers.items()
-            for method in METHODS
-            if method in of_layer
-        ]
-
     def of_method(self, method: str) -> dict[str, Mapping[str, Any]]:
         """Return layer -> entry of one method, in the order of the layers."""
-        return {layer: entry for layer, name, entry in self.results if name == method}
+        results = [] if self.result is None else layer_results(self.result)
+        return {layer: entry for layer, name, entry in results if name == method}
 
     @property
     def of_best_method(self) -> dict[str, Mapping[str, Any]]:

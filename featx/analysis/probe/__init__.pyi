@@ -1,5 +1,7 @@
 from .class_task import MAX_SCORES as MAX_SCORES
 from .class_task import SCORE as SCORE
+from .compared_store import is_of_answer as is_of_answer
+from .compared_store import prediction_lines as prediction_lines
 from .description import layer_results as layer_results
 from .description import metrics_table as metrics_table
 from .description import pixel_classes_table as pixel_classes_table

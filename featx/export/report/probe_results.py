@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import hashlib
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import layer_results, output_folder
+from featx.analysis.probe import is_of_answer, layer_results, output_folder, prediction_lines
 from featx.base import csv_cell, csv_line
 from featx.export.report.html import without_folder
 from featx.export.selection import as_utf8
@@ -170,7 +168,7 @@ def read_predictions(
     result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int]
 ) -> TestPredictions | None:
     """Read predictions.csv of classes; None if it is missing or does not belong to probe.json."""
-    lines = _lines(result, folder)
+    lines = prediction_lines(folder, result)
     if lines is None:
         return None
     # Keys of another store say nothing about the rows of this one.
@@ -179,7 +177,6 @@ def read_predictions(
     wrong: dict[str, dict[int, str]] = {layer: {} for layer in result["layers"]}
     errors: list[dict[str, Any]] = []
     confidences = []
-    layers = result.get("layer_of_folds") or [result["layer"]]
     row_of_cell = {csv_cell(key): row for key, row in row_of.items()}
     for line in lines:
         test = line["split"] == "test"
@@ -188,7 +185,7 @@ def read_predictions(
             roles[row] = _ROLE_OF[line["split"]]
         if not test or line["method"] != result["method"]:
             continue
-        is_chosen = line["layer"] == _layer_of_fold(layers, line)
+        is_chosen = is_of_answer(line, result)
         if is_chosen and line["p_predicted"]:
             confidences.append(float(line["p_predicted"]))
         if line["true"] == line["predicted"]:
@@ -220,34 +217,10 @@ def read_values(result: Mapping[str, Any], folder: Path) -> ValuePredictions:
     numbers = result["task"] == "regression"
     true_columns = ["true"] if numbers else csv_line(f"true:{name}" for name in targets)
     predicted_columns = ["predicted"] if numbers else csv_line(f"score:{name}" for name in targets)
-    layers = result.get("layer_of_folds") or [result["layer"]]
     truth, predicted = [], []
-    for line in _lines(result, folder) or ():
-        chosen = (_layer_of_fold(layers, line), result["method"])
-        if (line["layer"], line["method"]) == chosen:
+    for line in prediction_lines(folder, result) or ():
+        if is_of_answer(line, result):
             truth.append([float(line[name]) for name in true_columns])
             predicted.append([float(line[name]) for name in predicted_columns])
     shape = len(truth), len(true_columns)
     return ValuePredictions(np.reshape(truth, shape), np.reshape(predicted, shape))
-
-
-def _layer_of_fold(layers: Sequence[str], line: Mapping[str, str]) -> str:
-    """Return the layer that the fold of a line chose; with a single one that layer."""
-    return layers[min(int(line["fold"] or 1), len(layers)) - 1]
-
-
-def _lines(result: Mapping[str, Any], folder: Path) -> list[dict[str, str]] | None:
-    """Return the lines of the first seed, of which probe.json has the split.
-
-    None if the file is missing or does not belong to probe.json.
-    """
-    try:
-        # The name in probe.json is not used: a stranger's file could name any file.
-        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
-    except OSError:
-        return None
-    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
-        return None
-    text = io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")
-    first_seed = str(result["split"]["seed"])
-    return [line for line in csv.DictReader(text) if line["seed"] == first_seed]

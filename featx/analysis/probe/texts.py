@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,18 +11,11 @@ from featx.analysis.probe.metrics import METRICS
 from featx.base import WIDTH, percent_text, shown_path
 from featx.errors import counted
 
-_FOLD = re.compile(r"^fold \d+ of \d+: ")
-
 _LAYERS_NAMED = 8
 """Number of layers that a line names."""
 
-_PAIRS_NAMED = 3
-"""Number of pairs of classes that a line names."""
 
-_BESIDE_ACCURACY = METRICS["classification"][1:]
-
-
-def filled(lines: Sequence[str]) -> str:
+def _filled(lines: Sequence[str]) -> str:
     """Break lines to the width of the output."""
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
@@ -58,19 +50,6 @@ def points_text(share: float, sign: str = "") -> str:
     return f"{rounded:{sign if rounded else ''}.1f}"
 
 
-def test_cells(test: Mapping[str, Any]) -> tuple[str, str]:
-    """Format the corrected p-value of a test, and whether it tells two layers apart."""
-    p, told_apart = test["p_holm"], test["told_apart"]
-    answer = "-" if told_apart is None else "yes" if told_apart else "no"
-    return "-" if p is None else f"{p:.2g}", answer
-
-
-def setting_text(value: float | Sequence[float]) -> str:
-    """Format the chosen penalty or number of neighbours, or the different ones of all folds."""
-    values = value if isinstance(value, list) else [value]
-    return ",".join(f"{each:g}" for each in dict.fromkeys(values))
-
-
 def counts_text(layers: Sequence[str]) -> str:
     """Return how many folds or splits chose each layer, the most frequent first."""
     counts = Counter(layers).most_common()
@@ -97,7 +76,7 @@ def answer_text(result: Mapping[str, Any]) -> str:
             f"{interval_text(result['interval'])} %{folds}."
         )
         highest = [] if result["seeds"] else _highest_on_test(result)
-        return filled([answer, *_comparison(result), *highest, *_store_comparison(result)])
+        return _filled([answer, *_comparison(result), *highest, *_store_comparison(result)])
     if chosen:
         folds = f" Each fold chose its layer within training ({counts_text(chosen)})."
     first, *others = (
@@ -115,7 +94,7 @@ def answer_text(result: Mapping[str, Any]) -> str:
             f" These are of the crop of {height} x {width} pixels that the network saw, not of "
             "whole images."
         )
-    return filled([answer + folds])
+    return _filled([answer + folds])
 
 
 def seeds_answer_text(result: Mapping[str, Any]) -> str:
@@ -142,7 +121,7 @@ def seeds_answer_text(result: Mapping[str, Any]) -> str:
         text += f", with the layer that each {where} chose on validation rows ({chosen})"
     tests = about["differences"] or {}
     sentences = _indistinguishable_text(about["layer"], tests, f"the {splits}")
-    return filled([f"Over {splits} {text}.", *sentences, *highest])
+    return _filled([f"Over {splits} {text}.", *sentences, *highest])
 
 
 def _comparison(result: Mapping[str, Any]) -> list[str]:
@@ -263,139 +242,4 @@ def paired_text(result: Mapping[str, Any]) -> str | None:
         f"{layer}; p = {test['p']:.2g}, corrected {test['p_holm']:.2g}"
         for layer, test in result["paired_tests"].items()
     ]
-    return filled(lines) if lines else None
-
-
-def metrics_text(result: Mapping[str, Any]) -> str:
-    """Return the metrics of the best layer, and why others are not available."""
-    texts = [
-        f"{metric.title} {score_text(result[metric.key], metric.is_share)}"
-        + (f" ({result['calibration_bins']} bins)" if metric.key == "calibration_error" else "")
-        for metric in _BESIDE_ACCURACY
-        if result[metric.key] is not None
-    ]
-    return "\n".join([*_in_lines(texts, 4), *not_available(result)])
-
-
-def intervals_text(bootstrap: Mapping[str, Any]) -> str:
-    """Return the bootstrap intervals of all metrics."""
-    texts = [
-        f"{metric.title} {interval_text(interval, metric.is_share)}{' %' * metric.is_share}"
-        for metric in METRICS["classification"]
-        if (interval := bootstrap["intervals"][metric.key]) is not None
-    ]
-    undefined = [
-        f"{count} resamples without {name} are left out of its interval"
-        for name, count in bootstrap["undefined"].items()
-    ]
-    units = counted(bootstrap["units"], bootstrap["unit"])
-    about = f"95 %, {bootstrap['resamples']} resamples of {units}"
-    return "\n".join([*_in_lines(texts, 3), about, *undefined])
-
-
-def seeds_metrics_text(seeds: Mapping[str, Any]) -> str:
-    """Return mean and standard deviation over the splits of the metrics of the chosen layers."""
-    texts = [
-        f"{metric.title} {spread_text(spread, metric.is_share)}{' %' * metric.is_share}"
-        for metric in _BESIDE_ACCURACY
-        if (spread := seeds["chosen"][metric.key]) is not None
-    ]
-    return "\n".join(_in_lines(texts, 3))
-
-
-def _in_lines(texts: Sequence[str], count: int) -> list[str]:
-    """Join texts by commas, `count` of them in a line."""
-    return [", ".join(texts[i : i + count]) for i in range(0, len(texts), count)]
-
-
-def not_available(about: Mapping[str, Any]) -> list[str]:
-    """Return one line per reason for which metrics are not available."""
-    titles = {metric.key: metric.title for metrics in METRICS.values() for metric in metrics}
-    names: dict[str, list[str]] = {}
-    for key, reason in about.get("not_available", {}).items():
-        names.setdefault(reason, []).append(titles[key])
-    return [f"not available: {', '.join(each)}; {reason}" for reason, each in names.items()]
-
-
-def split_text(split: Mapping[str, Any]) -> str:
-    """Describe the kind of split and its sizes."""
-    kind = split["kind"]
-    sizes = (
-        f"{split['fit'][0]} fitted, {split['validation_rows'][0]} for validation, "
-        f"{split['test_rows'][0]} tested"
-    )
-    if kind == "kfold":
-        return f"{split['folds']} folds, each about {sizes}; seed {split['seed']}"
-    return f"{kind}, {sizes}; seed {split['seed']}"
-
-
-def groups_text(groups: Mapping[str, Any] | None) -> str | None:
-    """Describe which rows were kept together; None without groups."""
-    if groups is None:
-        return None
-    return (
-        f"rows of one {groups['by']} stay on one side: "
-        f"{counted(groups['groups'], 'group')}, the largest of {counted(groups['largest'], 'row')}"
-    )
-
-
-def chance_text(result: Mapping[str, Any]) -> str:
-    """Return the accuracy of guessing, and of always naming the most frequent class."""
-    support = [count for count in result["support"] if count is not None]
-    largest = percent_text(max(support) / max(1, sum(support)))
-    return f"{percent_text(1 / len(result['classes']))}, largest class {largest}"
-
-
-def errors_text(result: Mapping[str, Any]) -> str:
-    """Return the number of wrong predictions, and the pairs of classes confused most."""
-    names, matrix = result["classes"], result["confusion"]
-    pairs = [
-        (count, names[i], names[j])
-        for i, row in enumerate(matrix)
-        for j, count in enumerate(row)
-        if i != j and count
-    ]
-    pairs.sort(key=lambda pair: -pair[0])
-    texts = [f"{true} as {predicted} {count}" for count, true, predicted in pairs[:_PAIRS_NAMED]]
-    if num_more := len(pairs[_PAIRS_NAMED:]):
-        texts.append(f"{num_more} more pairs of classes")
-    total = f"{sum(count for count, *_ in pairs)} of {result['rows']}"
-    return f"{total}: {', '.join(texts)}" if pairs else total
-
-
-def near_text(result: Mapping[str, Any]) -> str:
-    """Describe how many test rows have a near-duplicate in training, or why it is unknown."""
-    near = result["near_duplicates"]
-    if near["rows"] is None:
-        return f"not looked for: {near['not_checked']}"
-    text = (
-        f"{near['rows']} of {counted(result['rows'], 'test row')} "
-        f"{'is' if near['rows'] == 1 else 'are'} like a training row (cosine {near['cosine']:g} of "
-        f"{near['layer']}, standardised)"
-    )
-    if near["rows"] and (accuracy_without := near["without"]) is not None:
-        text += (
-            f";\nwithout them the accuracy is {percent_text(accuracy_without['accuracy'])} "
-            f"({accuracy_without['correct']} of {accuracy_without['rows']})"
-        )
-    return text
-
-
-def notes_of_layers(result: Mapping[str, Any], methods: Sequence[str]) -> list[str]:
-    """Return all notes: those on rows, and those of layers, a line for equal ones."""
-    places: dict[str, dict[str, int]] = {}
-    for layer, about in result["layers"].items():
-        for method in methods:
-            for note in about[method]["notes"]:
-                of_note = places.setdefault(_FOLD.sub("", note), {})
-                name = f"{layer}, {method}"
-                of_note[name] = of_note.get(name, 0) + int(bool(_FOLD.match(note)))
-    of_layers = [
-        "; ".join(
-            f"{name} ({counted(folds, 'fold')})" if folds else name
-            for name, folds in of_note.items()
-        )
-        + f": {note}"
-        for note, of_note in places.items()
-    ]
-    return [*result["notes_on_rows"], *of_layers]
+    return _filled(lines) if lines else None

@@ -62,15 +62,7 @@ _COLUMNS = ("true", "predicted", "p_true", "p_predicted", "near_duplicate")
 
 
 class ClassTask(RowTask):
-    """Task of predicting the class of each row.
-
-    Args:
-        config: checked config.
-        store: the store.
-        kind: kind of the targets.
-        layers: layers to probe.
-        max_scores: number of scores up to which predictions.csv has a column per class.
-    """
+    """Task of predicting the class of each row; `max_scores` is that of `run_probe`."""
 
     chosen_by = "validation_accuracy"
 

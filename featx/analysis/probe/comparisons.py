@@ -120,29 +120,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     The i-th smallest of m p-values, counted from 0, becomes the largest of (m - j) p_j for j <= i,
     and 1 at most. S. Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian
     Journal of Statistics 6 (1979).
-
-    Returns:
-        the corrected p-values in the same order.
     """
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        corrected[place] = largest
-    return corrected
+    order, corrected = np.argsort(p_values, kind="stable"), np.empty(len(p_values))
+    factors = len(p_values) - np.arange(len(p_values))
+    raised = np.minimum(1, factors * np.asarray(p_values, np.float64)[order])
+    corrected[order] = np.maximum.accumulate(raised)
+    return corrected.tolist()
 
 
 def holm_levels(p_values: Sequence[float]) -> list[float]:
-    """Return ALPHA / (m - i) for the i-th smallest of m p-values, counted from 0.
-
-    Holm's method compares each p-value with this level.
-
-    Returns:
-        the levels in the same order.
-    """
-    levels = [0.0] * len(p_values)
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        levels[place] = ALPHA / (len(p_values) - rank)
-    return levels
+    """Return ALPHA / (m - i) for the i-th smallest of m p-values, with which Holm compares it."""
+    levels = np.empty(len(p_values))
+    levels[np.argsort(p_values, kind="stable")] = ALPHA / (len(p_values) - np.arange(len(p_values)))
+    return levels.tolist()
 
 
 def resampled_test(

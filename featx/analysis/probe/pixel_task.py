@@ -44,15 +44,7 @@ _RESAMPLES_PER_BLOCK = 50
 
 
 class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
-    """Task of predicting the class of each pixel on the crop that the network saw.
-
-    Args:
-        config: checked config.
-        store: the store.
-        kind: kind of the targets.
-        layers: layers to probe.
-        log: called with a line of text about the masks.
-    """
+    """Task of predicting the class of each pixel on the crop that the network saw."""
 
     chosen_by = "validation_miou"
     memory_remedy = "Use device=cpu, or extract fewer patches with reduce=grid."

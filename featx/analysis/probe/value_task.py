@@ -45,14 +45,7 @@ THRESHOLD = 0.5
 
 
 class ValueTask(RowTask):
-    """Task of predicting numbers, or several labels of each row.
-
-    Args:
-        config: checked config.
-        store: the store.
-        kind: kind of the targets.
-        layers: layers to probe.
-    """
+    """Task of predicting numbers, or several labels of each row."""
 
     chosen_by = "validation_loss"
 

@@ -72,6 +72,9 @@ from .registry import Member as Member
 from .registry import Registry as Registry
 from .registry import for_options as for_options
 from .text import WIDTH as WIDTH
+from .text import Section as Section
+from .text import Table as Table
+from .text import as_text as as_text
 from .text import command_text as command_text
 from .text import csv_bytes as csv_bytes
 from .text import csv_cell as csv_cell

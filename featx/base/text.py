@@ -9,6 +9,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 WIDTH = 100
@@ -18,6 +19,46 @@ _LEAST_ROOM = 8
 """Least width of the first column of a table that is made narrower."""
 
 _COMMAND = "python -m featx "
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a result.
+
+    Attributes:
+        header: names of the columns.
+        rows: cells as text.
+        left: number of columns that are flush left.
+        title: line above the table, or ''.
+        notes: lines below it.
+        best: index of the row of the answer, which a page marks.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+    title: str = ""
+    notes: Sequence[str] = ()
+    best: int | None = None
+
+
+Section = str | Table | Sequence[tuple[str, str | None]]
+"""A part of the result of a job: text, a table, or facts, which are left out if they are None."""
+
+
+def as_text(*sections: Section | None) -> str:
+    """Format the sections of a result for people, with an empty line between them."""
+    texts = []
+    for section in sections:
+        if isinstance(section, str):
+            texts.append(section)
+        elif isinstance(section, Table):
+            lines = [section.title, table(section.header, section.rows, section.left)]
+            notes = (textwrap.fill(note, WIDTH) for note in section.notes)
+            texts.append("\n".join(filter(None, [*lines, *notes])))
+        elif section is not None:
+            texts.append(facts([(name, text) for name, text in section if text is not None]))
+    return "\n\n".join(texts)
 
 
 def table(

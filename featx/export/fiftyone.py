@@ -24,7 +24,7 @@ from featx.base import csv_cell, log_message, name_text
 from featx.errors import ConfigError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
 from featx.export.encoded_images import EncodedImages
-from featx.export.results import layer_of_fold, lines_of, probe_lines, result_of, result_path
+from featx.export.results import lines_of, result_of, result_path
 from featx.export.selection import about_text, as_json_values, as_npy, as_utf8
 from featx.store import FeatureStore, layout
 
@@ -238,14 +238,14 @@ def _test_lines(
     store: FeatureStore, result: Mapping[str, Any]
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Return the predictions of a probe for test rows of its store, by the layer it has chosen."""
+    from featx.analysis.probe import is_of_answer, prediction_lines  # which imports torch
+
     if result["task"] != "classification" or result["split"]["kind"] == "test_store":
         log_message("predictions of the probe are left out: they are not classes of these rows")
         return
     row_of_cell = {csv_cell(str(key)): row for row, key in enumerate(store.keys.tolist())}
-    layers = result.get("layer_of_folds") or [result["layer"]]
-    for line in probe_lines(result, result_path(store, layout.PROBE).parent) or ():
-        chosen = ("test", layer_of_fold(layers, line), result["method"])
-        if (line["split"], line["layer"], line["method"]) == chosen:
+    for line in prediction_lines(result_path(store, layout.PROBE).parent, result) or ():
+        if is_of_answer(line, result):
             yield row_of_cell[line["key"]], line
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import hashlib
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from featx.base import csv_cell
-from featx.store import FeatureStore, layout, read_result
+from featx.store import FeatureStore, read_result
 
 
 def result_path(store: FeatureStore, file: str) -> Path:
@@ -47,25 +45,3 @@ def lines_of(store: FeatureStore, job: str) -> Iterator[tuple[int, dict[str, str
             row = int(line["row"])
             if csv_cell(str(store.keys[row])) == line["key"]:
                 yield row, line
-
-
-def layer_of_fold(layers: Sequence[str], line: Mapping[str, str]) -> str:
-    """Return the layer that the fold of a line chose; with a single one that layer."""
-    return layers[min(int(line["fold"] or 1), len(layers)) - 1]
-
-
-def probe_lines(result: Mapping[str, Any], folder: Path) -> list[dict[str, str]] | None:
-    """Return the predictions of the first seed of a probe, of which probe.json has the split.
-
-    None if the file is missing or does not belong to probe.json.
-    """
-    try:
-        # The name in probe.json is not used: a stranger's file could name any file.
-        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
-    except OSError:
-        return None
-    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
-        return None
-    text = io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")
-    first_seed = str(result["split"]["seed"])
-    return [line for line in csv.DictReader(text) if line["seed"] == first_seed]

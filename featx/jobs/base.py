@@ -10,14 +10,13 @@ import contextlib
 import inspect
 import json
 import signal
-import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from featx.base import WIDTH, Member, Registry, facts, log_message, print_result, table
+from featx.base import Member, Registry, Section, as_text, log_message, print_result
 from featx.config import (
     Config,
     from_composed,
@@ -49,29 +48,6 @@ CUSTOM_CODE = ("model.name", "model.library", "model.factory", "model.entry")
 
 _ALWAYS_READ = ("job.name", "log.json")
 """Options that every job reads."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of a result.
-
-    Attributes:
-        header: names of the columns.
-        rows: cells as text.
-        left: number of columns that are flush left.
-        title: line above the table, or ''.
-        notes: lines below it.
-    """
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int = 1
-    title: str = ""
-    notes: Sequence[str] = ()
-
-
-Section = str | Table | Sequence[tuple[str, str | None]]
-"""A part of the result of a job: text, a table, or facts, which are left out if they are None."""
 
 
 class Input(Enum):
@@ -328,21 +304,6 @@ def run(config: Config, config_yaml: str) -> int:
 def print_summary(config: Config, summary: Mapping[str, Any], *sections: Section | None) -> None:
     """Print the result of a job: `summary` as JSON with job.json=true, else its sections."""
     print_result(json.dumps(summary, indent=2) if config.job.json else as_text(*sections))
-
-
-def as_text(*sections: Section | None) -> str:
-    """Format the sections of a result for people, with an empty line between them."""
-    texts = []
-    for section in sections:
-        if isinstance(section, str):
-            texts.append(section)
-        elif isinstance(section, Table):
-            lines = [section.title, table(section.header, section.rows, section.left)]
-            notes = (textwrap.fill(note, WIDTH) for note in section.notes)
-            texts.append("\n".join(filter(None, [*lines, *notes])))
-        elif section is not None:
-            texts.append(facts([(name, text) for name, text in section if text is not None]))
-    return "\n\n".join(texts)
 
 
 def _check_object_store(config: Config, job: Job) -> None:

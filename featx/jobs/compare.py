@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from featx.analysis import StoreComparison, compare_stores
-from featx.base import percent_text, shown_path, size_text
+from featx.analysis.probe import interval_text, score_text
+from featx.base import Table, shown_path, size_text
 from featx.config import Config
 from featx.errors import counted
-from featx.jobs.base import JOBS, Input, Job, Table, print_summary
+from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import write_csv
 from featx.storage import AtomicFolder, is_url, parse_path
 
@@ -83,19 +84,14 @@ def _table(entries: Sequence[Mapping[str, Any]]) -> Table:
             *(num_rows, str(entry["failed"])),
             *("-" if speed is None else f"{speed:.1f}", size_text(entry["bytes"])),
         ]
-        if titles:
-            cells += ["-", "-"] if probe is None else _probe_cells(probe)
+        if titles and probe is None:
+            cells += ["-", "-"]
+        elif titles:
+            is_share = probe["is_share"]
+            cells.append(score_text(probe["value"], is_share))
+            cells.append(interval_text(probe["interval"], is_share))
         rows.append(cells)
     return Table(header, rows, left=3)
-
-
-def _probe_cells(probe: Mapping[str, Any]) -> list[str]:
-    """Return the first metric of a probe and its interval."""
-    value, interval = probe["value"], probe["interval"]
-    if not probe["is_share"]:
-        return ["-" if value is None else f"{value:.3f}", "-"]
-    ends = None if interval is None else [f"{100 * end:.1f}" for end in interval]
-    return [percent_text(value), "-" if ends is None else " - ".join(ends)]
 
 
 JOBS.register(

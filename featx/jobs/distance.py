@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.base import CountProgress, shown_path
+from featx.base import CountProgress, Table, shown_path
 from featx.config import Config, DistanceConfig
 from featx.errors import ConfigError
-from featx.jobs.base import JOBS, Input, Job, Table, print_summary
+from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import open_input
 from featx.store import FeatureStore, matching_layers
 

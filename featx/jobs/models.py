@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from featx.base import command_text, facts, size_text
+from featx.base import Table, command_text, facts, size_text
 from featx.config import Config, ModelsConfig
 from featx.errors import counted, nearest
-from featx.jobs.base import JOBS, Input, Job, Table, print_summary
+from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.models import (
     LIBRARIES,
     RECOMMENDED,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import CountProgress, log_message
+from featx.base import CountProgress, Table, log_message
 from featx.config import Config, NeighborsConfig
 from featx.errors import ConfigError, DataError
-from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, Table, print_summary
+from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import (
     chosen_layer,
     class_name,

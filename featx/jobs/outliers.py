@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import CountProgress
+from featx.base import CountProgress, Table
 from featx.config import Config, OutliersConfig
-from featx.jobs.base import JOBS, Input, Job, Table, print_summary
+from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import (
     chosen_layer,
     class_name,

@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from featx.analysis import FEATURES
-from featx.base import shown_path, size_text, time_text
+from featx.base import Section, shown_path, size_text, time_text
 from featx.config import Config
 from featx.errors import counted
-from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, Section, print_summary
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
 from featx.pipeline import (
     FeatureOutput,
     RunContext,

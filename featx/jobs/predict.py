@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.base import csv_bytes, facts, log_message, shown_path
+from featx.base import Section, Table, csv_bytes, facts, log_message, shown_path
 from featx.config import Config
 from featx.errors import ConfigError, counted
-from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, Section, Table, print_summary
+from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.pipeline import exit_code
 from featx.storage import AtomicFolder
 

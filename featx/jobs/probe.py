@@ -8,22 +8,15 @@ from featx.base import log_message
 from featx.config import Config, ProbeConfig
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
-from featx.jobs.probe_text import classification_sections
-from featx.jobs.segmentation_text import segmentation_sections
-from featx.jobs.value_probe_text import values_sections
-
-_SECTIONS = {"classification": classification_sections, "segmentation": segmentation_sections}
-"""Task -> function that describes its result; that of other tasks is `values_sections`."""
 
 
 def run(config: Config, config_yaml: str) -> int:
     """Fit and test the classifiers and print the best layer; returns the exit code 0."""
     config.store_path()  # reports a missing store before torch is imported
-    from featx.analysis.probe import run_probe  # which imports torch
+    from featx.analysis.probe import probe_sections, run_probe  # which import torch
 
     result = run_probe(config, log_message)
-    sections = _SECTIONS.get(result["task"], values_sections)(config, result)
-    print_summary(config, result, *sections)
+    print_summary(config, result, *probe_sections(result, config.job.show == "all"))
     return 0
 
 

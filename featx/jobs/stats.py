@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from featx.base import (
     WIDTH,
+    Section,
+    Table,
     announcements,
+    as_text,
     is_notebook,
     percent_text,
     print_result,
@@ -22,9 +25,6 @@ from featx.jobs.base import (
     RUN_OPTIONS,
     Input,
     Job,
-    Section,
-    Table,
-    as_text,
     call_of_job,
     print_summary,
     with_keywords,

@@ -18,8 +18,8 @@ from tiny_model import job_config
 
 import featx
 from featx.analysis.probe import run_probe
+from featx.analysis.probe.texts import difference_text
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
-from featx.jobs.probe_text import difference_text
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 

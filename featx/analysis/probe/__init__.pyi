@@ -1,5 +1,8 @@
 from .class_task import MAX_SCORES as MAX_SCORES
 from .class_task import SCORE as SCORE
+from .compared_store import is_of_answer as is_of_answer
+from .compared_store import prediction_lines as prediction_lines
+from .description import probe_sections as probe_sections
 from .heads import output_folder as output_folder
 from .labelled_rows import LabelledRows as LabelledRows
 from .layer_rows import BLOCK_BYTES as BLOCK_BYTES
@@ -11,3 +14,9 @@ from .metrics import Metric as Metric
 from .mislabelled import JudgedLabels as JudgedLabels
 from .mislabelled import judge_labels as judge_labels
 from .run import run_probe as run_probe
+from .tables import layer_results as layer_results
+from .tables import metrics_table as metrics_table
+from .tables import pixel_classes_table as pixel_classes_table
+from .texts import interval_text as interval_text
+from .texts import score_text as score_text
+from .texts import spread_text as spread_text

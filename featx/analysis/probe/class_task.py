@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,8 @@ import numpy as np
 
 from featx.analysis.probe import methods
 from featx.analysis.probe.class_metrics import metrics_of_folds
-from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry, read_probe
+from featx.analysis.probe.compared_store import compared_store_entry, read_probe
+from featx.analysis.probe.comparisons import compare_with_best
 from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import (
@@ -45,7 +45,6 @@ from featx.analysis.probe.splits import (
     small_classes,
 )
 from featx.analysis.probe.task import RowTask
-from featx.base import WIDTH, percent_text
 from featx.config import Config
 from featx.errors import DataError
 from featx.store import FeatureStore, layout
@@ -63,15 +62,7 @@ _COLUMNS = ("true", "predicted", "p_true", "p_predicted", "near_duplicate")
 
 
 class ClassTask(RowTask):
-    """Task of predicting the class of each row.
-
-    Args:
-        config: checked config.
-        store: the store.
-        kind: kind of the targets.
-        layers: layers to probe.
-        max_scores: number of scores up to which predictions.csv has a column per class.
-    """
+    """Task of predicting the class of each row; `max_scores` is that of `run_probe`."""
 
     chosen_by = "validation_accuracy"
 
@@ -217,18 +208,6 @@ class ClassTask(RowTask):
                 else replace(record, tested=replace(record.tested, scores=None))
                 for record in records
             ]
-
-    def line(
-        self, layer: str, about: Mapping[str, Any], by_seed: Sequence[Mapping[str, Any]]
-    ) -> str:
-        texts = []
-        for method in self.config.probe.methods:
-            mean = sum(each[method]["accuracy"] for each in by_seed) / len(by_seed)
-            texts.append(f"{method} {percent_text(mean)}")
-        pooled = " (averaged over positions)" if about["reduction"]["then"] == "avg" else ""
-        streamed = ", streamed" if about["streamed"] else ""
-        text = f"{layer}: {about['features']} features{pooled}{streamed}; {', '.join(texts)}"
-        return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
     def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
         options, classes = self.config.probe, list(self.training.classes)

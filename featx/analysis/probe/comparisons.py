@@ -1,25 +1,16 @@
-"""Paired comparison of classifiers: on the same test rows, over random splits, of two stores."""
+"""Paired comparison of classifiers: on the same test rows, or over random splits."""
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from featx.analysis.probe.heads import output_folder
 from featx.analysis.probe.metrics import Ints, Predictions, mean_and_spread
 from featx.analysis.probe.splits import Split
-from featx.base import csv_cell
-from featx.errors import DataError, StoreError, StoreMismatchError
-from featx.store import FeatureStore, layout, read_result
-from featx.types import count_different_images
 
 _RESAMPLES = 10_000
 """Number of bootstrap resamples of the interval of a difference."""
@@ -129,29 +120,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     The i-th smallest of m p-values, counted from 0, becomes the largest of (m - j) p_j for j <= i,
     and 1 at most. S. Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian
     Journal of Statistics 6 (1979).
-
-    Returns:
-        the corrected p-values in the same order.
     """
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        corrected[place] = largest
-    return corrected
+    order, corrected = np.argsort(p_values, kind="stable"), np.empty(len(p_values))
+    factors = len(p_values) - np.arange(len(p_values))
+    raised = np.minimum(1, factors * np.asarray(p_values, np.float64)[order])
+    corrected[order] = np.maximum.accumulate(raised)
+    return corrected.tolist()
 
 
 def holm_levels(p_values: Sequence[float]) -> list[float]:
-    """Return ALPHA / (m - i) for the i-th smallest of m p-values, counted from 0.
-
-    Holm's method compares each p-value with this level.
-
-    Returns:
-        the levels in the same order.
-    """
-    levels = [0.0] * len(p_values)
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        levels[place] = ALPHA / (len(p_values) - rank)
-    return levels
+    """Return ALPHA / (m - i) for the i-th smallest of m p-values, with which Holm compares it."""
+    levels = np.empty(len(p_values))
+    levels[np.argsort(p_values, kind="stable")] = ALPHA / (len(p_values) - np.arange(len(p_values)))
+    return levels.tolist()
 
 
 def resampled_test(
@@ -266,116 +247,3 @@ def differences(
 
 def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
     return [first - second for first, second in zip(a, b, strict=True)]
-
-
-@dataclass(frozen=True)
-class OtherProbe:
-    """Predictions of the best layer of another store.
-
-    Attributes:
-        store: path of the store.
-        layer: its best layer.
-        method: method of the probe.
-        tested: key -> true and predicted class of each test row.
-        checksums: key -> image checksum of each test row.
-    """
-
-    store: str
-    layer: str
-    method: str
-    tested: Mapping[str, tuple[str, str]]
-    checksums: Mapping[str, int]
-
-
-def read_probe(path: str) -> OtherProbe:
-    """Read the predictions of the best layer of a store, as its probe.json names it."""
-    store = FeatureStore(path)
-    folder = output_folder(store)
-    remedy = f"python -m featx job=probe store={path} makes it."
-    try:
-        about = read_result(folder / layout.PROBE)
-        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
-        if about["task"] != "classification":
-            raise StoreError(
-                f"the probe in {folder} is of probe.task={about['task']}; stores are compared by "
-                "their predictions of classes. Probe it again for classes."
-            )
-        if about["fingerprint"] != str(store.attrs["fingerprint"]):
-            raise StoreError(f"the probe in {folder} belongs to another state of it. {remedy}")
-        if about["predictions"]["sha256"] != hashlib.sha256(data).hexdigest():
-            raise StoreError(f"{layout.PROBE_PREDICTIONS} in {folder} was changed. {remedy}")
-        lines = csv.DictReader(io.StringIO(data.decode("utf-8", "surrogateescape"), newline=""))
-        keys = {csv_cell(str(key)): str(key) for key in store.keys.tolist()}
-        classes = {csv_cell(name): name for name in about["classes"]}
-        tested = {
-            keys[line["key"]]: (classes[line["true"]], classes[line["predicted"]])
-            for line in lines
-            if _is_of_best_layer(line, about)
-        }
-        pairs = zip(store.keys.tolist(), store.image_checksums.tolist(), strict=True)
-        checksums = {key: checksum for key, checksum in pairs if key in tested}
-        layer, method = str(about["layer"]), str(about["method"])
-        return OtherProbe(str(store.root), layer, method, tested, checksums)
-    except FileNotFoundError as error:
-        raise StoreError(f"{folder} has no probe to compare with: {remedy}") from error
-    except (LookupError, TypeError, ValueError) as error:
-        raise StoreError(f"the probe in {folder} cannot be read: {error!r}. {remedy}") from error
-
-
-def _is_of_best_layer(line: Mapping[str, str], about: Mapping[str, Any]) -> bool:
-    """Return whether a line has a prediction that the numbers at the top of probe.json count."""
-    if line["split"] != "test" or line["seed"] != str(about["split"]["seed"]):
-        return False
-    layer_of_folds = about.get("layer_of_folds")
-    layer = about["layer"] if layer_of_folds is None else layer_of_folds[int(line["fold"]) - 1]
-    return bool(line["layer"] == layer and line["method"] == about["method"])
-
-
-def compared_store_entry(
-    other: OtherProbe,
-    ours: Predictions,
-    keys: npt.NDArray[Any],
-    checksums: npt.NDArray[np.uint64],
-    classes: Sequence[str],
-) -> dict[str, Any]:
-    """Compare the predictions for the rows that both probes tested.
-
-    Returns:
-        store, layer and method of the other probe; rows, the number of rows that both tested;
-        rows_left_out, the number of test rows of this store that the other did not test;
-        rows_of_other_images, the number of compared rows whose images have other bytes there; the
-        accuracies of both on these rows; and the entries of `paired_tests.compare`.
-    """
-    is_tested = np.array([str(key) in other.tested for key in keys.tolist()])
-    if not is_tested.any():
-        raise DataError(
-            f"probe.compare_store={other.store} has tested none of the {len(keys)} test rows of "
-            "this probe. Probe both with the same rows, labels, seed and split; "
-            f"probe.split=column probe.split_file={other.store}/{layout.PROBE_HEADS}/"
-            f"{layout.PROBE_PREDICTIONS} takes the split of the other one."
-        )
-    rows = np.flatnonzero(is_tested)
-    number = {name: i for i, name in enumerate(classes)}
-    classes_there = [other.tested[str(key)] for key in keys[rows].tolist()]
-    for row, (true, _) in zip(rows.tolist(), classes_there, strict=True):
-        if true != classes[ours.y[row]]:
-            raise StoreMismatchError(
-                f"{keys[row]} is of the class {classes[ours.y[row]]} in this store and of {true} "
-                f"in {other.store}; stores are compared on rows with the same labels."
-            )
-    there = np.array([other.checksums[str(key)] for key in keys[rows].tolist()], np.uint64)
-    # A class that this store does not have is a wrong prediction.
-    predicted = np.array([number.get(name, -1) for _, name in classes_there])
-    groups = None if ours.groups is None else ours.groups[rows]
-    a = Predictions(ours.y[rows], ours.predicted[rows], None, None, groups)
-    b = Predictions(ours.y[rows], predicted, None, None, groups)
-    return {
-        "store": other.store,
-        "layer": other.layer,
-        "method": other.method,
-        "rows": len(rows),
-        "rows_left_out": len(keys) - len(rows),
-        "rows_of_other_images": count_different_images(checksums[rows], there),
-        "accuracies": [float(a.right.mean()), float(b.right.mean())],
-        **compare(a, b),
-    }

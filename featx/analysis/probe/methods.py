@@ -8,7 +8,7 @@ logistic regression on tokens (attentive).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -89,21 +89,6 @@ class FittedProbe:
     head: Head | None = None
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """Settings that were tried on the validation rows.
-
-    Attributes:
-        trials: setting, accuracy (of classes) and loss of each.
-        fits: fits of logistic regression, one for each trial.
-        logits: function fit -> logits of the validation rows, for these.
-    """
-
-    trials: list[dict[str, Any]]
-    fits: list[Fit] = field(default_factory=list)
-    logits: Callable[[Fit], Matrix] | None = None
-
-
 def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     """Choose a setting on `split.validation`, then fit on `split.train`.
 
@@ -118,32 +103,33 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
         grid = (options.l2,)
     else:
         grid = ridge.STRENGTHS if _is_ridge(problem, method) else logistic_regression.L2_GRID
-    if method == "knn":
-        sweep = _sweep_knn(problem, split, grid)
-    elif _is_ridge(problem, method):
-        sweep = _sweep_ridge(problem, split, grid)
-    elif method == "attentive":
-        sweep = _sweep_attentive(problem, split, grid)
+    fits: list[Fit] = []
+    if _is_logistic(problem, method):
+        trials, fits, logits = _sweep_logistic(problem, split, grid)
     else:
-        sweep = _sweep_linear(problem, split, grid)
+        y = problem.y[split.validation]
+        scored = _scores(problem, method, split.fit, split.validation, grid)
+        trials = [
+            {name: setting, **_quality(problem, method, y, scores)}
+            for setting, scores in scored.items()
+        ]
     if problem.task == CLASSIFICATION and method in ("knn", "ridge"):
-        best = max(sweep.trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
+        best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
     else:
-        best = min(sweep.trials, key=lambda trial: trial["loss"])
+        best = min(trials, key=lambda trial: trial["loss"])
     chosen, notes = best[name], list[str]()
     if method != "knn":
         notes += logistic_regression.note_grid_end(chosen, grid)
-    start = sweep.fits[sweep.trials.index(best)] if sweep.fits else None
+    start = fits[trials.index(best)] if fits else None
     fitted = fit_with_setting(problem, method, split.train, chosen, start)
     if method == "linear" and options.calibration == "temperature" and start is not None:
-        assert sweep.logits is not None
-        temperature = fit_temperature(sweep.logits(start), problem.y[split.validation])
+        temperature = fit_temperature(logits(start), problem.y[split.validation])
         notes += limit_notes(temperature)
         fitted = calibrate(problem, fitted, temperature)
     choice = Choice(
         chosen,
         {f"validation_{key}": best[key] for key in ("accuracy", "loss") if key in best},
-        sweep.trials,
+        trials,
         notes + fitted.choice.notes,
         fitted.choice.details,
     )
@@ -163,20 +149,10 @@ def fit_with_setting(
         return FittedProbe(
             lambda queries: _neighbour_scores(problem, places, queries, (k,))[k], Choice(k)
         )
-    if method == "attentive":
-        training, tokens = _train_attentive(problem, places, (chosen,)), _tokens(problem)
-        details = {
-            "solver": "adamw",
-            "iterations": training.num_steps,
-            "tokens": tokens.layout.count,
-            "tokens_streamed": tokens.features.whole is None,
-        }
-        return _head_probe(tokens.features, training.heads[0], chosen, details=details)
-    if _is_ridge(problem, method):
-        head = _solve_ridge(problem, places).head(chosen)
-        head = replace(head, task=problem.task)
-        return _head_probe(problem.features, head, chosen)
-    return _fit_linear(problem, places, chosen, start)
+    if _is_logistic(problem, method):
+        return _fit_logistic(problem, places, chosen, start)
+    features, heads, details = _heads(problem, method, places, (chosen,))
+    return _head_probe(features, heads[0], chosen, details=details)
 
 
 def name_of_choice(method: str) -> str:
@@ -210,11 +186,93 @@ def _is_ridge(problem: Problem, method: str) -> bool:
     return method == "ridge" or (method == "linear" and problem.task == REGRESSION)
 
 
-# ---------------------------------------------------------------------------- linear
+def _is_logistic(problem: Problem, method: str) -> bool:
+    """Return whether a method is logistic regression on vectors."""
+    return method == "linear" and problem.task != REGRESSION
 
 
-def _sweep_linear(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
-    """Try the penalties of logistic regression."""
+def _scores(
+    problem: Problem, method: str, places: Ints, queries: Ints, settings: Sequence[float]
+) -> dict[float, Matrix]:
+    """Fit on some places with several settings, and return the scores of others with each."""
+    if method == "knn":
+        # Validation rows query the other training rows, as in the other methods. Among all training
+        # rows they would find rows of their own group.
+        scored = _neighbour_scores(problem, places, queries, [int(k) for k in settings])
+        return dict(scored.items())
+    features, heads, _ = _heads(problem, method, places, settings)
+    return {
+        setting: scores_of(head, features, queries)
+        for setting, head in zip(settings, heads, strict=True)
+    }
+
+
+def _quality(problem: Problem, method: str, y: npt.NDArray[Any], scores: Matrix) -> dict[str, Any]:
+    """Return the loss of scores on validation rows, and with classes the accuracy.
+
+    The loss is the squared error, or of classes by other methods than ridge the cross-entropy.
+    """
+    if problem.task != CLASSIFICATION:
+        return {"loss": _squared_error(y, scores)}
+    if method == "ridge":
+        loss = _squared_error(np.eye(problem.num_outputs)[y], scores)
+        return {"accuracy": float((scores.argmax(1) == y).mean()), "loss": loss}
+    log_p = np.log(np.maximum(scores, NO_VOTE))
+    accuracy, loss = logistic_regression.accuracy_and_loss(y, log_p)
+    return {"accuracy": accuracy, "loss": loss}
+
+
+def _squared_error(truth: Matrix, predicted: Matrix) -> float:
+    """Return the mean over rows of the squared error, summed over outputs."""
+    return float(np.square(predicted - truth).sum(1).mean())
+
+
+def _heads(
+    problem: Problem, method: str, places: Ints, settings: Sequence[float]
+) -> tuple[Features, Sequence[Head], dict[str, Any]]:
+    """Fit least squares, or logistic regression on tokens, with several penalties.
+
+    Returns:
+        what the heads read, a head for each penalty, and details about the fits.
+    """
+    features, y, num_outputs = problem.features, problem.y, problem.num_outputs
+    if _is_ridge(problem, method):
+        solution = ridge.solve(features, places, y, num_outputs, fit_scaler(features, places))
+        heads = [replace(solution.head(l2), task=problem.task) for l2 in settings]
+        return features, heads, {}
+    tokens = problem.tokens
+    assert tokens is not None, "the probe checks the layers of an attentive probe"
+    schedule = problem.schedule(minibatch.TOKEN_LEARNING_RATE)
+    scaler = fit_scaler(tokens, places)
+    training = minibatch.fit_attentive(tokens, places, y, num_outputs, scaler, settings, schedule)
+    details = {
+        "solver": "adamw",
+        "iterations": training.num_steps,
+        "tokens": tokens.layout.count,
+        "tokens_streamed": tokens.features.whole is None,
+    }
+    return tokens.features, training.heads, details
+
+
+def _neighbour_scores(
+    problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]
+) -> dict[int, Matrix]:
+    """Return the shares of votes, or the weighted means, for several numbers of neighbours."""
+    features, y, temperature = problem.features, problem.y, problem.options.temperature
+    temperature = temperature or knn.TEMPERATURE
+    if problem.task == CLASSIFICATION:
+        return knn.vote(features, bank, y, problem.num_outputs, queries, ks, temperature)
+    return knn.weighted_means(features, bank, y, queries, ks, temperature)
+
+
+def _sweep_logistic(
+    problem: Problem, split: Split, grid: Sequence[float]
+) -> tuple[list[dict[str, Any]], list[Fit], Callable[[Fit], Matrix]]:
+    """Try the penalties of logistic regression.
+
+    Returns:
+        the trials, their fits, and a function fit -> logits of the validation rows.
+    """
     features, y = problem.features, problem.y[split.validation]
     is_multilabel = problem.task == MULTILABEL
     if is_multilabel and features.whole is None:
@@ -254,10 +312,10 @@ def _sweep_linear(problem: Problem, split: Split, grid: Sequence[float]) -> _Swe
         {"l2": trial.l2, "loss": trial.loss} if is_multilabel else trial.as_dict()
         for trial in trials
     ]
-    return _Sweep(entries, [trial.fit for trial in trials], logits)
+    return entries, [trial.fit for trial in trials], logits
 
 
-def _fit_linear(problem: Problem, places: Ints, l2: float, start: Fit | None) -> FittedProbe:
+def _fit_logistic(problem: Problem, places: Ints, l2: float, start: Fit | None) -> FittedProbe:
     """Fit logistic regression with a known penalty."""
     features, solver = problem.features, "lbfgs"
     scaler = fit_scaler(features, places)
@@ -303,93 +361,3 @@ def _fit_streamed(
     return minibatch.fit_streamed(
         features, places, problem.y, problem.num_outputs, scaler, grid, schedule
     )
-
-
-# ---------------------------------------------------------------------------- attentive
-
-
-def _sweep_attentive(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
-    """Try the penalties of logistic regression on tokens."""
-    training, y, trials = _train_attentive(problem, split.fit, grid), problem.y, []
-    for l2, head in zip(grid, training.heads, strict=True):
-        scores = scores_of(head, _tokens(problem).features, split.validation)
-        log_p = np.log(np.maximum(scores, NO_VOTE))
-        accuracy, loss = logistic_regression.accuracy_and_loss(y[split.validation], log_p)
-        trials.append({"l2": l2, "accuracy": accuracy, "loss": loss})
-    return _Sweep(trials)
-
-
-def _train_attentive(problem: Problem, places: Ints, grid: Sequence[float]) -> minibatch.Training:
-    """Fit the attentive probe with several penalties."""
-    tokens = _tokens(problem)
-    schedule = problem.schedule(minibatch.TOKEN_LEARNING_RATE)
-    scaler = fit_scaler(tokens, places)
-    return minibatch.fit_attentive(
-        tokens, places, problem.y, problem.num_outputs, scaler, grid, schedule
-    )
-
-
-def _tokens(problem: Problem) -> Tokens:
-    assert problem.tokens is not None, "the probe checks the layers of an attentive probe"
-    return problem.tokens
-
-
-# ---------------------------------------------------------------------------- knn
-
-
-def _sweep_knn(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
-    """Try numbers of neighbours.
-
-    Validation rows query the other training rows, as in the other methods. Among all training rows
-    they would find rows of their own group.
-    """
-    ks, y = [int(k) for k in grid], problem.y[split.validation]
-    trials: list[dict[str, Any]] = []
-    for k, scores in _neighbour_scores(problem, split.fit, split.validation, ks).items():
-        if problem.task == CLASSIFICATION:
-            log_p = np.log(np.maximum(scores, NO_VOTE))
-            accuracy, loss = logistic_regression.accuracy_and_loss(y, log_p)
-            trials.append({"k": k, "accuracy": accuracy, "loss": loss})
-        else:
-            trials.append({"k": k, "loss": _squared_error(y, scores)})
-    return _Sweep(trials)
-
-
-def _neighbour_scores(
-    problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]
-) -> dict[int, Matrix]:
-    """Return the shares of votes, or the weighted means, for several numbers of neighbours."""
-    features, y, temperature = problem.features, problem.y, problem.options.temperature
-    temperature = temperature or knn.TEMPERATURE
-    if problem.task == CLASSIFICATION:
-        return knn.vote(features, bank, y, problem.num_outputs, queries, ks, temperature)
-    return knn.weighted_means(features, bank, y, queries, ks, temperature)
-
-
-# ---------------------------------------------------------------------------- ridge
-
-
-def _sweep_ridge(problem: Problem, split: Split, grid: Sequence[float]) -> _Sweep:
-    """Try the penalties of least squares."""
-    solution, y, trials = _solve_ridge(problem, split.fit), problem.y[split.validation], []
-    for l2 in grid:
-        scores = scores_of(solution.head(l2), problem.features, split.validation)
-        if problem.task == CLASSIFICATION:
-            accuracy = float((scores.argmax(1) == y).mean())
-            loss = _squared_error(np.eye(problem.num_outputs)[y], scores)
-            trials.append({"l2": l2, "accuracy": accuracy, "loss": loss})
-        else:
-            trials.append({"l2": l2, "loss": _squared_error(y, scores)})
-    return _Sweep(trials)
-
-
-def _solve_ridge(problem: Problem, places: Ints) -> ridge.RidgeSolution:
-    """Decompose the normal equations of some places."""
-    features = problem.features
-    scaler = fit_scaler(features, places)
-    return ridge.solve(features, places, problem.y, problem.num_outputs, scaler)
-
-
-def _squared_error(truth: Matrix, predicted: Matrix) -> float:
-    """Return the mean over rows of the squared error, summed over outputs."""
-    return float(np.square(predicted - truth).sum(1).mean())

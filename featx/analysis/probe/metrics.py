@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 from featx.errors import MissingExtraError
 
+METHODS = ("linear", "knn", "ridge", "attentive")
+"""Names of the methods, by which probe.json has the entries of a layer."""
+
 
 @dataclass(frozen=True)
 class Metric:

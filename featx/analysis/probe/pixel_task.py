@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,6 @@ from featx.analysis.probe.patches import (
 from featx.analysis.probe.records import Choice, Record, Results
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import Task, one_or_all
-from featx.base import WIDTH
 from featx.config import Config
 from featx.errors import counted
 from featx.store import FeatureStore
@@ -46,15 +44,7 @@ _RESAMPLES_PER_BLOCK = 50
 
 
 class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
-    """Task of predicting the class of each pixel on the crop that the network saw.
-
-    Args:
-        config: checked config.
-        store: the store.
-        kind: kind of the targets.
-        layers: layers to probe.
-        log: called with a line of text about the masks.
-    """
+    """Task of predicting the class of each pixel on the crop that the network saw."""
 
     chosen_by = "validation_miou"
     memory_remedy = "Use device=cpu, or extract fewer patches with reduce=grid."
@@ -124,16 +114,6 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
     def details(self, choices: Sequence[Choice]) -> dict[str, Any]:
         name = "training_patches"
         return {name: one_or_all([choice.details[name] for choice in choices])}
-
-    def line(
-        self, layer: str, about: Mapping[str, Any], by_seed: Sequence[Mapping[str, Any]]
-    ) -> str:
-        metrics, (rows, columns) = by_seed[0]["linear"], about["grid"]
-        text = (
-            f"{layer}: {about['features']} features of {rows} x {columns} patches; mIoU "
-            f"{metrics['miou']:.3f}, pixel accuracy {metrics['pixel_accuracy']:.3f}"
-        )
-        return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
     def result_entries(self, results: Results[PixelCounts]) -> dict[str, Any]:
         masks, rows = self._masks, self.first_splits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,9 @@ from featx.analysis.probe.output_files import STORE_ATTRIBUTES, write_probe
 from featx.analysis.probe.pixel_task import PixelTask
 from featx.analysis.probe.records import Record, Results
 from featx.analysis.probe.task import Task
+from featx.analysis.probe.texts import score_text
 from featx.analysis.probe.value_task import ValueTask
-from featx.base import choose_device, exact_cuda, keep_freed_memory
+from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory
 from featx.config import Config
 from featx.errors import RunError
 from featx.store import FeatureStore, matching_layers
@@ -68,10 +70,7 @@ def run_probe(
             raise RunError(
                 f"{layer} does not fit into the memory of {device}. {task.memory_remedy}"
             ) from error
-        entries = [
-            {method: results.entries[seed, layer, method] for method in methods} for seed in seeds
-        ]
-        log(task.line(layer, results.layers[layer], entries))
+        log(_line(task, results, layer))
     top = results.top(seeds[0])
     result = {
         "featx_probe": FORMAT,
@@ -120,3 +119,19 @@ def _probe_layer(
                 entry["seconds"] = round(time.perf_counter() - started_at, 3)
                 results.add(records, entry)
     task.finish_layer(results)
+
+
+def _line(task: Task[Any, Any, Any], results: Results[Any], layer: str) -> str:
+    """Return the line of text about a layer, with the metric of the answer of each method."""
+    about, metric, texts = results.layers[layer], task.metrics[0], []
+    for method in results.methods:
+        values = [results.entries[seed, layer, method][metric.key] for seed in results.seeds]
+        mean = None if None in values else sum(values) / len(values)
+        name = "" if metric.is_share else f"{metric.title} "
+        texts.append(f"{method} {name}{score_text(mean, metric.is_share)}")
+    patches = " of {} x {} patches".format(*about["grid"]) if "grid" in about else ""
+    is_pooled = about.get("reduction", {}).get("then") == "avg"
+    pooled = " (averaged over positions)" if is_pooled else ""
+    streamed = ", streamed" if about.get("streamed") else ""
+    text = f"{layer}: {about['features']} features{patches}{pooled}{streamed}; {', '.join(texts)}"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ")

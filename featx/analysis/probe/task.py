@@ -188,12 +188,6 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         """Release what the records need no longer."""
 
     @abstractmethod
-    def line(
-        self, layer: str, about: Mapping[str, Any], by_seed: Sequence[Mapping[str, Any]]
-    ) -> str:
-        """Return the line of text about a layer, from method -> entry of each seed."""
-
-    @abstractmethod
     def result_entries(self, results: Results[Tested]) -> dict[str, Any]:
         """Return the entries of probe.json that only this task has, and `notes_on_rows`."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from featx.analysis.probe.metrics import (
 from featx.analysis.probe.records import Choice, Record, Results
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import RowTask
-from featx.base import WIDTH
 from featx.config import Config
 from featx.errors import ConfigError, counted
 from featx.store import FeatureStore
@@ -47,14 +45,7 @@ THRESHOLD = 0.5
 
 
 class ValueTask(RowTask):
-    """Task of predicting numbers, or several labels of each row.
-
-    Args:
-        config: checked config.
-        store: the store.
-        kind: kind of the targets.
-        layers: layers to probe.
-    """
+    """Task of predicting numbers, or several labels of each row."""
 
     chosen_by = "validation_loss"
 
@@ -112,17 +103,6 @@ class ValueTask(RowTask):
         entry["head_l2"] = final.choice.setting
         assert final.head is not None
         return final.head
-
-    def line(
-        self, layer: str, about: Mapping[str, Any], by_seed: Sequence[Mapping[str, Any]]
-    ) -> str:
-        name, texts = self.metrics[0].key, []
-        for method in self.config.probe.methods:
-            values = [each[method][name] for each in by_seed]
-            mean = "-" if None in values else f"{np.mean(values):.3f}"
-            texts.append(f"{method} {name} {mean}")
-        text = f"{layer}: {about['features']} features; {', '.join(texts)}"
-        return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
     def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
         tested = join_predictions(results.top(results.seeds[0]).tested)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from featx.analysis.probe import METRICS, metrics_table, pixel_classes_table
+from featx.base import Table, percent_text
 from featx.export.report.probe_results import Probes, ValuePredictions
 
 LAYERS_CHARTED = 20
@@ -20,7 +23,7 @@ POINTS_SHOWN = 1000
 """Maximum number of test rows in the plot of predicted against true values."""
 
 LABELS_SHOWN = 40
-"""Maximum number of labels in the table, those with most test rows."""
+"""Maximum number of labels in the table, those with most test rows, or of classes of pixels."""
 
 _LABEL_THRESHOLD = 0.5
 """Score from which a label counts as predicted."""
@@ -36,6 +39,43 @@ LABEL_LENGTH = 16
 
 _CELL = 34
 """Side of a cell, in units of the style sheet, as all lengths here."""
+
+
+def probe_contents(probes: Probes, layers: Sequence[str]) -> dict[str, Any]:
+    """Return what templates show of the result of job=probe, by the names that they use."""
+    result, task = probes.result, probes.task
+    if result is None:
+        return {"curves": None}
+    metrics = METRICS[task]
+    if task == "classification":
+        return {
+            "metrics": metrics,
+            "metrics_table": metrics_table(result, ("method",), metrics),
+            "confusion": confusion_map(probes),
+            "class_errors": class_errors(probes),
+            "compared": compared_layers(result),
+            "charted": charted_layers(probes, layers),
+            "curves": few_shot_plot(probes),
+        }
+    scatter, parts, columns = None, None, ("method", "width", "chosen")
+    if task == "segmentation":
+        columns = ("width", "patches", "l2")
+        parts, count = pixel_classes_table(result, LABELS_SHOWN)
+        if count > LABELS_SHOWN:
+            note = f"The {LABELS_SHOWN} classes with most test pixels of {count}."
+            parts = replace(parts, notes=[note])
+    elif probes.values is not None and len(probes.values.truth):
+        if task == "regression":
+            scatter = scatter_plot(probes.values)
+        else:
+            parts = labels_table(result["targets"], probes.values)
+    return {
+        "metrics": metrics,
+        "metrics_table": metrics_table(result, columns, metrics),
+        "scatter": scatter,
+        "parts": parts,
+        "curves": None,
+    }
 
 
 def class_errors(probes: Probes) -> list[dict[str, Any]]:
@@ -164,15 +204,13 @@ def line_plot(
     }
 
 
-def scatter_plot(values: ValuePredictions) -> dict[str, Any] | None:
-    """Arrange predicted against true numbers on axes of one scale; None without predictions.
+def scatter_plot(values: ValuePredictions) -> dict[str, Any]:
+    """Arrange predicted against true numbers on axes of one scale.
 
     Returns points as (x, y) in [0, 100], y downwards, of at most POINTS_SHOWN of the rows; low and
     high, the ends of the axes; and rows, the number of all.
     """
     truth, predicted = values.truth[:, 0], values.predicted[:, 0]
-    if not len(truth):
-        return None
     low = float(min(truth.min(), predicted.min()))
     high = float(max(truth.max(), predicted.max()))
     rows = np.arange(len(truth))
@@ -183,17 +221,18 @@ def scatter_plot(values: ValuePredictions) -> dict[str, Any] | None:
     return {"points": points, "low": low, "high": high, "rows": len(truth)}
 
 
-def label_results(names: Sequence[str], values: ValuePredictions) -> list[dict[str, Any]]:
-    """Return name, rows, recall and precision of each label, the most frequent label first."""
-    results: list[dict[str, Any]] = []
-    for place, name in enumerate(names if len(values.truth) else ()):
-        has_label = values.truth[:, place] > 0
-        is_predicted = values.predicted[:, place] >= _LABEL_THRESHOLD
-        right = int((has_label & is_predicted).sum())
-        rows, predicted = int(has_label.sum()), int(is_predicted.sum())
-        recall, precision = (right / count if count else None for count in (rows, predicted))
-        results.append({"name": name, "rows": rows, "recall": recall, "precision": precision})
-    return sorted(results, key=lambda each: -each["rows"])[:LABELS_SHOWN]
+def labels_table(names: Sequence[str], values: ValuePredictions) -> Table:
+    """Make a table of recall and precision of each label, the most frequent label first."""
+    has_label, is_predicted = values.truth > 0, values.predicted >= _LABEL_THRESHOLD
+    right, rows, predicted = (
+        each.sum(0).tolist() for each in (has_label & is_predicted, has_label, is_predicted)
+    )
+    order = sorted(range(len(names)), key=lambda i: -rows[i])[:LABELS_SHOWN]
+    cells = []
+    for i in order:
+        shares = (right[i] / of[i] if of[i] else None for of in (rows, predicted))
+        cells.append((names[i], str(rows[i]), *map(percent_text, shares)))
+    return Table(("label", "test images", "recall", "precision"), cells)
 
 
 def heat_map(

@@ -14,10 +14,11 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from featx.analysis.probe import interval_text, score_text, spread_text
 from featx.base import printable, size_text, time_text
 
 DASH = "\u2013"
@@ -55,7 +56,10 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
     environment.filters |= {
         "number": number, "count": count, "percent": percent, "share": share,
         "seconds": time_text, "short_key": short_key, "p_value": p_value, "tally": tally,
-        "metric": metric, "between": between, "spread": spread, "size": size_text,
+        "size": size_text, "heading": heading, "typeset": typeset,
+        "score": lambda *args: typeset(score_text(*args)),
+        "spread": lambda *args: typeset(spread_text(*args)),
+        "between": lambda *args: typeset(interval_text(*args)),
     }  # fmt: skip
     sources = [_text(name) for name in scripts]
     digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in sources]
@@ -114,31 +118,19 @@ def percent(value: float | None, digits: int = 1) -> str:
     return f"{100 * value:.{digits}f}\u202f%"
 
 
-_SHARES = ("accuracy", "balanced_accuracy", "top5")
-"""Metrics in probe.json that are shown in percent."""
+def typeset(text: str) -> str:
+    """Set a number of the terminal's text as on a page: '1234', '5.0 %', '1 - 2', '3 x 3', '-'."""
+    if text.isdigit():
+        return count(int(text))
+    for plain, typographic in ((" %", "\u202f%"), (" - ", f" {DASH} "), (" x ", " \u00d7 ")):
+        text = text.replace(plain, typographic)
+    return DASH if text == "-" else text
 
 
-def metric(value: float | None, name: str = "") -> str:
-    """Format a metric: percent for shares, three decimals for others; DASH if it is None."""
-    if name in _SHARES:
-        return percent(value)
-    return DASH if value is None else f"{value:.3f}"
-
-
-def between(ends: Sequence[float] | None, name: str) -> str:
-    """Format the two ends of an interval of a metric; '' if it is None."""
-    if ends is None:
-        return ""
-    digits, scale = (1, 100) if name in _SHARES else (3, 1)
-    return f" {DASH} ".join(f"{scale * end:.{digits}f}" for end in ends)
-
-
-def spread(entry: Mapping[str, float] | None, name: str = "") -> str:
-    """Format mean and standard deviation of a metric; '' if there are none."""
-    if entry is None:
-        return ""
-    digits, scale = (1, 100) if name in _SHARES else (3, 1)
-    return f"{scale * entry['mean']:.{digits}f} ± {scale * entry['std']:.{digits}f}"
+def heading(name: str) -> str:
+    """Return the name of a metric or column as it begins a line: 'Kappa', 'mIoU', 'R²'."""
+    name = {"ECE": "calibration\nerror", "R2": "R²"}.get(name, name)
+    return name if name[1:2].isupper() else name[:1].upper() + name[1:]
 
 
 def tally(values: Iterable[str]) -> list[tuple[str, int]]:

@@ -16,18 +16,7 @@ from featx.analysis.statistics import explain_missing_norms, token_norms
 from featx.base import csv_cell
 from featx.config import Config, DataConfig, names_tuple
 from featx.errors import FeatxError, StoreError, counted
-from featx.export.report.charts import (
-    CLASSES_SHOWN,
-    LABELS_SHOWN,
-    charted_layers,
-    cka_map,
-    class_errors,
-    compared_layers,
-    confusion_map,
-    few_shot_plot,
-    label_results,
-    scatter_plot,
-)
+from featx.export.report.charts import CLASSES_SHOWN, cka_map, probe_contents
 from featx.export.report.html import render_page, without_folder, without_folders
 from featx.export.report.layers import (
     Matrix,
@@ -302,10 +291,6 @@ def render(page: Page) -> str:
 
 
 def _render(page: Page) -> str:
-    probes, task = page.probes, page.probes.task
-    result = probes.result or {}
-    is_scored = task == "classification"
-    pixels = result["pixels_of_classes"] if task == "segmentation" else []
     return render_page(
         "report.html",
         ["gallery.js", "embedding.js"],
@@ -315,20 +300,12 @@ def _render(page: Page) -> str:
         name=as_utf8(page.store.root.name),
         model=page.redact(str(page.store.attrs.get("model", ""))),
         errors_shown=ERRORS_SHOWN,
-        confusion=confusion_map(probes),
-        class_errors=class_errors(probes),
         num_classes_in_plot=CLASSES_SHOWN,
-        compared=compared_layers(result) if is_scored else [],
-        charted=charted_layers(probes, page.layers) if is_scored else [],
         cka=cka_map(page.similarity),
-        curves=few_shot_plot(probes) if is_scored else None,
-        pixel_classes=sorted(np.flatnonzero(pixels).tolist(), key=lambda i: -pixels[i]),
-        scatter=scatter_plot(probes.values) if task == "regression" and probes.values else None,
-        labels=label_results(result["targets"], probes.values) if probes.values else [],
-        labels_shown=LABELS_SHOWN,
         fails=page.provenance["num_failed"],
         stages=STAGES,
         perplexity=f"{perplexity_of(len(page.rows)):.0f}",
+        **probe_contents(page.probes, page.layers),
     )
 
 

@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import output_folder
+from featx.analysis.probe import is_of_answer, layer_results, output_folder, prediction_lines
 from featx.base import csv_cell, csv_line
 from featx.export.report.html import without_folder
-from featx.export.results import layer_of_fold, probe_lines
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout, read_result
-
-METHODS = ("linear", "knn", "ridge", "attentive")
 
 _SPLITS = {"holdout": "hold-out", "column": "given split", "test_store": "another store"}
 """Kind of split -> its name for people."""
@@ -112,20 +109,10 @@ class Probes:
             return 0.0
         return float(self.confusion.sum(1).max() / self.confusion.sum())
 
-    @property
-    def results(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """Layer, method and entry of each result, in the order of the file."""
-        layers = {} if self.result is None else self.result["layers"]
-        return [
-            (layer, method, of_layer[method])
-            for layer, of_layer in layers.items()
-            for method in METHODS
-            if method in of_layer
-        ]
-
     def of_method(self, method: str) -> dict[str, Mapping[str, Any]]:
         """Return layer -> entry of one method, in the order of the layers."""
-        return {layer: entry for layer, name, entry in self.results if name == method}
+        results = [] if self.result is None else layer_results(self.result)
+        return {layer: entry for layer, name, entry in results if name == method}
 
     @property
     def of_best_method(self) -> dict[str, Mapping[str, Any]]:
@@ -181,7 +168,7 @@ def read_predictions(
     result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int]
 ) -> TestPredictions | None:
     """Read predictions.csv of classes; None if it is missing or does not belong to probe.json."""
-    lines = probe_lines(result, folder)
+    lines = prediction_lines(folder, result)
     if lines is None:
         return None
     # Keys of another store say nothing about the rows of this one.
@@ -190,7 +177,6 @@ def read_predictions(
     wrong: dict[str, dict[int, str]] = {layer: {} for layer in result["layers"]}
     errors: list[dict[str, Any]] = []
     confidences = []
-    layers = result.get("layer_of_folds") or [result["layer"]]
     row_of_cell = {csv_cell(key): row for key, row in row_of.items()}
     for line in lines:
         test = line["split"] == "test"
@@ -199,7 +185,7 @@ def read_predictions(
             roles[row] = _ROLE_OF[line["split"]]
         if not test or line["method"] != result["method"]:
             continue
-        is_chosen = line["layer"] == layer_of_fold(layers, line)
+        is_chosen = is_of_answer(line, result)
         if is_chosen and line["p_predicted"]:
             confidences.append(float(line["p_predicted"]))
         if line["true"] == line["predicted"]:
@@ -231,11 +217,9 @@ def read_values(result: Mapping[str, Any], folder: Path) -> ValuePredictions:
     numbers = result["task"] == "regression"
     true_columns = ["true"] if numbers else csv_line(f"true:{name}" for name in targets)
     predicted_columns = ["predicted"] if numbers else csv_line(f"score:{name}" for name in targets)
-    layers = result.get("layer_of_folds") or [result["layer"]]
     truth, predicted = [], []
-    for line in probe_lines(result, folder) or ():
-        chosen = (layer_of_fold(layers, line), result["method"])
-        if (line["layer"], line["method"]) == chosen:
+    for line in prediction_lines(folder, result) or ():
+        if is_of_answer(line, result):
             truth.append([float(line[name]) for name in true_columns])
             predicted.append([float(line[name]) for name in predicted_columns])
     shape = len(truth), len(true_columns)

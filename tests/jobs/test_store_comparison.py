@@ -146,6 +146,8 @@ def test_other_jobs_take_one_store(store: str) -> None:
         *(("anomalies", "outliers"), ("anomaly", "outliers"), ("knn", "neighbors")),
         *(("similar", "neighbors"), ("mislabeled", "mislabelled"), ("classify", "probe")),
         *(("outlier", "outliers"), ("neighbours", "neighbors"), ("comparison", "compare")),
+        *(("dedup", "duplicates"), ("wronglabels", "mislabelled"), ("umap", "report")),
+        *(("embed", "extract"), ("train", "probe"), ("gradcam", "attribute"), ("csv", "export")),
     ],
 )
 def test_words_that_people_type_name_a_job(word: str, job: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,16 +149,19 @@ def _named_alike(name: str, libraries: Iterable[ModelLibrary[Any]]) -> str:
     """Clause with the models that job=models finds for an unknown name, else with similar names."""
     catalogue = read_catalogue()
     available = {library.name: set(library.names()) for library in libraries}
-    listed = [entry for entry in catalogue.entries if entry.name in available.get(entry.library, ())]
+    listed = [
+        entry for entry in catalogue.entries if entry.name in available.get(entry.library, ())
+    ]
     # Only timm takes the tag of the weights as a part of the name.
     found = [e.full_name if e.library == "timm" else e.name for e in search_models(name, listed)]
-    if found:
-        return f" Nearest: {', '.join(list(dict.fromkeys(found))[:5])}."
     names: set[str] = set()
     for library, known in available.items():
         # Deprecated names load other weights than they say.
         names |= known - catalogue.left_out.get(library, frozenset())
-    return nearest(name, sorted(names))
+    if not found:
+        return nearest(name, sorted(names))
+    found += difflib.get_close_matches(name, sorted(names), cutoff=0.8)
+    return f" Nearest: {', '.join(list(dict.fromkeys(found))[:5])}."
 
 
 def build_backbone(config: ModelConfig, seed: int) -> Backbone:

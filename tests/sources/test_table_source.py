@@ -129,7 +129,7 @@ def test_a_csv_of_many_blocks_keeps_text_that_looks_like_numbers_at_first(tmp_pa
     ("text", "message"),
     [
         ("path\na\nb\na\n", "path has some paths more than once: a"),
-        ("path,label\na,1\n,2\n", "1 row without a path: line 3"),
+        ("path,label\na,1\n,2\n", r"1 row without a path: line 3\. Correct these rows or delete"),
         ("path,label\n", "has no rows"),
         ("path,path\na,b\n", "two columns of the same name"),
         ("path\nhttp://x/a.jpg\n", "is no path of a file"),

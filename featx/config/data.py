@@ -15,7 +15,8 @@ OBJECT_SOURCE = "python"
 """Source of a data set that a Python program passes as an object; the command cannot name it."""
 
 _SOURCE_OF_ENDING = {
-    **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet"), "table"),
+    **dict.fromkeys((".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".parquet"), "table"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "table"),  # whose error says how to save the sheet
     **dict.fromkeys((".tar", ".tar.gz", ".tgz"), "webdataset"),
     **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
 }

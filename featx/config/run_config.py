@@ -97,8 +97,8 @@ class Config:
     """Layers of a run: a preset (embedding, output, stages, leaves, all), a list of names, globs or
     presets, or a mapping of these to reductions (null: that of `reduce`); null takes embedding. A
     name is that of a module, or that of an operation as torch.fx names it (layer1.0.add). For jobs
-    that read a store: names or globs of its layers; null takes all. job=neighbors, duplicates and
-    predict take one."""
+    that read a store: names or globs of its layers; null takes all. job=neighbors, duplicates,
+    outliers, mislabelled and predict take one, by default that of the probe."""
     capture: OneOrMore[Capture] = "output"
     """Tensor of a layer to capture: output, input, grad_output or grad_input (gradients of
     `target`), attention (weights of an attention module), or a list of them."""

@@ -291,7 +291,9 @@ class TableSource:
                 f"{counted(len(rows), 'row')} {problem}: {_rows_text(part, column, rows)}."
                 for problem, rows in problems.items()
             ]
-            raise DataError(f"{part.file}: " + "\n".join(sentences))
+            raise DataError(
+                f"{part.file}: " + "\n".join(sentences) + " Correct these rows or delete them."
+            )
         return text_bytes(column)
 
     def _problem(self, path: str) -> str | None:

@@ -54,9 +54,16 @@ class CsvTable:
 
         self.file = file
         self._form = form
-        if not file.name.lower().removesuffix(".gz").endswith((".csv", ".tsv")):
+        name = file.name.lower().removesuffix(".gz")
+        if name.endswith((".xlsx", ".xls", ".ods")):
             raise DataError(
-                f"data.root={file}: expected a name ending in .csv, .tsv (also .gz) or .parquet."
+                f"data.root={file} is a workbook, which featx does not read. Save the sheet with "
+                "the images as 'CSV UTF-8', and give that file."
+            )
+        if not name.endswith((".csv", ".tsv", ".txt")):
+            raise DataError(
+                f"data.root={file}: expected a name ending in .csv, .tsv (also .gz), .txt or "
+                ".parquet."
             )
         self._delimiter = check_csv(file, form.delimiter, form.quoting, form.encoding)
         self._parse = csv.ParseOptions(

@@ -44,6 +44,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         verify: what is compared with its checksum on reading, as for `featx.open`.
         dtype: dtype of the features; None for that of the store, which is exact as well and takes
             half the memory for float16 and bfloat16.
+        labelled: whether rows without a label are left out, as in `FeatureStore.xy`.
 
     Attributes:
         store: the store.
@@ -56,13 +57,14 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         layer: str,
         verify: Verify = "chunks",
         dtype: torch.dtype | None = torch.float32,
+        labelled: bool = False,
     ) -> None:
         self.store = FeatureStore(path, verify)
         self._fingerprint = self.store.attrs.get("fingerprint")
         self.layer = layer
         self._features = self.store[layer]
         self._labels = self.store.labels
-        self._rows = np.flatnonzero(self.store.ok)
+        self._rows = np.flatnonzero(self.store.ok & (self._labels >= 0 if labelled else True))
         self._rows.flags.writeable = False
         self._block_cache: _BlockCache | None = None
         # numpy has no bfloat16 and reads it as float32; the way back is exact.

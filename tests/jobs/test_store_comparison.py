@@ -151,6 +151,8 @@ def test_a_list_without_brackets_says_how_a_list_is_written() -> None:
         *(("anomalies", "outliers"), ("anomaly", "outliers"), ("knn", "neighbors")),
         *(("similar", "neighbors"), ("mislabeled", "mislabelled"), ("classify", "probe")),
         *(("outlier", "outliers"), ("neighbours", "neighbors"), ("comparison", "compare")),
+        *(("dedup", "duplicates"), ("wronglabels", "mislabelled"), ("umap", "report")),
+        *(("embed", "extract"), ("train", "probe"), ("gradcam", "attribute"), ("csv", "export")),
     ],
 )
 def test_words_that_people_type_name_a_job(word: str, job: str) -> None:

@@ -93,6 +93,32 @@ def test_a_deprecated_name_of_timm_is_never_suggested(typed: str) -> None:
     assert not {name.strip(".") for name in suggested} & set(_deprecated_models)
 
 
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [
+        ("dino", "vit_small_patch14_dinov2.lvd142m"),
+        ("DINOv3", "vit_small_patch16_dinov3.lvd1689m"),
+        ("siglip", "vit_base_patch16_siglip_224.webli"),
+        ("clip", "vit_base_patch16_clip_quickgelu_224.openai"),
+        ("resnet", "resnet18"),
+    ],
+)
+def test_the_name_of_a_family_is_answered_with_the_recommended_models_of_it(
+    word: str, first: str
+) -> None:
+    with pytest.raises(FeatxError) as caught:
+        resolve_library(model_options(name=word))
+    suggested = str(caught.value).partition("Nearest: ")[2].partition(". ")[0].split(", ")
+    assert suggested[0] == first
+    for name in suggested:
+        resolve_library(model_options(name=name))
+
+
+def test_the_word_dino_names_models_of_the_first_dino_too() -> None:
+    with pytest.raises(FeatxError, match=r"Nearest: .*vit_small_patch8_224\.dino[,.]"):
+        resolve_library(model_options(name="dino"))
+
+
 def test_the_option_model_takes_a_model_or_a_library() -> None:
     assert model_choice("resnet50") == {"name": "resnet50"}
     assert model_choice("packaged") == {"name": "efficientnet_lite0", "library": "packaged"}

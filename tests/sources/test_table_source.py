@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from featx.config import from_composed, from_keywords
+from featx.config import from_composed, from_keywords, source_of_path
 from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.sources import MISSING_MARKS, open_source, parquet_images
 from featx.sources.table import TableOptions
@@ -129,7 +129,7 @@ def test_a_csv_of_many_blocks_keeps_text_that_looks_like_numbers_at_first(tmp_pa
     ("text", "message"),
     [
         ("path\na\nb\na\n", "path has some paths more than once: a"),
-        ("path,label\na,1\n,2\n", "1 row without a path: line 3"),
+        ("path,label\na,1\n,2\n", r"1 row without a path: line 3\. Correct these rows or delete"),
         ("path,label\n", "has no rows"),
         ("path,path\na,b\n", "two columns of the same name"),
         ("path\nhttp://x/a.jpg\n", "is no path of a file"),
@@ -176,11 +176,25 @@ def test_a_path_longer_than_any_file_is_one_row_that_failed(tmp_path: Path, leng
         source.read(keys[1])
 
 
+@pytest.mark.parametrize("name", ["t.xlsx", "t.XLS", "t.ods"])
+def test_a_workbook_is_told_how_to_become_a_table(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PK\x03\x04 and more")
+    assert source_of_path(str(tmp_path / name)) == "table"
+    with pytest.raises(DataError, match=r"is a workbook.* Save the sheet .*'CSV UTF-8'"):
+        table(tmp_path / name).listing()
+
+
+def test_the_text_file_of_a_spreadsheet_is_a_table(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.txt", "path\tlabel\na.jpg\tx\n")
+    assert source_of_path(str(file)) == "table"
+    assert table(file).listing().keys.tolist() == [b"a.jpg"]
+
+
 def test_errors_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"none\.csv is no file"):
         table(tmp_path / "none.csv").listing()
     with pytest.raises(DataError, match=r"expected a name ending in \.csv"):
-        table(write(tmp_path / "t.txt", "path\na\n")).listing()
+        table(write(tmp_path / "t.dat", "path\na\n")).listing()
     (tmp_path / "t.parquet").write_bytes(b"PAR1 and then nothing of it")
     with pytest.raises(DataError, match=r"t\.parquet cannot be read"):
         table(tmp_path / "t.parquet").listing()

@@ -47,6 +47,16 @@ def test_items_are_the_ok_rows_with_their_labels(root: Path, run: MadeRun) -> No
         assert label == run.listing.labels[row]
 
 
+def test_rows_without_a_label_are_left_out_if_labelled_ones_are_asked_for(
+    root: Path, run: MadeRun
+) -> None:
+    dataset = FeatureDataset(root, "flat", labelled=True)
+    labelled = [row for row in ok_rows(run) if run.listing.labels[row] >= 0]
+    assert dataset.rows.tolist() == labelled != ok_rows(run).tolist()
+    assert [label for _, label in dataset] == run.listing.labels[labelled].tolist()
+    assert np.array_equal(dataset[3][0].numpy(), run.features["flat"][labelled[3]])
+
+
 def test_a_batch_in_one_read_is_the_same_items(root: Path) -> None:
     dataset = FeatureDataset(root, "flat")
     chosen = [24, 0, 7, 7, -3]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from featx.base import Member, Registry
 from featx.config import AUTO_LIBRARY, ModelConfig
 from featx.errors import FeatxError, ModelError, nearest
-from featx.models.catalogue import read_catalogue
+from featx.models.catalogue import read_catalogue, search_models
 from featx.models.name_hints import hint
 from featx.models.transformers.families import FAMILIES
 
@@ -131,12 +132,8 @@ def resolve_library(config: ModelConfig) -> ModelLibrary[Any]:
     if library.knows(config.name):
         return library
     asked = LIBRARIES.asked_by_auto() if library.name == AUTO_LIBRARY else [library]
-    left_out = read_catalogue().left_out  # deprecated names load other weights than they say
-    names = sorted(
-        {name for one in asked for name in set(one.names()) - left_out.get(one.name, frozenset())}
-    )
     unknown = f"unknown model {config.name!r} (looked in {', '.join(one.name for one in asked)})."
-    advice = hint(config.name) or nearest(config.name, names)
+    advice = hint(config.name) or _named_alike(config.name, asked)
     if config.name.lower() in FAMILIES:
         advice += (
             f" {config.name.lower()} is a family of transformers: model=transformers "
@@ -146,6 +143,25 @@ def resolve_library(config: ModelConfig) -> ModelLibrary[Any]:
         f"{unknown}{advice} job=models models.query=WORDS searches the names. "
         "For your own module: model=custom model.factory=package.module:factory."
     )
+
+
+def _named_alike(name: str, libraries: Iterable[ModelLibrary[Any]]) -> str:
+    """Clause with the models that job=models finds for an unknown name, else with similar names."""
+    catalogue = read_catalogue()
+    available = {library.name: set(library.names()) for library in libraries}
+    listed = [
+        entry for entry in catalogue.entries if entry.name in available.get(entry.library, ())
+    ]
+    # Only timm takes the tag of the weights as a part of the name.
+    found = [e.full_name if e.library == "timm" else e.name for e in search_models(name, listed)]
+    names: set[str] = set()
+    for library, known in available.items():
+        # Deprecated names load other weights than they say.
+        names |= known - catalogue.left_out.get(library, frozenset())
+    if not found:
+        return nearest(name, sorted(names))
+    found += difflib.get_close_matches(name, sorted(names), cutoff=0.8)
+    return f" Nearest: {', '.join(list(dict.fromkeys(found))[:5])}."
 
 
 def build_backbone(config: ModelConfig, seed: int) -> Backbone:

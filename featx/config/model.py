@@ -10,9 +10,10 @@ from annotated_types import Len
 
 from featx.base import family
 from featx.config.checkpoint import CheckpointConfig
-from featx.config.checks import Count, options
+from featx.config.checks import Count, default_of_field, options
 from featx.config.members import MemberGroup, make_member
 from featx.config.transform import USUAL_CROP, USUAL_RESIZE, TransformConfig
+from featx.config.window import WindowConfig
 from featx.errors import ConfigError
 
 _LIBRARY = "model.library"
@@ -49,6 +50,8 @@ class ModelConfig:
     golden: str | None = None
     """File of featx.write_golden with images and the features that your own code computes of them.
     A run whose model or transform gives others is refused; a resume compares nothing."""
+    window: WindowConfig = field(default_factory=WindowConfig)
+    """Windows in which images larger than the input of the model go through it."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -61,6 +64,25 @@ class ModelConfig:
             raise ConfigError(
                 "model.init=reset has no effect with model.weights=null, whose weights are random."
             )
+        if self.window.size is not None:
+            self._check_window()
+
+    def _check_window(self) -> None:
+        """Refuse options that windows leave without effect."""
+        for name, value, why in (
+            ("golden", self.golden, "it compares whole images at the input size of the model"),
+            ("input_size", getattr(self, "input_size", None), "the model is built for the windows"),
+            (
+                "transform.crop",
+                getattr(getattr(self, "transform", None), "crop", None),
+                "the model is built for the windows",
+            ),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"model.{name} has no effect with model.window.size: {why}. Leave one of them "
+                    "out."
+                )
 
     @property
     def weights_file(self) -> str | None:
@@ -167,7 +189,7 @@ def model_options(**values: Any) -> ModelConfig:
     Raises:
         ConfigError: an option is unknown, invalid, or one of another library.
     """
-    defaults = {f.name: f.default for f in fields(ModelConfig)}
+    defaults = {f.name: default_of_field(f) for f in fields(ModelConfig)}
     return make_member(MemberGroup("model.library", ModelConfig), {**defaults, **values})  # type: ignore[no-any-return]
 
 

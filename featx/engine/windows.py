@@ -194,9 +194,11 @@ class Windows:
         return self._reductions[name, covered]
 
     def geometries(self) -> dict[str, TokenGeometry]:
-        """Places of the positions of the rows; in pixels if all images have one size."""
+        """Places of the positions of the rows in pixels; none if images have several sizes."""
         sizes = {self._covered(size) for size in self.image_sizes}
-        covered = sizes.pop() if len(sizes) == 1 else (0, 0)
+        if len(sizes) > 1:
+            return {}
+        (covered,) = sizes
         return {
             spec.name: TokenGeometry(0, False, (spec.shape[1], spec.shape[2]), covered)
             for spec in self.specs

@@ -280,15 +280,18 @@ def _grid(config: GridOptions, rows: RowLayout) -> Reduction:
     return grid
 
 
+_USUAL_GRID = 28
+
+
 @options("reduce")
 class AlignOptions(ReduceConfig):
     """Options of reduce=align."""
 
     name: str = "align"
-    rows: Count = 28
-    """Number of rows of the common grid."""
-    columns: Count = 28
-    """Number of columns of the common grid."""
+    rows: Count | None = None
+    """Number of rows of the common grid; null takes 28."""
+    columns: Count | None = None
+    """Number of columns of the common grid; null takes 28."""
     pool: Count = 1
     """Side of the window that is averaged around each position before the map is resized; 3 for
     PatchCore."""
@@ -299,9 +302,14 @@ class AlignOptions(ReduceConfig):
             raise ConfigError(f"reduce.pool={self.pool}: expected an odd number above 0.")
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the common grid."""
+        return self.rows or _USUAL_GRID, self.columns or _USUAL_GRID
+
+    @property
     def args(self) -> dict[str, float | str]:
         """Grid and window."""
-        return {"rows": self.rows, "columns": self.columns, "pool": self.pool}
+        return {"rows": self.grid[0], "columns": self.grid[1], "pool": self.pool}
 
 
 @register(
@@ -322,7 +330,7 @@ def _align(config: AlignOptions, rows: RowLayout) -> Reduction:
     """
     import torch.nn.functional as F
 
-    to_map, size, pool = map_view("align", rows), (config.rows, config.columns), config.pool
+    to_map, size, pool = map_view("align", rows), config.grid, config.pool
 
     def align(x: torch.Tensor) -> torch.Tensor:
         values = to_map(x).float()

@@ -69,19 +69,17 @@ class ModelConfig:
 
     def _check_window(self) -> None:
         """Refuse options that windows leave without effect."""
-        for name, value, why in (
-            ("golden", self.golden, "it compares whole images at the input size of the model"),
-            ("input_size", getattr(self, "input_size", None), "the model is built for the windows"),
-            (
-                "transform.crop",
-                getattr(getattr(self, "transform", None), "crop", None),
-                "the model is built for the windows",
-            ),
-        ):
+        crop = getattr(getattr(self, "transform", None), "crop", None)
+        given = {
+            "golden": self.golden,
+            "input_size": getattr(self, "input_size", None),
+            "transform.crop": crop,
+        }
+        for name, value in given.items():
             if value is not None:
                 raise ConfigError(
-                    f"model.{name} has no effect with model.window.size: {why}. Leave one of them "
-                    "out."
+                    f"model.{name} has no effect with model.window.size, for which the model is "
+                    "built, and without which images are cropped. Leave one of them out."
                 )
 
     @property
@@ -175,7 +173,8 @@ class CodeModelConfig(UnpreparedModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
+        if self.window.size is None:
+            self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
         has_file = self.weights not in (None, "default")
         self.checkpoint.check_effect(has_file, is_converted=False)
 

@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from featx.base import Member, Registry
-from featx.config import AUTO_LIBRARY, ModelConfig, UnpreparedModelConfig, WindowConfig
-from featx.errors import FeatxError, ModelError, nearest
+from featx.config import (
+    AUTO_LIBRARY,
+    ModelConfig,
+    TransformConfig,
+    UnpreparedModelConfig,
+    WindowConfig,
+)
+from featx.errors import ConfigError, FeatxError, ModelError, nearest
 from featx.models.catalogue import read_catalogue
 from featx.models.name_hints import hint
 from featx.models.transformers.families import FAMILIES
@@ -182,13 +188,25 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
 
 def _for_windows(config: ModelConfig, window: tuple[int, int]) -> ModelConfig:
     """Return options that build a model for images of the size of a window."""
-    size, without = list(window), WindowConfig()
+    size, transform = list(window), _transform_of(config)
+    changed: dict[str, Any] = {"window": WindowConfig()}
     if isinstance(config, UnpreparedModelConfig):  # which have no input size of their own
-        transform = replace(config.transform, crop=size, resize=config.transform.resize or size)
-        return replace(config, transform=transform, window=without)
+        changed["transform"] = replace(transform, crop=size, resize=size)
+    elif transform.resize is not None:  # of the whole image
+        changed["transform"] = replace(transform, resize=size)
     if hasattr(config, "input_size"):
-        return replace(config, input_size=size, window=without)  # type: ignore[call-arg]
-    return config
+        changed["input_size"] = size
+    try:
+        return replace(config, **changed)
+    except ConfigError as error:
+        raise ConfigError(
+            f"model.window.size={size} builds the model for images of this size. {error}"
+        ) from error
+
+
+def _transform_of(config: ModelConfig) -> TransformConfig:
+    """Return the options of the transform, which libraries of packages may lack."""
+    return getattr(config, "transform", TransformConfig())
 
 
 def _take_windows(backbone: Backbone, config: ModelConfig, window: tuple[int, int]) -> None:
@@ -202,7 +220,7 @@ def _take_windows(backbone: Backbone, config: ModelConfig, window: tuple[int, in
             f"model.window.size={list(window)}: {backbone.name} takes images of {height} x {width} "
             f"pixels only. Give model.window.size=[{height},{width}]."
         )
-    given = getattr(getattr(config, "transform", None), "resize", None)
+    given = _transform_of(config).resize
     resize = given if given is None or isinstance(given, int) else (given[0], given[1])
     overlap = config.window.overlap
     backbone.preprocess = windowed_preprocess(backbone.preprocess, overlap, resize)

@@ -30,6 +30,7 @@ from featx.layers import (
     ChosenLayers,
     KeyedReduction,
     OutputCollector,
+    ProjectedReduce,
     Reduction,
     RowLayout,
     StoredReduce,
@@ -74,6 +75,11 @@ class _WindowedLayer:
         """Rows and columns of the map of the pixels that windows cover."""
         return covered[0] // self.stride[0], covered[1] // self.stride[1]
 
+    def window_in(self, maps: torch.Tensor, top: int, left: int) -> torch.Tensor:
+        """View of the positions of the window that begins at a pixel in (..., rows, columns)."""
+        row, column = top // self.stride[0], left // self.stride[1]
+        return maps[..., row : row + self.shape[1], column : column + self.shape[2]]
+
 
 @dataclass
 class Windows:
@@ -95,7 +101,9 @@ class Windows:
     image_sizes: Sequence[Size]
     store_dtype: torch.dtype
     specs: list[LayerSpec] = field(default_factory=list)
-    _reductions: dict[tuple[str, Size], Reduction] = field(default_factory=dict)
+    _reductions: dict[tuple[str, Size], tuple[Reduction, tuple[int, ...]]] = field(
+        default_factory=dict
+    )
 
     @property
     def maps(self) -> ChosenLayers:
@@ -159,14 +167,12 @@ class Windows:
         refused: ReduceError | None = None
         reduce: Reduction | None = None
         for size in dict.fromkeys(self.image_sizes):
-            covered = self._covered(size)
             try:
-                reduce = self._reduction(layer, covered)
+                reduce, shape = self._reduction(layer, self._covered(size))
             except ReduceError as error:  # such an image fails; others may not
                 refused = error
                 continue
-            empty = torch.empty(1, layer.shape[0], *layer.map_size(covered), device="meta")
-            shapes.setdefault(tuple(reduce(empty).shape[1:]), size)
+            shapes.setdefault(shape, size)
         if reduce is None:
             assert refused is not None
             raise refused
@@ -184,13 +190,20 @@ class Windows:
         row = torch.empty(1, *shape, dtype=self.store_dtype, device="meta")
         return spec_of(layer.point, layer.reduce, row, compute_dtype, bound_args)
 
-    def _reduction(self, layer: _WindowedLayer, covered: Size) -> Reduction:
-        """Function from the blended map of an image to its row; raises as `bound_reduction`."""
+    def _reduction(self, layer: _WindowedLayer, covered: Size) -> tuple[Reduction, tuple[int, ...]]:
+        """Function from the blended map of an image to its row, and the shape of the row.
+
+        Raises as `bound_reduction`.
+        """
         name = layer.point.name
         if (name, covered) not in self._reductions:
             shape = (layer.shape[0], *layer.map_size(covered))
-            rows = RowLayout(name, shape, covered, is_map=True)
-            self._reductions[name, covered] = bound_reduction(layer.reduce, rows)
+            reduce = bound_reduction(layer.reduce, RowLayout(name, shape, covered, is_map=True))
+            # A meta tensor has a shape but no memory; autocast, which a projection turns off, does
+            # not know it.
+            device = "cpu" if isinstance(layer.reduce, ProjectedReduce) else "meta"
+            row = reduce(torch.zeros(1, *shape, device=device))
+            self._reductions[name, covered] = reduce, tuple(row.shape[1:])
         return self._reductions[name, covered]
 
     def geometries(self) -> dict[str, TokenGeometry]:
@@ -242,23 +255,22 @@ class Windows:
         """Row of an image in each layer, (1, ...), as its reduction gives it."""
         covered = self._covered((image.shape[1], image.shape[2]))
         reductions = {}
-        for layer in self.layers:
+        for layer, spec in zip(self.layers, self.specs, strict=True):
             try:
-                reductions[layer.point.name] = self._reduction(layer, covered)
+                reductions[spec.name], shape = self._reduction(layer, covered)
             except ReduceError as error:
                 raise _window_fault(str(error)) from error
-        values = {}
-        shapes = {spec.name: spec.shape for spec in self.specs}
-        for name, value in self._blend(engine, image, covered):
-            reduce = reductions[name]
-            row = reduce(value, keys) if isinstance(reduce, KeyedReduction) else reduce(value)
-            if tuple(row.shape[1:]) != shapes[name]:
+            if shape != spec.shape:
                 raise _window_fault(
-                    f"{image.shape[2]} x {image.shape[1]} pixels give {name} a row of shape "
-                    f"{tuple(row.shape[1:])}, and the other images {shapes[name]}; "
+                    f"{image.shape[2]} x {image.shape[1]} pixels give {spec.name} a row of shape "
+                    f"{shape}, and the other images {spec.shape}; "
                     "reduce={name: grid, rows: 64, columns: 64} makes them equal"
                 )
-            values[name] = row
+        values = {}
+        for name, value in self._blend(engine, image, covered):
+            reduce = reductions[name]
+            keyed = isinstance(reduce, KeyedReduction)
+            values[name] = reduce(value, keys) if keyed else reduce(value)  # type: ignore[call-arg]
         return values
 
     def _blend(
@@ -274,13 +286,14 @@ class Windows:
         """
         blended = {
             layer.point.name: torch.zeros(
-                layer.shape[0], *layer.map_size(covered), device=engine.device
+                1, layer.shape[0], *layer.map_size(covered), device=engine.device
             )
             for layer in self.layers
         }
-        weights = {layer.point.name: self._weight(layer, engine.device) for layer in self.layers}
-        count = engine.compute.batch_size
-        all_places = self.places(covered)
+        weights = {
+            layer.point.name: self._weights(layer, covered, engine.device) for layer in self.layers
+        }
+        all_places, count = self.places(covered), engine.compute.batch_size
         for start in range(0, len(all_places), count):
             places = all_places[start : start + count]
             batch = image.new_zeros(count, len(image), *self.size)
@@ -289,34 +302,33 @@ class Windows:
             maps = engine.rows(batch, on_device=True).features
             for layer in self.layers:
                 name = layer.point.name
+                of_rows, of_columns = weights[name]
                 for number, (top, left) in enumerate(places):
-                    row, column = top // layer.stride[0], left // layer.stride[1]
-                    view = blended[name][
-                        :, row : row + layer.shape[1], column : column + layer.shape[2]
-                    ]
-                    view += weights[name] * maps[name][number]
-        for layer in self.layers:
-            name = layer.point.name
-            yield name, (blended.pop(name) / self._weight_sums(layer, covered, engine.device))[None]
+                    weight = of_rows[top][:, None] * of_columns[left]
+                    layer.window_in(blended[name], top, left).add_(weight * maps[name][number])
+        for name in list(blended):
+            yield name, blended.pop(name)
 
-    def _weight(self, layer: _WindowedLayer, device: torch.device) -> torch.Tensor:
-        """Weight of each position of a window, (rows, columns) float32."""
-        rows, columns = (_falling_weights(count) for count in layer.shape[1:])
-        return (rows[:, None] * columns).to(device)
-
-    def _weight_sums(
+    def _weights(
         self, layer: _WindowedLayer, covered: Size, device: torch.device
-    ) -> torch.Tensor:
-        """Sum of the weights at each position of the map of an image, (rows, columns) float32."""
-        sums = []
+    ) -> list[dict[int, torch.Tensor]]:
+        """Weights of windows along each axis: first pixel -> (n,) float32 of its positions.
+
+        They are divided by the sum of those of all windows at a position, so that a position of one
+        window keeps its value.
+        """
+        weights = []
         for axis, starts in enumerate(self._starts(covered)):
-            weight = _falling_weights(layer.shape[1 + axis])
-            total = torch.zeros(covered[axis] // layer.stride[axis])
+            stride, count = layer.stride[axis], layer.shape[1 + axis]
+            middle = torch.arange(count) + 0.5
+            weight = torch.minimum(middle, count - middle)
+            total = torch.zeros(covered[axis] // stride)
             for start in starts:
-                first = start // layer.stride[axis]
-                total[first : first + len(weight)] += weight
-            sums.append(total)
-        return (sums[0][:, None] * sums[1]).to(device)
+                total[start // stride :][:count] += weight
+            weights.append(
+                {start: (weight / total[start // stride :][:count]).to(device) for start in starts}
+            )
+        return weights
 
 
 def attach_windows(
@@ -378,12 +390,6 @@ def attach_windows(
         image_sizes=list(image_sizes) or [size],
         store_dtype=getattr(torch, store_dtype),
     )
-
-
-def _falling_weights(count: int) -> torch.Tensor:
-    """Weights of the positions of a window along one axis, (count,) float32."""
-    middle = torch.arange(count) + 0.5
-    return torch.minimum(middle, count - middle)
 
 
 def _window_fault(message: str) -> ImageFault:

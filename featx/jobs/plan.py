@@ -45,8 +45,7 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
     held = 0 if is_streamed(parse_path(config.out), config.codec, part) else 3 * part
     height, width = context.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
-    # The maps of an image are blended in float32, and divided by the sums of their weights.
-    maps = 0 if context.windows is None else 2 * context.windows.map_bytes
+    maps = 0 if context.windows is None else context.windows.map_bytes
     is_small = stored <= LARGEST_PACKED_BYTES
     packs = config.pack is True or (config.pack == "auto" and is_small)
     disk_free = None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from featx.base import size_text
 from featx.config import make_reduce
 from featx.engine.compute import BatchRows, spec_of
 from featx.engine.engine import Engine
@@ -130,7 +131,8 @@ class Windows:
         count = len(self.places((height, width)))
         return (
             f"{self.size[1]} x {self.size[0]} pixels every {self.step[1]} x {self.step[0]}: "
-            f"{count} of an image of {width} x {height}, {min(count, batch_size)} at a time"
+            f"{count} of an image of {width} x {height}, {min(count, batch_size)} at a time; "
+            f"{size_text(self.map_bytes)} of maps"
         )
 
     def places(self, image_size: Size) -> list[Size]:
@@ -242,7 +244,7 @@ class Windows:
     def failed_rows(self) -> BatchRows:
         """Rows of zeros for an image that failed."""
         rows = {s.name: torch.zeros(1, *s.shape, dtype=self.store_dtype) for s in self.specs}
-        return BatchRows(rows, {}, {name: torch.zeros(1).bool().numpy() for name in rows})
+        return BatchRows(rows, {}, {})
 
     def explain(self, engine: Engine, image: torch.Tensor, name: str, keys: Sequence[bytes]) -> str:
         """The reason why the row of an image is not finite, from its values before the cast."""
@@ -370,7 +372,7 @@ def attach_windows(
         if height % rows or width % columns:
             raise ReduceError(
                 f"model.window.size={[height, width]}: {point.name} has {rows} x {columns} "
-                f"positions in a window, which are no whole numbers of pixels, so the maps of "
+                "positions in a window, which are no whole numbers of pixels, so the maps of "
                 "windows do not fit together. Choose a multiple of the patch size, or of the "
                 "stride of the layer."
             )

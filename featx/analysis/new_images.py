@@ -238,7 +238,7 @@ class LoadedModel:
     def _sized(self, context: RunContext) -> Iterator[None]:
         """Choose the batch size of a run inside the block."""
         compute = self._compute
-        if not self._pads and not compute.compile:
+        if not self._pads and not compute.compile and context.windows is None:
             size = min(compute.batch_size, len(context.listing))
             context.engine.compute = replace(compute, batch_size=size)
         try:

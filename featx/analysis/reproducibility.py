@@ -287,7 +287,7 @@ def _extract_rows(
     context: RunContext, run: Run, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
     """Yield each row with its features in every layer, as stored, and its status."""
-    size = context.engine.compute.batch_size
+    size = context.batch_rows
     spans: dict[int, list[int]] = {}
     for row in rows:
         spans.setdefault(row - (row - run.grid.part_of(row).start) % size, []).append(row)

@@ -86,3 +86,4 @@ from .transform import INTERPOLATIONS as INTERPOLATIONS
 from .transform import USUAL_CROP as USUAL_CROP
 from .transform import USUAL_RESIZE as USUAL_RESIZE
 from .transform import TransformConfig as TransformConfig
+from .window import WindowConfig as WindowConfig

@@ -10,9 +10,10 @@ from annotated_types import Len
 
 from featx.base import family
 from featx.config.checkpoint import CheckpointConfig
-from featx.config.checks import Count, options
+from featx.config.checks import Count, default_of_field, options
 from featx.config.members import MemberGroup, make_member
 from featx.config.transform import USUAL_CROP, USUAL_RESIZE, TransformConfig
+from featx.config.window import WindowConfig
 from featx.errors import ConfigError
 
 _LIBRARY = "model.library"
@@ -49,6 +50,8 @@ class ModelConfig:
     golden: str | None = None
     """File of featx.write_golden with images and the features that your own code computes of them.
     A run whose model or transform gives others is refused; a resume compares nothing."""
+    window: WindowConfig = field(default_factory=WindowConfig)
+    """Windows in which images larger than the input of the model go through it."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -61,6 +64,23 @@ class ModelConfig:
             raise ConfigError(
                 "model.init=reset has no effect with model.weights=null, whose weights are random."
             )
+        if self.window.size is not None:
+            self._check_window()
+
+    def _check_window(self) -> None:
+        """Refuse options that windows leave without effect."""
+        crop = getattr(getattr(self, "transform", None), "crop", None)
+        given = {
+            "golden": self.golden,
+            "input_size": getattr(self, "input_size", None),
+            "transform.crop": crop,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"model.{name} has no effect with model.window.size, for which the model is "
+                    "built, and without which images are cropped. Leave one of them out."
+                )
 
     @property
     def weights_file(self) -> str | None:
@@ -153,7 +173,8 @@ class CodeModelConfig(UnpreparedModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
+        if self.window.size is None:
+            self.transform.check_sizes(USUAL_RESIZE, USUAL_CROP)
         has_file = self.weights not in (None, "default")
         self.checkpoint.check_effect(has_file, is_converted=False)
 
@@ -167,7 +188,7 @@ def model_options(**values: Any) -> ModelConfig:
     Raises:
         ConfigError: an option is unknown, invalid, or one of another library.
     """
-    defaults = {f.name: f.default for f in fields(ModelConfig)}
+    defaults = {f.name: default_of_field(f) for f in fields(ModelConfig)}
     return make_member(MemberGroup("model.library", ModelConfig), {**defaults, **values})  # type: ignore[no-any-return]
 
 

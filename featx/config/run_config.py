@@ -230,7 +230,9 @@ class Config:
                     f"part_rows={self.part_rows}: expected a power of two, such as "
                     f"{1 << self.part_rows.bit_length()}."
                 )
-            if self.batch_size != "auto" and self.batch_size > self.part_rows:
+            # With windows batch_size is a number of windows, and a batch of rows is one image.
+            batch_rows = self.batch_size if self.model.window.size is None else 1
+            if batch_rows != "auto" and batch_rows > self.part_rows:
                 raise ConfigError(
                     f"batch_size={self.batch_size} is larger than part_rows={self.part_rows}; "
                     "a batch never crosses a part, so raise part_rows or lower batch_size."

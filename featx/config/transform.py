@@ -16,7 +16,7 @@ INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 USUAL_RESIZE, USUAL_CROP = 256, 224
 """Shorter side after resizing and side of the crop in pixels, for models that bring neither."""
 
-_Side = Annotated[
+Side = Annotated[
     Count | Annotated[list[Count], Len(2, 2)] | None,
     "a whole number of pixels, [height,width], or null",
 ]
@@ -31,10 +31,10 @@ _Scale = Annotated[
 class TransformConfig:
     """Preprocessing of the images; what is not given is that of the weights."""
 
-    resize: _Side = None
+    resize: Side = None
     """Shorter side in pixels after resizing, or [height,width], which may change the proportions;
     null takes that of the weights, 256 with model=custom, hub and export."""
-    crop: _Side = None
+    crop: Side = None
     """Side of the square centre crop in pixels, or [height,width]; null takes the input size of the
     model, 224 with model=custom, hub and export. Models of a library have model.input_size."""
     mean: list[float] | None = None

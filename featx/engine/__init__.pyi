@@ -16,3 +16,6 @@ from .plain_path import explain_missing_plain_path as explain_missing_plain_path
 from .plain_path import plain_rows as plain_rows
 from .row_checks import stored_bits as stored_bits
 from .weight_casting import PreparedWeights as PreparedWeights
+from .windows import ALIGN as ALIGN
+from .windows import Windows as Windows
+from .windows import attach_windows as attach_windows

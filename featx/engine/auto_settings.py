@@ -65,11 +65,13 @@ class AutoSettings:
             be 0.
         num_rows: number of rows that the run computes.
         resume_state: resume state whose recorded values are used, or None for a new run.
+        windows_per_image: mean number of windows in which an image goes through the model; None
+            without windows. `images` are windows then, and a batch of rows is one image.
 
     Attributes:
         choices: option name -> the chosen value and the reason, as printed before the run.
-        seconds_per_image: seconds of a forward pass per image with the chosen settings; NaN before
-            `resolve`.
+        seconds_per_image: seconds of a forward pass per image with the chosen settings, for all of
+            its windows; NaN before `resolve`.
         trial_rows: dataset name -> rows of `images` with the chosen settings; None if they were not
             computed, or in batches of another size.
     """
@@ -81,6 +83,7 @@ class AutoSettings:
         images: torch.Tensor,
         num_rows: int,
         resume_state: ResumeState | None,
+        windows_per_image: float | None = None,
     ) -> None:
         self.choices: dict[str, str] = {}
         self.seconds_per_image = float("nan")
@@ -88,6 +91,8 @@ class AutoSettings:
         self._engine = engine
         self._images = images
         self._num_rows = num_rows
+        self._has_windows = windows_per_image is not None
+        self._images_per_row = windows_per_image or 1.0
         self._stored = dict(resume_state.resolved) if resume_state else {}
         self._stored_part_rows = resume_state.part_rows if resume_state else None
         self._what = resume_state.what if resume_state else ""
@@ -143,7 +148,7 @@ class AutoSettings:
         Raises:
             ConfigError: the option `part_rows` is smaller than the batch size.
         """
-        batch_size = self._engine.compute.batch_size
+        batch_size = 1 if self._has_windows else self._engine.compute.batch_size
         if self._config.part_rows != "auto":
             rows = int(self._config.part_rows)
             if batch_size > rows:
@@ -233,12 +238,14 @@ class AutoSettings:
             return int(self._config.batch_size)
         if (stored := self._stored_choice("batch_size")) is not None:
             return int(stored)
-        largest = CUDA_BATCH
+        largest, num_images = CUDA_BATCH, math.ceil(self._num_rows * self._images_per_row)
         if self._engine.device.type != "cuda":
-            largest = CPU_BATCH // (1 if self._num_rows >= _MANY_BATCHES * CPU_BATCH else 2)
-        if self._config.part_rows != "auto":
+            largest = CPU_BATCH // (1 if num_images >= _MANY_BATCHES * CPU_BATCH else 2)
+        if self._has_windows:
+            largest = min(largest, layout.power_of_two_at_least(math.ceil(self._images_per_row)))
+        elif self._config.part_rows != "auto":
             largest = min(largest, int(self._config.part_rows))
-        size = min(largest, layout.power_of_two_at_least(self._num_rows))
+        size = min(largest, layout.power_of_two_at_least(num_images))
         self.choices["batch_size"] = f"{size}"
         return size
 
@@ -318,7 +325,7 @@ class AutoSettings:
 
     def _keep(self, measured: TimedRows) -> None:
         """Keep seconds and rows that were measured with the settings of the run."""
-        self.seconds_per_image = measured.seconds_per_image
+        self.seconds_per_image = measured.seconds_per_image * self._images_per_row
         of_all = all(len(rows) == len(self._images) for rows in measured.rows.values())
         self.trial_rows = measured.rows if of_all else None
 

@@ -30,7 +30,7 @@ from featx.engine.compute import (
     spec_of,
 )
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
-from featx.engine.row_checks import finite_rows, row_tolerance
+from featx.engine.row_checks import describe_nonfinite, finite_rows, row_tolerance
 from featx.engine.weight_casting import Captured, PreparedWeights
 from featx.errors import ModelError, RunError, require
 from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector, clone_captured
@@ -321,6 +321,11 @@ class Engine(DeviceModel):
         return self._captures.takes_gradients
 
     @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Capture name -> shape of a row after its reduction."""
+        return self._collector.reduced_shapes
+
+    @property
     def vector_names(self) -> tuple[str, ...]:
         """Captures whose rows are vectors before any reduction."""
         return self._collector.vector_names
@@ -438,12 +443,7 @@ class Engine(DeviceModel):
         """
         with self._collector.keep_float32() as store_dtype:
             value = self.run(images, labels, keys)[name][row].flatten()
-        nonfinite = value[~torch.isfinite(value)]
-        if len(nonfinite):
-            return f"{nonfinite[0].item()} in {self.compute.precision}"
-        limit = torch.finfo(store_dtype).max
-        largest = value.abs().max().item()
-        return f"{largest:g}, over {limit:g}, the largest {str(store_dtype).removeprefix('torch.')}"
+        return describe_nonfinite(value, self.compute.precision, store_dtype)
 
     def specs(self, chosen: ChosenLayers) -> list[LayerSpec]:
         """Shapes and dtypes of the rows of each dataset, from one pass with the current settings.

@@ -70,3 +70,19 @@ def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
     if not value.numel():
         return value.new_zeros(len(value))
     return value.reshape(len(value), -1).abs().amax(1)
+
+
+def describe_nonfinite(value: torch.Tensor, precision: str, store_dtype: torch.dtype) -> str:
+    """The reason why a row is not finite in the dtype of the store.
+
+    Args:
+        value: (n,) its values before the cast.
+        precision: precision in which they were computed.
+        store_dtype: dtype of the store.
+    """
+    nonfinite = value[~torch.isfinite(value)]
+    if len(nonfinite):
+        return f"{nonfinite[0].item()} in {precision}"
+    limit = torch.finfo(store_dtype).max
+    largest = value.abs().max().item()
+    return f"{largest:g}, over {limit:g}, the largest {str(store_dtype).removeprefix('torch.')}"

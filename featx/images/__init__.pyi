@@ -18,4 +18,6 @@ from .preprocess import centre_crop as centre_crop
 from .preprocess import check_reference as check_reference
 from .rgb_conversion import PixelFormatError as PixelFormatError
 from .rgb_conversion import PixelScale as PixelScale
+from .row_loader import UNFIT as UNFIT
+from .row_loader import WINDOW_ERROR as WINDOW_ERROR
 from .views import cut_view as cut_view

@@ -81,6 +81,9 @@ class RowWorker(Protocol):
     ) -> None:
         """Load a row."""
 
+    def clear(self, out: npt.NDArray[Any]) -> None:
+        """Clear the place of a row that failed."""
+
     def warm_up(self) -> None:
         """Import what decoding needs, once for all decoders."""
 
@@ -128,7 +131,7 @@ class Decoder:
                     checksum = slot.checksums[place : place + 1]
                     worker.fill(row, read, slot.images[place], checksum, clock)
                 except ImageFault as fault:
-                    slot.images[place] = 0
+                    worker.clear(slot.images[place])
                     send(results, Kind.FAILURE, group, row, fault_bytes(fault))
                 except BaseException as error:  # noqa: BLE001 - raised in the process of the model
                     send(results, Kind.ERROR, group, row, error_bytes(error))

@@ -70,7 +70,7 @@ _PATIENCE_S = 0.05
 long: each fork copies the page tables of a process that has imported torch."""
 
 KEPT_BATCHES = 4
-"""Number of finished jobs whose images stay in shared memory; those of further ones are copied."""
+"""Usual number of finished jobs whose images stay in shared memory."""
 
 _BUFFER_BYTES = 8 << 20
 """Bytes of a spool buffer from which on no further image is added to its group."""
@@ -98,6 +98,8 @@ class DecoderPool:
             process do.
         keeps_images_together: whether rows of the same image in succession go to the same decoder.
         is_pinned: whether slots are page-locked for CUDA.
+        num_kept: number of finished jobs whose images stay in shared memory; those of further ones
+            are copied. None copies none.
         can_fork: whether decoders are processes; otherwise they are threads, and an image that
             crashes or hangs its decoder ends the run.
 
@@ -114,6 +116,7 @@ class DecoderPool:
         reads_in_decoders: bool = False,
         keeps_images_together: bool = False,
         is_pinned: bool = False,
+        num_kept: int | None = KEPT_BATCHES,
         can_fork: bool = CAN_FORK,
     ) -> None:
         self.times = LoaderTimes()
@@ -121,7 +124,7 @@ class DecoderPool:
         self._workers, self._count, self._limit_s = workers, count, limit_s
         self._reads_in_decoders = reads_in_decoders
         self._keeps_images_together = keeps_images_together
-        self._is_pinned, self._can_fork = is_pinned, can_fork
+        self._is_pinned, self._num_kept, self._can_fork = is_pinned, num_kept, can_fork
         self._state = threading.Condition()
         self._error: BaseException | None = None
         self._groups: dict[int, Group] = {}
@@ -216,8 +219,8 @@ class DecoderPool:
     def finish(self, job: Job) -> tuple[torch.Tensor, npt.NDArray[np.uint64]]:
         """Wait for the rows of a job.
 
-        The images lie in shared memory, without a copy, as long as no more than KEPT_BATCHES of
-        them are kept. Their memory is used again when the tensor and all its views are gone.
+        The images lie in shared memory, without a copy, as long as no more than `num_kept` of them
+        are kept. Their memory is used again when the tensor and all its views are gone.
 
         Returns:
             (B, C, H, W) images, and (n,) checksums of the encoded bytes. The images of failed rows
@@ -241,7 +244,7 @@ class DecoderPool:
             raise self._error
         job.failures.sort(key=lambda failure: failure.row)
         checksums = slot.checksums[: len(job.rows)].copy()
-        if len(self._lent_slots[name]) >= KEPT_BATCHES:
+        if self._num_kept is not None and len(self._lent_slots[name]) >= self._num_kept:
             images = torch.from_numpy(slot.images).clone()
             self._free_slots[name].append(slot)
             return images, checksums
@@ -483,7 +486,7 @@ class DecoderPool:
     def _fail_place(self, job: Job, place: int, fault: ImageFault) -> None:
         """Record the row at a place as failed, which no decoder loads then."""
         job.slot.rows[place] = NO_ROW
-        job.slot.images[place] = 0
+        self._workers[job.worker].clear(job.slot.images[place])
         self._fail_row(job, int(job.rows[place]), fault)
 
     def _fail_known(self, job: Job, first: int, stop: int) -> None:

@@ -17,10 +17,11 @@ import torch
 from featx.base import num_cpus
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder_channels import Job, LoaderTimes
-from featx.images.decoder_pool import DecoderPool
+from featx.images.decoder_pool import KEPT_BATCHES, DecoderPool
 from featx.images.decoder_warnings import DecoderWarnings
 from featx.images.image_policy import PILLOW
-from featx.images.row_loader import RowLoader
+from featx.images.preprocess import centre_crop
+from featx.images.row_loader import RowLoader, image_in_place
 from featx.types import Batch, Failure, Listing, Part, Source, ViewSource
 
 PREFETCH_BATCHES = 3
@@ -68,11 +69,20 @@ class Loader:
         # decides the memory of the run; that the decoders agree is left to tests there.
         jpeg = decoding.policy.jpeg if views else PILLOW
         library = replace(decoding, policy=replace(decoding.policy, jpeg=jpeg), reference=True)
+        self._has_windows = decoding.preprocess.has_windows
         self._rows = RowLoader(source, listing, decoding)
         self._workers = [self._rows, RowLoader(source, listing, library)]
         self._reads_in_decoders = getattr(source, "reads_in_decoders", False)
         self._has_views = views
-        self._is_pinned = device is not None and device.type == "cuda"
+        # The place of an image of its own size is mostly unused, and must be neither locked nor
+        # copied as a whole.
+        on_cuda = device is not None and device.type == "cuda"
+        self._is_pinned = on_cuda and not self._has_windows
+        self._num_kept = None if self._has_windows else KEPT_BATCHES
+        # An image of its own size may be large: each decoder has one ahead.
+        self._prefetch = self.num_decoders if self._has_windows else PREFETCH_BATCHES
+        self._rows_together = 1 if self._has_windows else _SINGLE_ROWS
+        self._ahead_rows = self.num_decoders if self._has_windows else AHEAD_ROWS
         self._pool = self._new_pool()
 
     def __enter__(self) -> Loader:
@@ -90,6 +100,7 @@ class Loader:
             self._reads_in_decoders,
             self._has_views,
             self._is_pinned,
+            self._num_kept,
         )
         pool.on_warnings = self._count_warnings
         return pool
@@ -123,10 +134,11 @@ class Loader:
 
         Args:
             parts: parts to load.
-            batch_size: number B of images per batch.
+            batch_size: number B of images per batch; 1 with windows.
 
         Yields:
-            The part and one of its batches, (B, C, H, W). The last batch of a part is filled up
+            The part and one of its batches, (B, C, H, W), with windows an image in its own size,
+            and (1, C, 0, 0) if it failed. The last batch of a part is filled up
             with zeros. Images lie in memory that is shared with the decoders, which use it again
             when the tensor and its views are gone.
 
@@ -144,7 +156,7 @@ class Loader:
                 job = self._pool.begin(_RUN, np.arange(start, start + count), batch_size)
                 # Batches finish in any order; the queue hands them out in the order of the rows.
                 pending.append((part, job))
-                if len(pending) > PREFETCH_BATCHES:
+                if len(pending) > self._prefetch:
                     yield self._finish(*pending.popleft())
             while pending:
                 yield self._finish(*pending.popleft())
@@ -171,7 +183,8 @@ class Loader:
             by_library: whether the library's own transform is used, and Pillow decodes.
 
         Yields:
-            (C, H, W) uint8 or normalised float32, or None if the image fails.
+            (C, H, W) uint8 or normalised float32, or None if the image fails. With windows the
+            window in the centre of the image.
 
         Raises:
             RunError: reading images fails repeatedly, or memory is exhausted.
@@ -183,13 +196,24 @@ class Loader:
         self, rows: Iterable[int], by_library: bool = False
     ) -> Iterator[torch.Tensor | Failure]:
         """Load the image of each row in order, or yield its failure; otherwise like `each`."""
+        crop = self._decoding.preprocess.crop
+        for result in self.whole_results(rows, by_library):
+            if self._has_windows and not isinstance(result, Failure):
+                yield centre_crop(result, crop).clone()
+            else:
+                yield result
+
+    def whole_results(
+        self, rows: Iterable[int], by_library: bool = False
+    ) -> Iterator[torch.Tensor | Failure]:
+        """Load as `results`; with windows images in their own size."""
         worker = _LIBRARY if by_library else _RUN
         pending: deque[Job] = deque()
         remaining = iter(rows)
         try:
-            while chunk := list(itertools.islice(remaining, _SINGLE_ROWS)):
-                pending.append(self._pool.begin(worker, np.array(chunk), _SINGLE_ROWS))
-                if len(pending) * _SINGLE_ROWS > AHEAD_ROWS:
+            while chunk := list(itertools.islice(remaining, self._rows_together)):
+                pending.append(self._pool.begin(worker, np.array(chunk), self._rows_together))
+                if len(pending) * self._rows_together > self._ahead_rows:
                     yield from self._results_of(pending.popleft())
             while pending:
                 yield from self._results_of(pending.popleft())
@@ -201,12 +225,20 @@ class Loader:
         """Wait for a batch."""
         images, checksums = self._pool.finish(job)
         count = len(job.rows)
+        images = self._in_own_sizes(images)
         images[count:].zero_()
         return part, Batch(images, int(job.rows[0]), count, job.failures, checksums, job.damaged)
+
+    def _in_own_sizes(self, places: torch.Tensor) -> torch.Tensor:
+        """The (B, C, H, W) images of a job; with windows the image in its only place."""
+        if not self._has_windows:
+            return places
+        return image_in_place(places[0], self._decoding.preprocess.shape[0])[None]
 
     def _results_of(self, job: Job) -> Iterator[torch.Tensor | Failure]:
         """The images of a job, copied out of shared memory, and its failures."""
         images, _ = self._pool.finish(job)
+        images = self._in_own_sizes(images)
         failure_of = {failure.row: failure for failure in job.failures}
         for image, row in zip(images[: len(job.rows)].clone(), job.rows.tolist(), strict=True):
             yield failure_of.get(row, image)

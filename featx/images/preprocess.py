@@ -39,6 +39,9 @@ class Preprocess:
             transformers). Images of the loader in uint8 are always RGB.
         scale: how the numbers of images become those of the model; None for RGB of 8 bits. With a
             scale, `crop_array` is the whole transform, and there is no reference.
+        overlap: share of a window that the next one repeats, if images go through the backbone in
+            windows of the size of `crop`; None if an image is cropped. With windows neither
+            `reference` nor `crop_array` crops, and `resize` may be None.
     """
 
     reference: Callable[[Image.Image], torch.Tensor]
@@ -50,6 +53,12 @@ class Preprocess:
     offset: Literal["round", "floor"] = "round"
     channels: Literal["rgb", "bgr"] = "rgb"
     scale: PixelScale | None = None
+    overlap: float | None = None
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether images go through the backbone in windows."""
+        return self.overlap is not None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -59,12 +68,17 @@ class Preprocess:
     @property
     def is_stated(self) -> bool:
         """Whether the transform is a resize, a centre crop and a normalisation, as stated here."""
-        return self.resize is not None and self.interpolation in ("bilinear", "bicubic")
+        is_resize = self.resize is not None and self.interpolation in ("bilinear", "bicubic")
+        return is_resize and not self.has_windows
 
     @property
     def has_fast_path(self) -> bool:
         """Whether the fast path on uint8 can reproduce the transform."""
-        return self.scale is None and self.is_stated
+        if self.scale is not None:
+            return False
+        if self.resize is None:
+            return self.has_windows
+        return self.interpolation in ("bilinear", "bicubic")
 
     @property
     def shortest_side(self) -> int | None:
@@ -80,10 +94,12 @@ class Preprocess:
         offset = "" if self.offset == "round" else f" {self.offset}"
         channels = "" if self.channels == "rgb" else f"{self.channels}, "
         scale = "" if self.scale is None else self.scale.describe()
-        return (
-            f"{scale}{resize} {self.interpolation} antialias, crop {height}x{width}{offset}, "
-            f"{channels}mean {list(self.mean)}, std {list(self.std)}"
-        )
+        sized = f"{resize} {self.interpolation} antialias"
+        cropped = f"crop {height}x{width}{offset}"
+        if self.overlap is not None:
+            sized = sized if self.resize else "size as it is"
+            cropped = f"windows {height}x{width} overlap {self.overlap:g}"
+        return f"{scale}{sized}, {cropped}, {channels}mean {list(self.mean)}, std {list(self.std)}"
 
     def crop_array(self, image: npt.NDArray[Any]) -> torch.Tensor:
         """Resize and crop an image of the loader, on the CPU.
@@ -92,7 +108,8 @@ class Preprocess:
             image: (H, W, 3) uint8 RGB; with a scale (H, W, channels) of any numbers.
 
         Returns:
-            (C, *crop): uint8 as of `crop_uint8`; with a scale normalised float32.
+            (C, *crop): uint8 as of `crop_uint8`; with a scale normalised float32. With windows
+            (C, H, W) of the whole image.
 
         Raises:
             ImageFault: with a scale, a pixel is not finite.
@@ -123,7 +140,7 @@ class Preprocess:
         size = self._resized_size(x)
         if tuple(x.shape[2:]) != size:
             x = self._interpolate(x, size)
-        x = centre_crop(x[0], self.crop, self.offset)
+        x = self._cropped(x[0])
         mean, std = (
             torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
             for values in (self.mean, self.std)
@@ -137,9 +154,9 @@ class Preprocess:
             image: (H, W, 3) uint8 RGB.
 
         Returns:
-            (3, *crop) uint8. The antialiased uint8 resize of torch stays within 1 of Pillow's, if
-            both resize the same axis first (`_rows_first`); otherwise bicubic pixels at edges
-            differ by up to 20.
+            (3, *crop) uint8, with windows (3, H, W). The antialiased uint8 resize of torch stays
+            within 1 of Pillow's, if both resize the same axis first (`_rows_first`); otherwise
+            bicubic pixels at edges differ by up to 20.
         """
         x = torch.from_numpy(image).permute(2, 0, 1)[None]
         size = self._resized_size(x)
@@ -147,13 +164,18 @@ class Preprocess:
             x = self._interpolate(x, (size[0], x.shape[3]))
         if tuple(x.shape[2:]) != size:  # torch resizes the width first, if both change
             x = self._interpolate(x, size)
-        return centre_crop(x[0], self.crop, self.offset)
+        return self._cropped(x[0])
 
     def _resized_size(self, x: torch.Tensor) -> tuple[int, int]:
         """Height and width of (N, 3, H, W) images after resizing to `resize`."""
-        if self.resize is None:
+        if self.resize is None and not self.has_windows:
             raise FeatxError("the fast path was asked of a transform that has none.")
-        return resized_size(self.resize, x.shape[2], x.shape[3])
+        height, width = x.shape[2:]
+        return (height, width) if self.resize is None else resized_size(self.resize, height, width)
+
+    def _cropped(self, x: torch.Tensor) -> torch.Tensor:
+        """The centre of a (C, H, W) image; with windows the whole image."""
+        return x if self.has_windows else centre_crop(x, self.crop, self.offset)
 
     def _interpolate(self, x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """(N, 3, H, W) images resized to (height, width) with antialiasing."""
@@ -257,12 +279,12 @@ def centre_crop(
 def check_reference(preprocess: Preprocess) -> None:
     """Run the reference transform once on a grey image.
 
-    A transform with a scale has none.
+    A transform with a scale has none, and that of windows is not the library's.
 
     Raises:
         ModelError: the result is not (3, *crop) float32.
     """
-    if preprocess.scale is not None:
+    if preprocess.scale is not None or preprocess.has_windows:
         return
     height, width = preprocess.crop
     x = preprocess.reference(Image.new("RGB", (width + 37, height + 11), (127, 127, 127)))

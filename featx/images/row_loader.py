@@ -27,6 +27,7 @@ from featx.images.decoder import DecodingClock
 from featx.images.image_policy import warn
 from featx.images.image_reading import read_image
 from featx.images.preprocess import Preprocess
+from featx.images.rgb_conversion import PixelFormatError
 from featx.images.tiff_blocks import TiffBlocks
 from featx.images.views import cut_view
 from featx.types import (
@@ -45,6 +46,23 @@ _LARGE_BYTES = 8 << 20
 memory to the kernel: its blocks are large, and the next ones may not fit into their place."""
 
 
+WINDOW_ERROR = "WindowError"
+"""Error of an image whose size does not fit the windows of a run."""
+
+UNFIT = (PixelFormatError.__name__, WINDOW_ERROR)
+"""Errors of images that do not fit the model."""
+
+_NUM_HEADER = 8
+"""Elements in front of an image of its own size in its place; the first bytes are its size."""
+
+
+def image_in_place(place: torch.Tensor, num_channels: int) -> torch.Tensor:
+    """View of the image of its own size in a place, (C, H, W); (C, 0, 0) if it failed."""
+    height, width = place[:_NUM_HEADER].view(torch.int32)[:2].tolist()
+    count = num_channels * height * width
+    return place[_NUM_HEADER : _NUM_HEADER + count].view(num_channels, height, width)
+
+
 @dataclass(frozen=True)
 class _WholeImage:
     """An image that several rows show, or the reason why it could not be decoded."""
@@ -55,17 +73,34 @@ class _WholeImage:
     warnings: tuple[str, ...] = ()
 
 
+def _check_window_fits(pixels: npt.NDArray[Any], window: tuple[int, int]) -> None:
+    """Raise an ImageFault if an image is smaller than a window."""
+    height, width = pixels.shape[1:]
+    if height < window[0] or width < window[1]:
+        raise ImageFault(
+            Status.TRANSFORM_ERROR,
+            f"{width} x {height} pixels are smaller than a window of {window[1]} x {window[0]}; "
+            "give a smaller model.window.size, or model.transform.resize",
+            WINDOW_ERROR,
+        )
+
+
 class RowLoader:
     """Loads the images of a listing; the worker of a decoder.
 
     Attributes:
         keys: (N,) keys of all rows.
-        shape: (C, H, W) of an image.
+        shape: (C, H, W) of an image. With windows, whose images have their own sizes, the number
+            of elements of a place: of the size and of an image of `data.max_pixels`. The pages of
+            a place that no image reaches take no memory.
         dtype: float32 if the reference transform normalises, otherwise uint8.
     """
 
     def __init__(self, source: Source, listing: Listing, decoding: DecodeSettings) -> None:
-        self.shape = decoding.preprocess.shape
+        self.shape: tuple[int, ...] = decoding.preprocess.shape
+        self._has_windows = decoding.preprocess.has_windows
+        if self._has_windows:
+            self.shape = (_NUM_HEADER + self.shape[0] * decoding.policy.max_pixels,)
         self.dtype: np.dtype[Any] = np.dtype(np.float32 if decoding.reference else np.uint8)
         self._torch_dtype = torch.float32 if decoding.reference else torch.uint8
         self._source = source
@@ -119,9 +154,27 @@ class RowLoader:
             checksum[0] = image_checksum(data)
             with clock:
                 # numpy copies in this thread; torch would start threads of OpenMP.
-                np.copyto(out, self._prepare(self._decode(data), self._decoding.preprocess))
+                self._put(out, self._prepare(self._decode(data), self._decoding.preprocess))
         except MemoryError as error:
             raise self._out_of_memory(row) from error
+
+    def clear(self, out: npt.NDArray[Any]) -> None:
+        """Clear the place of a row that failed; with windows, its size."""
+        out[: _NUM_HEADER if self._has_windows else None] = 0
+
+    def _put(self, out: npt.NDArray[Any], pixels: npt.NDArray[Any]) -> None:
+        """Copy an image into its place."""
+        if not self._has_windows:
+            np.copyto(out, pixels)
+            return
+        if pixels.size > len(out) - _NUM_HEADER:
+            raise ImageFault(
+                Status.TOO_LARGE,
+                f"{pixels.shape[2]} x {pixels.shape[1]} pixels are more than data.max_pixels="
+                f"{self._policy.max_pixels}",
+            )
+        out[:_NUM_HEADER].view(np.int32)[:2] = pixels.shape[1:]
+        np.copyto(out[_NUM_HEADER : _NUM_HEADER + pixels.size].reshape(pixels.shape), pixels)
 
     def _out_of_memory(self, row: int) -> RunError:
         """The error of a machine without memory, which never becomes the failure of a row."""
@@ -158,7 +211,7 @@ class RowLoader:
             preprocess = self._decoding.preprocess
             if view.crop is not None:
                 preprocess = preprocess.without_crop()
-            np.copyto(out, self._prepare(cut, preprocess))
+            self._put(out, self._prepare(cut, preprocess))
 
     def _load_whole(
         self,
@@ -190,7 +243,10 @@ class RowLoader:
             return_freed_memory()
 
     def _prepare(self, decoded_image: DecodedImage, preprocess: Preprocess) -> npt.NDArray[Any]:
-        """The image of a row in the size of the crop, (C, H, W) uint8 or normalised float32."""
+        """The image of a row in the size of the crop, (C, H, W) uint8 or normalised float32.
+
+        With windows the whole image, in its own size.
+        """
         resize = preprocess.resize
         expected = preprocess.shape
         if isinstance(decoded_image, Image.Image):
@@ -208,6 +264,8 @@ class RowLoader:
             )
         try:
             x = transformed()
+            if self._has_windows:
+                expected = (expected[0], *x.shape[1:])
             # copyto would broadcast one channel to three, and convert other numbers.
             if x.shape != expected or x.dtype != self._torch_dtype:
                 raise ValueError(
@@ -215,7 +273,6 @@ class RowLoader:
                     f"{self._torch_dtype}"
                 )
             pixels: npt.NDArray[Any] = x.numpy()
-            return pixels
         except (MemoryError, ImageFault):
             raise
         except Exception as error:
@@ -224,6 +281,9 @@ class RowLoader:
             raise ImageFault(
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
+        if self._has_windows:
+            _check_window_fits(pixels, self._decoding.preprocess.crop)
+        return pixels
 
     def _as_transform_input(self, cut: DecodedImage) -> DecodedImage:
         """A view of an image, in the type that the transform takes.

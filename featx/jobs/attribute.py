@@ -12,7 +12,7 @@ from featx.analysis import ATTRIBUTIONS
 from featx.analysis.attribution import Tile, contact_sheet, feature_map_grid
 from featx.base import log_message, name_bytes, print_result
 from featx.config import METHODS, OF_A_LAYER, AttributeConfig, Config
-from featx.errors import InternalError
+from featx.errors import ConfigError, InternalError
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job
 from featx.pipeline import RunContext, RunObserver, describe_end, run_extraction, store_exit_code
 from featx.storage import parse_path
@@ -137,6 +137,15 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)[:80].lstrip(".") or "all"
 
 
+def _check(config: Config) -> None:
+    """Refuse windows."""
+    if config.model.window.size is not None:
+        raise ConfigError(
+            "model.window.size does not go with job=attribute: a heat map explains the output for "
+            "an image at the input size of the model. Leave it out."
+        )
+
+
 JOBS.register(
     Job(
         "attribute",
@@ -149,5 +158,6 @@ JOBS.register(
         why="attribute.method and attribute.layer say what is computed",
         makes_store=True,
         takes_gradients=True,
+        check=_check,
     )
 )

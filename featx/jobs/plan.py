@@ -45,6 +45,7 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
     held = 0 if is_streamed(parse_path(config.out), config.codec, part) else 3 * part
     height, width = context.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
+    maps = 0 if context.windows is None else context.windows.map_bytes
     is_small = stored <= LARGEST_PACKED_BYTES
     packs = config.pack is True or (config.pack == "auto" and is_small)
     disk_free = None
@@ -64,7 +65,7 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
         "disk_free": disk_free,
-        "memory": context.engine.weight_bytes + held + 6 * batch,
+        "memory": context.engine.weight_bytes + held + 6 * batch + maps,
         "images_per_second_model": 1 / context.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
         "seconds": num_rows * max(context.model_s, seconds_read or 0.0),
@@ -75,13 +76,12 @@ def _seconds_per_image_read(context: RunContext) -> float | None:
     """Measure reading and decoding the first images without the model; None if all of them fail."""
     size = min(len(context.listing), 8 * context.loader.num_decoders)
     part = Part(0, 0, min(len(context.listing), size * _TRIAL_BATCHES))
+    num_failed = 0
     started_at = time.perf_counter()
-    batches = [batch for _, batch in context.loader.batches([part], size)]
+    for _, batch in context.loader.batches([part], size if context.windows is None else 1):
+        num_failed += len(batch.failures)
     elapsed_s = time.perf_counter() - started_at
-    count = sum(batch.count for batch in batches)
-    if sum(len(batch.failures) for batch in batches) == count:
-        return None
-    return elapsed_s / count
+    return None if num_failed == len(part) else elapsed_s / len(part)
 
 
 def _sections(context: RunContext, plan: dict[str, Any]) -> list[Section]:

@@ -177,8 +177,14 @@ _READ_WITH_STORE = ("job", "log", "store", "layers", "stats", "device", "overwri
 
 
 def _check(config: Config) -> None:
-    """Refuse options of a run with the rows of a store."""
+    """Refuse windows, and options of a run with the rows of a store."""
     if config.store is None:
+        if config.model.window.size is not None:
+            raise ConfigError(
+                "model.window.size does not go with the images of job=stats, whose layers are "
+                "summed as the model gives them. Make a store with windows, and sum its rows with "
+                "job=stats store=DIR."
+            )
         return
     for name in sorted(given_by_value(config)):
         if name.partition(".")[0] not in _READ_WITH_STORE:

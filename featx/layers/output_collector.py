@@ -55,6 +55,14 @@ class OutputCollector:
         return tuple(name for name, shape in self._row_shapes.items() if len(shape) == 1)
 
     @property
+    def reduced_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Capture name -> shape of a row after its reduction."""
+        return {
+            name: tuple(reduction(torch.empty(1, *self._row_shapes[name], device="meta")).shape[1:])
+            for name, reduction in self._reductions.items()
+        }
+
+    @property
     def needs_keys(self) -> bool:
         """Whether a reduction depends on the keys of the images."""
         return any(isinstance(each, KeyedReduction) for each in self._reductions.values())

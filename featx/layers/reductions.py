@@ -205,18 +205,52 @@ def _patch_avg(config: ReduceConfig, rows: RowLayout) -> Reduction:
     return lambda x: mean(x[:, num_prefix_tokens:], (1,))
 
 
+@register(
+    "map",
+    "The map (C, rows, columns) of a map or of patch tokens.",
+    reads_positions=True,
+    gives_map=True,
+)
+def _map(config: ReduceConfig, rows: RowLayout) -> Reduction:
+    """Return the map of a map or of patch tokens, without prefix tokens, (B, C, rows, columns)."""
+    return map_view("map", rows)
+
+
+_USUAL_CELLS = 2
+
+
 @options("reduce")
 class GridOptions(ReduceConfig):
     """Options of reduce=grid."""
 
     name: str = "grid"
-    size: Count = 2
+    size: Count = _USUAL_CELLS
     """Number of cells per side."""
+    rows: Count | None = None
+    """Number of rows of cells, with reduce.columns instead of reduce.size."""
+    columns: Count | None = None
+    """Number of columns of cells."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.rows is None) != (self.columns is None):
+            raise ConfigError("reduce=grid: give both of reduce.rows and reduce.columns, or size.")
+        if self.rows is not None and self.size != _USUAL_CELLS:
+            raise ConfigError(
+                f"reduce.size={self.size} has no effect with reduce.rows and reduce.columns."
+            )
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """Rows and columns of cells."""
+        return self.rows or self.size, self.columns or self.size
 
     @property
     def args(self) -> dict[str, float | str]:
-        """The number of cells per side."""
-        return {"size": self.size}
+        """The number of cells per side, or of rows and columns."""
+        if self.rows is None or self.columns is None:
+            return {"size": self.size}
+        return {"rows": self.rows, "columns": self.columns}
 
 
 @register(
@@ -227,21 +261,25 @@ class GridOptions(ReduceConfig):
     gives_map=True,
 )
 def _grid(config: GridOptions, rows: RowLayout) -> Reduction:
-    """Return means over size x size cells of a map or of patch tokens, (B, C, size, size)."""
+    """Return means over the cells of a map or of patch tokens, (B, C, rows, columns)."""
     import torch.nn.functional as F
 
-    size, to_map = config.size, map_view("grid", rows)
+    cells, to_map = config.cells, map_view("grid", rows)
     _, num_rows, num_columns = reduced_shape(to_map, rows)
-    if min(num_rows, num_columns) < size:
+    if num_rows < cells[0] or num_columns < cells[1]:
+        option = "reduce.size" if config.rows is None else "reduce.rows and reduce.columns"
         raise ReduceError(
-            f"reduce=grid does not fit {rows.layer}: {size} x {size} cells are more than its "
-            f"{num_rows} x {num_columns} positions. Give a smaller reduce.size."
+            f"reduce=grid does not fit {rows.layer}: {cells[0]} x {cells[1]} cells are more than "
+            f"its {num_rows} x {num_columns} positions. Give a smaller {option}."
         )
 
     def grid(x: torch.Tensor) -> torch.Tensor:
-        return F.adaptive_avg_pool2d(to_map(x).float(), size)
+        return F.adaptive_avg_pool2d(to_map(x).float(), cells)
 
     return grid
+
+
+_USUAL_GRID = 28
 
 
 @options("reduce")
@@ -249,10 +287,10 @@ class AlignOptions(ReduceConfig):
     """Options of reduce=align."""
 
     name: str = "align"
-    rows: Count = 28
-    """Number of rows of the common grid."""
-    columns: Count = 28
-    """Number of columns of the common grid."""
+    rows: Count | None = None
+    """Number of rows of the common grid; null takes 28."""
+    columns: Count | None = None
+    """Number of columns of the common grid; null takes 28."""
     pool: Count = 1
     """Side of the window that is averaged around each position before the map is resized; 3 for
     PatchCore."""
@@ -263,9 +301,14 @@ class AlignOptions(ReduceConfig):
             raise ConfigError(f"reduce.pool={self.pool}: expected an odd number above 0.")
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the common grid."""
+        return self.rows or _USUAL_GRID, self.columns or _USUAL_GRID
+
+    @property
     def args(self) -> dict[str, float | str]:
         """Grid and window."""
-        return {"rows": self.rows, "columns": self.columns, "pool": self.pool}
+        return {"rows": self.grid[0], "columns": self.grid[1], "pool": self.pool}
 
 
 @register(
@@ -286,7 +329,7 @@ def _align(config: AlignOptions, rows: RowLayout) -> Reduction:
     """
     import torch.nn.functional as F
 
-    to_map, size, pool = map_view("align", rows), (config.rows, config.columns), config.pool
+    to_map, size, pool = map_view("align", rows), config.grid, config.pool
 
     def align(x: torch.Tensor) -> torch.Tensor:
         values = to_map(x).float()

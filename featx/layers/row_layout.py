@@ -45,6 +45,7 @@ class RowLayout:
         input_size: (height, width) of the backbone's input in pixels.
         num_prefix_tokens: number of class and register tokens of the backbone.
         has_class_token: whether the first of them is a class token.
+        is_map: whether the rows are known to be (C, H, W), whatever their proportions.
     """
 
     layer: str
@@ -52,6 +53,7 @@ class RowLayout:
     input_size: tuple[int, int]
     num_prefix_tokens: int = 0
     has_class_token: bool = True
+    is_map: bool = False
 
 
 def channels_last(option: str, rows: RowLayout) -> bool:
@@ -64,6 +66,8 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     Raises:
         ReduceError: it could be both, or neither.
     """
+    if rows.is_map:
+        return False
     height, width = rows.input_size
     first = rows.shape[0] * width == rows.shape[1] * height
     last = rows.shape[1] * width == rows.shape[2] * height
@@ -197,7 +201,7 @@ def token_geometries(specs: Sequence[LayerSpec], backbone: Backbone) -> dict[str
 
 def _geometry_of(spec: LayerSpec, backbone: Backbone) -> TokenGeometry | None:
     """Return the places of the tokens of a dataset, or None if its shape is ambiguous."""
-    if spec.capture not in _CAPTURES or spec.reduce not in ("none", "grid", "align"):
+    if spec.capture not in _CAPTURES or spec.reduce not in ("none", "map", "grid", "align"):
         return None
     size = backbone.preprocess.crop
     shape = spec.shape

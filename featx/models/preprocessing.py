@@ -139,12 +139,9 @@ def pillow_preprocess(
     """Return the transform of these values, computed by Pillow."""
 
     def reference(image: Image.Image) -> torch.Tensor:
-        size = [resize] if isinstance(resize, int) else [*resize]
-        resized = TF.resize(image, size, InterpolationMode(interpolation), antialias=True)
+        resized = _resized(image, resize, interpolation)
         x = centre_crop(TF.pil_to_tensor(resized), crop, offset)
-        x = x.flip(0) if channels == "bgr" else x
-        normalised: torch.Tensor = TF.normalize(x.float() / 255, [*mean], [*std])
-        return normalised
+        return _normalised(x, mean, std, channels)
 
     return Preprocess(
         reference=reference,
@@ -156,3 +153,46 @@ def pillow_preprocess(
         offset=offset,
         channels=channels,
     )
+
+
+def windowed_preprocess(
+    preprocess: Preprocess, overlap: float, resize: int | tuple[int, int] | None
+) -> Preprocess:
+    """Return the transform of a model that gets windows of the size of its crop.
+
+    It neither crops nor, without `resize`, resizes an image; normalisation stays.
+
+    Args:
+        preprocess: transform for images of the size of a window.
+        overlap: share of a window that the next one repeats.
+        resize: resize that options ask for.
+    """
+
+    def reference(image: Image.Image) -> torch.Tensor:
+        if resize is not None:
+            image = _resized(image, resize, preprocess.interpolation)
+        x = TF.pil_to_tensor(image)
+        return _normalised(x, preprocess.mean, preprocess.std, preprocess.channels)
+
+    return replace(
+        preprocess,
+        reference=reference if preprocess.scale is None else preprocess.reference,
+        resize=resize,
+        overlap=overlap,
+    )
+
+
+def _resized(image: Image.Image, resize: int | tuple[int, int], interpolation: str) -> Image.Image:
+    """Resize an image by Pillow."""
+    size = [resize] if isinstance(resize, int) else [*resize]
+    resized: Image.Image = TF.resize(image, size, InterpolationMode(interpolation), antialias=True)
+    return resized
+
+
+def _normalised(
+    x: torch.Tensor, mean: Sequence[float], std: Sequence[float], channels: Literal["rgb", "bgr"]
+) -> torch.Tensor:
+    """Normalise (3, H, W) uint8 RGB in the order of the channels of a model."""
+    x = x.flip(0) if channels == "bgr" else x
+    normalised: torch.Tensor = TF.normalize(x.float() / 255, [*mean], [*std])
+    return normalised

@@ -44,6 +44,7 @@ class TrialImages:
         source: source of the images.
         listing: rows of the run.
         is_reference: whether the run uses the library's own transform.
+        sizes: with windows, (height, width) of each whole image; `images` are windows then.
     """
 
     rows: Sequence[int]
@@ -51,6 +52,7 @@ class TrialImages:
     source: Source
     listing: Listing
     is_reference: bool
+    sizes: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)

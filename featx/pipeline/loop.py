@@ -169,7 +169,7 @@ def run_parts(
         progress,
         Passes(context, sink.compute) as passes,
     ):
-        loaded = loader.batches(missing, engine.compute.batch_size)
+        loaded = loader.batches(missing, context.batch_rows)
         batches = _TimedBatches(loaded, passes.idle_share)
 
         def seconds() -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from featx.base import log_message, name_text
 from featx.config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError, counted
 from featx.pipeline.run_context import RunContext
-from featx.types import Batch, Failure, Status
+from featx.types import Batch, Failure, ImageFault, Status
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -61,8 +61,13 @@ def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
     """
     from featx.engine import stored_bits
 
-    labels, keys = context.labels_of(batch), context.keys_of(batch)
-    rows = engine.rows(batch.images, labels, keys=keys)
+    try:
+        rows = context.compute(engine, batch)
+    except ImageFault as fault:  # with windows, a batch is one image
+        key = bytes(context.listing.keys[batch.start])
+        failure = Failure(batch.start, key, fault.status, fault.error, str(fault))
+        batch = replace(batch, failures=[failure])
+        rows = context.compute(engine, batch)
     failures = failures_of(context, engine, batch, rows.finite)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
@@ -103,9 +108,7 @@ def failures_of(
 def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, layer: str) -> Failure:
     """Failure of a row with a NaN, infinite or too large feature."""
     key = bytes(context.listing.keys[row])
-    labels = context.labels_of(batch)
-    keys = context.keys_of(batch)
-    reason = engine.explain(batch.images, labels, row - batch.start, layer, keys)
+    reason = context.explain(engine, batch, row - batch.start, layer)
     if context.config.nonfinite == "error":
         wide = context.specs[0].dtype == "float32"
         wider = "" if wide else "store larger values: dtype=float32; to "

@@ -275,7 +275,7 @@ class _RowReplacement:
 
     def _batches_of(self, part: Part) -> list[Part]:
         """Batches of a part that contain requested rows, aligned as in the original run."""
-        size = self._context.engine.compute.batch_size
+        size = self._context.batch_rows
         inside = [row for row in self._rows if part.start <= row < part.stop]
         starts = {row - (row - part.start) % size for row in inside}
         return [Part(part.index, i, min(i + size, part.stop)) for i in sorted(starts)]

@@ -39,7 +39,7 @@ from featx.types import (
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine import BatchParallelism, Engine
+    from featx.engine import BatchParallelism, BatchRows, Engine, Windows
     from featx.images import DecodeSettings, Loader
     from featx.layers import CapturePoint, ChosenLayers, Selection
     from featx.models import Backbone
@@ -131,6 +131,8 @@ class RunContext:
         loader: loader of the images of the run; its decoders end with the context.
         engine: engine with the captures of the run attached.
         engine_spec: how the engine was built; workers build theirs from it.
+        windows: windows in which an image of its own size goes through the engine; None if images
+            have the size of its input.
         specs: one entry per dataset that is computed.
         header: fingerprint, config and versions that every file of the run records.
         part_rows: rows per part; the last part may have fewer.
@@ -151,6 +153,7 @@ class RunContext:
     loader: Loader
     engine: Engine
     engine_spec: EngineSpec
+    windows: Windows | None
     specs: list[LayerSpec]
     header: StoreHeader
     part_rows: int
@@ -167,11 +170,17 @@ class RunContext:
         """Bytes of one row, summed over all layers."""
         return sum(spec.row_bytes for spec in self.specs)
 
+    @property
+    def batch_rows(self) -> int:
+        """Number of rows of a batch: its images, or with windows 1."""
+        return self.engine.compute.batch_size if self.windows is None else 1
+
     def as_run(self) -> Run:
         """The whole listing and the requested layers, as an entry for the manifest of a store."""
-        from featx.layers import token_geometries  # imports torch
+        from featx.engine import ALIGN  # imports torch
+        from featx.layers import token_geometries
 
-        policy = self.decoding.policy
+        windows, policy = self.windows, self.decoding.policy
         threads = self.parallelism.threads
         return Run(
             header=self.header,
@@ -183,9 +192,12 @@ class RunContext:
                 "jpeg": policy.jpeg,
                 **({} if policy.heif is None else {"heif": policy.heif}),
                 **({} if threads is None else {"threads": threads}),
+                **({} if windows is None else {ALIGN: windows.align}),
             },
             conformance={} if self.conformance is None else self.conformance.differences,
-            tokens=token_geometries(self.specs, self.engine.backbone),
+            tokens=token_geometries(self.specs, self.engine.backbone)
+            if windows is None
+            else windows.geometries(),
         )
 
     @functools.cached_property
@@ -210,6 +222,37 @@ class RunContext:
         batch_labels = self.target_labels[batch.start : batch.start + batch.count]
         labels[: batch.count] = torch.from_numpy(batch_labels.copy())
         return labels
+
+    def compute(self, engine: Engine, batch: Batch) -> BatchRows:
+        """Compute the rows of a batch, those of padding included.
+
+        Args:
+            engine: engine of the run, or a replica of it.
+            batch: batch of B rows; with windows one image.
+
+        Raises:
+            ImageFault: the only image of the batch does not fit the windows of the run.
+        """
+        keys = self.keys_of(batch)
+        if self.windows is None:
+            return engine.rows(batch.images, self.labels_of(batch), keys=keys)
+        if batch.failures:
+            return self.windows.failed_rows()
+        return self.windows.rows(engine, batch.images[0], keys)
+
+    def explain(self, engine: Engine, batch: Batch, row: int, name: str) -> str:
+        """The reason why a row of a batch is not finite in a layer.
+
+        Args:
+            engine: engine that computed it.
+            batch: batch that holds the row.
+            row: its position in the batch.
+            name: name of the dataset.
+        """
+        keys = self.keys_of(batch)
+        if self.windows is None:
+            return engine.explain(batch.images, self.labels_of(batch), row, name, keys)
+        return self.windows.explain(engine, batch.images[row], name, keys)
 
     def keys_of(self, batch: Batch) -> list[bytes]:
         """Keys of the rows of a batch, without padding."""
@@ -250,7 +293,7 @@ def build_run_context(
     # From here on torch is needed, which takes seconds to import.
     log_step("importing PyTorch ...")
     from featx.base import choose_devices, cpu_threads
-    from featx.engine import AutoSettings, batch_parallelism
+    from featx.engine import AutoSettings, attach_windows, batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
     from featx.pipeline.conformance_trial import compare_with_plain_path, take_plain_path
     from featx.pipeline.golden_check import check_golden
@@ -269,7 +312,9 @@ def build_run_context(
         target_labels(config.target, listing, backbone)  # raises before any trial pass
         check_reference(backbone.preprocess)
         memory_before = resident_memory()
-        engine = stack.enter_context(spec.build(config, backbone, devices[0], target.dtype))
+        has_windows = backbone.preprocess.has_windows
+        dtype = "float32" if has_windows else target.dtype  # maps are rounded when they are blended
+        engine = stack.enter_context(spec.build(config, backbone, devices[0], dtype))
         selection = spec.select(config, engine)
         requested = spec.bind_reductions(selection.chosen, config, backbone)
         chosen = target.unfinished(listing, requested)
@@ -285,7 +330,12 @@ def build_run_context(
         count = num_trial_images(len(listing), config.conformance.images)
         trial = _load_trial_images(loader, source, listing, decoding, count)
         engine.trial_images = trial.images
-        engine.attach_captures(chosen)
+        windows = None
+        if has_windows:
+            windows = attach_windows(engine, chosen, target.dtype, trial.sizes, resume_state)
+            chosen = windows.maps
+        else:
+            engine.attach_captures(chosen)
         # The library's path is taken while the weights are as they were loaded, and judged by rows
         # of the trial at the settings of the run.
         plain = golden = None
@@ -295,12 +345,17 @@ def build_run_context(
                 golden = check_golden(engine, compared, config.model.golden)
             if config.conformance.mode != "off":
                 plain = take_plain_path(config, engine, compared, loader, trial)
-        auto_settings = AutoSettings(config, engine, trial.images, len(listing), resume_state)
+        per_image = None if windows is None else windows.per_image
+        auto_settings = AutoSettings(
+            config, engine, trial.images, len(listing), resume_state, per_image
+        )
         auto_settings.resolve()
         parallelism = batch_parallelism.decide(
             engine, cpus, resume_state, memory_before, auto_settings.make_batch
         )
         specs = engine.specs(chosen)
+        if windows is not None:
+            specs = windows.set_specs(specs)
         conformance = compare_with_plain_path(
             engine, plain, golden, trial, auto_settings.trial_rows, specs, config.conformance.mode
         )
@@ -319,6 +374,7 @@ def build_run_context(
             loader=loader,
             engine=engine,
             engine_spec=spec,
+            windows=windows,
             specs=specs,
             header=header(config_yaml, backbone, {**settings, **target.settings}),
             part_rows=part_rows,
@@ -373,18 +429,24 @@ def _load_trial_images(
     """Load trial images, spread evenly over the data set."""
     import torch
 
-    from featx.images import PixelFormatError
+    from featx.images import UNFIT, centre_crop
     from featx.pipeline.conformance_trial import TrialImages
 
     rows = _spread_rows(len(listing), count).tolist()
-    results = list(loader.results(rows))
-    loaded = {r: x for r, x in zip(rows, results, strict=True) if not isinstance(x, Failure)}
-    failures = [result for result in results if isinstance(result, Failure)]
-    if not loaded and all(failure.error == PixelFormatError.__name__ for failure in failures):
+    loaded, sizes, failures = {}, [], []
+    for row, result in zip(rows, loader.whole_results(rows), strict=True):
+        if isinstance(result, Failure):
+            failures.append(result)
+            continue
+        loaded[row] = result
+        if decoding.preprocess.has_windows:
+            sizes.append((result.shape[1], result.shape[2]))
+            loaded[row] = centre_crop(result, decoding.preprocess.crop).clone()
+    if not loaded and all(failure.error in UNFIT for failure in failures):
         first = failures[0]
         raise DataError(
             f"none of {counted(len(failures), 'image')} that were tried fits the model. "
             f"{name_text(first.key)}: {first.message}."
         )
     images = torch.stack([*loaded.values()]) if loaded else loader.load([])
-    return TrialImages([*loaded], images, source, listing, decoding.reference)
+    return TrialImages([*loaded], images, source, listing, decoding.reference, sizes)

@@ -62,10 +62,13 @@ def describe_request(context: RunContext) -> list[tuple[str, str]]:
         *backbone.choices.items(),
     ]
     # Only model libraries whose preprocessing can be changed have the option.
-    if getattr(config.model, "transform", None) not in (None, TransformConfig()):
+    has_transform = getattr(config.model, "transform", None) not in (None, TransformConfig())
+    if has_transform or context.windows is not None:
         rows.append(("transform", header.transform))
     elif isinstance(config.model, UnpreparedModelConfig):
         rows.append(("transform", assumed_text(header.transform)))
+    if context.windows is not None:
+        rows.append(("windows", context.windows.describe(context.engine.compute.batch_size)))
     if config.decode != "fast":
         rows.append(("decode", config.decode))
     return rows

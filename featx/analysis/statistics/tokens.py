@@ -18,7 +18,7 @@ BLOCK_BYTES = 64 << 20
 _CAPTURES = ("output", "input", "grad_output", "grad_input")
 """Captures whose rows may be tokens or maps."""
 
-_REDUCTIONS = ("none", "grid", "align")
+_REDUCTIONS = ("none", "map", "grid", "align")
 """Reductions that keep all tokens and positions in their places."""
 
 FENCES = 3.0

@@ -258,6 +258,10 @@ class _ThumbnailMaker:
         pixels = np.asarray(small).reshape(-1)
         out[_SIZE_BYTES : _SIZE_BYTES + len(pixels)] = pixels
 
+    def clear(self, out: npt.NDArray[Any]) -> None:
+        """Clear the size of a failed row."""
+        out[:_SIZE_BYTES] = 0
+
     def warm_up(self) -> None:
         """Do nothing: thumbnails are few."""
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from featx.base import Member, Registry
-from featx.config import AUTO_LIBRARY, ModelConfig
-from featx.errors import FeatxError, ModelError, nearest
+from featx.config import (
+    AUTO_LIBRARY,
+    ModelConfig,
+    TransformConfig,
+    UnpreparedModelConfig,
+    WindowConfig,
+)
+from featx.errors import ConfigError, FeatxError, ModelError, nearest
 from featx.models.catalogue import read_catalogue, search_models
 from featx.models.name_hints import hint
 from featx.models.transformers.families import FAMILIES
@@ -180,13 +186,57 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
         MissingExtraError: a package is not installed.
     """
     library = resolve_library(config)
-    backbone = library.build(config, seed)
+    window = config.window.sides
+    config_of_library = config if window is None else _for_windows(config, window)
+    backbone = library.build(config_of_library, seed)
+    if window is not None:
+        _take_windows(backbone, config, window)
     if config.init == "reset":
         from featx.models.base import reset_weights  # which imports torch
 
         try:
-            reset_weights(backbone, library.untrained(config, seed), seed)
+            reset_weights(backbone, library.untrained(config_of_library, seed), seed)
         except BaseException:
             backbone.give_back()
             raise
     return backbone
+
+
+def _for_windows(config: ModelConfig, window: tuple[int, int]) -> ModelConfig:
+    """Return options that build a model for images of the size of a window."""
+    size, transform = list(window), _transform_of(config)
+    changed: dict[str, Any] = {"window": WindowConfig()}
+    if isinstance(config, UnpreparedModelConfig):  # which have no input size of their own
+        changed["transform"] = replace(transform, crop=size, resize=size)
+    elif transform.resize is not None:  # of the whole image
+        changed["transform"] = replace(transform, resize=size)
+    if hasattr(config, "input_size"):
+        changed["input_size"] = size
+    try:
+        return replace(config, **changed)
+    except ConfigError as error:
+        raise ConfigError(
+            f"model.window.size={size} builds the model for images of this size. {error}"
+        ) from error
+
+
+def _transform_of(config: ModelConfig) -> TransformConfig:
+    """Return the options of the transform, which libraries of packages may lack."""
+    return getattr(config, "transform", TransformConfig())
+
+
+def _take_windows(backbone: Backbone, config: ModelConfig, window: tuple[int, int]) -> None:
+    """Let images go through a backbone in windows."""
+    from featx.models.preprocessing import windowed_preprocess  # which imports torch
+
+    height, width = backbone.preprocess.crop
+    if (height, width) != window:
+        backbone.give_back()
+        raise ModelError(
+            f"model.window.size={list(window)}: {backbone.name} takes images of {height} x {width} "
+            f"pixels only. Give model.window.size=[{height},{width}]."
+        )
+    given = _transform_of(config).resize
+    resize = given if given is None or isinstance(given, int) else (given[0], given[1])
+    overlap = config.window.overlap
+    backbone.preprocess = windowed_preprocess(backbone.preprocess, overlap, resize)

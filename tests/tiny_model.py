@@ -76,14 +76,6 @@ def extract_in_steps(photos: Path, **keys: Any) -> None:
     extract(photos, layers=["conv", "pool"], grow=True, **keys)
 
 
-def pack_in_process(patch: pytest.MonkeyPatch) -> None:
-    """Let runs of this process pack their stores themselves: hundreds of children take minutes.
-
-    The child has tests of its own (store/test_faults.py), and every test of the command has it.
-    """
-    patch.setattr("featx.pipeline.feature_output.pack_parts", lambda root, lock, size: pack(root))
-
-
 def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: Any) -> int:
     """The exit code of a job as the command runs it; its errors come through."""
     if job == "verify":

@@ -27,9 +27,10 @@ from featx.store import (
     layout,
     listing_identity,
     merge_listing,
+    pack_parts,
 )
 from featx.store.hdf5_files import seal_texts
-from featx.store.pack import pack, pack_parts
+from featx.store.pack import pack
 from featx.types import (
     Failure,
     LayerSpec,

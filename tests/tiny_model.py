@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
 import featx
 from featx import jobs
 from featx.config import Config, from_composed, from_keywords, saved_yaml
-from featx.store.pack import pack
 
 MODEL = {
     "name": "tiny",

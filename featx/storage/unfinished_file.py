@@ -296,5 +296,10 @@ class UnfinishedFile:
         return created
 
     def discard(self) -> None:
-        """Close the file and delete its temporary name, once; its final name stays."""
-        self._discard()
+        """Close the file and delete its temporary name, once; its final name stays.
+
+        Raises:
+            RunError: the disk fails.
+        """
+        with storage_errors(self.path):
+            self._discard()

@@ -31,7 +31,7 @@ from featx.config import (
 from featx.errors import ConfigError
 from featx.jobs import JOBS, Input, base, check, unread
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 TRUSTED = {name: MODEL[name] for name in ("name", "library", "factory")}
 RUN = {**KEYS, "data": "photos"}

@@ -24,7 +24,7 @@ from featx.errors import FeatxError, StoreMismatchError
 from featx.models import build_backbone
 from featx.pipeline import finished_run
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 MODEL = {"name": "test_vit", "input_size": [32, 32]}
 

@@ -158,14 +158,6 @@ def without_retry_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("featx.storage.s3_outage.MAX_OUTAGE_S", 0.0)
 
 
-@pytest.fixture
-def packing_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs within a test start no child to pack their stores."""
-    from tiny_model import pack_in_process
-
-    pack_in_process(monkeypatch)
-
-
 @pytest.fixture(autouse=True)
 def _settings_as_they_were() -> Iterator[None]:
     """A test that leaves an engine open names itself, and not the next one on this worker."""

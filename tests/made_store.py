@@ -27,9 +27,10 @@ from featx.store import (
     layout,
     listing_identity,
     merge_listing,
+    pack_parts,
 )
 from featx.store.hdf5_files import seal_texts
-from featx.store.pack import pack, pack_in_child
+from featx.store.pack import pack
 from featx.types import (
     Failure,
     LayerSpec,
@@ -363,9 +364,9 @@ def temporary_files(root: Path) -> list[Path]:
 
 
 def pack_alone(root: Path) -> None:
-    """Pack in a child process, under the store's lock."""
-    with exclusive_lock(root / layout.LOCK) as lock:
-        pack_in_child(root, lock)
+    """Pack a store under its lock."""
+    with exclusive_lock(root / layout.LOCK):
+        pack_parts(root)
 
 
 def make_labelled(

@@ -12,8 +12,6 @@ import pytest
 import featx
 from featx.errors import ConfigError, FeatxError, ObjectStoreError, counted, nearest
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 
 def raised() -> FeatxError:
     with pytest.raises(ConfigError) as caught:

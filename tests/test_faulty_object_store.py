@@ -18,7 +18,7 @@ from featx.errors import RunError, StoreError
 from featx.storage import s3_client
 from featx.store import check_store
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "cache_folder")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "cache_folder")
 
 TESTS = Path(__file__).parent
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from conftest import with_path
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 SCRIPT = """
 import json, resource, sys
 import numpy as np

@@ -29,9 +29,7 @@ from featx.storage import durability, s3_client
 from featx.store import check_store, layout, read_heartbeats
 from featx.torch import FeatureDataset, TokenDataset
 
-pytestmark = pytest.mark.usefixtures(
-    "in_tmp_path", "packing_in_process", "without_retry_waits", "cache_folder"
-)
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "cache_folder")
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

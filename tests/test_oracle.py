@@ -24,8 +24,6 @@ from torchvision import models
 
 import featx
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 Features = dict[str, npt.NDArray[Any]]
 EXACT = {"precision": "fp32", "dtype": "float32", "decode": "reference"}
 

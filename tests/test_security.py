@@ -31,8 +31,6 @@ from featx.models import build_backbone
 from featx.store import Manifest, load_manifest
 from featx.store.pack import pack
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 PAGE = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ from tiny_model import COMMAND, extract
 import featx
 from featx.types import Status
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 KINDS = len(torture.BAD)
 

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
 import featx
 from featx import jobs
 from featx.config import Config, from_composed, from_keywords, saved_yaml
-from featx.store.pack import pack
 
 MODEL = {
     "name": "tiny",
@@ -74,14 +72,6 @@ def extract_in_steps(photos: Path, **keys: Any) -> None:
     extract(limited, **keys)
     extract(limited, layers=["pool"], **keys)
     extract(photos, layers=["conv", "pool"], grow=True, **keys)
-
-
-def pack_in_process(patch: pytest.MonkeyPatch) -> None:
-    """Let runs of this process pack their stores themselves: hundreds of children take minutes.
-
-    The child has tests of its own (store/test_faults.py), and every test of the command has it.
-    """
-    patch.setattr("featx.pipeline.feature_output.pack_parts", lambda root, lock, size: pack(root))
 
 
 def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: Any) -> int:

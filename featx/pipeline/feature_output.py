@@ -352,5 +352,5 @@ def _pack(config: Config, session: StoreSession) -> None:
     if config.pack == "auto" and reason is not None:
         log_message(f"the parts are kept: {reason}. featx.open reads parts as well.")
         return
-    pack_parts(session.root, session.lock, stored_bytes)
+    pack_parts(session.root)
     session.finish_packing()

@@ -214,19 +214,29 @@ class UnfinishedFile:
     Args:
         path: final name.
         replace: replace an existing file; otherwise an existing file is kept.
+        reserved_bytes: bytes that the file gets now; those that are not written are released when
+            it is published.
 
     Raises:
-        OSError: the file cannot be created.
+        OSError: the file cannot be created, or the disk has less free space.
     """
 
-    def __init__(self, path: Path, replace: bool) -> None:
+    def __init__(self, path: Path, replace: bool, reserved_bytes: int = 0) -> None:
         self.path = path
         self._replace = replace
+        self._size = 0
+        self._is_reserved = reserved_bytes > 0 and hasattr(os, "posix_fallocate")  # not on macOS
         self._file = TemporaryFile(path)
         self._descriptor = self._file.descriptor
         # An exception that is still shown may keep this object alive: the end of the interpreter
         # deletes the file at the latest.
         self._discard = weakref.finalize(self, self._file.discard)
+        if self._is_reserved:
+            try:
+                os.posix_fallocate(self._descriptor, 0, reserved_bytes)
+            except OSError:
+                self.discard()
+                raise
 
     def write(self, data: bytes | memoryview, address: int) -> None:
         """Write bytes at an address; an error that may pass is retried.
@@ -235,6 +245,7 @@ class UnfinishedFile:
             RunError: the disk is full or fails.
         """
         with_retries(self.path, lambda: write_all(self._descriptor, data, address))
+        self._size = max(self._size, address + len(data))
         if hasattr(os, "posix_fadvise"):  # not on macOS
             # Linux begins to write these bytes to the disk, so that the sync of `publish` finds
             # little left to write. This is only advice, which a file system may not take.
@@ -275,6 +286,8 @@ class UnfinishedFile:
         """
         with storage_errors(self.path):
             try:
+                if self._is_reserved:
+                    os.ftruncate(self._descriptor, self._size)
                 # The content is on disk before the name, and the name before the call returns.
                 created = self._file.publish(self._replace, check)
             finally:
@@ -283,5 +296,10 @@ class UnfinishedFile:
         return created
 
     def discard(self) -> None:
-        """Close the file and delete its temporary name, once; its final name stays."""
-        self._discard()
+        """Close the file and delete its temporary name, once; its final name stays.
+
+        Raises:
+            RunError: the disk fails.
+        """
+        with storage_errors(self.path):
+            self._discard()

@@ -38,7 +38,7 @@ from .listing import is_listing_of as is_listing_of
 from .listing import listing_identity as listing_identity
 from .listing import merge_listing as merge_listing
 from .listing import read_listing as read_listing
-from .listing_writer import write_listing as write_listing
+from .listing import write_listing as write_listing
 from .manifest import DamagedManifestError as DamagedManifestError
 from .manifest import Manifest as Manifest
 from .manifest import Run as Run

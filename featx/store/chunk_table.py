@@ -25,7 +25,7 @@ from featx.store import codecs, layout
 from featx.store.checksums import chunks_with_verdict, failures_agree, row_datasets
 from featx.store.dtypes import NAMES, dtype_name, raw_dtype
 from featx.store.filter_pipeline import Pipeline
-from featx.store.hdf5_files import open_metadata, open_raw
+from featx.store.hdf5_files import dataset_filters, open_metadata, open_raw
 from featx.store.manifest import Manifest, num_runs_of
 from featx.types import with_features
 
@@ -71,8 +71,6 @@ def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, s
             table["sum"] = file[f"{layout.CHECKSUMS}/{path}"][:]
         elif len(table):
             table["sum"] = layout.checksum(dataset[:])
-        properties = dataset.id.get_create_plist()
-        filters = [properties.get_filter(i) for i in range(properties.get_nfilters())]
         is_feature = path.startswith(f"{layout.FEATURES}/")
         about.append(
             {
@@ -80,7 +78,7 @@ def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, s
                 "shape": dataset.shape,
                 "dtype": dtype_name(dataset) if is_feature else dataset.dtype.str,
                 "chunk_rows": dataset.chunks[0] if dataset.chunks else max(1, len(dataset)),
-                "filters": [[number, list(values)] for number, _, values, _ in filters],
+                "filters": dataset_filters(dataset),
                 "chunks": len(table),
             }
         )

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, require
+from featx.store.hdf5_files import dataset_filters
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """(n,) uint8, contiguous."""
@@ -53,15 +54,8 @@ class Pipeline:
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> Pipeline:
         """Filters of a chunked dataset, with the parameters that its file records."""
-        properties = dataset.id.get_create_plist()
-        filters = []
-        for i in range(properties.get_nfilters()):
-            number, _, values, _ = properties.get_filter(i)
-            filters.append((number, values))
-        chunk_bytes = (
-            int(np.prod(dataset.chunks, dtype=np.int64)) * dataset.id.get_type().get_size()
-        )
-        return cls(filters, chunk_bytes)
+        num_values = int(np.prod(dataset.chunks, dtype=np.int64))
+        return cls(dataset_filters(dataset), num_values * dataset.id.get_type().get_size())
 
     def __len__(self) -> int:
         return len(self._filters)

@@ -178,7 +178,7 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     stored = found.get_storage_size()
     num_filters = settings.get_nfilters()
     if not may_be_partial:
-        codecs.require_filters(filter_numbers(dataset))
+        codecs.require_filters(number for number, _ in dataset_filters(dataset))
     if size and not stored:
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, but was never written: the file holds "
@@ -192,10 +192,11 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     return dataset
 
 
-def filter_numbers(dataset: h5py.Dataset) -> list[int]:
-    """HDF5 numbers of the filters of a dataset."""
+def dataset_filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
+    """Number and parameters of each filter of a dataset, in the order of writing."""
     properties = dataset.id.get_create_plist()
-    return [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
+    filters = (properties.get_filter(i) for i in range(properties.get_nfilters()))
+    return [(number, values) for number, _, values, _ in filters]
 
 
 def check_hard_links(file: h5py.File, path: str) -> None:

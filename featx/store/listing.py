@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreMismatchError, counted
-from featx.storage import S3File
+from featx.storage import AtomicFolder, S3File, is_url
 from featx.store import layout
+from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.hdf5_files import (
     damage_text,
     map_values,
@@ -88,6 +89,51 @@ def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
     values = layout.text_array(classes)
     file[layout.CLASSES] = values
     file[f"{layout.CHECKSUMS}/{layout.CLASSES}"] = np.array([layout.checksum(values)], np.uint64)
+
+
+def listing_file(listing: Listing) -> memoryview:
+    """Content of samples.h5: /key, /label, /classes and /columns of all rows, with checksums."""
+    with ChunkFile(Path(layout.LISTING)) as file:
+        _fill(file, listing)
+        return file.content()
+
+
+def write_listing(
+    disk: AtomicFolder,
+    path: Path,
+    listing: Listing,
+    replace: bool = True,
+    streamed_bytes: int = STREAMED_BYTES,
+) -> None:
+    """Write a listing as samples.h5; the values of a large one on a disk exist once in memory.
+
+    Args:
+        disk: performs the write.
+        path: final name; its folder exists.
+        listing: all rows.
+        replace: replace an existing file; otherwise an existing file is kept.
+        streamed_bytes: least size of a listing that is not built in memory.
+
+    Raises:
+        RunError: the disk is full or fails, or the file reads back differently.
+    """
+    num_bytes = sum(values.nbytes for values in row_values(listing).values())
+    if num_bytes < streamed_bytes or is_url(disk.root):
+        write = disk.replace if replace else disk.publish
+        write(path, listing_file(listing))
+        return
+    with ChunkFile(path, disk.begin_file(path, replace)) as file:
+        _fill(file, listing)
+        file.publish()
+
+
+def _fill(file: ChunkFile, listing: Listing) -> None:
+    """Write all of samples.h5."""
+    file.hdf5.attrs["featx_format"] = layout.FORMAT
+    make_groups(file.hdf5, listing)
+    for path, values in row_values(listing).items():
+        file.write_array(path, values)
+    write_classes(file.hdf5, listing.classes)
 
 
 def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:

@@ -23,7 +23,7 @@ from featx.store.chunk_reader import ChunkReader, Verify, repair_hint
 from featx.store.hdf5_files import (
     check_hard_links,
     damage_text,
-    filter_numbers,
+    dataset_filters,
     map_values,
     open_hdf5,
     open_plain_dataset,
@@ -157,7 +157,7 @@ class OpenFile:
                     f"{shape} {dtype}."
                 )
             sums = self.checksums(path) if dataset.chunks and dataset.size else None
-            all_rows = bool(filter_numbers(dataset)) or self._verify == "rows"
+            all_rows = bool(dataset_filters(dataset)) or self._verify == "rows"
             if self._remote_file is None and self._raw_file is None:
                 # One for all layers: a store may have hundreds of parts with a dozen layers each.
                 self._raw_file = RawFile(self.file.id.get_vfd_handle(), may_map=True)

@@ -17,22 +17,19 @@ from featx.errors import RunError, StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
 from featx.store import layout
 from featx.store.checksums import check_chunks
+from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.chunk_table import table_header
 from featx.store.dtypes import memory_dtype
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
 from featx.store.result_files import read_failures, read_result, result_json
-from featx.store.streamed_part import StreamedPart
+from featx.store.row_file import RowFile
 from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 from featx.types import Failure, LayerSpec, Listing, Part
 
 _END_OF_FILE = 28
 """Address of the size of the file in the superblock of HDF5 1.10, versions 2 and 3."""
-
-STREAMED_BYTES = 64 << 20
-"""Least size of a part whose rows are written to the disk as they come. A smaller one is built in
-memory, so that a write that fails can be repeated."""
 
 
 def part_path(root: Path, index: int) -> Path:
@@ -97,8 +94,13 @@ def begin_part(
     if not is_streamed(disk.root, run.codec, num_bytes, streamed_bytes):
         return PartBuilder(part, specs)
     path = part_path(disk.root, part.index)
-    file = disk.begin_file(path)
-    return StreamedPart(part, specs, file, run, listing, manifest.to_json())
+    file = ChunkFile(path, disk.begin_file(path))
+    try:
+        RowFile.of_part(run, part).create(file, listing)
+    except BaseException:
+        file.discard()
+        raise
+    return PartBuilder(part, specs, file)
 
 
 def publish_part(

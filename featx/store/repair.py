@@ -15,8 +15,7 @@ from featx.store.checksums import check_chunks
 from featx.store.committed_parts import CommittedParts
 from featx.store.file_checks import DamageReport
 from featx.store.hdf5_files import damage_text, open_metadata
-from featx.store.listing import read_listing
-from featx.store.listing_writer import write_listing
+from featx.store.listing import read_listing, write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_files import clear_leftovers, part_path
 from featx.store.result_files import failures_csv

@@ -19,6 +19,7 @@ from featx.errors import StoreError, StoreLockedError
 from featx.storage import open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
+from featx.store.chunk_file import STREAMED_BYTES
 from featx.store.committed_parts import CommittedParts, remove_parts
 from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
@@ -31,12 +32,10 @@ from featx.store.heartbeat import (
     report_lost_work,
 )
 from featx.store.image_states import read_image_checksums, write_image_states
-from featx.store.listing import compare_listing
-from featx.store.listing_writer import write_listing
+from featx.store.listing import compare_listing, write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
 from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
-    STREAMED_BYTES,
     DamageRecord,
     begin_part,
     clear_leftovers,

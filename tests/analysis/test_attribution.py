@@ -25,8 +25,6 @@ from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
 from featx.images import Preprocess
 from featx.models import Backbone
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 SIDE = 24
 
 

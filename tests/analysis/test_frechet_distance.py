@@ -12,7 +12,7 @@ from tiny_model import extract
 import featx
 from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import featx
 from featx.errors import ConfigError, DataError, LayerError, StoreError, StoreMismatchError
 from featx.similarity import nearest_rows, nearest_to
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 CODE = {"model_factory": "zoo:TwoStageConvNet", "device": "cpu"}
 CALTECH = Path("/work/shared/data/caltech101-10/images")

@@ -24,7 +24,7 @@ from featx.analysis.statistics.part_moments import PartNorms, StatsLayer, norms_
 from featx.base import WIDTH
 from featx.types import Part, TokenGeometry
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 PLACES = TokenGeometry(3, True, (4, 5), (64, 80))
 ROWS = np.arange(10)

@@ -32,7 +32,7 @@ from featx.errors import (
 )
 from featx.layers import ProjectedReduce, Projection, RowLayout
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def stored(data: object, **keys: Any) -> featx.FeatureStore:

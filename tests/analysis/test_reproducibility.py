@@ -26,7 +26,7 @@ extract = partial(extract_and_pack, pack=False)
 """The rows are the same, and packing takes longer than all the rest."""
 
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def reextract(

@@ -43,7 +43,7 @@ from featx.pipeline import Interrupted
 from featx.storage import exclusive_lock
 from featx.types import LayerSpec, image_checksum
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
 

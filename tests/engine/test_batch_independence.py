@@ -23,8 +23,6 @@ from featx.engine import Compute
 from featx.engine.batch_independence import ValueReads
 from featx.errors import FeatxError, ModelError, RunError
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 IMAGES = torch.randint(150, 256, (16, 3, 8, 8), generator=torch.Generator().manual_seed(5)).byte()
 """Every normalised mean is above 0.3; that of noise is not."""
 

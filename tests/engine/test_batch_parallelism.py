@@ -24,8 +24,6 @@ from featx.engine.batch_parallelism import (
 )
 from featx.models import build_backbone
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 GIB = float(1 << 30)
 
 

@@ -23,8 +23,6 @@ from featx.layers import CapturePoint
 from featx.layers.reductions import AlignOptions
 from featx.models import build_backbone, state_sha256
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 
 class Tokens(nn.Module):
     """Patch tokens behind a class token, changed in place after each layer."""

@@ -24,8 +24,6 @@ from featx.errors import ModelError
 from featx.layers import no_fast_path, select
 from featx.models import fold_pairs, state_sha256
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 BF16 = torch.bfloat16
 ATTENTION = "patches.conv attention attention.out_proj"
 

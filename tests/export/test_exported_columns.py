@@ -21,7 +21,6 @@ pytest.importorskip("pyarrow", reason="the extra table is not installed")
 
 pytestmark = [
     pytest.mark.usefixtures("small_blocks"),
-    pytest.mark.usefixtures("packing_in_process"),
     pytest.mark.usefixtures("in_tmp_path"),
     # webdataset leaves the files of its readers to the garbage collector.
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),

@@ -19,7 +19,7 @@ import featx
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, StoreMismatchError
 from featx.export import selection
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "small_blocks")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "small_blocks")
 
 OF_ANY_STORE = ("npy", "csv", "parquet", "safetensors", "zarr", "huggingface")
 SHARDED = ("parquet", "safetensors", "huggingface")

@@ -14,7 +14,7 @@ from tiny_model import MODEL, extract, run_job, write_image
 import featx
 from featx.base import csv_cell
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 CLASSES = (b"=1+1", b"\x1b[31mred", b"-x", b"caf\xe9")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")

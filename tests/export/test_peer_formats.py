@@ -21,7 +21,7 @@ from tiny_model import run_job
 from featx.errors import ConfigError, RunError, StoreMismatchError
 from featx.export import selection
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "small_blocks")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "small_blocks")
 
 FAILED = (3, 10, 20)
 

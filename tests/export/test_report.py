@@ -26,7 +26,7 @@ from featx.errors import ConfigError, LayerError, MissingExtraError, StoreError
 from featx.export.report.html import as_json
 from featx.types import TokenGeometry
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 class Elements(HTMLParser):

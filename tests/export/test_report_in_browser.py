@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from tiny_model import MODEL, extract, run_job, write_image
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )

@@ -15,7 +15,7 @@ from probe_problem import blobs, write_store
 from sklearn.metrics import recall_score
 from tiny_model import extract, run_job, write_image, write_images
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "one_thread")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 
 def page_of() -> str:

@@ -20,7 +20,7 @@ from featx.errors import ConfigError, DataError, FeatxError, StoreError
 sys.path.append(str(REPOSITORY / "tests" / "models"))
 from clip_zoo import write_folder
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "one_thread")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 
 def section(name: str, **options: Any) -> str:

@@ -30,7 +30,7 @@ from featx.sources import FolderSource
 from featx.store import load_manifest
 from featx.types import ImageFault, Status
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 COLOURS = {
     "blue": (0, 0, 255),

@@ -20,8 +20,6 @@ from tiny_model import COMMAND, extract, run_job
 
 import featx
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 BAD = {
     "dog/005.gif": (CRASH, "crashes decoder", "SIGSEGV"),
     "dog/007.gif": (HANG, "timeout", "TimeoutError"),

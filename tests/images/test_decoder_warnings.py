@@ -13,8 +13,6 @@ from tiny_model import extract, run_job
 
 from featx.images.decoder_warnings import MAX_REASONS, OTHER, DecoderWarnings
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 
 def tiff() -> bytes:
     """LZW, which libtiff decodes."""

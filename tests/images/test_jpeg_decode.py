@@ -192,7 +192,7 @@ def test_a_damaged_jpeg_in_a_tiff(compression: str, mode: str) -> None:
         assert caught.value.status == Status.DECODE_ERROR
 
 
-@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+@pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_refuses_accepts_and_records(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +228,7 @@ def test_a_run_refuses_accepts_and_records(
     assert run_job("verify", store="accepted") == 0
 
 
-@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+@pytest.mark.usefixtures("in_tmp_path")
 def test_every_box_of_an_accepted_image_says_that_it_is_damaged(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()

@@ -24,8 +24,6 @@ from featx.images.image_policy import heif_version
 from featx.sources import FolderSource
 from featx.types import ImageFault, Status
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 BACKGROUND = (10, 20, 30)
 POLICY = ImagePolicy("apply", BACKGROUND, 89_478_485)
 ORIENTATION = 0x0112

@@ -426,7 +426,7 @@ def test_a_compression_that_needs_the_extra_names_it() -> None:
         assert done.stdout.decode().strip() == expected, done.stderr.decode()[-2000:]
 
 
-@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+@pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_reads_refuses_and_records(tmp_path: Path) -> None:
     """Every file gives the features of its 8-bit PNG, or is a row that says what is missing."""
     folder = tmp_path / "images"

@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parent.parent
 SYSTEM_TEST = [
     pytest.mark.integration,
     pytest.mark.timeout(900),
-    pytest.mark.usefixtures("packing_in_process", "in_tmp_path", "one_thread"),
+    pytest.mark.usefixtures("in_tmp_path", "one_thread"),
 ]
 """Value of `pytestmark` in a module that runs the command on a real cluster or object server."""
 

@@ -19,8 +19,6 @@ from featx.errors import ConfigError, DataError, LayerError, StoreMismatchError
 from featx.models import state_sha256
 from featx.types import Status
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 ALL = ["saliency", "input_x_gradient", "integrated_gradients", "gradcam", "occlusion"]
 OPTIONS = {"method": "gradcam", "layer": "deep", "per_class": 2}
 RUN: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}

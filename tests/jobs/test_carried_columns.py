@@ -15,7 +15,7 @@ from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 
 pytest.importorskip("pyarrow", reason="the extra table is not installed")
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 PACKED = Path("store/features.h5")
 TABLE = {"name": "table", "root": "t.csv", "columns": ["status", "patient", "side"]}

@@ -28,7 +28,7 @@ from featx.pipeline import Interrupted, changed_images, row_updates
 from featx.sources.pixel_encoding import encode_array
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
 
-pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 LENIENT = {"max_failures": 30, "layers": ["conv", "deep"]}
 

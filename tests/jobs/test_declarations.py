@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tiny_model import KEYS, MODEL, extract, pack_in_process, run_job, write_images
+from tiny_model import KEYS, MODEL, extract, run_job, write_images
 
 from featx.config import (
     Config,
@@ -31,7 +31,7 @@ from featx.config import (
 from featx.errors import ConfigError
 from featx.jobs import JOBS, Input, base, check, unread
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 TRUSTED = {name: MODEL[name] for name in ("name", "library", "factory")}
 RUN = {**KEYS, "data": "photos"}
@@ -171,7 +171,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_images(folder / "photos")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        pack_in_process(patch)
         extract("photos", layers=["conv", "pool"])
         extract("photos", out="probed")
         run_job("probe", store="probed", device="cpu", probe={"l2": 0.1})

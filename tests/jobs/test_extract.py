@@ -21,7 +21,7 @@ import featx
 from featx.errors import NonFiniteError, RunError, StoreMismatchError
 from featx.pipeline import Interrupted
 
-pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 MODEL = {**TINY, "transform": {"resize": 64, "crop": 64}}

@@ -21,7 +21,7 @@ PACKED = Path("store/features.h5")
 PART = Path("store/parts/part-000005.h5")
 
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def rows_of(path: Path) -> dict[str, bytes]:

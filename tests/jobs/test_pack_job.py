@@ -17,7 +17,7 @@ from featx.errors import RunError, StoreError, StoreLockedError
 PACKED = Path("store/features.h5")
 
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.mark.slow

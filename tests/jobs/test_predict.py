@@ -20,7 +20,7 @@ from featx.analysis.probe.heads import head_bytes, read_head
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 from featx.export.report.prediction_page import most_doubtful
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from featx.analysis import head_of_store
 from featx.analysis.probe.heads import read_head
 from featx.errors import StoreError
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 ROWS = 40
 RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from tiny_model import MODEL, extract, run_job, write_images
 import featx
 from featx.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 
 def marked(num_rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ import featx
 from featx.errors import DataError
 from featx.sources.row_keys import box_key, frame_key
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 GROUPS, ROWS = 60, 8
 """Groups of rows that look alike, but whose class cannot be seen: the truth is 0.5."""

@@ -23,7 +23,7 @@ from featx.analysis import head_of_store
 from featx.base import WIDTH
 from featx.errors import ConfigError, DataError, LayerError, StoreError
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 COLOURS = np.array([[250, 20, 20], [20, 250, 20], [20, 20, 250], [230, 230, 20]], np.uint8)
 PATCHES = {**MODEL, "name": "patches", "factory": "zoo:PatchColours"}

@@ -19,7 +19,7 @@ from featx.errors import ConfigError, StoreError, TooManyFailuresError
 from featx.pipeline import Interrupted, row_failures
 from featx.types import Status
 
-pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 LENIENT = {"max_failures": 30, "layers": ["conv", "deep"]}
 

@@ -20,7 +20,7 @@ from featx.jobs import verify
 from featx.store import layout
 from featx.types import Status
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def look(capsys: pytest.CaptureFixture[str], **keys: Any) -> tuple[int, dict[str, Any]]:

@@ -20,8 +20,6 @@ from featx.engine import Engine
 from featx.errors import LayerError
 from featx.layers import Selection, needs_plain_attention, select
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 SIDE = 16
 
 

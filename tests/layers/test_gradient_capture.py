@@ -22,8 +22,6 @@ from featx.images import Preprocess
 from featx.layers import select, target_values
 from featx.models import Backbone
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 SIDE = 6
 
 

@@ -23,8 +23,6 @@ from featx.layers import CaptureHooks, CapturePoint, select, trace_forward
 from featx.layers.operations import OperationRecorder, plain_name
 from featx.layers.profiling import measure_values
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 
 class Plain(nn.Module):
     """Operations of every spelling in a block, a tuple, and a module named as an operation is."""

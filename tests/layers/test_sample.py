@@ -134,7 +134,7 @@ class TestStores:
             store_of("pca", reduce={"name": "pca", "k": 2, "stats": "stats"})
 
     @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
-    @pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+    @pytest.mark.usefixtures("in_tmp_path")
     def test_batches_resumes_and_packing_change_nothing(self, packed: bool) -> None:
         expected = store_of("one", reduce=SAMPLE, batch_size=1, pack=packed)
         again = store_of("many", reduce=SAMPLE, batch_size=4, part_rows=4)

@@ -22,8 +22,6 @@ from featx.engine import Compute
 from featx.errors import LayerError, StoreMismatchError
 from featx.models import fold_pairs, foldable_pairs, state_sha256
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 NONE = torch.zeros(0, 3, 16, 16)
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 

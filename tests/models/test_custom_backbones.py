@@ -20,8 +20,6 @@ from featx.errors import ModelError, WeightsError
 from featx.images import check_reference
 from featx.models import Backbone, build_backbone
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 TINY = """
 import torch
 from torch import nn

@@ -26,7 +26,6 @@ from featx.jobs import base as jobs
 from featx.models import Backbone, build_backbone
 
 pytestmark = [
-    pytest.mark.usefixtures("packing_in_process"),
     # torch.export and torch.jit warn of their own internals.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]

@@ -19,8 +19,6 @@ from featx.errors import ConfigError, ModelError, StoreMismatchError, WeightsErr
 from featx.jobs import base as jobs
 from featx.models import Backbone, build_backbone
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 HUBCONF = '''
 dependencies = ["torch"]
 from featx_test_nets.small import SmallNet

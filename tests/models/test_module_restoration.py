@@ -15,7 +15,7 @@ from featx.engine import Compute, Engine
 from featx.errors import RunError
 from featx.models import Backbone, state_sha256, stated_preprocess
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 class Net(nn.Module):

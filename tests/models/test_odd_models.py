@@ -22,7 +22,7 @@ from featx.engine import Compute
 from featx.errors import ConfigError, FeatxError, LayerError, ModelError
 from featx.models import state_sha256
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 LIVING: list[nn.Module] = []
 

@@ -19,8 +19,6 @@ from featx.images import check_reference
 from featx.models import Backbone, build_backbone
 from featx.models.libraries.packaged import rename_keys
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 
 def build(weights: str | None = "default", seed: int = 0) -> Backbone:
     return build_backbone(model_options(weights=weights), seed)

@@ -17,8 +17,6 @@ from featx.models import Backbone, build_backbone, random_id
 from featx.models.base import reset_weights
 from featx.store import load_manifest
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 
 def build(seed: int = 0, **keys: Any) -> Backbone:
     return build_backbone(model_options(**keys), seed)

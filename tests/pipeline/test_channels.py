@@ -20,8 +20,6 @@ from torchvision.transforms import functional as TF
 import featx
 from featx.errors import ConfigError, DataError, ModelError, StoreMismatchError
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 CODE = """
 import torch
 from torch import nn

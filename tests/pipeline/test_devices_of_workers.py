@@ -27,7 +27,7 @@ from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, ModelError, RunError
 from featx.pipeline.executors import worker, worker_spec
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 TESTS = Path(__file__).resolve().parent.parent
 

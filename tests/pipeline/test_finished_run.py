@@ -17,14 +17,14 @@ import timm
 import torch
 from conftest import make_image
 from tiny_model import extract as extract_custom
-from tiny_model import pack_in_process, write_image, write_images
+from tiny_model import write_image, write_images
 
 import featx
 from featx.errors import FeatxError, StoreMismatchError
 from featx.models import build_backbone
 from featx.pipeline import finished_run
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 MODEL = {"name": "test_vit", "input_size": [32, 32]}
 
@@ -107,7 +107,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        pack_in_process(patch)
         write_photos()
         write_weights()
         assert command(note_built(patch))(), "the first run builds it"

@@ -95,7 +95,7 @@ def test_a_disk_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     file.end(rows=None)
 
 
-@pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+@pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_records_its_end_also_when_nothing_is_left_or_it_fails(tmp_path: Path) -> None:
     photos = write_images(tmp_path / "photos", 9)
 

@@ -19,7 +19,7 @@ from featx.errors import StoreLockedError
 from featx.pipeline import Interrupted
 from featx.store import StoreSession
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 MARK = Path("store/.overwriting")
 

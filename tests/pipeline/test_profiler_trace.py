@@ -12,7 +12,7 @@ from tiny_model import KEYS, extract, run_job
 
 from featx.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def spans(path: Path) -> dict[str, list[dict[str, Any]]]:

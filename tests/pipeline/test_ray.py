@@ -36,7 +36,7 @@ from featx.storage.s3_folder import S3Folder
 from featx.store import check_store, clear_heartbeats, layout, read_heartbeats
 from featx.store.heartbeat import pid_namespace
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 TESTS = Path(__file__).resolve().parent.parent
 

@@ -34,7 +34,7 @@ from featx.storage.s3_folder import S3Folder
 from featx.store import Heartbeat, check_store, heartbeat_name, layout, read_heartbeats
 from featx.types import Part
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 TESTS = Path(__file__).resolve().parent.parent
 LOCAL = {"name": "slurm", "mode": "local", "cpus": 1}

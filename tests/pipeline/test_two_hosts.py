@@ -40,7 +40,6 @@ def _namespaces_work() -> bool:
 
 
 pytestmark = [
-    pytest.mark.usefixtures("packing_in_process"),
     pytest.mark.slow,
     pytest.mark.skipif(not _namespaces_work(), reason="needs root and unshare of util-linux"),
     pytest.mark.usefixtures("in_tmp_path", "one_thread"),

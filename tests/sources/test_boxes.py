@@ -16,7 +16,7 @@ from featx.sources import FolderSource
 from featx.sources.boxes import BoxedSource
 from featx.store import FeatureStore
 
-pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 HEADER = ("path", "x", "y", "width", "height")
 

@@ -22,8 +22,6 @@ from featx.errors import ConfigError, DataError, StoreMismatchError
 from featx.sources import FolderSource, source_of
 from featx.types import Listing, Status
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 
 class Given:
     """A map-style data set of what a function gives; other attributes as keywords."""

@@ -22,7 +22,7 @@ from featx.sources import open_source
 from featx.sources.webdataset import WebDatasetOptions
 from featx.types import Source
 
-pytestmark = pytest.mark.usefixtures("packing_in_process", "cache_folder")
+pytestmark = pytest.mark.usefixtures("cache_folder")
 
 pytest.importorskip("fsspec", reason="the extra remote is not installed")
 pytest.importorskip("aiohttp", reason="the extra remote is not installed")

@@ -21,7 +21,7 @@ from featx.config.members import make_member
 from featx.errors import StoreMismatchError
 from featx.sources import open_source
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "cache_folder")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "cache_folder")
 
 
 def encoded(photos: Path) -> dict[str, bytes]:

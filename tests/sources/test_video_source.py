@@ -21,8 +21,6 @@ from featx.types import ImageFault, Status
 pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError, OSError))
 import torchcodec
 
-pytestmark = pytest.mark.usefixtures("packing_in_process")
-
 FPS = 10
 
 needs_ffmpeg = pytest.mark.skipif(

@@ -19,8 +19,7 @@ from featx.store import (
     read_listing,
     repair_files,
 )
-from featx.store.listing import compare_listing, listing_digest
-from featx.store.listing_writer import listing_file
+from featx.store.listing import compare_listing, listing_digest, listing_file
 from featx.store.pack import pack
 from featx.store.repair import unpack_store
 from featx.types import Listing

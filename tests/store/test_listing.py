@@ -15,8 +15,13 @@ from made_store import make_grown, make_listing, make_run
 
 from featx.errors import StoreError, StoreMismatchError
 from featx.store import layout, listing_identity, merge_listing, read_listing
-from featx.store.listing import compare_listing, is_ascending, listing_digest, read_listing_file
-from featx.store.listing_writer import listing_file
+from featx.store.listing import (
+    compare_listing,
+    is_ascending,
+    listing_digest,
+    listing_file,
+    read_listing_file,
+)
 from featx.types import Listing
 
 HERE = Path("store")

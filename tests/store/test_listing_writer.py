@@ -22,8 +22,7 @@ from featx.errors import FeatxError, RunError
 from featx.storage import AtomicFolder, is_local
 from featx.store import FeatureStore, listing_identity, read_listing, write_listing
 from featx.store.hdf5_files import MAPPED_BYTES, map_values
-from featx.store.listing import compare_listing
-from featx.store.listing_writer import listing_file
+from featx.store.listing import compare_listing, listing_file
 from featx.types import Listing
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
@@ -95,7 +94,7 @@ def test_a_disk_that_gives_back_other_bytes_is_noticed(
         os.pwrite(descriptor, bytes([byte ^ 4]), place)
 
     monkeypatch.setattr(os, "fsync", flip_and_sync)
-    with pytest.raises(RunError, match=r"was not written: reading the listing .* from the disk"):
+    with pytest.raises(RunError, match=r"was not written: reading .* back from the disk"):
         write_listing(disk, path, make_listing(900), streamed_bytes=0)
     assert path.read_bytes() == before
     assert temporary_files(tmp_path) == []
@@ -198,8 +197,9 @@ from pathlib import Path
 import numpy as np
 from test_listing_writer import long_listing
 from featx.storage import AtomicFolder
-from featx.store.listing import compare_listing, is_ascending, listing_identity, read_listing
-from featx.store.listing_writer import write_listing
+from featx.store.listing import (
+    compare_listing, is_ascending, listing_identity, read_listing, write_listing
+)
 from featx.store.reader import FeatureStore
 
 def mib(field):

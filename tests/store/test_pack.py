@@ -25,14 +25,13 @@ from featx.store import (
     DamageRecord,
     FeatureStore,
     Manifest,
-    layout,
     leftover_bytes,
     pack_parts,
     pack_store,
     packed_size_bound,
     reason_to_keep_parts,
 )
-from featx.store.pack import IN_MEMORY_BYTES, check_chunks, pack
+from featx.store.pack import check_chunks, pack
 
 CODECS = ["none", "gzip", "zstd"]
 
@@ -292,26 +291,6 @@ except RunError as error:
 """
 
 
-@pytest.mark.parametrize("codec", slow_except(CODECS, "none", "zstd"))
-def test_a_file_packed_in_memory_has_the_same_bytes(tmp_path: Path, codec: str) -> None:
-    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21], codec=codec)
-    for name in ("child", "memory"):
-        run.write(tmp_path / name)
-    pack(tmp_path / "child")
-    pack_parts(tmp_path / "memory", -1, IN_MEMORY_BYTES)
-    packed = [(tmp_path / name / "features.h5").read_bytes() for name in ("child", "memory")]
-    assert packed[0] == packed[1]
-
-
-def test_larger_parts_are_packed_in_a_child(
-    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    children: list[Path] = []
-    monkeypatch.setattr("featx.store.pack.pack_in_child", lambda root, lock: children.append(root))
-    pack_parts(tmp_path, -1, IN_MEMORY_BYTES + 1)
-    assert children == [tmp_path]
-
-
 def test_a_full_disk_leaves_the_parts_of_a_small_store(
     run: MadeRun, tmp_path: Path, without_retry_waits: None
 ) -> None:
@@ -321,7 +300,7 @@ def test_a_full_disk_leaves_the_parts_of_a_small_store(
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(RunError, match=r"features\.h5 failed.*featx\.open reads them"):
-            pack_parts(tmp_path, -1, 1000)
+            pack_parts(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert part_files(tmp_path) == before
@@ -335,7 +314,7 @@ def test_a_damaged_part_of_a_small_store_is_recorded(run: MadeRun, tmp_path: Pat
     with h5py.File(path, "r+") as file:
         file["features/flat"][1] = 7
     with pytest.raises(RunError, match=r"part-000001\.h5 is damaged.*next run"):
-        pack_parts(tmp_path, -1, 1000)
+        pack_parts(tmp_path)
     assert DamageRecord.read(tmp_path).files == {"part-000001.h5"}
 
 
@@ -394,17 +373,6 @@ def test_a_disk_that_fills_up_without_a_reservation_makes_no_file(
     assert done.returncode != 0
     assert part_files(tmp_path) == before
     assert not (tmp_path / "features.h5").exists()
-
-
-def test_a_child_that_crashes_is_an_error(
-    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.write(tmp_path)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RunError, match="exit code 1"):
-        pack_alone(tmp_path)
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    assert layout.PACKED not in [path.name for path in tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("size", [4096, 1 << 18])

@@ -201,7 +201,7 @@ def test_a_value_that_changes_on_its_way_into_the_file_is_noticed(
         file["features/flat"][5, 2] = 1.0
         file["classes"] = np.array([b"cat"])
 
-    monkeypatch.setattr("featx.store.part_builder.write_classes", lossy)
+    monkeypatch.setattr("featx.store.row_file.write_classes", lossy)
     with pytest.raises(
         RunError, match="reading /features/flat back from memory gives other values"
     ):
@@ -213,7 +213,7 @@ assert False, "python -O leaves this out"
 import numpy as np
 from made_store import make_run
 from featx.errors import InternalError, RunError
-from featx.store import part_builder as writer
+from featx.store import row_file as writer
 from featx.store.part_builder import PartBuilder
 
 run = make_run(8, 8)

@@ -1,0 +1,383 @@
+"""HDF5 file that is being written: parts, packed files and listings."""
+
+from __future__ import annotations
+
+import functools
+import io
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.base import num_cpus
+from featx.errors import require
+from featx.storage import (
+    PositionedFile,
+    UnfinishedFile,
+    disk_mismatch_error,
+    memory_mismatch_error,
+)
+from featx.store import layout
+from featx.store.chunk_table import chunks_of
+from featx.store.filter_pipeline import Pipeline
+from featx.store.hdf5_files import check_texts, seal_texts
+
+STREAMED_BYTES = 64 << 20
+"""Least size of rows that are written to the disk as they come. Smaller files are built in memory,
+so that a write that fails can be repeated."""
+
+_PIECE_BYTES = 8 << 20
+"""Bytes of a dataset without chunks that are written, or read back, at once."""
+
+_PAGE_BYTES = 1 << 16
+_ZEROS = bytes(_PAGE_BYTES)
+
+
+class SparseImage(PositionedFile):
+    """File object for h5py whose pages of zeros take no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pages: dict[int, bytearray] = {}
+
+    def writable(self) -> bool:
+        return True
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self._position if size is None else size
+        last, end = divmod(self.size, _PAGE_BYTES)
+        for page in [page for page in self._pages if page > last or (page == last and not end)]:
+            del self._pages[page]
+        if last in self._pages:
+            self._pages[last][end:] = bytes(
+                _PAGE_BYTES - end
+            )  # a file that grows again has zeros here
+        return self.size
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self.size - self._position))
+        for offset, page, begin, length in _split_by_pages(self._position, count):
+            content = self._pages.get(page)
+            view[offset : offset + length] = (
+                bytes(length) if content is None else memoryview(content)[begin : begin + length]
+            )
+        self._position += count
+        return count
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for offset, page, begin, length in _split_by_pages(self._position, len(view)):
+            piece = view[offset : offset + length]
+            if page not in self._pages:
+                if piece.tobytes() == _ZEROS[:length]:
+                    continue
+                self._pages[page] = bytearray(_PAGE_BYTES)
+            self._pages[page][begin : begin + length] = piece
+        self._position += len(view)
+        self.size = max(self.size, self._position)
+        return len(view)
+
+
+def _split_by_pages(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+    """Divide `count` bytes from `start` on by pages."""
+    offset = 0
+    while offset < count:
+        page, begin = divmod(start + offset, _PAGE_BYTES)
+        length = min(_PAGE_BYTES - begin, count - offset)
+        yield offset, page, begin, length
+        offset += length
+
+
+class _Chunks:
+    """Chunks of a dataset that is being written in order.
+
+    Attributes:
+        dataset: dataset.
+        pipeline: its filters.
+        shape: its shape.
+        step: rows per chunk.
+        stop: row after the last one that arrived.
+        incomplete: rows of a chunk whose last row has not arrived.
+        sums: checksum of each chunk.
+        addresses: address of each chunk in the file; 0 if it has none yet.
+    """
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        self.dataset = dataset
+        self.pipeline = Pipeline.of(dataset)
+        self.shape: tuple[int, ...] = dataset.shape
+        self.step: int = dataset.chunks[0]
+        self.stop = 0
+        self.incomplete: list[npt.NDArray[Any]] = []
+        self.sums = np.zeros(-(-self.shape[0] // self.step), np.uint64)
+        self.addresses = np.zeros(len(self.sums), np.uint64)
+
+    def offset(self, number: int) -> tuple[int, ...]:
+        """Position of a chunk in the dataset."""
+        return (number * self.step, *(0,) * len(self.shape[1:]))
+
+    def complete(self, rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+        """Add the next rows; yields the chunks that are complete, and copies the other rows."""
+        while len(rows):
+            stop = min((self.stop // self.step + 1) * self.step, self.shape[0])
+            some, rows = rows[: stop - self.stop], rows[stop - self.stop :]
+            self.stop += len(some)
+            if self.stop < stop:
+                self.incomplete.append(some.copy())
+                return
+            blocks, self.incomplete = [*self.incomplete, some], []
+            if missing := -self.stop % self.step:  # HDF5 stores whole chunks; these are never read
+                blocks.append(np.zeros((missing, *some.shape[1:]), some.dtype))
+            yield np.ascontiguousarray(np.concatenate(blocks) if len(blocks) > 1 else some)
+
+
+class ChunkFile:
+    """HDF5 file from its creation until it has its name; a context manager that discards it.
+
+    HDF5 writes into memory only, so that a disk that fails never meets HDF5. In a file on a disk,
+    chunks go to their addresses as they come, and HDF5 has zeros in their place, which take no
+    memory; what HDF5 has laid out around them is written in the end. The bytes of a file that is
+    built in memory are the same.
+
+    The rows of a dataset have to arrive in order.
+
+    Args:
+        path: final name, for messages.
+        target: temporary file on the disk; None builds the file in memory.
+
+    Attributes:
+        hdf5: the file, for attributes and small datasets.
+    """
+
+    def __init__(self, path: Path, target: UnfinishedFile | None = None) -> None:
+        self._path, self._target = path, target
+        self._image = io.BytesIO() if target is None else SparseImage()
+        self.hdf5 = h5py.File(self._image, "w", libver=layout.LIBVER)
+        self._chunks: dict[str, _Chunks] = {}
+        self._extents: dict[int, tuple[int, int, str]] = {}  # address -> size, checksum, dataset
+        self._buffer = memoryview(b"")
+        # HDF5 must not find this file open at the end of the interpreter.
+        self.discard = weakref.finalize(self, _discard, self.hdf5, target)
+
+    def __enter__(self) -> ChunkFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.discard()
+
+    def create(
+        self, path: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, max_rows: int,
+        **options: Any,
+    ) -> h5py.Dataset:  # fmt: skip
+        """Create a dataset in chunks of whole rows.
+
+        Args:
+            path: path of the dataset.
+            shape: (rows, ...).
+            dtype: numpy or HDF5 type.
+            chunk_rows: rows per chunk.
+            max_rows: largest number of rows that it can be resized to.
+            options: as of h5py's `create_dataset`.
+        """
+        dataset = self.hdf5.create_dataset(
+            path,
+            shape=shape,
+            dtype=dtype,
+            chunks=(chunk_rows, *shape[1:]),
+            maxshape=(max_rows, *shape[1:]),
+            **options,
+        )
+        self._chunks[path] = _Chunks(dataset)
+        return dataset
+
+    def seal(self) -> None:
+        """Record the checksums of all texts: the datasets are created, and no rows have come yet.
+
+        Chunks on a disk get their addresses, except compressed ones, whose sizes are unknown.
+        """
+        seal_texts(self.hdf5, self._image)
+        for chunks in self._chunks.values():
+            if self._target is not None and not len(chunks.pipeline):
+                zeros = bytes(chunks.pipeline.chunk_bytes)
+                for number in range(len(chunks.sums)):
+                    chunks.dataset.id.write_direct_chunk(chunks.offset(number), zeros)
+                chunks.addresses = chunks_of(chunks.dataset)["address"]
+
+    def append(self, path: str, first: int, rows: npt.NDArray[Any]) -> None:
+        """Add the next rows of a dataset, as stored; several threads encode them.
+
+        h5py compresses under one lock; without it, two threads write half as fast again.
+
+        Args:
+            path: path of the dataset.
+            first: position of the first of them.
+            rows: (n, ...); those of an incomplete chunk are copied.
+        """
+        chunks = self._chunks[path]
+        require(first == chunks.stop, "the rows of a file have to arrive in order")
+        number = first // chunks.step
+        encode = functools.partial(self._encode, path, chunks.pipeline)
+        if len(chunks.pipeline):
+            with ThreadPoolExecutor(num_cpus()) as threads:
+                encoded = iter(list(threads.map(encode, chunks.complete(rows))))
+        else:
+            encoded = map(encode, chunks.complete(rows))
+        for data in encoded:
+            self._write(path, number, data)
+            number += 1
+
+    def append_chunk(self, path: str, first: int, data: bytes, mask: int = 0) -> None:
+        """Add the next chunk of a dataset, as stored; it is whole, or the last one.
+
+        Args:
+            path: path of the dataset.
+            first: position of its first row.
+            data: its bytes.
+            mask: filters that were left out.
+        """
+        chunks = self._chunks[path]
+        is_next = first == chunks.stop and not first % chunks.step
+        require(is_next, "the chunks of a file have to arrive in order")
+        chunks.stop = min(first + chunks.step, chunks.shape[0])
+        self._write(path, first // chunks.step, data, mask)
+
+    def write_array(self, path: str, values: npt.NDArray[Any]) -> None:
+        """Write a dataset without chunks, and its checksum."""
+        # HDF5 allocates a dataset when the first value is written.
+        dataset = self.hdf5.create_dataset(None, values.shape, values.dtype)
+        first = slice(None if self._target is None else 1)
+        dataset[first] = values[first]
+        self.hdf5[path] = dataset
+        if self._target is not None and len(values):
+            step, address = max(1, _PIECE_BYTES // values.itemsize), dataset.id.get_offset()
+            for start in range(0, len(values), step):
+                rows = np.ascontiguousarray(values[start : start + step]).view(np.uint8)
+                self._write_at(path, address + start * values.itemsize, rows, layout.checksum(rows))
+        checksum = layout.checksum(np.ascontiguousarray(values))
+        self.hdf5[f"{layout.CHECKSUMS}/{path}"] = np.array([checksum], np.uint64)
+
+    def write_checksums(self) -> None:
+        """Write the checksums of all chunks; all rows have come."""
+        for path, chunks in self._chunks.items():
+            require(chunks.stop == chunks.shape[0], f"rows of {path} never arrived")
+            self.hdf5[f"{layout.CHECKSUMS}/{path}"] = chunks.sums
+
+    def content(self) -> memoryview:
+        """Bytes of a file that is built in memory.
+
+        Raises:
+            RunError: the file reads back differently.
+        """
+        self._close()
+        assert isinstance(self._image, io.BytesIO)
+        return self._image.getbuffer()
+
+    def publish(self) -> bool:
+        """Sync a file on a disk, read it back, and give it its name; see `UnfinishedFile.publish`.
+
+        Raises:
+            RunError: the disk is full or fails, or the file reads back differently.
+        """
+        self._close()
+        target = self._target
+        assert target is not None
+        for start, stop in self._gaps():
+            target.write(self._pread(stop - start, start), start)
+        return target.publish(self._compare)
+
+    def _encode(self, path: str, pipeline: Pipeline, chunk: npt.NDArray[Any]) -> Any:
+        """Bytes of a chunk as they are stored; those of a codec are decoded again and compared."""
+        data = chunk.reshape(-1).view(np.uint8)
+        if not len(pipeline):
+            return data.data
+        encoded = pipeline.encode(data)
+        if not np.array_equal(pipeline.decode(encoded), data):
+            raise memory_mismatch_error(self._path, path)
+        return encoded
+
+    def _write(self, path: str, number: int, data: Any, mask: int = 0) -> None:
+        """Write a chunk as stored."""
+        chunks = self._chunks[path]
+        chunks.sums[number] = checksum = layout.checksum(data)
+        if self._target is None:
+            chunks.dataset.id.write_direct_chunk(chunks.offset(number), data, mask)
+            return
+        if not chunks.addresses[number]:
+            offset = chunks.offset(number)
+            chunks.dataset.id.write_direct_chunk(offset, bytes(len(data)), mask)
+            info = chunks.dataset.id.get_chunk_info_by_coord(offset)
+            chunks.addresses[number] = info.byte_offset
+        self._write_at(path, int(chunks.addresses[number]), data, checksum)
+
+    def _write_at(self, path: str, address: int, data: Any, checksum: int) -> None:
+        """Write bytes of a dataset to the disk."""
+        assert self._target is not None
+        self._target.write(data, address)
+        self._extents[address] = len(data), checksum, path
+
+    def _close(self) -> None:
+        """Let HDF5 write its last bytes, and compare what it reads with what was written."""
+        self.hdf5.close()
+        with h5py.File(self._image, "r") as file:
+            check_texts(file, self._pread)
+            for path, chunks in self._chunks.items():
+                dataset = file[path]
+                sums = file[f"{layout.CHECKSUMS}/{path}"][:]
+                if self._target is not None:
+                    is_same = np.array_equal(chunks_of(dataset)["address"], chunks.addresses)
+                else:
+                    offsets = map(chunks.offset, range(len(sums)))
+                    stored = (dataset.id.read_direct_chunk(offset)[1] for offset in offsets)
+                    is_same = all(map(layout.agrees, chunks.sums, stored))
+                if not is_same or not np.array_equal(sums, chunks.sums):
+                    raise memory_mismatch_error(self._path, path)
+
+    def _pread(self, size: int, address: int) -> bytes:
+        """Read bytes that HDF5 has written."""
+        self._image.seek(address)
+        return self._image.read(size) or b""
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        """Areas of the file that HDF5 has written, in order: address and end."""
+        stop = 0
+        for address, (size, *_) in sorted(self._extents.items()):
+            if address > stop:
+                yield stop, address
+            stop = address + size
+        if (end := self._image.seek(0, io.SEEK_END)) > stop:
+            yield stop, end
+
+    def _compare(self) -> None:
+        """Read the temporary file, and compare it with what was written."""
+        for start, stop in self._gaps():
+            if bytes(self._read_back(start, stop - start)) != self._pread(stop - start, start):
+                raise disk_mismatch_error(self._path, "the description of its datasets")
+        for address, (size, checksum, path) in sorted(self._extents.items()):
+            if layout.checksum(self._read_back(address, size)) != checksum:
+                raise disk_mismatch_error(self._path, f"/{path}")
+
+    def _read_back(self, address: int, size: int) -> memoryview:
+        """Bytes of the temporary file, in a buffer that the next call uses again."""
+        assert self._target is not None
+        if len(self._buffer) < size:
+            self._buffer = memoryview(bytearray(size))
+        return self._buffer[: self._target.read_into(self._buffer[:size], address)]
+
+
+def _discard(hdf5: h5py.File, target: UnfinishedFile | None) -> None:
+    """Close a file that is not needed any more, and delete its temporary file."""
+    hdf5.close()
+    if target is not None:
+        target.discard()

@@ -1,0 +1,125 @@
+"""Description of a file with rows [start, stop) of some layers, and what it holds besides rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+from featx.store import codecs, layout
+from featx.store.chunk_file import ChunkFile
+from featx.store.chunk_table import write_chunk_table
+from featx.store.dtypes import hdf5_type
+from featx.store.layout import geometry_values
+from featx.store.listing import make_groups, row_values, write_classes
+from featx.store.manifest import Manifest, Run
+from featx.store.result_files import write_failures
+from featx.types import Failure, LayerSpec, Listing, Part, StoreHeader
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """File of a store with rows: a part, or features.h5.
+
+    Attributes:
+        start: first row in the store.
+        stop: row after the last one.
+        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
+        runs: runs of which it holds rows.
+        part: index of the part, or None for features.h5.
+    """
+
+    start: int
+    stop: int
+    fingerprint_sha256: str
+    runs: tuple[Run, ...]
+    part: int | None
+
+    @classmethod
+    def of_part(cls, run: Run, part: Part) -> RowFile:
+        """File of a part of a run."""
+        return cls(part.start, part.stop, run.digest, (run,), part.index)
+
+    @classmethod
+    def packed(cls, manifest: Manifest, num_runs: int) -> RowFile:
+        """features.h5 with the first runs of a store."""
+        runs = manifest.runs[:num_runs]
+        stop = max(run.grid.stop_row for run in runs)
+        return cls(0, stop, manifest.digest_of(num_runs), runs, None)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def header(self) -> StoreHeader:
+        """Header of the first run."""
+        return self.runs[0].header
+
+    @property
+    def layers(self) -> dict[str, tuple[LayerSpec, Run]]:
+        """Dataset name -> description, and the first run that computed it."""
+        return {spec.name: (spec, run) for run in reversed(self.runs) for spec in run.layers}
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Root attributes by which the file is recognised, and that describe its rows."""
+        is_whole = self.part is None
+        part = {} if is_whole else {"part": self.part, "start": self.start}
+        header = layout.root_attributes(self.header, self.fingerprint_sha256, is_whole)
+        return {**header, "codec": self.runs[0].codec, **part}
+
+    def create(self, file: ChunkFile, listing: Listing) -> None:
+        """Create all datasets with one entry per row, with their attributes.
+
+        Args:
+            file: empty file.
+            listing: listing of the whole store.
+        """
+        file.hdf5.attrs.update(self.attributes)
+        make_groups(file.hdf5, listing)
+        for name in (layout.FEATURES, f"{layout.CHECKSUMS}/{layout.FEATURES}"):
+            file.hdf5.create_group(name)
+        grid, max_rows = self._grid(self.runs[0])
+        types = {path: values.dtype for path, values in row_values(listing).items()}
+        types |= {layout.STATUS: np.dtype("u1"), layout.IMAGE_CHECKSUM: np.dtype("<u8")}
+        for path, dtype in types.items():
+            file.create(path, (len(self),), dtype, grid.column_chunk_rows, max_rows)
+        file.hdf5[layout.STATUS].attrs["names"] = layout.status_names()
+        for spec, run in self.layers.values():
+            self._create_layer(file, spec, run)
+        file.seal()
+
+    def _create_layer(self, file: ChunkFile, spec: LayerSpec, run: Run) -> None:
+        grid, max_rows = self._grid(run)
+        dataset = file.create(
+            f"{layout.FEATURES}/{spec.name}",
+            (len(self), *spec.shape),
+            h5py.Datatype(hdf5_type(spec.dtype)),
+            grid.chunk_rows(spec.row_bytes, run.codec != "none"),
+            max_rows,
+            fillvalue=np.nan,
+            **codecs.filters(run.codec),
+        )
+        tokens = geometry_values(run.tokens.get(spec.name))
+        dataset.attrs.update({**layout.layer_attributes(spec), **tokens})
+
+    def _grid(self, run: Run) -> tuple[layout.Grid, int]:
+        """Division of the rows of a run, and the rows that its datasets can hold."""
+        if self.part is not None:
+            return run.grid, run.grid.slots
+        grid = layout.Grid(self.stop, run.grid.part_rows)
+        return grid, len(grid) * grid.slots
+
+    def finish(
+        self, file: ChunkFile, listing: Listing, failures: Collection[Failure], manifest: bytes
+    ) -> None:
+        """Write what describes the rows, all of which are in the file."""
+        file.write_checksums()
+        file.hdf5.attrs[layout.MANIFEST_COPY] = np.bytes_(manifest)
+        file.hdf5.attrs["num_failures"] = len(failures)
+        write_classes(file.hdf5, listing.classes)
+        write_failures(file.hdf5, failures)
+        write_chunk_table(file.hdf5, self.fingerprint_sha256, len(self.runs), self.start)

@@ -112,13 +112,25 @@ Answer = tuple[int, str, str, bool]
 
 
 @pytest.fixture(scope="module")
-def answer_to() -> Iterator[Callable[[list[str]], Answer]]:
+def folder_of_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with code that leaves a mark, and with an experiment that names it."""
+    folder = tmp_path_factory.mktemp("answers")
+    (folder / "evil.py").write_text("open('was-here', 'w')\nclass Code: pass\n")
+    (folder / "conf/experiment").mkdir(parents=True)
+    text = "# @package _global_\nhydra: {callbacks: {a: {_target_: evil.Code}}}\n"
+    (folder / "conf/experiment/x.yaml").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answer_to(folder_of_answers: Path) -> Iterator[Callable[[list[str]], Answer]]:
     """The command in one child process, which answers one list of arguments after the other.
 
     An answer is the exit code, stdout, stderr, and whether torch is loaded.
     """
     with subprocess.Popen(
         [sys.executable, "-c", ANSWERING],
+        cwd=folder_of_answers,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -149,6 +161,26 @@ def test_a_mistake_ends_with_one_message_and_code_2_before_torch_loads(
     assert "Traceback" not in err
     assert out == ""
     assert not with_torch
+
+
+CODE_IN_OPTIONS = [
+    "+hydra.callbacks.a._target_=evil.Code",
+    "hydra.sweeper._target_=evil.Code",
+    "+hydra.job_logging.handlers.a={class:evil.Code}",
+    "+hydra.hydra_logging.handlers.a={class:logging.StreamHandler,stream:'ext://evil.Code'}",
+    "experiment=x",
+]
+
+
+@pytest.mark.parametrize("option", CODE_IN_OPTIONS)
+def test_no_code_that_a_config_names_is_run(
+    answer_to: Callable[[list[str]], Answer], folder_of_answers: Path, option: str
+) -> None:
+    """Neither code in an option nor code in an experiment of the folder."""
+    code, _, err, _ = answer_to(["job=doctor", option])
+    assert code == 2, err
+    assert option == "experiment=x" or "refused, a config names no code to run" in err
+    assert not (folder_of_answers / "was-here").exists()
 
 
 def test_a_mistake_is_found_within_seconds(featx: Featx) -> None:

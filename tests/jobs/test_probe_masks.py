@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Callable
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import probe_job
 import pytest
 import torch
 from PIL import Image
+from probe_job import predictions
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import confusion_matrix, jaccard_score
 from sklearn.preprocessing import StandardScaler
@@ -67,15 +68,11 @@ def dataset(classes: np.ndarray, layers: dict[str, str] | None = None, **data: A
 
 
 def probe(**options: Any) -> dict[str, Any]:
-    given = {"masks": "masks", "l2": 1e-4, **options}
-    assert run_job("probe", store="store", device="cpu", probe=given) == 0
-    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
-    return found
+    return probe_job.probe(**{"masks": "masks", "l2": 1e-4, **options})
 
 
 def lines(layer: str) -> list[dict[str, str]]:
-    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["layer"] == layer]
+    return predictions(layer=layer)
 
 
 def recomputed(rows: list[dict[str, str]], prefix: str = "") -> dict[str, float]:

@@ -41,6 +41,7 @@ MISTAKES = [
         "stats, status, verify, zeroshot. Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
+    (["model=facebook/dinov2-base"], "model=vit_base_patch14_dinov2.lvd142m"),
     (["data=folder"], "data.root=DIR"),
     (["data=folder", "data.root=/no/such/folder"], "/no/such/folder does not exist"),
     (["data.root=photos"], "add data=folder"),
@@ -160,6 +161,13 @@ def test_a_mistake_ends_with_one_message_and_code_2_before_torch_loads(
     assert message in err
     assert "Traceback" not in err
     assert out == ""
+    assert not with_torch
+
+
+def test_models_are_searched_without_torch(answer_to: Callable[[list[str]], Answer]) -> None:
+    code, out, _, with_torch = answer_to(["job=models", "models.query=dino"])
+    assert code == 0
+    assert "vit_small_patch14_dinov2.lvd142m" in out
     assert not with_torch
 
 

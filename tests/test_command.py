@@ -282,7 +282,8 @@ def test_odd_paths_arrive_from_a_shell(shell: str, tmp_path: Path) -> None:
 
 def test_extract_on_the_sample_images(featx: Featx, tmp_path: Path) -> None:
     """The embedded images, no extra and no terminal: plain lines, a table, a plain HDF5 file."""
-    done = featx("data=sample", *RESNET, "layers=[layer4,avgpool]", "data.limit=5")
+    layers = "layers=[layer4,avgpool]"
+    done = featx("data=sample", *RESNET, layers, "data.limit=5", "batch_size=1")
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stderr
     out = tmp_path / "runs" / "sample" / "resnet18"

@@ -60,8 +60,9 @@ def start(out: str, images: Path, *more: str, **options: Any) -> subprocess.Pope
 
 
 def test_the_rows_are_those_of_a_run_to_the_disk(
-    images: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    images = write_images(tmp_path / "images", 9)
     (images / "cat" / "006.png").write_bytes(b"")
     near = extract(str(images), max_failures=5)
     far = extract(str(images), max_failures=5, out=out)

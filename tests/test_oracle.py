@@ -27,7 +27,7 @@ import featx
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
 Features = dict[str, npt.NDArray[Any]]
-EXACT = {"precision": "fp32", "dtype": "float32", "decode": "reference"}
+EXACT = {"precision": "fp32", "dtype": "float32", "decode": "reference", "batch_size": 2}
 
 
 def oracle(
@@ -196,7 +196,6 @@ def test_vit_b_16_agrees_with_the_oracle(images: Path, tmp_path: Path) -> None:
         images,
         tmp_path / "exact",
         limit=2,
-        batch_size=2,
         **EXACT,
     )
     for layer in VIT_LAYERS:
@@ -231,7 +230,7 @@ def test_permuted_images_and_other_batch_sizes_give_the_same_rows(
     model, layers = random_model("squeezenet1_1"), ["features", "features.3"]
     stores = {
         (size, data.name): extracted(
-            model, layers, data, tmp_path / f"{size}-{data.name}", batch_size=size, **EXACT
+            model, layers, data, tmp_path / f"{size}-{data.name}", **{**EXACT, "batch_size": size}
         )
         for size, data in ((3, images), (8, images), (8, backwards))
     }
@@ -257,8 +256,7 @@ def test_one_image(images: Path, tmp_path: Path, batch_size: Any) -> None:
         ["features"],
         tmp_path / "one",
         tmp_path / "run",
-        batch_size=batch_size,
-        **EXACT,
+        **{**EXACT, "batch_size": batch_size},
     )
     assert store["features"].shape == (1, 512, 13, 13)
     assert relative_error(store["features"][:], expected) <= 1e-4

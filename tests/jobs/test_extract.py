@@ -51,8 +51,8 @@ class Fickle(TwoStageConvNet):
 
 
 def extract(data: object, **keys: object) -> featx.FeatureStore:
-    defaults = {"model": MODEL, "layers": ["pool"], "precision": "fp32", "out": "store"}
-    return featx.extract(**{**defaults, "data": data, **keys})
+    settings = {"precision": "fp32", "batch_size": 8, "out": "store"}
+    return featx.extract(**{"model": MODEL, "layers": ["pool"], **settings, "data": data, **keys})
 
 
 def test_rows_labels_and_keys_belong_together(photo_folder: Path) -> None:

@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     photos = write_images(root / "photos")
     for i in range(20):
         write_image(photos / ("cat", "dog")[i % 2] / f"more{i}.png", 100 + i)
-    extract(photos, layers=["conv", "pool"], out=str(root / "store"))
+    extract(photos, layers=["conv", "pool"], out=str(root / "store"), part_rows=64)
     assert run_job("probe", store=str(root / "store"), device="cpu", probe={"l2": 0.1}) == 0
     return root
 

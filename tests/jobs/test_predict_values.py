@@ -41,7 +41,7 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         table.append(f"{path.relative_to(photos)},{AGES[row]},{tags}")
     (photos / "rows.csv").write_text("\n".join(table) + "\n")
     data = {"name": "table", "root": str(photos / "rows.csv"), "columns": ["age", "tags"]}
-    extract(data, layers=["conv", "pool"], out=str(root / "store"))
+    extract(data, layers=["conv", "pool"], out=str(root / "store"), part_rows=64)
     return root
 
 

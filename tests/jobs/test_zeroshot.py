@@ -53,6 +53,7 @@ def extract(root: Path, folder: Path, out: str, **model: Any) -> None:
         decode="reference",
         dtype="float32",
         precision="fp32",
+        batch_size=4,
         out=str(root / out),
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Completed
 from tiny_model import COMMAND
 
 from featx.__main__ import resume_command
@@ -25,7 +25,7 @@ from featx.jobs import JOBS
 
 HERE = Path(__file__).parent
 
-Featx = Callable[..., subprocess.CompletedProcess[str]]
+Featx = Callable[..., Completed]
 
 RESNET = ("model=resnet18", "model.weights=null", "precision=fp32")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import with_path
+from conftest import Completed, with_path
 from made_store import make_run
 from object_server import RequestLog, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_images
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures(
     "in_tmp_path", "packing_in_process", "without_retry_waits", "cache_folder"
 )
 
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
+Command = Callable[..., Completed]
 
 
 @pytest.fixture

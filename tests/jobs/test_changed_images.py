@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
-from interruptions import Dies, die_at_disk_change, signal_after_commits
+from interruptions import Dies, die_at_disk_change, same_values, signal_after_commits
 from PIL import Image
 from pyarrow import parquet
 from tiny_model import extract, run_job, write_image
@@ -78,16 +78,6 @@ def test_checksums_leave_room_for_what_is_not_known() -> None:
     assert UNKNOWN_IMAGE < NO_IMAGE < image_checksum(b"")
 
 
-@pytest.mark.slow
-def test_mended_images_have_new_checksums(photos: Path) -> None:
-    first = sorted(photos.rglob("*.png"))[0]
-    sound = first.read_bytes()
-    first.write_bytes(sound[: len(sound) // 2])
-    assert extract(photos, **LENIENT).image_checksums[0] == checksum_of(first)
-    first.write_bytes(sound)
-    assert extract(photos, retry_failed=True, **LENIENT).image_checksums[0] == image_checksum(sound)
-
-
 def sorted_photos(photos: Path) -> list[Path]:
     return sorted(photos.rglob("*.png"))
 
@@ -98,14 +88,6 @@ def age(photos: Path, seconds: float = 100.0) -> None:
         if path.is_file():
             before = path.stat().st_mtime_ns
             os.utime(path, ns=(before, before - int(seconds * 1e9)))
-
-
-def same_values(store: FeatureStore, other: FeatureStore) -> bool:
-    return (
-        all(store[n][:].tobytes() == other[n][:].tobytes() for n in store)
-        and store.status.tolist() == other.status.tolist()
-        and store.image_checksums.tolist() == other.image_checksums.tolist()
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ hypothesis.settings.register_profile(
     "values", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("values")
+
+Completed = subprocess.CompletedProcess[str]
 
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
@@ -92,25 +95,23 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+def run_featx(folder: Path, *arguments: str, path: Sequence[Path] = ()) -> Completed:
+    """Run `python -m featx ...` in a folder, as a user does; Python looks into `path` first."""
+    return subprocess.run(
+        [sys.executable, "-m", "featx", *arguments],
+        cwd=folder,
+        env={**with_path(*path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 @pytest.fixture
-def featx(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def featx(tmp_path: Path) -> Callable[..., Completed]:
     """`python -m featx ...` in an empty folder, as a user runs it."""
-
-    def run(
-        *overrides: str, cwd: Path = tmp_path, timeout: float = 300
-    ) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        return subprocess.run(
-            [sys.executable, "-m", "featx", *overrides],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-
-    return run
+    return functools.partial(run_featx, tmp_path)
 
 
 @pytest.fixture

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from featx.storage import AtomicFolder
-from featx.store import StoreSession
+from featx.store import FeatureStore, StoreSession
+
+
+def same_values(store: FeatureStore, other: FeatureStore) -> bool:
+    """Whether rows, statuses and the checksums of images are equal, bit for bit."""
+    return (
+        all(store[name][:].tobytes() == other[name][:].tobytes() for name in store)
+        and store.status.tolist() == other.status.tolist()
+        and store.image_checksums.tolist() == other.image_checksums.tolist()
+    )
 
 
 def signal_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +46,15 @@ def benchmark(*arguments: str, code: int = 0) -> str:
     return done.stdout + (done.stderr if code else "")
 
 
-def test_none_is_left_out() -> None:
-    commands = re.search(r"\{([a-z,-]+)\}", benchmark("--help"))
+def test_none_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = REPOSITORY / "scripts" / "benchmark"
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(script), run_name="__main__")
+    commands = re.search(r"\{([a-z,-]+)\}", capsys.readouterr().out)
     assert commands is not None
     assert set(commands[1].split(",")) == set(SMALL)
 

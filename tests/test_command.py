@@ -15,7 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Completed
 from tiny_model import COMMAND
 
 from featx.__main__ import resume_command
@@ -25,7 +25,7 @@ from featx.jobs import JOBS
 
 HERE = Path(__file__).parent
 
-Featx = Callable[..., subprocess.CompletedProcess[str]]
+Featx = Callable[..., Completed]
 
 RESNET = ("model=resnet18", "model.weights=null", "precision=fp32")
 
@@ -41,6 +41,7 @@ MISTAKES = [
         "stats, status, verify, zeroshot. Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
+    (["model=facebook/dinov2-base"], "model=vit_base_patch14_dinov2.lvd142m"),
     (["data=folder"], "data.root=DIR"),
     (["data=folder", "data.root=/no/such/folder"], "/no/such/folder does not exist"),
     (["data.root=photos"], "add data=folder"),
@@ -112,13 +113,25 @@ Answer = tuple[int, str, str, bool]
 
 
 @pytest.fixture(scope="module")
-def answer_to() -> Iterator[Callable[[list[str]], Answer]]:
+def folder_of_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with code that leaves a mark, and with an experiment that names it."""
+    folder = tmp_path_factory.mktemp("answers")
+    (folder / "evil.py").write_text("open('was-here', 'w')\nclass Code: pass\n")
+    (folder / "conf/experiment").mkdir(parents=True)
+    text = "# @package _global_\nhydra: {callbacks: {a: {_target_: evil.Code}}}\n"
+    (folder / "conf/experiment/x.yaml").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answer_to(folder_of_answers: Path) -> Iterator[Callable[[list[str]], Answer]]:
     """The command in one child process, which answers one list of arguments after the other.
 
     An answer is the exit code, stdout, stderr, and whether torch is loaded.
     """
     with subprocess.Popen(
         [sys.executable, "-c", ANSWERING],
+        cwd=folder_of_answers,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -149,6 +162,33 @@ def test_a_mistake_ends_with_one_message_and_code_2_before_torch_loads(
     assert "Traceback" not in err
     assert out == ""
     assert not with_torch
+
+
+def test_models_are_searched_without_torch(answer_to: Callable[[list[str]], Answer]) -> None:
+    code, out, _, with_torch = answer_to(["job=models", "models.query=dino"])
+    assert code == 0
+    assert "vit_small_patch14_dinov2.lvd142m" in out
+    assert not with_torch
+
+
+CODE_IN_OPTIONS = [
+    "+hydra.callbacks.a._target_=evil.Code",
+    "hydra.sweeper._target_=evil.Code",
+    "+hydra.job_logging.handlers.a={class:evil.Code}",
+    "+hydra.hydra_logging.handlers.a={class:logging.StreamHandler,stream:'ext://evil.Code'}",
+    "experiment=x",
+]
+
+
+@pytest.mark.parametrize("option", CODE_IN_OPTIONS)
+def test_no_code_that_a_config_names_is_run(
+    answer_to: Callable[[list[str]], Answer], folder_of_answers: Path, option: str
+) -> None:
+    """Neither code in an option nor code in an experiment of the folder."""
+    code, _, err, _ = answer_to(["job=doctor", option])
+    assert code == 2, err
+    assert option == "experiment=x" or "refused, a config names no code to run" in err
+    assert not (folder_of_answers / "was-here").exists()
 
 
 def test_a_mistake_is_found_within_seconds(featx: Featx) -> None:
@@ -242,7 +282,8 @@ def test_odd_paths_arrive_from_a_shell(shell: str, tmp_path: Path) -> None:
 
 def test_extract_on_the_sample_images(featx: Featx, tmp_path: Path) -> None:
     """The embedded images, no extra and no terminal: plain lines, a table, a plain HDF5 file."""
-    done = featx("data=sample", *RESNET, "layers=[layer4,avgpool]", "data.limit=5")
+    layers = "layers=[layer4,avgpool]"
+    done = featx("data=sample", *RESNET, layers, "data.limit=5", "batch_size=1")
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stderr
     out = tmp_path / "runs" / "sample" / "resnet18"

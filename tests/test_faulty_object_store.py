@@ -35,7 +35,7 @@ def proxy(bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is repeated at once."""
-    monkeypatch.setattr(s3_client, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.mark.slow

@@ -82,13 +82,6 @@ def test_an_encoding_contains_ascii(given: str) -> None:
         TableOptions(root="t.csv", encoding=given)
 
 
-def test_numbers_that_pandas_wrote_beside_a_missing_one_are_classes(folder: Path) -> None:
-    (folder / "t.csv").write_text("path,label\ncat/a.png,0.0\ncat/b.png,\ndog/c.png,1.0\n")
-    listing = list_table(folder / "t.csv")
-    assert listing.labels.tolist() == [0, -1, 1]
-    assert listing.classes == ("0", "1")
-
-
 def test_every_row_with_a_problem_is_counted_and_the_first_are_named(folder: Path) -> None:
     lines = ["path,label", "", *(f",{i}" for i in range(7)), "cat/a.png,1", "../x.png,2"]
     (folder / "t.csv").write_text("\n".join([*lines, "https://example.org/x.png,3", ""]))

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import run_featx, with_path
 from tiny_model import COMMAND, KEYS, write_images
 
 import featx
@@ -25,22 +26,6 @@ from featx.layers import RowLayout, reduction
 from featx.types import Listing
 
 TESTS = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "featx", *arguments]
-
-
-def featx_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def read_until(descriptor: int, text: str, seconds: float = 120) -> str:
@@ -59,9 +44,9 @@ def test_a_terminal_shows_the_steps_and_what_is_kept_after_ctrl_c(tmp_path: Path
     write_images(tmp_path / "photos", 6)
     ours, theirs = pty.openpty()
     run = subprocess.Popen(
-        command(*COMMAND, "data=./photos"),
+        [sys.executable, "-m", "featx", *COMMAND, "data=./photos"],
         cwd=tmp_path,
-        env=ENVIRONMENT,
+        env=with_path(TESTS),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -82,7 +67,8 @@ def test_a_sweep_names_its_runs_and_ends_with_a_table(tmp_path: Path) -> None:
     write_images(tmp_path / "photos", 6)
     sweep = ("data=./photos", "layers=[conv],[nothing]")
     arguments = [text for text in COMMAND if not text.startswith(("layers=", "out="))]
-    done = featx_in(tmp_path, "-m", *arguments, *sweep, "dtype=float16,float32", "out=store")
+    sweep += "dtype=float16,float32", "out=store"
+    done = run_featx(tmp_path, "-m", *arguments, *sweep, path=[TESTS])
     assert "[1 of 4] layers=[conv] dtype=float16" in done.stderr
     assert "[4 of 4] " in done.stderr
     table = done.stderr[done.stderr.rindex("exit code") :]
@@ -118,7 +104,7 @@ def test_the_help_of_a_job_has_its_options_only(tmp_path: Path) -> None:
     assert "\n  store=" in text
     assert "export.format" not in text
     assert "model.weights" not in text
-    done = featx_in(tmp_path, "job=probe", "--help")
+    done = run_featx(tmp_path, "job=probe", "--help")
     assert done.stdout.strip() == text.strip()
 
 
@@ -156,7 +142,7 @@ def test_a_plan_of_what_cannot_be_read_ends_otherwise(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for i in range(3):
         (tmp_path / "photos" / f"{i}.png").write_bytes(b"no image")
-    done = featx_in(tmp_path, *COMMAND, "data=./photos", "job=plan")
+    done = run_featx(tmp_path, *COMMAND, "data=./photos", "job=plan", path=[TESTS])
     assert done.returncode == 1
     assert "runs it" not in done.stdout
     assert "none of the images tried can be read" in done.stdout

@@ -44,37 +44,6 @@ def test_closed_and_full_streams(tmp_path: Path, redirect: str, code: int) -> No
     assert command(tmp_path, "job=verify store=store")[0] == 0
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "+hydra.callbacks.a._target_=evil.Code",
-        "hydra.sweeper._target_=evil.Code",
-        "+hydra.job_logging.handlers.a={class:evil.Code}",
-        "+hydra.hydra_logging.handlers.a={class:logging.StreamHandler,stream:'ext://evil.Code'}",
-    ],
-)
-def test_no_code_that_a_config_names_is_run(tmp_path: Path, option: str) -> None:
-    (tmp_path / "evil.py").write_text("open('was-here', 'w')\nclass Code: pass\n")
-    code, _, errors = command(tmp_path, f'job=doctor "{option}"', PYTHONPATH=_path(tmp_path))
-    assert code == 2
-    assert "refused, a config names no code to run" in errors
-    assert not (tmp_path / "was-here").exists()
-
-
-def test_no_code_that_a_config_folder_names_is_run(tmp_path: Path) -> None:
-    (tmp_path / "evil.py").write_text("open('was-here', 'w')\nclass Code: pass\n")
-    (tmp_path / "conf/experiment").mkdir(parents=True)
-    text = "# @package _global_\nhydra: {callbacks: {a: {_target_: evil.Code}}}\n"
-    (tmp_path / "conf/experiment/x.yaml").write_text(text)
-    code, _, errors = command(tmp_path, "job=doctor experiment=x", PYTHONPATH=_path(tmp_path))
-    assert code == 2, errors
-    assert not (tmp_path / "was-here").exists()
-
-
-def _path(folder: Path) -> str:
-    return f"{folder}:{os.environ.get('PYTHONPATH', '')}"
-
-
 SURROUNDINGS = """
 import locale, logging, os, signal, sys, threading, warnings
 import numpy, sympy, torch, featx  # torch imports sympy, which adds a filter of warnings

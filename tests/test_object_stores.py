@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import with_path
+from conftest import Completed, with_path
 from made_store import make_run
 from object_server import RequestLog, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_images
@@ -31,7 +31,7 @@ from featx.torch import FeatureDataset, TokenDataset
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "cache_folder")
 
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
+Command = Callable[..., Completed]
 
 
 @pytest.fixture
@@ -58,8 +58,9 @@ def start(out: str, images: Path, *more: str, **options: Any) -> subprocess.Pope
 
 
 def test_the_rows_are_those_of_a_run_to_the_disk(
-    images: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    images = write_images(tmp_path / "images", 9)
     (images / "cat" / "006.png").write_bytes(b"")
     near = extract(str(images), max_failures=5)
     far = extract(str(images), max_failures=5, out=out)

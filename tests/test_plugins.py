@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_featx
 
 import featx
 from featx.config import from_saved
@@ -38,21 +38,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def command(
-    folder: Path, plugins: Path | None, *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -m featx` in a folder, with the plug-ins in another one."""
-    path = os.pathsep.join(map(str, filter(None, (REPOSITORY, plugins))))
-    return subprocess.run(
-        [sys.executable, "-m", "featx", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 STRIPES = (
     *("data=stripes", "data.num_images=5", "model=resnet18", "model.weights=null"),
     *("layers=[avgpool]", "out=store"),
@@ -60,44 +45,50 @@ STRIPES = (
 
 
 def test_an_installed_package_adds_a_source_and_a_format(installed: Path, tmp_path: Path) -> None:
-    done = command(tmp_path, installed, *STRIPES, "executor.workers=2", "part_rows=4")
+    done = run_featx(tmp_path, *STRIPES, "executor.workers=2", "part_rows=4", path=[installed])
     assert done.returncode == 0, done.stderr
     store = featx.open(tmp_path / "store")
     assert store.ok.all()
     assert list(store.keys) == ["0001", "0002", "0003", "0004", "0005"]
-    again = command(tmp_path, installed, *STRIPES)
+    again = run_featx(tmp_path, *STRIPES, path=[installed])
     assert again.returncode == 0, again.stderr
-    done = command(tmp_path, installed, "job=export", "store=store", "export.format=keys", "out=e")
+    done = run_featx(
+        tmp_path, "job=export", "store=store", "export.format=keys", "out=e", path=[installed]
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "e" / "keys.txt").read_text().split() == list(store.keys)
 
 
 def test_an_installed_package_adds_a_model_library(installed: Path, tmp_path: Path) -> None:
     run = ("data=stripes", "model.weights=null", "layers=['3']", "out=store")
-    done = command(tmp_path, installed, *run, "model=patches", "executor.workers=2", "part_rows=4")
+    done = run_featx(
+        tmp_path, *run, "model=patches", "executor.workers=2", "part_rows=4", path=[installed]
+    )
     assert done.returncode == 0, done.stderr
     store = featx.open(tmp_path / "store")
     assert store["3"].shape == (8, 8)
     assert store.attrs["model"] == "patches/patches16"
-    done = command(tmp_path, installed, *run, "model=patches", "model.name=patches8")
+    done = run_featx(tmp_path, *run, "model=patches", "model.name=patches8", path=[installed])
     assert (done.returncode, "'patches/patches16'" in done.stderr) == (2, True), done.stderr
-    done = command(tmp_path, installed, *run, "model=patches", "model.name=patches9")
+    done = run_featx(tmp_path, *run, "model=patches", "model.name=patches9", path=[installed])
     assert (done.returncode, "Nearest: patches8" in done.stderr) == (2, True), done.stderr
-    done = command(tmp_path, installed, *run, "model=resnet18", "model.width=4")
+    done = run_featx(tmp_path, *run, "model=resnet18", "model.width=4", path=[installed])
     refused = "model.width has an effect with model.library=patches only"
     assert (done.returncode, refused in done.stderr) == (2, True), done.stderr
 
 
 def test_its_options_are_described_and_checked(installed: Path, tmp_path: Path) -> None:
-    text = " ".join(command(tmp_path, installed, "job=extract", "--help").stdout.split())
+    text = " ".join(run_featx(tmp_path, "job=extract", "--help", path=[installed]).stdout.split())
     assert "data.num_images=8 data=stripes: Number of images." in text
     assert "stripes: Computed images of stripes." in text
-    done = command(tmp_path, installed, *STRIPES, "data.num_images=0")
+    done = run_featx(tmp_path, *STRIPES, "data.num_images=0", path=[installed])
     assert (done.returncode, "num_images=0: expected a whole number" in done.stderr) == (
         2,
         True,
     )
-    done = command(tmp_path, installed, "data=sample", "data.num_images=4", "model=resnet18")
+    done = run_featx(
+        tmp_path, "data=sample", "data.num_images=4", "model=resnet18", path=[installed]
+    )
     assert done.returncode == 2
     assert "data.num_images has an effect with data=stripes only" in done.stderr
 
@@ -106,7 +97,7 @@ def test_stores_of_other_sources_do_not_depend_on_the_package(
     installed: Path, tmp_path: Path
 ) -> None:
     run = ("data=sample", "model=resnet18", "model.weights=null", "layers=[avgpool]", "out=store")
-    assert command(tmp_path, installed, *run).returncode == 0
+    assert run_featx(tmp_path, *run, path=[installed]).returncode == 0
     config = str(featx.open(tmp_path / "store").attrs["config"])
     assert "num_images: 8" not in config
     assert from_saved(config).data.name == "sample"
@@ -115,11 +106,11 @@ def test_stores_of_other_sources_do_not_depend_on_the_package(
 def test_without_the_package_its_store_says_what_is_missing(
     installed: Path, tmp_path: Path
 ) -> None:
-    assert command(tmp_path, installed, *STRIPES).returncode == 0
+    assert run_featx(tmp_path, *STRIPES, path=[installed]).returncode == 0
     config = str(featx.open(tmp_path / "store").attrs["config"])
     with pytest.raises(ConfigError, match="data=stripes: expected one of folder"):
         from_saved(config)
-    done = command(tmp_path, None, *STRIPES)
+    done = run_featx(tmp_path, *STRIPES)
     assert (done.returncode, "data=stripes: expected one of" in done.stderr) == (2, True)
 
 

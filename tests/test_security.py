@@ -6,10 +6,10 @@ import ast
 import importlib.metadata
 import re
 import shutil
+import socket
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -156,54 +156,49 @@ def test_a_signed_url_is_saved_without_its_signature() -> None:
     assert from_composed(node).data.root == url
 
 
-@pytest.fixture
-def foreign(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A store whose config says what a stranger wants it to say."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FEATX_TEST_SECRET", "hunter2")
-    extract(photos, pack=False)
-
-    def made(**data: str) -> None:
-        manifest, _ = load_manifest(Path("store"))
-        assert manifest is not None
-        run = manifest.runs[0]
-        config = yaml.safe_load(run.header.config)
-        config["data"] |= data
-        header = replace(run.header, config=yaml.safe_dump(config))
-        Path("store/featx.json").write_bytes(Manifest((replace(run, header=header),)).to_json())
-        pack(Path("store"))
-        shutil.rmtree("store/parts")
-
-    return made
+FOREIGN = [
+    "http://127.0.0.1:9/${oc.env:FEATX_TEST_SECRET}.tar",
+    "${oc.env:FEATX_TEST_SECRET}",
+    "s3://bucket/hunter.tar",
+]
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "http://127.0.0.1:9/${oc.env:FEATX_TEST_SECRET}.tar",
-        "${oc.env:FEATX_TEST_SECRET}",
-        "s3://bucket/hunter.tar",
-    ],
-)
+def write_foreign(store: Path, place: str) -> None:
+    """Let the config of a store say what a stranger wants it to say, and pack it."""
+    manifest, _ = load_manifest(store)
+    assert manifest is not None
+    run = manifest.runs[0]
+    config = yaml.safe_load(run.header.config)
+    config["data"] |= {"name": "webdataset", "root": place}
+    header = replace(run.header, config=yaml.safe_dump(config))
+    (store / "featx.json").write_bytes(Manifest((replace(run, header=header),)).to_json())
+    pack(store)
+    shutil.rmtree(store / "parts")
+
+
 def test_a_strangers_store_reads_no_environment_and_opens_no_url(
-    foreign: Any, photos: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import socket
-
     def refused(*args: object, **keys: object) -> None:
         raise AssertionError("a connection was tried")
 
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEATX_TEST_SECRET", "hunter2")
     monkeypatch.setattr(socket.socket, "connect", refused)
-    foreign(name="webdataset", root=place)
-    with pytest.raises(ConfigError, match="opens no URL and reads no environment") as refusal:
-        run_job("verify", store="store", verify={"reextract_rows": 2})
-    assert "hunter2" not in str(refusal.value)
-    assert place in str(refusal.value)
-    with pytest.raises(ConfigError, match="opens no URL and reads no environment"):
-        run_job("export", store="store", export={"format": "webdataset"})
-    # What the command names is what counts.
-    data = {"name": "folder", "root": str(photos)}
-    assert run_job("verify", store="store", verify={"reextract_rows": 2}, data=data) in (0, 1)
+    extract(photos, pack=False)
+    for number, place in enumerate(FOREIGN):
+        store = f"foreign{number}"
+        shutil.copytree("store", store)
+        write_foreign(Path(store), place)
+        with pytest.raises(ConfigError, match="opens no URL and reads no environment") as refusal:
+            run_job("verify", store=store, verify={"reextract_rows": 2})
+        assert "hunter2" not in str(refusal.value)
+        assert place in str(refusal.value)
+        with pytest.raises(ConfigError, match="opens no URL and reads no environment"):
+            run_job("export", store=store, export={"format": "webdataset"})
+        # What the command names is what counts.
+        data = {"name": "folder", "root": str(photos)}
+        assert run_job("verify", store=store, verify={"reextract_rows": 2}, data=data) in (0, 1)
 
 
 @pytest.mark.slow

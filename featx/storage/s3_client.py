@@ -39,7 +39,7 @@ ATTEMPTS = 4
 A request is repeated if it gets no answer, one that breaks off, or one that asks to retry.
 """
 
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 20.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 20.0
 """Shortest and longest pause in seconds between two attempts; each is twice the one before."""
 
 # Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
@@ -103,7 +103,7 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
                     raise described from error
                 since = since or time.monotonic()
                 # The jitter keeps the workers of a cluster from repeating their requests at once.
-                pause_s = min(_FIRST_PAUSE_S * 2**attempt, _MAX_PAUSE_S) * random.uniform(0.5, 1)
+                pause_s = min(FIRST_PAUSE_S * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1)
                 if attempt + 1 < ATTEMPTS:
                     time.sleep(pause_s)
                 elif not s3_outage.wait(described, since, pause_s):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import broken_decoders
 import numpy as np
 import pytest
 from broken_decoders import ABORT, CRASH, HANG, gif
-from conftest import with_path
+from conftest import Completed, run_featx
 from PIL import Image
 from tiny_model import COMMAND, extract, run_job
 
@@ -37,8 +35,12 @@ def write_gifs(root: Path, names: Iterable[str] = tuple(BAD)) -> None:
         (root / name).write_bytes(gif(image, BAD[name][0]))
 
 
-def environment(folder: Path) -> dict[str, str]:
-    return with_path(broken_decoders.install(folder / "broken"), Path(__file__).parents[1])
+def run_command(folder: Path, *arguments: str) -> Completed:
+    """The command with decoders that crash and hang; it ends without a traceback."""
+    broken = broken_decoders.install(folder / "broken")
+    done = run_featx(folder, *arguments, path=[broken, Path(__file__).parents[1]])
+    assert "Traceback" not in done.stderr
+    return done
 
 
 def assert_only_the_bad_ones_failed(
@@ -65,13 +67,10 @@ def test_the_command_runs_on(photos: Path, tmp_path: Path, names: Collection[str
     write_gifs(photos, names)
     bad = [name for name in names if name in BAD]
     num_crashes = sum(BAD[name][2].startswith("SIG") for name in bad)
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos",
-         "data.timeout_s=1", "max_failures=9"],
-        env=environment(tmp_path), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_command(
+        tmp_path, *COMMAND, "data=folder", "data.root=photos", "data.timeout_s=1", "max_failures=9"
+    )
     assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
     assert f"{num_crashes} crashes decoder, such as" in done.stderr
     assert_only_the_bad_ones_failed(photos, tmp_path / "store", bad)
     assert set(os.listdir("store")) >= {"features.h5", "failures.csv"}
@@ -101,13 +100,8 @@ def test_jobs_that_write_to_no_store_run_on_as_well(
         "plan": (*COMMAND[:-1], "out=planned"),
         "predict": (*COMMAND[:2], "store=store", "out=predicted", "max_failures=9"),
     }[job]
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", f"job={job}", "data=folder", f"data.root={probed}",
-         *options],
-        env=environment(tmp_path), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_command(tmp_path, f"job={job}", "data=folder", f"data.root={probed}", *options)
     assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
     if job == "predict":
         with Path("predicted/predictions.csv").open(newline="") as file:
             rows = {row["key"]: row["status"] for row in csv.DictReader(file)}
@@ -123,13 +117,10 @@ def test_verify_names_the_row_whose_image_crashes_its_decoder_now(
 ) -> None:
     write_gifs(photos, ("dog/005.gif",))
     extract(photos)  # whose decoder it does no harm
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", "job=verify", "store=store", "verify.reextract_rows=50",
-         *COMMAND[:2]],
-        env=environment(tmp_path), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_command(
+        tmp_path, "job=verify", "store=store", "verify.reextract_rows=50", *COMMAND[:2]
+    )
     assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
     assert "1 different" in done.stdout
     assert "dog/005.gif" in done.stdout
 
@@ -145,13 +136,8 @@ def test_a_report_is_finished_without_the_thumbnails_that_crash_and_hang(
     # Whose decoder they do no harm.
     extract({"name": "folder", "root": str(photos), "timeout_s": 2})
     files = sorted(os.listdir("store"))
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", "job=report", "store=store", "report.tsne=false",
-         "device=cpu"],
-        env=environment(tmp_path), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_command(tmp_path, "job=report", "store=store", "report.tsne=false", "device=cpu")
     assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
     assert f"{len(BAD)} images cannot be decoded now, such as" in done.stderr
     assert f"; {len(BAD)} cannot be decoded now" in done.stdout
     text = Path("store/report.html").read_text("utf-8")

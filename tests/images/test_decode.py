@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 import random
@@ -273,7 +274,7 @@ def test_numbers_far_outside_of_black_and_white_are_refused(
 def test_a_large_image_is_converted_as_a_small_one(mode: str, values: list[Any]) -> None:
     """Strip by strip: each repetition of the pixels has the same colours."""
     row = one_row(mode, values)
-    large = row.resize((len(values), 6 << 20 >> 1), Image.Resampling.NEAREST)
+    large = row.resize((len(values), (6 << 20) // len(values)), Image.Resampling.NEAREST)
     found = np.asarray(to_rgb(large, BACKGROUND))
     assert (found == np.asarray(to_rgb(row, BACKGROUND))).all()
 
@@ -460,6 +461,7 @@ def test_every_allowed_format_decodes_first_thing_in_a_fresh_process(kind: str) 
     assert done.stdout == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
 
 
+@functools.cache
 def refused_files() -> dict[str, bytes]:
     """Whole files of formats that Pillow knows and featx does not let in."""
     image = Image.new("RGB", (16, 16), "red")
@@ -614,6 +616,7 @@ def test_pillows_limits_come_back_when_the_last_thread_is_done(
 # Damage
 
 
+@functools.cache
 def damaged_kinds() -> dict[str, bytes]:
     image = make_image(60, 50)
     grey, ink = image.convert("L"), image.convert("1")
@@ -788,6 +791,7 @@ def test_interlaced_images_equal_plain_ones(shared_data: Path, kind: str) -> Non
     assert np.array_equal(png_suite(shared_data, f"basi{kind}"), plain)
 
 
+@functools.cache
 def jpeg_files() -> dict[str, bytes]:
     """JPEGs of every common making, all of them sound."""
     rng = np.random.default_rng(5)

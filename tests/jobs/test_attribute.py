@@ -22,7 +22,7 @@ from featx.types import Status
 ALL = ["saliency", "input_x_gradient", "integrated_gradients", "gradcam", "occlusion"]
 OPTIONS = {"method": "gradcam", "layer": "deep", "per_class": 2}
 RUN: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}
-RUN["dtype"] = "float32"
+RUN |= {"dtype": "float32", "part_rows": 32}
 
 
 def run(data: Path, out: str = "store", **keys: Any) -> int:
@@ -85,13 +85,14 @@ def test_a_resumed_run_computes_what_is_missing_and_ends_with_the_same_numbers(
     photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
     settings = {"method": ALL, "steps": 3, "window": 16, "per_class": 0}
-    assert run(photos, "whole", pack=False, attribute=settings) == 0
-    assert run(photos, "cut", pack=False, attribute=settings) == 0
+    keys = {"pack": False, "part_rows": 4, "attribute": settings}
+    assert run(photos, "whole", **keys) == 0
+    assert run(photos, "cut", **keys) == 0
     gone = sorted(Path("cut/parts").iterdir())[2]
     before = gone.read_bytes()
     gone.unlink()
     computed.clear()
-    assert run(photos, "cut", pack=False, attribute=settings) == 0
+    assert run(photos, "cut", **keys) == 0
     assert [start for _, start in computed] == [8]
     assert gone.read_bytes() == before
     whole, cut = featx.open("whole"), featx.open("cut")
@@ -147,7 +148,8 @@ def test_methods_and_features_join_one_store(
 def test_verify_computes_rows_again_and_repairs(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(photos, attribute={"method": ALL, "steps": 2, "window": 16}, pack=False) == 0
+    settings = {"method": ALL, "steps": 2, "window": 16}
+    assert run(photos, attribute=settings, pack=False, part_rows=4) == 0
     capsys.readouterr()
     assert run_job("verify", store="store", verify={"reextract_rows": 9}) == 0
     assert "9 rows extracted again: 9 identical" in capsys.readouterr().out

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from made_store import dataset_digests
+from probe_job import probe
 from tiny_model import extract, run_job, write_image
 
 import featx
@@ -94,12 +93,6 @@ def test_regions_have_the_columns_of_their_image() -> None:
     )
     store = extract({**TABLE, "boxes": "boxes.csv"})
     assert store.column("status").tolist() == [1, 2, 2]
-
-
-def probe(**keys: Any) -> dict[str, Any]:
-    assert run_job("probe", out="store", device="cpu", probe=keys) == 0
-    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
-    return found
 
 
 def test_a_column_is_probed_for_and_another_says_the_split() -> None:

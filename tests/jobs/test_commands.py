@@ -6,23 +6,21 @@ not load what it needs would pass.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from conftest import Completed, run_featx
 from tiny_model import COMMAND, write_images
 
 import featx
 
 pytestmark = pytest.mark.slow
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
+Command = Callable[..., Completed]
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +39,8 @@ def command(made: Path, tmp_path: Path) -> Command:
     return lambda *overrides: run(tmp_path, *overrides)
 
 
-def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", *overrides],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(folder: Path, *overrides: str) -> Completed:
+    done = run_featx(folder, *overrides, path=[Path(__file__).parent.parent])
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -34,7 +34,7 @@ from featx.jobs import JOBS, Input, base, check, unread
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 TRUSTED = {name: MODEL[name] for name in ("name", "library", "factory")}
-RUN = {**KEYS, "data": "photos"}
+RUN = {**KEYS, "data": "photos", "part_rows": 32}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from interruptions import signal_after_commits
 from tiny_model import MODEL as TINY
+from tiny_model import run_job
 from zoo import TwoStageConvNet
 
 import featx
@@ -50,8 +51,8 @@ class Fickle(TwoStageConvNet):
 
 
 def extract(data: object, **keys: object) -> featx.FeatureStore:
-    defaults = {"model": MODEL, "layers": ["pool"], "precision": "fp32", "out": "store"}
-    return featx.extract(**{**defaults, "data": data, **keys})
+    settings = {"precision": "fp32", "batch_size": 8, "out": "store"}
+    return featx.extract(**{"model": MODEL, "layers": ["pool"], **settings, "data": data, **keys})
 
 
 def test_rows_labels_and_keys_belong_together(photo_folder: Path) -> None:
@@ -120,13 +121,6 @@ def test_every_way_to_cut_the_rows_gives_the_same_features(photo_folder: Path) -
         np.testing.assert_allclose(cut["pool"][:], reference["pool"][:], rtol=1e-5, atol=1e-6)
 
 
-def test_one_image_and_a_limit(photo_folder: Path) -> None:
-    store = extract({"name": "folder", "root": str(photo_folder), "limit": 1})
-    assert len(store) == 1
-    assert store["pool"].shape == (1, 6, 1, 1)
-    assert store.ok.all()
-
-
 def test_a_value_too_large_for_float16_stops_the_run(photo_folder: Path) -> None:
     model = {**MODEL, "factory": "test_extract:scaled", "args": {"scale": 1e4}}
     with pytest.raises(NonFiniteError, match=r"layer pool, row 0 \(.*over 65504.*dtype=float32"):
@@ -166,17 +160,7 @@ def test_rows_too_small_for_float16_are_reported(
     assert "warning" not in capfd.readouterr().err
 
 
-def test_every_image_failing_is_not_success(tmp_path: Path) -> None:
-    from featx.config import from_composed, from_keywords
-    from featx.jobs import extract as job
-
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "x.jpg").write_bytes(b"no")
-    keys = {"model": MODEL, "data": "bad", "layers": ["pool"], "max_failures": 5, "out": "s"}
-    assert job.run(from_composed(from_keywords(keys)), "") == 3
-
-
-def test_a_store_without_one_good_row_comes_with_a_warning(
+def test_every_image_failing_is_not_success_and_comes_with_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad").mkdir()
@@ -186,6 +170,8 @@ def test_a_store_without_one_good_row_comes_with_a_warning(
     assert not store.ok.any()
     warned = "warning: all 2 images failed, so no row of the store has features"
     assert warned in capfd.readouterr().err
+    keys = {"model": MODEL, "data": "bad", "layers": ["pool"], "max_failures": 5, "out": "s"}
+    assert run_job("extract", **keys) == 3
 
 
 def test_resolved_choices_are_reused_on_resume(photo_folder: Path, tmp_path: Path) -> None:

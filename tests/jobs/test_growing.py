@@ -68,65 +68,45 @@ def test_a_layer_more_is_computed_alone_and_equals_a_run_with_both(
         assert dataset_digests(PACKED) == dataset_digests(Path("at-once/features.h5"))
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        ["conv"],
-        pytest.param(["conv", "pool"], marks=pytest.mark.slow),
-        {"conv": "none"},
-        "all",
-        pytest.param(["pool", "conv"], marks=pytest.mark.slow),
-    ],
-)
 def test_what_is_there_already_is_not_done_again(
-    photos: Path, computed: list[tuple[frozenset[str], int]], layers: Any
+    photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
-    extract(photos, layers=["conv", "pool"] if layers != "all" else "all")
-    before = PACKED.read_bytes(), Path("store/featx.json").read_bytes()
+    extract(photos, layers=["conv", "pool"])
+    extract(photos, layers="all", out="all")
+    files = [Path(out, name) for out in ("store", "all") for name in (PACKED.name, "featx.json")]
+    before = [path.read_bytes() for path in files]
     computed.clear()
-    assert extract(photos, layers=layers).complete
+    for layers in (["conv"], ["conv", "pool"], ["pool", "conv"], {"conv": "none"}):
+        assert extract(photos, layers=layers).complete
+    assert extract(photos, layers="all", out="all").complete
     assert computed == []
-    assert (PACKED.read_bytes(), Path("store/featx.json").read_bytes()) == before
+    assert [path.read_bytes() for path in files] == before
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"reduce": "avg"}, "layer conv, reduce: the store has 'none', now 'avg'"),
-        pytest.param(
-            {"precision": "bf16"},
-            "precision: the store has 'fp32', now 'bf16'",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"dtype": "float32"},
-            "layer conv, dtype: the store has 'float16', now 'float32'",
-            marks=pytest.mark.slow,
-        ),
-        ({"layers": ["pool"], "precision": "bf16"}, "precision: the store has 'fp32', now 'bf16'"),
-        pytest.param(
-            {"layers": ["pool"], "decode": "reference"},
-            "decode: the store has 'fast', now 'ref",
-            marks=pytest.mark.slow,
-        ),
-        ({"layers": ["pool"], "batch_size": 2}, "batch_size: the store has 4, now 2"),
-        # A layer that is added, and a finished one that is asked for otherwise.
-        ({"layers": ["conv", "pool"], "reduce": "avg"}, "layer conv, reduce: .* 'none', now 'avg'"),
-        ({"layers": {"conv": "avg", "pool": "none"}}, "layer conv, reduce: .* 'none', now 'avg'"),
-        ({"layers": ["conv", "pool"], "dtype": "bfloat16"}, "layer conv, dtype: .*'bfloat16'"),
-    ],
-)
-def test_other_settings_do_not_join_a_store(
-    photos: Path, keys: dict[str, Any], message: str
-) -> None:
+OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"reduce": "avg"}, "layer conv, reduce: the store has 'none', now 'avg'"),
+    ({"precision": "bf16"}, "precision: the store has 'fp32', now 'bf16'"),
+    ({"dtype": "float32"}, "layer conv, dtype: the store has 'float16', now 'float32'"),
+    ({"layers": ["pool"], "precision": "bf16"}, "precision: the store has 'fp32', now 'bf16'"),
+    ({"layers": ["pool"], "decode": "reference"}, "decode: the store has 'fast', now 'ref"),
+    ({"layers": ["pool"], "batch_size": 2}, "batch_size: the store has 4, now 2"),
+    # A layer that is added, and a finished one that is asked for otherwise.
+    ({"layers": ["conv", "pool"], "reduce": "avg"}, "layer conv, reduce: .* 'none', now 'avg'"),
+    ({"layers": {"conv": "avg", "pool": "none"}}, "layer conv, reduce: .* 'none', now 'avg'"),
+    ({"layers": ["conv", "pool"], "dtype": "bfloat16"}, "layer conv, dtype: .*'bfloat16'"),
+]
+
+
+def test_other_settings_do_not_join_a_store(photos: Path) -> None:
     extract(photos, pack=False)
     before = dataset_digests(PART), Path("store/featx.json").read_bytes()
-    with pytest.raises(StoreMismatchError, match=message) as refused:
-        extract(photos, **keys)
-    assert refused.value.exit_code == 2
-    assert "overwrite=true" in str(refused.value)
-    assert "out=DIR" in str(refused.value)
-    assert (dataset_digests(PART), Path("store/featx.json").read_bytes()) == before
+    for keys, message in OTHER_SETTINGS:
+        with pytest.raises(StoreMismatchError, match=message) as refused:
+            extract(photos, **keys)
+        assert refused.value.exit_code == 2
+        assert "overwrite=true" in str(refused.value)
+        assert "out=DIR" in str(refused.value)
+        assert (dataset_digests(PART), Path("store/featx.json").read_bytes()) == before
 
 
 @pytest.mark.slow

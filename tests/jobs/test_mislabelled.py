@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from csv_rows import csv_rows
 from probe_problem import blobs, write_store
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
@@ -35,11 +35,6 @@ def planted_store(**options: Any) -> np.ndarray:
     return given
 
 
-def rows_of(path: str) -> list[dict[str, str]]:
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def ask(**options: Any) -> None:
     keys: dict[str, Any] = {"layers": "x", "device": "cpu"}
     assert run_job("mislabelled", json=True, store="store", **keys, **options) == 0
@@ -51,7 +46,7 @@ def test_planted_labels_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads(capsys.readouterr().out)
     first = {one["row"] for one in summary["least_credible"]}
     assert first == set(PLANTED)
-    lines = rows_of("store/mislabelled/mislabelled.csv")
+    lines = csv_rows("store/mislabelled/mislabelled.csv")
     assert [line["rank"] for line in lines] == [str(i) for i in range(1, 210)]
     confidences = [float(line["p_label"]) for line in lines]
     assert confidences == sorted(confidences)
@@ -71,7 +66,7 @@ def test_probabilities_are_those_of_the_probe() -> None:
     options = {"split": "kfold", "folds": 4}
     assert run_job("probe", store="store", layers="x", device="cpu", seed=3, probe=options) == 0
     judged = judge_labels(featx.open("store"), "x", 4, seed=3, device="cpu")
-    tested = {line["key"]: line for line in rows_of("store/probe/predictions.csv")}
+    tested = {line["key"]: line for line in csv_rows("store/probe/predictions.csv")}
     keys = featx.open("store").keys
     assert len(tested) == len(judged.rows)
     for place, row in enumerate(judged.rows.tolist()):
@@ -94,7 +89,7 @@ def test_probabilities_are_those_of_scikit_learn() -> None:
     for fold, l2 in enumerate(l2_of_folds, 1):
         tested = [
             keys.index(line["key"])
-            for line in rows_of("store/probe/predictions.csv")
+            for line in csv_rows("store/probe/predictions.csv")
             if line["fold"] == str(fold)
         ]
         train = np.setdiff1d(judged.rows, tested)
@@ -203,11 +198,11 @@ def test_the_report_shows_both_rankings(capsys: pytest.CaptureFixture[str]) -> N
     ask(mislabelled={"show": 6})
     assert run_job("outliers", json=True, store="store", layers="x", device="cpu") == 0
     page = page_of()
-    for line in rows_of("store/mislabelled/mislabelled.csv")[:6]:
+    for line in csv_rows("store/mislabelled/mislabelled.csv")[:6]:
         p_label, p_predicted = float(line["p_label"]), float(line["p_predicted"])
         caption = f"{line['label']} {p_label:.3f}, predicted {line['predicted']} {p_predicted:.3f}"
         assert caption in page
-    far = rows_of("store/outliers/outliers.csv")[0]
+    far = csv_rows("store/outliers/outliers.csv")[0]
     assert f"{far['class']}, {float(far['distance']):.3f}" in page
 
 

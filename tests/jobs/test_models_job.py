@@ -1,12 +1,8 @@
-"""job=models as one types it: what it prints, as text and as JSON, quickly and without torch."""
+"""job=models as one types it: what it prints, as text and as JSON."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +12,6 @@ from featx.base import WIDTH
 from featx.errors import ConfigError
 from featx.models import RECOMMENDED
 from featx.models.transformers.families import FAMILIES
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def result(capsys: pytest.CaptureFixture[str], **asked: Any) -> dict[str, Any]:
@@ -117,22 +111,3 @@ def test_lines_fit_a_terminal(query: str, capsys: pytest.CaptureFixture[str]) ->
 def test_bad_options_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run_job("models", models=asked)
-
-
-def test_the_command_needs_neither_torch_nor_network(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from featx.__main__ import run_command\n"
-        "sys.argv = ['featx', 'job=models', 'models.query=dino']\n"
-        "code = run_command()\n"
-        "print(code, sorted({'torch', 'timm', 'transformers', 'torchvision'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines()[-1] == "0 []"
-    assert "vit_small_patch14_dinov2.lvd142m" in done.stdout

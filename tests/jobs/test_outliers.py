@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from csv_rows import csv_rows
 from made_store import make_run
 from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import StandardScaler
@@ -33,17 +33,9 @@ def store() -> featx.FeatureStore:
     return featx.open(replace(run, features={**run.features, "flat": flat}).write(Path("store")))
 
 
-def ask(job: str, **options: Any) -> dict[str, Any]:
-    keys: dict[str, Any] = {"layers": options.pop("layers", "flat"), "device": "cpu"}
-    assert (
-        run_job(job, json=True, store="store", **keys, **({job: options} if options else {})) == 0
-    )
-    return {}
-
-
-def rows_of(path: str) -> list[dict[str, str]]:
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+def ask(job: str, layers: str | None = "flat", **options: Any) -> None:
+    asked = {job: options} if options else {}
+    assert run_job(job, json=True, store="store", layers=layers, device="cpu", **asked) == 0
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
@@ -80,7 +72,7 @@ def test_the_job_ranks_all_rows(
     summary = json.loads(capsys.readouterr().out)
     assert summary["farthest"][0]["row"] == 9
     assert [len(summary[name]) for name in ("farthest", "farthest_in_class")] == [3, 3]
-    lines = rows_of("store/outliers/outliers.csv")
+    lines = csv_rows("store/outliers/outliers.csv")
     assert [line["rank"] for line in lines] == [str(i) for i in range(1, 40)]
     distances = [float(line["distance"]) for line in lines]
     assert distances == sorted(distances, reverse=True)
@@ -109,7 +101,7 @@ def test_duplicates_of_standardised_values(
     assert max(map(len, plain)) > 30
     ask("duplicates", threshold=0.999)
     assert json.loads(capsys.readouterr().out)["groups"] == 1
-    assert [line["row"] for line in rows_of("store/duplicates/duplicates.csv")] == ["5", "20"]
+    assert [line["row"] for line in csv_rows("store/duplicates/duplicates.csv")] == ["5", "20"]
     rows = np.flatnonzero(store.ok)
     x = StandardScaler().fit_transform(store["flat"][rows].astype(np.float64))
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from csv_rows import csv_rows
 from safetensors.numpy import load_file
 from tiny_model import MODEL, extract, run_job, write_image, write_images
 
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     photos = write_images(root / "photos")
     for i in range(20):
         write_image(photos / ("cat", "dog")[i % 2] / f"more{i}.png", 100 + i)
-    extract(photos, layers=["conv", "pool"], out=str(root / "store"))
+    extract(photos, layers=["conv", "pool"], out=str(root / "store"), part_rows=64)
     assert run_job("probe", store=str(root / "store"), device="cpu", probe={"l2": 0.1}) == 0
     return root
 
@@ -61,8 +61,7 @@ def predict_job(**keys: Any) -> list[dict[str, str]]:
     trusted = {name: MODEL[name] for name in ("name", "library", "factory")}
     keys = {"model": trusted, "out": "new", "device": "cpu", "store": "store", **keys}
     assert run_job("predict", **keys) == code
-    with Path("new/predictions.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows("new/predictions.csv")
 
 
 @pytest.mark.parametrize("layer", ["conv", "pool"])

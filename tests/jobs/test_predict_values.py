@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from csv_rows import csv_rows
+from probe_job import predictions
 from safetensors.numpy import load_file
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.preprocessing import StandardScaler
@@ -40,7 +41,7 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         table.append(f"{path.relative_to(photos)},{AGES[row]},{tags}")
     (photos / "rows.csv").write_text("\n".join(table) + "\n")
     data = {"name": "table", "root": str(photos / "rows.csv"), "columns": ["age", "tags"]}
-    extract(data, layers=["conv", "pool"], out=str(root / "store"))
+    extract(data, layers=["conv", "pool"], out=str(root / "store"), part_rows=64)
     return root
 
 
@@ -55,13 +56,7 @@ def predicted(photos: Path, code: int = 0) -> list[dict[str, str]]:
     data = {"name": "folder", "root": str(photos)}
     keys = {"model": model, "store": "store", "out": "new", "device": "cpu", "layers": "pool"}
     assert run_job("predict", data=data, **keys) == code
-    with Path("new/predictions.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def lines() -> list[dict[str, str]]:
-    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["layer"] == "pool"]
+    return csv_rows("new/predictions.csv")
 
 
 @pytest.mark.slow
@@ -78,7 +73,7 @@ def test_numbers_of_new_images_are_those_of_the_probe(
     assert not Path("new/predictions.html").exists()
     assert "predicted age" in capsys.readouterr().out
     of_key = {row["key"]: float(row["predicted"]) for row in rows}
-    tested = lines()
+    tested = predictions(layer="pool")
     assert len(tested) == 8
     for row in tested:
         assert of_key[row["key"]] == pytest.approx(float(row["predicted"]), rel=1e-4)

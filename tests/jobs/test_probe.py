@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import make_labelled
+from probe_job import predictions
 from probe_problem import blobs, write_store
 from safetensors.numpy import load_file
 from tiny_model import run_job
@@ -234,11 +234,6 @@ def test_the_same_images_on_both_sides_are_counted(capsys: pytest.CaptureFixture
     found = probe(capsys)
     assert found["layers"]["x"]["repeated_rows"] > 30
     assert "may be the same images" in found["notes_on_rows"][0]
-
-
-def predictions(root: str = "store") -> list[dict[str, str]]:
-    with Path(root, "probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_predictions_agree_with_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from probe_job import probe
+from probe_job import predictions, probe
 from probe_problem import write_store
 from safetensors.numpy import load_file
 from scipy.special import softmax
-from tiny_model import MODEL, extract, run_job, write_images
+from tiny_model import MODEL, extract, write_images
 
 import featx
 from featx.errors import ConfigError
@@ -38,8 +37,7 @@ def test_it_finds_the_token_that_tells_the_class_and_heads_are_of_the_first_meth
     assert both["attentive"]["accuracy"] > 0.9 > 0.8 > both["ridge"]["accuracy"]
     assert both["attentive"]["tokens"] == 8
     assert found["head"]["method"] == "attentive"
-    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["method"] == "attentive"]
+    rows = predictions(method="attentive")
     scores = np.array([[float(row[f"score:c{i}"]) for i in range(3)] for row in rows])
     assert scores.sum(1) == pytest.approx(np.ones(30))
     right = [f"c{i}" for i in scores.argmax(1)] == np.array([row["true"] for row in rows])
@@ -60,7 +58,7 @@ def test_vectors_are_refused_with_the_layers_that_have_tokens() -> None:
         probe(method="attentive")
     write_store(Path("other"), y, vector=x[:, 0])
     with pytest.raises(ConfigError, match="Extract a layer with reduce=none"):
-        run_job("probe", store="other", device="cpu", probe={"method": "attentive"})
+        probe(store="other", method="attentive")
 
 
 @pytest.mark.slow
@@ -81,8 +79,7 @@ def test_its_head_predicts_images_as_the_store(options: dict[str, Any]) -> None:
         assert scores == pytest.approx(made[place], abs=1e-3)
     if "split" in options:
         return
-    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        tested = {row["key"]: row for row in csv.DictReader(file) if row["split"] == "test"}
+    tested = {row["key"]: row for row in predictions(split="test")}
     assert tested
     for row, scores in zip(predicted, predicted.scores, strict=True):
         if row.key in tested:

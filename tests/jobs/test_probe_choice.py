@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from probe_job import predictions, probe
 from probe_problem import blobs, write_store
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from tiny_model import run_job
 
 from featx.analysis.probe.class_task import ClassTask
 from featx.analysis.probe.records import Choice, Record, Results
 from featx.analysis.probe.splits import Split
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
-
-
-def probe(store: str = "store", **options: Any) -> dict[str, Any]:
-    run_job("probe", json=True, store=store, device="cpu", probe=options)
-    found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
-    return found
 
 
 def results_of(*layers: tuple[str, list[tuple[float, float]]]) -> Results[str]:
@@ -89,8 +81,6 @@ def test_one_draw_has_no_deviation(capsys: pytest.CaptureFixture[str]) -> None:
     x, y = blobs(90)
     write_store(Path("store"), y, x=x)
     assert probe(shots=[2], draws=1)["few_shot"]["2"]["std"] is None
-    capsys.readouterr()
-    run_job("probe", store="store", probe={"shots": [2], "draws": 1})
     few_shot = capsys.readouterr().out.partition("Few-shot")[2].splitlines()[2]
     assert "±" not in few_shot
 
@@ -103,15 +93,14 @@ def test_knn_with_fewer_than_five_neighbours_has_no_top_five() -> None:
     assert at_five["accuracy"] <= at_five["top5"] < 1
     renamed = 7 - y  # the alphabet the other way round
     write_store(Path("renamed"), renamed, x=x)
-    assert probe("renamed", method="knn", k=5)["top5"] == pytest.approx(at_five["top5"], abs=0.1)
+    again = probe(store="renamed", method="knn", k=5)
+    assert again["top5"] == pytest.approx(at_five["top5"], abs=0.1)
 
 
 def role_of_rows(layer: str) -> dict[str, np.ndarray]:
     """Rows of each role in predictions.csv of a hold-out."""
-    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        lines = list(csv.DictReader(file))
     rows: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
-    for line in lines:
+    for line in predictions():
         if line["layer"] in ("", layer):
             rows[line["split"]].append(int(line["key"].removesuffix(".jpg")))
     return {role: np.array(places) for role, places in rows.items()}
@@ -131,8 +120,7 @@ def test_the_layer_is_the_one_that_scikit_learn_chooses_on_the_validation_rows(
     x, y = blobs(300, width=60, num_classes=3, signal=0.15)
     layers = {f"l{i}": x[:, 10 * i : 10 * i + 10] for i in range(6)}
     write_store(Path("store"), y, **layers)
-    assert run_job("probe", store="store", device="cpu", probe={"l2": 0.1}) == 0
-    found = json.loads(Path("store/probe.json").read_text())
+    found = probe(l2=0.1)
     rows = role_of_rows("l0")
     validation, test = {}, {}
     for layer, values in layers.items():
@@ -159,9 +147,7 @@ def test_every_split_of_every_seed_chooses_for_itself(
     x, y = blobs(240, signal=0.35)
     halves = {"even": x[:, ::2], "odd": x[:, 1::2], "late": x[:, 8:18]}
     write_store(Path("store"), y, **halves)
-    ridge = {"method": "ridge", **options}
-    assert run_job("probe", store="store", device="cpu", probe={"seeds": 2, **ridge}) == 0
-    found = json.loads(Path("store/probe.json").read_text())
+    found = probe(seeds=2, method="ridge", **options)
     selection = found["layer_selection"]
     assert found["seeds"]["layer_of_splits"] == [split["layer"] for split in selection["splits"]]
     out = " ".join(capsys.readouterr().out.split())
@@ -210,6 +196,6 @@ def test_intervals_on_noise_lie_above_chance_as_often_as_they_say() -> None:
         rng = np.random.default_rng(seed)
         layers = {f"l{i}": rng.normal(size=(120, 8)).astype(np.float32) for i in range(8)}
         write_store(Path(f"s{seed}"), np.arange(120) % 2, **layers)
-        above += probe(f"s{seed}", split="kfold", method="ridge")["interval"][0] > 0.5
+        above += probe(store=f"s{seed}", split="kfold", method="ridge")["interval"][0] > 0.5
     # 2.5 % are meant; folds share training rows, and 100 draws of 5 % are at most 10 but for 1 %.
     assert above <= 10

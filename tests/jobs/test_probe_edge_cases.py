@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import probe_job
 import pytest
 from probe_problem import blobs, write_store
 from sklearn import metrics as oracle
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
-from tiny_model import run_job
 
 import featx
 from featx.errors import DataError
@@ -26,18 +24,15 @@ METRICS = ("balanced_accuracy", "macro_f1", "auroc", "log_loss", "mcc", "kappa")
 
 
 def probe(store: str = "store", layers: list[str] | None = None, **options: Any) -> dict[str, Any]:
-    assert run_job("probe", store=store, device="cpu", layers=layers, probe=options) == 0
+    found = probe_job.probe(store=store, layers=layers, **options)
     text = Path(store, "probe.json").read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
-    found: dict[str, Any] = json.loads(text)
     return found
 
 
 def lines(method: str, layer: str = "x", store: str = "store") -> list[dict[str, str]]:
-    with Path(store, "probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [row for row in rows if (row["layer"], row["method"]) == (layer, method)]
+    return probe_job.predictions(store, layer=layer, method=method)
 
 
 def check_reasons(about: dict[str, Any]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import probe_job
 import pytest
+from csv_rows import csv_rows
 from made_store import MadeRun, make_labelled
 from PIL import Image
 from probe_problem import write_store
@@ -48,12 +49,7 @@ def run_with(
 
 
 def probe(store: str = "store", **options: Any) -> dict[str, Any]:
-    keys = {key: options.pop(key) for key in ("layers",) if key in options}
-    run_job(
-        "probe", json=True, store=store, device="cpu", probe={"method": "knn", **options}, **keys
-    )
-    found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
-    return found
+    return probe_job.probe(store=store, **{"method": "knn", **options})
 
 
 BOXES = [
@@ -83,8 +79,7 @@ def test_rows_that_are_alike_are_told_apart_where_groups_are_unknown(split: dict
 def test_few_shot_lines_begin_with_the_columns_of_the_predictions() -> None:
     run_with(BOXES).write(Path("store"), packed=True)
     probe(method="ridge", shots=[1], draws=2)
-    files = [Path("store/probe") / name for name in ("predictions.csv", "few_shot.csv")]
-    predictions, few_shot = ([*csv.DictReader(file.read_text().splitlines())] for file in files)
+    predictions, few_shot = probe_job.predictions(), csv_rows("store/probe/few_shot.csv")
     shared = ["layer", "method", "seed", "fold", "split", "key", "group", "true", "predicted"]
     assert [*few_shot[0]] == [*shared, "shots", "draw"]
     assert [*predictions[0]][: len(shared)] == shared
@@ -116,6 +111,7 @@ def test_rows_of_a_group_tell_nothing_of_it(
 ) -> None:
     run_with(keys, columns).write(Path("store"), packed=True)
     found = probe(shots=[4], **options, **split)
+    shown = capsys.readouterr().out
     assert found["accuracy"] < 0.75
     assert found["few_shot"]["4"]["mean"] < 0.75
     # The strength was chosen on rows that are as new as those that are tested.
@@ -129,9 +125,6 @@ def test_rows_of_a_group_tell_nothing_of_it(
     low, high = found["interval"]
     assert low < 0.5 < high
     assert found["near_duplicates"]["rows"] == 0
-    capsys.readouterr()
-    run_job("probe", store="store", device="cpu", probe={"method": "knn", **options, **split})
-    shown = capsys.readouterr().out
     assert (
         f"groups      rows of one {by} stay on one side: 60 groups, the largest of 8 rows" in shown
     )
@@ -141,15 +134,13 @@ def test_near_duplicates_on_both_sides_are_counted(capsys: pytest.CaptureFixture
     run_with().write(Path("store"), packed=True)
     found = probe()
     near = found["near_duplicates"]
+    assert "duplicates  96 of 96 test rows are like a training row" in capsys.readouterr().out
     assert (near["layer"], near["cosine"], near["not_checked"]) == ("x", 0.9, None)
     assert near["rows"] == found["rows"]  # a row of 8 has one of its group in training
     assert near["without"] is None  # nothing would be left
     assert len(near["pairs"]) == 50
     assert near["pairs"][0]["cosine"] >= near["pairs"][-1]["cosine"] >= 0.9
     assert any("near-duplicate among the training rows" in note for note in found["notes_on_rows"])
-    capsys.readouterr()
-    run_job("probe", store="store", device="cpu")
-    assert "duplicates  96 of 96 test rows are like a training row" in capsys.readouterr().out
 
 
 def test_the_accuracy_without_near_duplicates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,8 +162,6 @@ def test_the_accuracy_without_near_duplicates(capsys: pytest.CaptureFixture[str]
     others = near["without"]
     assert (others["rows"], others["correct"]) == (19, found["correct"])
     assert others["accuracy"] > found["accuracy"]
-    capsys.readouterr()
-    run_job("probe", store="store", device="cpu", probe=split)
     assert "without them the accuracy is" in capsys.readouterr().out
 
 
@@ -198,9 +187,8 @@ def test_what_is_not_checked_is_said(
     run_with().write(Path("store"), packed=True)
     assert "is streamed" in probe(memory_gib=0.0)["near_duplicates"]["not_checked"]
     monkeypatch.setattr("featx.analysis.probe.leakage.MAX_PRODUCTS", 1000)
-    assert probe()["near_duplicates"]["rows"] is None
     capsys.readouterr()
-    run_job("probe", store="store", device="cpu")
+    assert probe()["near_duplicates"]["rows"] is None
     assert "duplicates  not looked for: 3.7e+04 pairs of rows" in capsys.readouterr().out
     make_labelled({"x": alike()[:, :5]}, Y, ["a", "b"]).write(Path("narrow"), packed=True)
     assert "64 features or more" in probe("narrow")["near_duplicates"]["not_checked"]
@@ -329,8 +317,7 @@ def test_other_images_under_the_same_keys_are_reported(
     assert run_job("probe", store="photos-store", layers=["conv"], probe=options) == 0
     out = " ".join(capsys.readouterr().out.split())
     found = json.loads(Path("photos-store/probe.json").read_text())
-    with Path("photos-store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        tested = {row["key"] for row in csv.DictReader(file) if row["split"] == "test"}
+    tested = {row["key"] for row in probe_job.predictions("photos-store", split="test")}
     num_others = sum(int(Path(key).stem) < 6 for key in tested)
     assert num_others > 0
     assert found["compared_store"]["rows_of_other_images"] == num_others

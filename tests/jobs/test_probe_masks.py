@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Callable
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import probe_job
 import pytest
 import torch
 from PIL import Image
+from probe_job import predictions
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import confusion_matrix, jaccard_score
 from sklearn.preprocessing import StandardScaler
@@ -63,19 +64,15 @@ def dataset(classes: np.ndarray, layers: dict[str, str] | None = None, **data: A
         write_image(each, Path(f"photos/{'ab'[i % 2]}/{i:03d}.png"))
         mask(each.repeat(4, 0).repeat(4, 1), f"{'ab'[i % 2]}/{i:03d}.png")
     options = {"name": "folder", "root": "photos", **data}
-    extract(options, model=PATCHES, layers=layers or LAYERS)
+    extract(options, model=PATCHES, layers=layers or LAYERS, part_rows=16)
 
 
 def probe(**options: Any) -> dict[str, Any]:
-    given = {"masks": "masks", "l2": 1e-4, **options}
-    assert run_job("probe", store="store", device="cpu", probe=given) == 0
-    found: dict[str, Any] = json.loads(Path("store/probe.json").read_text())
-    return found
+    return probe_job.probe(**{"masks": "masks", "l2": 1e-4, **options})
 
 
 def lines(layer: str) -> list[dict[str, str]]:
-    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["layer"] == layer]
+    return predictions(layer=layer)
 
 
 def recomputed(rows: list[dict[str, str]], prefix: str = "") -> dict[str, float]:
@@ -145,7 +142,7 @@ def test_pixels_are_those_of_scikit_learn_and_torch() -> None:
         Path("photos").mkdir(exist_ok=True)
         Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(f"photos/{names[-1]}")
         mask(each, names[-1])
-    extract("photos", model=PATCHES, layers={"maps": "none"}, dtype="float32")
+    extract("photos", model=PATCHES, layers={"maps": "none"}, dtype="float32", part_rows=16)
     found = probe(ignore=200, l2=1e-2)
     tested = sorted({row["key"] for row in lines("maps")})
     test = np.array([name in tested for name in names])
@@ -213,9 +210,8 @@ def test_boxes_of_an_image_take_its_mask_and_stay_together() -> None:
         mask(classes.repeat(4, 0).repeat(4, 1), f"{i}.png")
         rows += [f"{i}.png,{x},{y},32,32" for x, y in ((0, 0), (64, 32), (32, 16))]
     Path("boxes.csv").write_text("\n".join(rows))
-    extract(
-        {"name": "folder", "root": "photos", "boxes": "boxes.csv"}, model=PATCHES, layers=LAYERS
-    )
+    data = {"name": "folder", "root": "photos", "boxes": "boxes.csv"}
+    extract(data, model=PATCHES, layers=LAYERS, part_rows=32)
     found = probe()
     assert found["miou"] >= 0.98
     assert found["split"]["groups"]["by"] == "image"
@@ -267,7 +263,7 @@ def test_ignored_pixels_count_nowhere_and_failed_rows_shift_nothing() -> None:
         numbers = each.repeat(4, 0).repeat(4, 1)
         numbers[:7] = 9
         mask(numbers, f"{'ab'[i % 2]}/{i:03d}.png")
-    extract("photos", model=PATCHES, layers=LAYERS, max_failures=1)
+    extract("photos", model=PATCHES, layers=LAYERS, max_failures=1, part_rows=32)
     found = probe(ignore=9)
     assert found["notes_on_rows"][0] == "1 failed row is left out"
     assert found["class_numbers"] == [0, 1, 2]

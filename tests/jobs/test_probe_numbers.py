@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from probe_job import probe
+from probe_job import predictions, probe
 from probe_problem import blobs, write_store
 from scipy import stats
 from sklearn import metrics as oracle
@@ -24,11 +23,6 @@ from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 Line = dict[str, str]
-
-
-def lines(store: str = "store") -> list[Line]:
-    with Path(store, "probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def of_layer(layer: str, method: str, rows: list[Line]) -> list[Line]:
@@ -81,7 +75,7 @@ def test_all_metrics_follow_from_the_predictions(options: dict[str, Any]) -> Non
     noise = np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
     write_store(Path("store"), y, good=x, noise=noise)
     methods = ["linear", "knn", "ridge"]
-    found, rows = probe(method=methods, **options), lines()
+    found, rows = probe(method=methods, **options), predictions()
     for layer, about in found["layers"].items():
         for method in methods:
             mine = of_layer(layer, method, rows)
@@ -104,7 +98,7 @@ def test_printed_numbers_are_those_of_the_file(capsys: pytest.CaptureFixture[str
     found = probe(show="all")
     out = capsys.readouterr().out
     for layer in found["layers"]:
-        new = recomputed(of_layer(layer, "linear", lines()), found["classes"], True)
+        new = recomputed(of_layer(layer, "linear", predictions()), found["classes"], True)
         row = next(
             line.split() for line in out.splitlines() if line.startswith(layer) and ". " not in line
             and "linear" in line and "l2=" not in line
@@ -127,14 +121,14 @@ def test_groups_and_near_duplicates_are_in_the_file() -> None:
     patient = np.arange(200) // 4
     write_store(Path("store"), y, {"patient": patient}, x=x)
     found = probe()
-    rows = of_layer("x", "linear", lines())
+    rows = of_layer("x", "linear", predictions())
     assert {row["group"] for row in rows} == {""}
     kept = [row["true"] == row["predicted"] for row in rows if not row["near_duplicate"]]
     near = found["near_duplicates"]
     assert near["rows"] == len(rows) - len(kept) > 0
     assert near["without"]["correct"] == sum(kept)
     found = probe(group_column="patient")
-    rows = of_layer("x", "linear", lines())
+    rows = of_layer("x", "linear", predictions())
     right = np.array([row["true"] == row["predicted"] for row in rows])
     group = np.array([int(row["group"]) for row in rows])
     # The variance of a mean of clusters, as statsmodels' cluster-robust one: G/(G-1) sum r_g^2/n^2.
@@ -154,7 +148,7 @@ def test_near_duplicates_are_those_of_the_split_of_each_seed() -> None:
     unit = (x - x.mean(0)) / x.std(0)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     for seed in "01":
-        rows = [row for row in lines() if row["seed"] == seed]
+        rows = [row for row in predictions() if row["seed"] == seed]
         test = [row for row in rows if (row["layer"], row["split"]) == ("half", "test")]
         train = [int(row["key"].removesuffix(".jpg")) for row in rows if row["split"] != "test"]
         near = 0
@@ -174,9 +168,9 @@ def test_a_file_with_too_many_scores_names_no_classes() -> None:
     config = job_config("probe", store="store", device="cpu")
     found = run_probe(config, print, max_scores=18 * 3 - 1)
     assert "no column per class" in found["notes_on_rows"][-1]
-    assert not [name for name in lines()[0] if name.startswith("score:")]
+    assert not [name for name in predictions()[0] if name.startswith("score:")]
     run_probe(config, print, max_scores=18 * 3)
-    assert "score:c2" in lines()[0]
+    assert "score:c2" in predictions()[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"label_column": "age"}, {"masks": "masks"}])
@@ -197,7 +191,7 @@ def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(
     x, y = blobs(200, num_classes=4, signal=0.5)
     write_store(Path("store"), y, even=x[:, ::2], odd=x[:, 1::2])
     found = probe(seeds=4, method=["linear", "knn"])
-    out, rows, seeds = capsys.readouterr().out, lines(), found["seeds"]
+    out, rows, seeds = capsys.readouterr().out, predictions(), found["seeds"]
     assert seeds["seeds"] == [0, 1, 2, 3]
     tested = {}
     for seed in map(str, seeds["seeds"]):
@@ -263,7 +257,7 @@ def test_differences_of_layers_are_printed_with_their_interval(
     x, y = blobs(300, num_classes=4, signal=0.5)
     write_store(Path("store"), y, whole=x, even=x[:, ::2], odd=x[:, 1::2])
     found = probe()
-    out, rows, best = capsys.readouterr().out, lines(), found["layer"]
+    out, rows, best = capsys.readouterr().out, predictions(), found["layer"]
     right = {
         layer: np.array(
             [row["true"] == row["predicted"] for row in of_layer(layer, "linear", rows)]
@@ -310,7 +304,7 @@ def test_bootstrap_intervals_of_all_metrics_are_scipys(capsys: pytest.CaptureFix
     x, y = blobs(160, num_classes=3, signal=0.4)
     write_store(Path("store"), y, x=x)
     found = probe(split="kfold", folds=2, bootstrap=400)
-    rows = of_layer("x", "linear", lines())
+    rows = of_layer("x", "linear", predictions())
     true, predicted = (np.array([row[name] for row in rows]) for name in ("true", "predicted"))
     scores = np.array([[float(row[f"score:{name}"]) for name in found["classes"]] for row in rows])
     number = np.array([found["classes"].index(name) for name in true])
@@ -445,12 +439,13 @@ def test_stores_are_compared_on_the_same_rows(
     capsys.readouterr()
     ours = probe(compare_store="other", **options)
     out, found = " ".join(capsys.readouterr().out.split()), ours["compared_store"]
-    mine = {row["key"]: row["true"] == row["predicted"] for row in of_layer("x", "linear", lines())}
+    tested = predictions(layer="x", method="linear")
+    mine = {row["key"]: row["true"] == row["predicted"] for row in tested}
     layers = theirs.get("layer_of_folds", [theirs["layer"]])
     others = {
         row["key"]: row["true"] == row["predicted"]
-        for row in lines("other")
-        if row["split"] == "test" and row["layer"] == layers[int(row["fold"] or 1) - 1]
+        for row in predictions("other", split="test")
+        if row["layer"] == layers[int(row["fold"] or 1) - 1]
     }
     assert set(mine) == set(others)
     assert (found["rows"], found["rows_left_out"]) == (len(mine), 0)
@@ -463,8 +458,8 @@ def test_stores_are_compared_on_the_same_rows(
     assert (
         f"points, 95 % interval {100 * low:.1f} to {100 * high:.1f}. {len(mine)} test rows" in out
     )
-    predictions = Path("other/probe/predictions.csv")
-    predictions.write_bytes(predictions.read_bytes().replace(b"c1", b"c2", 1))
+    file = Path("other/probe/predictions.csv")
+    file.write_bytes(file.read_bytes().replace(b"c1", b"c2", 1))
     with pytest.raises(StoreError, match="was changed"):
         probe(compare_store="other", **options)
 
@@ -485,7 +480,7 @@ def test_stores_of_other_rows_or_labels_are_not_compared() -> None:
 
 def split_without(store: str) -> Path:
     """A split file whose test rows are no test rows of a store."""
-    avoided = {row["key"] for row in lines(store) if row["split"] == "test"}
+    avoided = {row["key"] for row in predictions(store) if row["split"] == "test"}
     keys = [f"{i:05d}.jpg" for i in range(100)]
     test = [key for key in keys if key not in avoided][:20]
     text = "".join(f"{key},{'test' if key in test else 'train'}\n" for key in keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import make_labelled
-from probe_job import probe
+from probe_job import predictions, probe
 from probe_problem import blobs, write_store
 from scipy import stats
 from sklearn import metrics as oracle
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.preprocessing import StandardScaler
-from tiny_model import run_job
 
 import featx
 from featx.analysis import head_of_store
@@ -36,9 +34,7 @@ TAGS = [";".join(np.array(NAMES)[row]) or "none" for row in LABELS]
 
 
 def lines(method: str, layer: str = "x") -> list[dict[str, str]]:
-    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [row for row in rows if (row["layer"], row["method"]) == (layer, method)]
+    return predictions(layer=layer, method=method)
 
 
 def store_with(**columns: Any) -> None:
@@ -395,4 +391,4 @@ def test_a_store_that_was_probed_for_numbers_is_not_compared() -> None:
     write_store(Path("classes"), Y, x=X)
     probe(label_column="age")
     with pytest.raises(StoreError, match=r"is of probe\.task=regression"):
-        run_job("probe", store="classes", device="cpu", probe={"compare_store": "store"})
+        probe(store="classes", compare_store="store")

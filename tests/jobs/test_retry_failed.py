@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interruptions import Dies, die_at_disk_change, signal_after_commits
+from interruptions import Dies, die_at_disk_change, same_values, signal_after_commits
 from tiny_model import KEYS, extract, run_job
 
 import featx
@@ -36,12 +36,6 @@ def spoil(photos: Path, rows: Sequence[int]) -> dict[str, bytes]:
 def mend(photos: Path, sound: dict[str, bytes]) -> None:
     for name, data in sound.items():
         (photos / name).write_bytes(data)
-
-
-def same_values(store: featx.FeatureStore, other: featx.FeatureStore) -> bool:
-    return all(store[n][:].tobytes() == other[n][:].tobytes() for n in store) and (
-        store.status.tolist() == other.status.tolist()
-    )
 
 
 @pytest.mark.slow

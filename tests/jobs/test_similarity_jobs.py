@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from csv_rows import csv_rows
 from made_store import make_run
 from tiny_model import run_job
 
@@ -28,11 +28,6 @@ def store() -> featx.FeatureStore:
     flat[11] = flat[4]
     flat[20] = flat[5]
     return featx.open(replace(run, features={**run.features, "flat": flat}).write(Path("store")))
-
-
-def rows_of(path: str) -> list[dict[str, str]]:
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def ask(
@@ -72,7 +67,7 @@ def test_of_every_row(store: featx.FeatureStore, capsys: pytest.CaptureFixture[s
         assert str(found["layer"]) == "flat"
         assert str(found["metric"]) == "cosine"
         assert str(found["fingerprint"]) == store.attrs["fingerprint"]
-    rows = rows_of("store/neighbors/neighbors.csv")
+    rows = csv_rows("store/neighbors/neighbors.csv")
     assert len(rows) == 29 * 4
     assert [int(row["neighbor"]) for row in rows] == expected.neighbours.ravel().tolist()
     assert [row["neighbor_key"] for row in rows] == store.keys[expected.neighbours.ravel()].tolist()
@@ -109,7 +104,7 @@ def test_many_pairs_are_in_the_npz_only(
 def test_duplicates(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
     ask("duplicates", threshold=0.99999)
     assert "4 of 29 in 2 groups" in capsys.readouterr().out
-    rows = rows_of("store/duplicates/duplicates.csv")
+    rows = csv_rows("store/duplicates/duplicates.csv")
     assert [(row["group"], row["row"]) for row in rows] == [
         ("0", "4"), ("0", "11"), ("1", "5"), ("1", "20"),
     ]  # fmt: skip

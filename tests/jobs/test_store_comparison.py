@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from csv_rows import csv_rows
 from made_store import make_run
 from probe_job import probe
 from probe_problem import blobs, write_store
@@ -28,11 +28,6 @@ def ask(capsys: pytest.CaptureFixture[str], store: str, **keys: Any) -> dict[str
     return found
 
 
-def lines_of(path: str) -> list[dict[str, str]]:
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def write_two_stores() -> None:
     x, y = blobs(num_rows=90, width=6)
     write_store(Path("runs/a"), y, failed=(4, 7), x=x, half=x[:, :3])
@@ -44,7 +39,7 @@ def test_a_probed_store_and_one_without(capsys: pytest.CaptureFixture[str]) -> N
     entry = probe(store="runs/a")
     found = ask(capsys, "[runs/a, runs/b]")
     assert found["notes"] == []
-    a, b = lines_of("runs/compare.csv")
+    a, b = csv_rows("runs/compare.csv")
     assert (a["layers"], b["layers"]) == ("half x", "x")
     assert (a["rows"], a["failed"], a["complete"]) == ("90", "2", "yes")
     assert (a["probe_layer"], a["metric"]) == (entry["layer"], "accuracy")
@@ -88,7 +83,7 @@ def test_numbers_have_their_own_metric(capsys: pytest.CaptureFixture[str]) -> No
     x, y = blobs(num_rows=90, width=6)
     write_store(Path("store"), y, {"age": x[:, 0].astype("f8")}, x=x)
     entry = probe(label_column="age", l2=0.1)
-    (line,) = lines_of(ask(capsys, "store")["file"])
+    (line,) = csv_rows(ask(capsys, "store")["file"])
     assert (line["metric"], float(line["value"])) == ("r2", entry["r2"])
     run_job("compare", store="store")
     assert f"{entry['r2']:.3f}" in capsys.readouterr().out

@@ -67,6 +67,7 @@ def extract(program: Path, photos: Path, **more: Any) -> featx.FeatureStore:
             "data": str(photos),
             "device": "cpu",
             "precision": "fp32",
+            "batch_size": 4,
             "dtype": "float32",
             "decode": "reference",
             "out": "store",

@@ -100,7 +100,7 @@ def extract(clone: Path, **more: Any) -> featx.FeatureStore:
             "library": "hub", "name": "clone", "entry": "small", "args": TRAINED,
             "transform": {"resize": 32, "crop": 32},
         },
-        data="photos", device="cpu", precision="fp32", out="store", **more,
+        data="photos", device="cpu", precision="fp32", batch_size=4, out="store", **more,
     )  # fmt: skip
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -193,16 +191,3 @@ def _timm_weights() -> set[str]:
     import timm
 
     return set(timm.list_pretrained())
-
-
-def test_the_command_ends_at_once_with_exit_code_2() -> None:
-    program = (
-        "import sys\n"
-        "from featx.__main__ import run_command\n"
-        "sys.argv = ['featx', 'data=sample', 'model=facebook/dinov2-base']\n"
-        "code = run_command()\n"
-        "print(code, sorted({'torch', 'timm', 'transformers'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "2 []\n", done.stderr
-    assert "model=vit_base_patch14_dinov2.lvd142m" in done.stderr

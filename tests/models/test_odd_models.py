@@ -49,7 +49,8 @@ def rows_of(module: nn.Module, photos: Path, layer: str = "head", **keys: Any) -
     """(21, ...) of a layer."""
     LIVING[:] = [module]
     model = {**KEYS["model"], "factory": "test_odd_models:living", "weights": "default"}
-    keys = {**KEYS, "model": model, "layers": [layer], "dtype": "float32", **keys}
+    settings = {"dtype": "float32", "part_rows": 32}
+    keys = {**KEYS, "model": model, "layers": [layer], **settings, **keys}
     return np.asarray(extract(photos, **keys)[layer])
 
 

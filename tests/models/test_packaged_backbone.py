@@ -42,8 +42,9 @@ def test_china_is_a_palace_and_flower_a_daisy(
     from torchvision.models import ResNet18_Weights
 
     store = featx.extract(
-        layers=["classifier"], data=str(known_images), out=str(tmp_path / "run"), decode=decode
-    )
+        layers=["classifier"], data=str(known_images), out=str(tmp_path / "run"), decode=decode,
+        precision="fp32", batch_size=2,
+    )  # fmt: skip
     categories = ResNet18_Weights.DEFAULT.meta["categories"]
     found = {}
     for key in ("china.jpg", "flower.jpg"):

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from timm_survey import CLOSE, randomise_constants
+from timm_survey import is_close, randomise_constants
 from tiny_engine import backbone_of, noise
 from torch import nn
 from torchvision import models
@@ -69,11 +69,6 @@ def cut(module: nn.Module, last: str) -> nn.Module:
     parent, _, leaf = last.rpartition(".")
     setattr(module.get_submodule(parent), leaf, nn.Identity())
     return module
-
-
-def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    assert found.shape == expected.shape
-    return bool((found - expected).abs().max() <= CLOSE * expected.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def extract(root: Path, folder: Path, out: Path, **options: Any) -> None:
     options = {"model": {"library": "transformers", "name": str(folder)}, **options}
     run_job("extract", data=str(root / "images"), layers=["embedding"], dtype="float32",
-            precision="fp32", decode="reference", out=str(out), **options)  # fmt: skip
+            precision="fp32", batch_size=4, decode="reference", out=str(out),
+            **options)  # fmt: skip
 
 
 def library_features(folder: Path, images: Path) -> tuple[Any, Any]:

@@ -237,7 +237,7 @@ def _survey_embedding(engine: Engine, x: torch.Tensor) -> str:
             expected = module.forward_head(module.forward_features(x.clone()), pre_logits=True)
         except NotImplementedError:
             expected = module(x.clone())
-    assert _close(found, expected), f"embedding is not timm's: {point}"
+    assert is_close(found, expected), f"embedding is not timm's: {point}"
     layer = f"`{point.layer}`" + (f", {point.capture}" if point.capture != "output" else "")
     made = point.module == "pre_logits"
     return f"{'`forward_head` itself' if made else layer} ({found.shape[1]})"
@@ -262,7 +262,7 @@ def _survey_stages(member: Member, engine: Engine, x: torch.Tensor) -> tuple[str
     assert len(features) == len(found), [point.name for point, _ in found]
     permuted = 0
     for (point, value), feature in zip(found, features, strict=True):
-        same = any(_close(view, feature) for view in _views(value, feature, backbone))
+        same = any(is_close(view, feature) for view in _views(value, feature, backbone))
         permuted += not same
         assert same or _same_tokens(value, feature), f"{point.name} is not timm's feature"
     if permuted:
@@ -289,7 +289,7 @@ def _survey_grids(
         right += 1
         if features is not None:
             expected = F.adaptive_avg_pool2d(_as_map(features[i], i, engine.backbone), 2)
-            assert _close(grid, expected), f"reduce=grid scrambles {point.name}"
+            assert is_close(grid, expected), f"reduce=grid scrambles {point.name}"
     reasons = [f"{refused.count(reason)} refused: {reason}" for reason in dict.fromkeys(refused)]
     return "; ".join([f"{right} right"] * bool(right) + reasons)
 
@@ -339,10 +339,10 @@ def _same_tokens(value: torch.Tensor, feature: torch.Tensor) -> bool:
     """Whether the tokens are the same but for their order; each channel is sorted."""
     if value.dim() != 3 or value.numel() != feature.numel():
         return False
-    return _close(value.transpose(1, 2).sort(-1).values, feature.flatten(2).sort(-1).values)
+    return is_close(value.transpose(1, 2).sort(-1).values, feature.flatten(2).sort(-1).values)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if found.shape != expected.shape:
         return False
     return bool((found - expected).abs().max() <= CLOSE * expected.abs().max())

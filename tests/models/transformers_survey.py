@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm_survey import TABLES, _close
+from timm_survey import TABLES, is_close
 from transformers_zoo import SMALL, quiet, tf, write_folder
 
 from featx.config import ReduceConfig, make_reduce, model_options
@@ -141,7 +141,7 @@ def survey(model_type: str, folder: Path) -> Row:
     expected, output = EXPECTED[model_type], plain_output(model_type, folder, x)
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         [(_, found)] = run(engine, "embedding", x)
-        assert _close(found, expected.embedding(output)), "embedding is not that of transformers"
+        assert is_close(found, expected.embedding(output)), "embedding is not that of transformers"
         tokens = _tokens(engine, expected, output, x)
         stages = _stages(engine, output, x)
         kind = type(backbone.module).__name__
@@ -194,7 +194,7 @@ def _tokens(engine: Engine, expected: Expected, output: Any, x: torch.Tensor) ->
         except ReduceError:
             continue
         assert name != "cls" or expected.cls, "a token that is no class token"
-        assert _close(found, rows), f"reduce={name} of {layer}"
+        assert is_close(found, rows), f"reduce={name} of {layer}"
         words.append(f"`{name}`")
     assert ("`cls`" in words) == expected.cls
     prefix = engine.backbone.num_prefix_tokens
@@ -210,7 +210,7 @@ def _layer_of(engine: Engine, expected: torch.Tensor, x: torch.Tensor) -> str:
         if not call.module or tuple(expected.shape) not in call.outputs.values():
             continue
         [(_, found)] = run(engine, f"{call.module}@{call.number}", x)
-        if _close(found, expected):
+        if is_close(found, expected):
             return traced.call_name(call)
     raise AssertionError("no layer gives last_hidden_state")
 
@@ -222,7 +222,7 @@ def _stages(engine: Engine, output: Any, x: torch.Tensor) -> tuple[str, str]:
     same = 0
     for point, value in found:
         shrunk = _shrunk(engine.backbone.module, point.module, value)
-        same += any(_close(view, x) for x in hidden for view in (shrunk, _as_map(shrunk, x)))
+        same += any(is_close(view, x) for x in hidden for view in (shrunk, _as_map(shrunk, x)))
     words = f"{len(found)}, `{found[0][0].layer}` and on"
     if same == len(found):
         words += ", its hidden states"
@@ -258,7 +258,7 @@ def _grids(engine: Engine, found: list[tuple[Any, torch.Tensor]], x: torch.Tenso
         except (ReduceError, LayerError):
             refused += 1
             continue
-        assert _close(grid, _as_grid(value, engine.backbone)), f"reduce=grid of {point.name}"
+        assert is_close(grid, _as_grid(value, engine.backbone)), f"reduce=grid of {point.name}"
         right += 1
     words = [f"{right} right"] * bool(right) + [f"{refused} refused"] * bool(refused)
     return "; ".join(words)

@@ -36,7 +36,7 @@ def boxes_of(photos: Path) -> list[tuple[object, ...]]:
 
 def boxed(photos: Path, file: Path, **keys: Any) -> FeatureStore:
     data = {"name": "folder", "root": str(photos), "boxes": str(file)}
-    return extract(data, **keys)
+    return extract(data, **{"part_rows": 32, **keys})
 
 
 @pytest.mark.parametrize("decode", ["fast", "reference"])
@@ -53,7 +53,7 @@ def test_a_row_is_that_of_the_region_saved_by_itself(photos: Path, decode: str) 
         path = Path("cut") / f"{number:03d}.png"
         path.parent.mkdir(exist_ok=True)
         Image.open(photos / name).crop((x, y, x + width, y + height)).save(path)
-    apart = extract("cut", decode=decode, out="apart")
+    apart = extract("cut", decode=decode, out="apart", part_rows=32)
     assert store["conv"][:].tobytes() == apart["conv"][:].tobytes()
     assert store.classes == ("cat", "dog")
     assert [store.classes[i] for i in store.labels] == [key[:3] for key in order]

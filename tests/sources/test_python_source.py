@@ -182,7 +182,7 @@ def test_what_is_no_data_set_is_said() -> None:
 @pytest.mark.usefixtures("in_tmp_path")
 def test_features_are_those_of_the_folder_and_a_bad_item_costs_no_neighbour(photos: Path) -> None:
     paths = sorted(photos.rglob("*.png"))
-    reference = extract(photos, dtype="float32", pack=False)
+    reference = extract(photos, dtype="float32", part_rows=32)
 
     def item(row: int) -> Any:
         if row == 4:
@@ -191,7 +191,7 @@ def test_features_are_those_of_the_folder_and_a_bad_item_costs_no_neighbour(phot
             return image.convert("RGB"), paths[row].parent.name
 
     keys = [os.fspath(path.relative_to(photos)) for path in paths]
-    store = extract(Given(21, item, keys=keys), out="mine", dtype="float32", pack=False)
+    store = extract(Given(21, item, keys=keys), out="mine", dtype="float32", part_rows=32)
     assert store.keys.tolist() == reference.keys.tolist()
     assert store.classes == reference.classes
     rest = np.flatnonzero(store.ok)
@@ -244,9 +244,9 @@ class OwnSource:
 
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_source_of_ones_own(photos: Path) -> None:
-    reference = extract(photos, pack=False)
+    reference = extract(photos, part_rows=32)
     own = OwnSource(photos)
-    store = extract(own, out="own", pack=False)
+    store = extract(own, out="own", part_rows=32)
     assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
     keys = own.listing().keys
     for changed, message in (

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
+import made_sources
 import numpy as np
 import pytest
-from made_shards import write_tar
 from PIL import Image
 from tiny_model import write_images
 
@@ -31,6 +29,10 @@ def encoded_images() -> dict[str, bytes]:
     root = write_images(Path("written"), NUM_IMAGES)
     (root / "cat" / "000.png").write_bytes(b"")
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*.png"))}
+
+
+def sound_images() -> dict[str, bytes]:
+    return {key: data for key, data in encoded_images().items() if data}
 
 
 def folder() -> dict[str, Any]:
@@ -68,10 +70,7 @@ def slides() -> dict[str, Any]:
 
 
 def webdataset() -> dict[str, Any]:
-    items = list(encoded_images().items())
-    write_tar(Path("shards/0.tar"), dict(items[:3]))
-    write_tar(Path("shards/1.tar.gz"), dict(items[3:]))
-    return {"name": "webdataset", "root": "shards"}
+    return made_sources.tar_gz(encoded_images())
 
 
 def table() -> dict[str, Any]:
@@ -83,32 +82,15 @@ def table() -> dict[str, Any]:
 
 
 def parquet() -> dict[str, Any]:
-    pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
-    from pyarrow import parquet
-
-    images = encoded_images()
-    cells = [{"bytes": data, "path": key} for key, data in images.items()]
-    columns = {"image": cells, "label": [key[:3] for key in images]}
-    parquet.write_table(pa.table(columns), "table.parquet", row_group_size=3)
-    return {"name": "table", "root": "table.parquet"}
+    return made_sources.parquet(encoded_images())
 
 
 def hdf5() -> dict[str, Any]:
-    images = [data for data in encoded_images().values() if data]
-    with h5py.File("images.h5", "w") as file:
-        file["images"] = np.stack([np.asarray(Image.open(io.BytesIO(data))) for data in images])
-        file["labels"] = ["cat", "dog"] * (len(images) // 2)
-    return {"name": "hdf5", "root": "images.h5", "dataset": "images", "labels": "labels"}
+    return made_sources.hdf5(sound_images())
 
 
 def huggingface() -> dict[str, Any]:
-    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
-    images = [data for data in encoded_images().values() if data]
-    kinds = datasets.Features({"image": datasets.Image()})
-    rows = {"image": [{"bytes": data, "path": None} for data in images]}
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk("saved")
-    return {"name": "huggingface", "root": "saved"}
+    return made_sources.huggingface(sound_images())
 
 
 def sample() -> dict[str, Any]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
+import made_sources
 import pytest
-from made_shards import write_tar
-from PIL import Image
 from tiny_model import extract, run_job
 
 from featx.config import member_groups
@@ -32,85 +28,22 @@ def encoded(photos: Path) -> dict[str, bytes]:
     }
 
 
-def shards(name: str) -> Callable[[dict[str, bytes]], dict[str, Any]]:
-    def make(images: dict[str, bytes]) -> dict[str, Any]:
-        items = list(images.items())
-        for i, some in enumerate((items[:8], items[8:])):
-            write_tar(Path("shards") / f"{i}.{name}", dict(some))
-        return {"name": "webdataset", "root": "shards"}
-
-    return make
-
-
-def csv(images: dict[str, bytes]) -> dict[str, Any]:
-    for key, data in images.items():
-        path = Path("loose") / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    rows = "".join(f"{key},{key[:3]}\n" for key in images)
-    Path("t.csv").write_text(f"path,label\n{rows}")
-    return {"name": "table", "root": "t.csv", "image_root": "loose"}
-
-
-def parquet(images: dict[str, bytes]) -> dict[str, Any]:
-    pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
-    from pyarrow import parquet
-
-    rows = [{"bytes": data, "path": key} for key, data in images.items()]
-    columns = {"image": rows, "label": [key[:3] for key in images]}
-    parquet.write_table(pa.table(columns), "t.parquet", row_group_size=5)
-    return {"name": "table", "root": "t.parquet"}
-
-
-def parquets(images: dict[str, bytes]) -> dict[str, Any]:
-    pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
-    from pyarrow import parquet
-
-    items = list(images.items())
-    Path("set").mkdir(exist_ok=True)
-    for i, some in enumerate((items[:8], items[8:])):
-        rows = [{"bytes": data, "path": key} for key, data in some]
-        columns = {"image": rows, "label": [key[:3] for key, _ in some]}
-        parquet.write_table(pa.table(columns), f"set/{i}.parquet", row_group_size=3)
-    return {"name": "table", "root": "set"}
-
-
-def hdf5(images: dict[str, bytes]) -> dict[str, Any]:
-    pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in images.values()]
-    with h5py.File("t.h5", "w") as file:
-        file["images"] = np.stack(pixels)
-        file["labels"] = [key[:3] for key in images]
-    return {"name": "hdf5", "root": "t.h5", "dataset": "images", "labels": "labels"}
-
-
-def huggingface(images: dict[str, bytes]) -> dict[str, Any]:
-    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
-    columns = {
-        "image": [{"bytes": data, "path": None} for data in images.values()],
-        "label": [key[:3] for key in images],
-    }
-    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_dict(columns, features=kinds).save_to_disk("saved")
-    return {"name": "huggingface", "root": "saved"}
-
-
 @dataclass(frozen=True)
 class Kind:
     """A source, and whether it can tell that an image changed under its key."""
 
-    make: Callable[[dict[str, bytes]], dict[str, Any]]
+    make: Callable[[made_sources.Images], dict[str, Any]]
     knows_images: bool = True
 
 
 KINDS = {
-    "tar": Kind(shards("tar")),
-    "tar.gz": Kind(shards("tar.gz")),
-    "csv": Kind(csv, knows_images=False),
-    "parquet": Kind(parquet),
-    "parquets": Kind(parquets),
-    "hdf5": Kind(hdf5),
-    "huggingface": Kind(huggingface),
+    "tar": Kind(made_sources.tar),
+    "tar.gz": Kind(made_sources.tar_gz),
+    "csv": Kind(made_sources.csv, knows_images=False),
+    "parquet": Kind(made_sources.parquet),
+    "parquets": Kind(made_sources.parquets),
+    "hdf5": Kind(made_sources.hdf5),
+    "huggingface": Kind(made_sources.huggingface),
 }
 
 LONG = ("csv", "hdf5", "huggingface", "tar.gz", "parquets")

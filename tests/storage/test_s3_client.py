@@ -63,8 +63,8 @@ def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     made = Server(getattr(request, "param", drop_request))
     monkeypatch.setattr(s3_outage, "_outage", s3_outage.Outage())
     monkeypatch.setattr(s3_outage, "_CHECK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(s3_client, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(s3_client, "_MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(s3_client, "MAX_PAUSE_S", 0.05)
     with faulty_proxy("http://nowhere", made.choose) as proxy:
         for name, value in environment(proxy.url).items():
             monkeypatch.setenv(name, value)

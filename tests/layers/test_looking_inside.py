@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "looking-inside.md"
 
 def test_the_snippets_run_and_say_what_the_page_says() -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(snippets) == 13
+    assert len(snippets) == 14
     found: dict[str, object] = {}
     output: list[str] = []
     found["print"] = lambda *values: output.append(" ".join(map(str, values)))

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import CountProgress, Table
+from featx.base import CountProgress
 from featx.config import Config, MislabelledConfig
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import (
     chosen_layer,
+    entries_table,
     open_input,
     result_folder,
-    write_csv,
     write_json,
+    write_ranking,
 )
 from featx.store import FeatureStore
 
 if TYPE_CHECKING:
     from featx.analysis.probe import JudgedLabels
-
-_HEADER = ("rank", "row", "key", "label", "p_label", "predicted", "p_predicted", "doubtful")
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -46,10 +45,7 @@ def run(config: Config, config_yaml: str) -> int:
         )
     disk = result_folder(store, config)
     order = np.argsort(judged.confidences, kind="stable")
-    path = disk.root / "mislabelled.csv"
-    with disk.stream_file(path) as file:
-        described = _described(store, judged, order)
-        write_csv(file, _HEADER, (_line(*pair) for pair in enumerate(described, 1)))
+    path = write_ranking(disk, "mislabelled.csv", _described(store, judged, order))
     num_doubtful = int(judged.are_doubtful.sum())
     summary: dict[str, Any] = {
         "layer": layer,
@@ -72,16 +68,14 @@ def run(config: Config, config_yaml: str) -> int:
         ("notes", "\n".join(judged.notes) or None),
         ("file", str(path)),
     ]
-    print_summary(config, summary, rows, _table(summary["least_credible"]))
-    return 0
-
-
-def _line(rank: int, one: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a line of mislabelled.csv."""
-    return (
-        *(rank, one["row"], one["key"], one["label"], f"{one['p_label']:.6g}"),
-        *(one["predicted"], f"{one['p_predicted']:.6g}", "yes" if one["doubtful"] else ""),
+    least_credible = entries_table(
+        ("least credible label", "label", "p", "predicted", "p", "doubtful"),
+        ("key", "label", "p_label", "predicted", "p_predicted", "doubtful"),
+        summary["least_credible"],
+        digits=4,
     )
+    print_summary(config, summary, rows, least_credible)
+    return 0
 
 
 def _described(
@@ -100,19 +94,6 @@ def _described(
             "p_predicted": float(judged.probabilities[place, predicted[place]]),
             "doubtful": bool(doubtful[place]),
         }
-
-
-def _table(described: list[dict[str, Any]]) -> Table:
-    """Return the rows with the least credible labels."""
-    cells = [
-        (
-            *(one["key"], one["label"], f"{one['p_label']:.4f}", one["predicted"]),
-            *(f"{one['p_predicted']:.4f}", "yes" if one["doubtful"] else ""),
-        )
-        for one in described
-    ]
-    header = ("least credible label", "label", "p", "predicted", "p", "doubtful")
-    return Table(header, cells, left=2)
 
 
 JOBS.register(

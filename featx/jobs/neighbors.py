@@ -16,6 +16,7 @@ from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import (
     chosen_layer,
     class_name,
+    entries_table,
     open_input,
     result_folder,
     write_csv,
@@ -107,10 +108,8 @@ def _described(
 
 def _table(title: str, nearest: Sequence[Mapping[str, Any]], metric: str) -> Table:
     """Return the nearest rows as a table."""
-    cells = [
-        (one["key"], one["class"] or "-", str(one["row"]), f"{one[metric]:.3f}") for one in nearest
-    ]
-    return Table((title, "class", "row", metric), cells, left=2)
+    header = (title, "class", "row", metric)
+    return entries_table(header, ("key", "class", "row", metric), nearest, digits=3)
 
 
 def _nearest_to_image(

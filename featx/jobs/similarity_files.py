@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from featx.base import csv_line, log_message
+from featx.base import Table, csv_line, log_message
 from featx.config import Config
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout, only_layer, read_result, result_json
@@ -54,6 +56,35 @@ def write_json(
     disk.replace_unlocked(
         disk.root / name, result_json({"fingerprint": fingerprint, **summary}, indent=1)
     )
+
+
+def write_ranking(disk: AtomicFolder, name: str, entries: Iterator[Mapping[str, Any]]) -> Path:
+    """Write entries that describe rows as CSV, a line for each after its rank from 1."""
+    path, first = disk.root / name, next(entries)
+    lines = (
+        (rank, *(_cell(value, ".6g", "") for value in entry.values()))
+        for rank, entry in enumerate(chain([first], entries), 1)
+    )
+    with disk.stream_file(path) as file:
+        write_csv(file, ("rank", *first), lines)
+    return path
+
+
+def entries_table(
+    header: Sequence[str], names: Sequence[str], entries: Iterable[Mapping[str, Any]], digits: int
+) -> Table:
+    """Make a table of some values of entries that describe rows."""
+    cells = [[_cell(entry[name], f".{digits}f", "-") for name in names] for entry in entries]
+    return Table(header, cells, left=2)
+
+
+def _cell(value: object, number: str, none: str) -> str:
+    """Format a value of an entry."""
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, float):
+        return f"{value:{number}}"
+    return none if value is None else str(value)
 
 
 def write_csv(file: BinaryIO, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:

@@ -214,8 +214,9 @@ class ClassTask(RowTask):
         top = results.top(results.seeds[0])
         joined = join_predictions(top.tested)
         first = {
-            layer: join_predictions([each.tested for each in self._first_folds(results, layer)])
-            for layer in results.layers
+            layer: join_predictions([record.tested for record in records])
+            for (seed, layer, method), records in results.folds.items()
+            if (seed, method) == (results.seeds[0], results.methods[0])
         }
         entries: dict[str, Any] = {
             "classes": classes,
@@ -288,10 +289,6 @@ class ClassTask(RowTask):
             "" if near is None else self.keys[near],
             *(tested.class_scores[row].tolist() if self._keeps_scores else ()),
         ]
-
-    def _first_folds(self, results: Results[Predictions], layer: str) -> list[Record[Predictions]]:
-        """Return the records of a layer with the first seed and method."""
-        return results.folds[results.seeds[0], layer, results.methods[0]]
 
     def _near_entry(self, tested: Predictions) -> dict[str, Any]:
         """Return the entry `near_duplicates` of probe.json."""

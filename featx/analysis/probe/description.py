@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from featx.analysis.probe.metrics import METRICS, Metric
@@ -73,10 +72,8 @@ def probe_sections(result: Mapping[str, Any], is_whole: bool) -> list[Section | 
         sections.append(few_shot_table(result))
     elif task == "segmentation":
         sections.append(metrics_table(result, ("width", "patches", "l2"), METRICS[task]))
-        table, count = pixel_classes_table(result, None if is_whole else _CLASSES)
-        more = count - len(table.rows)
-        notes = [f"and {more} more classes; job.show=all shows them."] if more else []
-        sections.append(replace(table, notes=notes))
+        note = "and {more} more classes; job.show=all shows them."
+        sections.append(pixel_classes_table(result, None if is_whole else _CLASSES, note))
     else:
         sections.append(metrics_table(result, ("method", "width", "chosen"), METRICS[task]))
     return [*sections, _facts(result)]
@@ -98,6 +95,10 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         f"rows of one {groups['by']} stay on one side: {counted(groups['groups'], 'group')}, the "
         f"largest of {counted(groups['largest'], 'row')}"
     )
+    resamples = None
+    if not is_classes and result["interval"] is not None:
+        units = f"{result['units']} {result['unit']}s"
+        resamples = f"{result['resamples']} bootstrap resamples of {units}"
     notes = [*result["notes_on_rows"], *_notes_of_layers(result)]
     if len(notes) > _NOTES:
         notes = [*notes[:_NOTES], f"and {len(notes) - _NOTES} more, in probe.json"]
@@ -113,7 +114,7 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         *_rows_facts(result),
         ("split", kind + sizes),
         ("groups", groups_text),
-        *(_class_facts if is_classes else _interval_facts)(result),
+        *(_class_facts(result) if is_classes else [("interval", resamples)]),
         ("notes", "\n".join(notes) or None),
         ("wrote", "\n".join([*files, f"in {shown_path(folder)}"])),
         ("next", "\n".join(commands)),
@@ -139,13 +140,6 @@ def _rows_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         more = f" and {len(targets) - _LABELS_NAMED} more" if targets[_LABELS_NAMED:] else ""
         rows += f", {counted(len(targets), 'label')}: {', '.join(targets[:_LABELS_NAMED])}{more}"
     return [("rows", rows)]
-
-
-def _interval_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Return how the interval of the metric of the answer was found; nothing without one."""
-    units = f"{result['units']} {result['unit']}s"
-    text = f"{result['resamples']} bootstrap resamples of {units}"
-    return [("interval", text if result["interval"] else None)]
 
 
 def _class_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:

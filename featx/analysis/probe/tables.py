@@ -60,7 +60,8 @@ def metrics_table(
         scores = (score_text(entry[metric.key], metric.is_share) for metric in metrics)
         rows.append((layer, *(cells[name] for name in columns), *scores))
         reasons += [f"{layer}, {method}, {line}" for line in not_available(entry)]
-    header = ("layer", *columns, *(_in_two_lines(metric.title) for metric in metrics))
+    titles = ("\n".join(metric.title.rsplit(" ", 1)) for metric in metrics)
+    header = ("layer", *columns, *titles)
     return Table(header, rows, 1 + ("method" in columns), notes=reasons, best=best)
 
 
@@ -77,11 +78,6 @@ def _layer_cells(about: Mapping[str, Any], method: str, entry: Mapping[str, Any]
         name: setting,
         "chosen": f"{name}={setting}",
     }
-
-
-def _in_two_lines(title: str) -> str:
-    """Put the last word of a title into a line of its own."""
-    return "\n".join(title.rsplit(" ", 1))
 
 
 def _test_cells(test: Mapping[str, Any]) -> tuple[str, str]:
@@ -223,15 +219,13 @@ def _shortage_text(shots: str, entry: Mapping[str, Any]) -> str:
     return ""
 
 
-def pixel_classes_table(result: Mapping[str, Any], most: int | None) -> tuple[Table, int]:
+def pixel_classes_table(result: Mapping[str, Any], most: int | None, note: str) -> Table:
     """Make a table of the classes of the test images, those with most pixels first.
 
     Args:
         result: content of probe.json for masks.
         most: maximum number of classes, or None for all.
-
-    Returns:
-        the table, and the number of all these classes.
+        note: line below it if some are left out, with {count} of all and {more} that are left out.
     """
     pixels = result["pixels_of_classes"]
     order = sorted((i for i, count in enumerate(pixels) if count), key=lambda i: -pixels[i])
@@ -244,4 +238,6 @@ def pixel_classes_table(result: Mapping[str, Any], most: int | None) -> tuple[Ta
         )
         for i in order[:most]
     ]
-    return Table(("class", "IoU", "accuracy", "share of\ntest pixels"), rows), len(order)
+    more = len(order) - len(rows)
+    notes = [note.format(count=len(order), more=more)] if more else []
+    return Table(("class", "IoU", "accuracy", "share of\ntest pixels"), rows, notes=notes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,10 +59,8 @@ def probe_contents(probes: Probes, layers: Sequence[str]) -> dict[str, Any]:
     scatter, parts, columns = None, None, ("method", "width", "chosen")
     if task == "segmentation":
         columns = ("width", "patches", "l2")
-        parts, count = pixel_classes_table(result, LABELS_SHOWN)
-        if count > LABELS_SHOWN:
-            note = f"The {LABELS_SHOWN} classes with most test pixels of {count}."
-            parts = replace(parts, notes=[note])
+        note = f"The {LABELS_SHOWN} classes with most test pixels of {{count}}."
+        parts = pixel_classes_table(result, LABELS_SHOWN, note)
     elif probes.values is not None and len(probes.values.truth):
         if task == "regression":
             scatter = scatter_plot(probes.values)

@@ -87,7 +87,11 @@ def __getattr__(name: str) -> Any:
     if name in ("gradients", "similarity"):
         return importlib.import_module(f"featx.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'featx' has no attribute {name!r}.{nearest(name, __all__)}")
+        from pathlib import Path  # which takes longer to import than featx
+
+        is_job = Path(__file__).with_name("jobs").joinpath(f"{name}.py").exists()
+        hint = f" For the job: python -m featx job={name}." if is_job else nearest(name, __all__)
+        raise AttributeError(f"module 'featx' has no attribute {name!r}.{hint}")
     try:
         return getattr(importlib.import_module(_HOME[name]), name)
     except KeyboardInterrupt:

@@ -78,7 +78,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         has_begun = True
         until_job.close()
         label = _announce_run(line)
-        runs.append((label, _exit_code_of(node, line, debug), str(node.out)))
+        runs.append((label, *_run_job(node, line, debug)))
 
     _handle({signal.SIGINT: _interrupted, signal.SIGTERM: _terminated, signal.SIGHUP: _terminated})
     typed = sys.argv
@@ -172,8 +172,12 @@ def _printed_information(line: CommandLine) -> bool:
     return line.wants_version or line.wants_help
 
 
-def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
-    """Run one job and return its exit code; in a multirun, an error does not end the others."""
+def _run_job(node: Any, line: CommandLine, debug: bool) -> tuple[int, str]:
+    """Run one job; in a multirun, an error does not end the others.
+
+    Returns:
+        exit code, and `out`, which is '' if the config cannot be read.
+    """
     from omegaconf.errors import OmegaConfBaseException
 
     from featx import jobs
@@ -182,8 +186,10 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
     from featx.config import from_composed, given_by_value, saved_yaml
     from featx.errors import FeatxError, StorageError
 
+    out = ""
     try:
         checked = from_composed(node)
+        out = checked.out
         jobs.check(checked, line.given)
         if checked.log.json:
             log_as_json()
@@ -193,7 +199,7 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
             )
         try:
-            return jobs.run(checked, saved_yaml(node))
+            return jobs.run(checked, saved_yaml(node)), out
         except KeyboardInterrupt:
             from featx.pipeline import kept_text
 
@@ -204,19 +210,19 @@ def _exit_code_of(node: Any, line: CommandLine, debug: bool) -> int:
         if debug:
             raise
         log_message(str(explain_error(error)), "error")
-        return 2
+        return 2, out
     except FeatxError as error:
         if debug:
             raise
         log_message(str(error), "error")
         if isinstance(error, StorageError):
             log_message(resume_command(line.typed))
-        return error.exit_code
+        return error.exit_code, out
     except OSError as error:
         if debug or error.errno not in _OF_A_PATH:
             raise
         log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
-        return 2
+        return 2, out
 
 
 def resume_command(arguments: Sequence[str]) -> str:

@@ -67,11 +67,15 @@ def test_a_sweep_names_its_runs_and_ends_with_a_table(tmp_path: Path) -> None:
     write_images(tmp_path / "photos", 6)
     sweep = ("data=./photos", "layers=[conv],[nothing]")
     arguments = [text for text in COMMAND if not text.startswith(("layers=", "out="))]
-    sweep += "dtype=float16,float32", "out=store"
+    sweep += ("dtype=float16,float32",)
     done = run_featx(tmp_path, "-m", *arguments, *sweep, path=[TESTS])
     assert "[1 of 4] layers=[conv] dtype=float16" in done.stderr
     assert "[4 of 4] " in done.stderr
     table = done.stderr[done.stderr.rindex("exit code") :]
+    # The default of `out` has its name, and the columns say what that store has.
+    lines = [line.split() for line in table.splitlines()]
+    first = next(words for words in lines if words[:2] == ["layers=[conv]", "dtype=float16"])
+    assert (first[2:5], first[-1]) == (["0", "6", "0"], "runs/photos/custom")
     assert "layers=[conv] dtype=float32" in table
     assert done.returncode == 2
     assert sum(" 6 " in line for line in table.splitlines()) >= 1

@@ -152,4 +152,4 @@ def announce(settings: Sequence[tuple[str, str]]) -> None:
     if _as_json:
         print(json_line("info", event="begin", **dict(settings)), file=sys.stderr, flush=True)
     else:
-        log_message(f"{facts(settings)}\n")
+        (log_step if is_notebook() else log_message)(f"{facts(settings)}\n")

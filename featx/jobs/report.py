@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Unpack
 
-from featx.base import log_message, size_text
+from featx.base import is_notebook, log_message, log_step, size_text
 from featx.config import Config, ReportConfig
 from featx.jobs.base import (
     JOBS,
@@ -38,7 +38,9 @@ def write_report(store: object = None, /, **keys: Unpack[ReportOptions]) -> Path
     from featx.export.report import run_report  # which imports torch
 
     config = config_of_store_call("report", keys, store)
-    return Path(run_report(config, log_message)["file"])
+    # In a notebook, what is printed on stderr looks like an error.
+    log = log_step if is_notebook() else log_message
+    return Path(run_report(config, log)["file"])
 
 
 def run(config: Config, config_yaml: str) -> int:

@@ -89,7 +89,7 @@ def test_a_notebook_gets_the_store_and_no_text_unless_it_asks(
     for verbose in (None, True):
         extract(photo_folder, verbose=verbose)
         text = capfd.readouterr()
-        assert ("precision  fp32" in text.err) is ("Done: " in text.out) is bool(verbose)
+        assert ("precision  fp32" in text.out) is ("Done: " in text.out) is bool(verbose)
 
 
 def test_a_failed_image_changes_no_neighbour(photo_folder: Path, tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ class CommittedParts:
         return [row for start, stop in self._lost.get(part.index, ()) for row in range(start, stop)]
 
     def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows | None:
-        """Rows of a damaged part that are there; None if none is."""
-        path = self._sources[part.index]
+        """Rows of a part that are there, compared with their checksums; None if none is."""
+        path = self._sources.get(part.index, part_path(self._root, part.index))
         if path.name != layout.PACKED:
             return sound_rows_of_part(path, manifest, part, listing)
         with open_damaged(path) as file:

@@ -117,7 +117,12 @@ def publish_part(
     """
     run = manifest.run_of(builder.part)
     path = part_path(disk.root, builder.part.index)
-    if builder.publish(disk, path, run, listing, manifest.to_json()):
+    if builder.file is None:
+        is_new = disk.publish(path, builder.build(run, listing, manifest.to_json()))
+    else:
+        builder.finish(builder.file, run, listing, manifest.to_json())
+        is_new = builder.file.publish()
+    if is_new:
         return builder.failures
     problem, failures = inspect_file(path, RowFile.of_part(run, builder.part))
     if problem is not None:

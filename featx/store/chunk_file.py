@@ -372,6 +372,8 @@ class ChunkFile:
 
 def _discard(hdf5: h5py.File, target: UnfinishedFile | None) -> None:
     """Close a file that is not needed any more, and delete its temporary file."""
-    hdf5.close()
-    if target is not None:
-        target.discard()
+    try:
+        hdf5.close()
+    finally:
+        if target is not None:
+            target.discard()

@@ -131,13 +131,14 @@ class MadeRun:
         """Compute the rows that were lost with damaged chunks, put to the sound ones."""
         rows = session.lost_rows()
         for part in session.parts_with(rows):
-            stored, failures, images, damaged = session.read_part(part)
+            sound = session.read_part(part)
+            stored, failures, images = sound.features, sound.failures, sound.images
             lost = sorted({*rows} & {*range(part.start, part.stop)})
             for name, values in stored.items():
                 values[[row - part.start for row in lost]] = self.features[name][lost]
             failures += [failure for failure in self.failures if failure.row in lost]
             builder = PartBuilder(part, self.specs)
-            damaged |= {*self.damaged} & {*lost}
+            damaged = sound.damaged | ({*self.damaged} & {*lost})
             builder.add(part.start, stored, failures, images, damaged)
             session.replace(builder)
         if rows:

@@ -282,13 +282,14 @@ class _RowReplacement:
 
     def _replace(self, part: Part) -> None:
         """Replace a part by a copy with new values in the rows that were computed."""
-        stored, before, images, damaged = self._session.read_part(part)
+        rows = self._session.read_part(part)
+        stored, images = rows.features, rows.images
         computed = {row for new in self._new for row in new.features}
         missing = set(self._session.missing_rows(part))
         require(missing <= computed, "a row that was lost was not computed")
         had_image = {row for row in missing if images[row - part.start] != NO_IMAGE}
-        failures = [failure for failure in before if failure.row not in computed]
-        damaged -= computed
+        failures = [failure for failure in rows.failures if failure.row not in computed]
+        damaged = rows.damaged - computed
         for new in self._new:
             for row, checksum in new.checksums.items():
                 images[row - part.start] = checksum

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -169,12 +168,7 @@ class ChunkFile:
     def __enter__(self) -> ChunkFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
     def create(
@@ -378,6 +372,8 @@ class ChunkFile:
 
 def _discard(hdf5: h5py.File, target: UnfinishedFile | None) -> None:
     """Close a file that is not needed any more, and delete its temporary file."""
-    hdf5.close()
-    if target is not None:
-        target.discard()
+    try:
+        hdf5.close()
+    finally:
+        if target is not None:
+            target.discard()

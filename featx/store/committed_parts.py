@@ -8,8 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import h5py
-
 from featx.errors import StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, is_url
 from featx.store import layout
@@ -21,9 +19,9 @@ from featx.store.part_files import (
     inspect_parts,
     part_names,
     part_path,
-    shape_problem,
 )
 from featx.store.result_files import read_failures
+from featx.store.row_file import RowFile
 from featx.store.sound_rows import (
     Reasons,
     SoundRows,
@@ -100,8 +98,8 @@ class CommittedParts:
         return [row for start, stop in self._lost.get(part.index, ()) for row in range(start, stop)]
 
     def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows | None:
-        """Rows of a damaged part that are there; None if none is."""
-        path = self._sources[part.index]
+        """Rows of a part that are there, compared with their checksums; None if none is."""
+        path = self._sources.get(part.index, part_path(self._root, part.index))
         if path.name != layout.PACKED:
             return sound_rows_of_part(path, manifest, part, listing)
         with open_damaged(path) as file:
@@ -322,27 +320,17 @@ def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
     return PackedRows(sorted(failures, key=lambda failure: failure.row), path.stat().st_size)
 
 
-def _inspect_packed(path: Path, manifest: Manifest) -> tuple[int, list[Failure], str | None]:
+def _inspect_packed(path: Path, manifest: Manifest) -> tuple[int, Sequence[Failure], str | None]:
     """Return the number of runs in features.h5, their failures, and what is wrong, or None."""
     try:
         with open_metadata(path) as file:
             num_runs = num_runs_of(file)
-            problem = _packed_problem(file, manifest, num_runs)
-            return num_runs, [] if problem else read_failures(file), problem
+            if num_runs > len(manifest.runs):
+                return num_runs, (), "it belongs to another run"
+            problem = RowFile.packed(manifest, num_runs).problem(file)
+            return num_runs, () if problem else read_failures(file), problem
     except layout.UNREADABLE as error:
-        return 0, [], damage_text(path, error)
-
-
-def _packed_problem(file: h5py.File, manifest: Manifest, num_runs: int) -> str | None:
-    """Reason why features.h5 does not hold the first runs of the store, or None if it does."""
-    runs = manifest.runs[:num_runs]
-    if len(runs) < num_runs or file.attrs["fingerprint"] != manifest.digest_of(num_runs):
-        return "it belongs to another run"
-    if "part" in file.attrs or not file.attrs["complete"]:
-        return "it is not complete"
-    num_rows = max(run.grid.stop_row for run in runs)
-    specs = {spec.name: spec for run in runs for spec in run.layers}
-    return shape_problem(file, num_rows, list(specs.values()))
+        return 0, (), damage_text(path, error)
 
 
 def remove_parts(disk: AtomicFolder) -> None:

@@ -253,15 +253,8 @@ def _contents_with_parts(
             attrs |= geometry_values(run.tokens.get(spec.name))
             layers.setdefault(spec.name, LayerInfo(spec.shape, spec.dtype, attrs))
     first = manifest.runs[0]
-    attrs = {
-        "featx_format": layout.FORMAT,
-        "fingerprint": manifest.digest,
-        **{key: getattr(first.header, key) for key in ("config", "model", "weights")},
-        "weights_sha256": first.header.weights_sha256,
-        "transform": first.header.transform,
-        "codec": first.codec,
-        "complete": complete,
-    }
+    attrs = layout.root_attributes(first.header, manifest.digest, complete)
+    attrs["codec"] = first.codec
     # HDF5 gives a file's datasets in the order of their names; so do the parts.
     in_order = {name: layers[name] for name in sorted(layers)}
     return Contents(num_rows, complete, tuple(segments), in_order, listing, names, classes, attrs)

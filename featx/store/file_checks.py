@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,11 @@ from featx.store.listing import (
     same_values,
 )
 from featx.store.result_files import read_failures
+from featx.store.row_file import RowFile
 from featx.types import (
     Failure,
-    LayerSpec,
     Listing,
     Status,
-    StoreHeader,
-    TokenGeometry,
     with_features,
 )
 
@@ -101,35 +98,8 @@ class DamageReport:
         }
 
 
-@dataclass(frozen=True)
-class ExpectedFile:
-    """Content that a file of a store must have.
-
-    Attributes:
-        start: first row in the store.
-        stop: row after the last one.
-        header: header of the run.
-        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
-        codec: codec of the run.
-        specs: datasets of the file.
-        part: index of the part, or None for features.h5.
-        num_runs: number of runs that the file holds.
-        tokens: dataset name -> places of its tokens.
-    """
-
-    start: int
-    stop: int
-    header: StoreHeader
-    fingerprint_sha256: str
-    codec: str
-    specs: tuple[LayerSpec, ...]
-    part: int | None
-    num_runs: int
-    tokens: Mapping[str, TokenGeometry]
-
-
 def check_file(
-    path: Path, expected: ExpectedFile, listing: Listing | None, report: DamageReport
+    path: Path, expected: RowFile, listing: Listing | None, report: DamageReport
 ) -> None:
     """Check one file with rows and record its damages."""
     all_rows = (expected.start, expected.stop)
@@ -145,27 +115,18 @@ def check_file(
             if layout.CHUNK_TABLE in file and not has_chunk_table(path):
                 report.damages.append(Damage(path, f"/{layout.CHUNK_TABLE} is damaged"))
             check_hard_links(file, layout.FEATURES)
-            names = {spec.name for spec in expected.specs}
             for name in file[layout.FEATURES]:
-                if name not in names:
+                if name not in expected.layers:
                     report.damages.append(Damage(path, f"the store has no layer {name}"))
-            for spec in expected.specs:
-                _check_layer(path, file, spec, expected, status, report)
+            for name in expected.layers:
+                _check_layer(path, file, name, expected, status, report)
     except layout.UNREADABLE as error:
         report.damages.append(Damage(path, damage_text(path, error), *all_rows))
 
 
-def _check_attributes(
-    path: Path, file: h5py.File, expected: ExpectedFile, report: DamageReport
-) -> None:
+def _check_attributes(path: Path, file: h5py.File, expected: RowFile, report: DamageReport) -> None:
     """Check the root attributes; some identify the rows, the others only describe them."""
-    wanted = layout.root_attributes(
-        expected.header, expected.fingerprint_sha256, complete=expected.part is None
-    )
-    wanted["codec"] = expected.codec
-    if expected.part is not None:
-        wanted |= {"part": expected.part, "start": expected.start}
-    for name, value in wanted.items():
+    for name, value in expected.attributes.items():
         # An empty value means that featx.json does not contain it.
         if value != "" and (stored := file.attrs.get(name)) != value:
             identifies_rows = name in ("fingerprint", "complete", "part", "start")
@@ -183,13 +144,13 @@ def _short(value: object) -> str:
 def _check_columns(
     path: Path,
     file: h5py.File,
-    expected: ExpectedFile,
+    expected: RowFile,
     listing: Listing | None,
     report: DamageReport,
 ) -> npt.NDArray[np.uint8]:
     """Compare /key, /label and /columns with the listing; return /status, (n,) uint8."""
     rows = slice(expected.start, expected.stop)
-    num_rows = expected.stop - expected.start
+    num_rows = len(expected)
     columns: dict[str, npt.NDArray[Any]] = {}
     if layout.COLUMNS in file:
         check_hard_links(file, layout.COLUMNS)
@@ -251,7 +212,7 @@ def _kinds(dataset: h5py.Dataset) -> tuple[Any, ...]:
 def _check_failures(
     path: Path,
     file: h5py.File,
-    expected: ExpectedFile,
+    expected: RowFile,
     status: npt.NDArray[np.uint8],
     report: DamageReport,
 ) -> None:
@@ -281,22 +242,22 @@ def _check_failures(
 def _check_layer(
     path: Path,
     file: h5py.File,
-    spec: LayerSpec,
-    expected: ExpectedFile,
+    layer: str,
+    expected: RowFile,
     status: npt.NDArray[np.uint8],
     report: DamageReport,
 ) -> None:
     """Check every chunk of a layer: its checksum, values in ok rows, and NaN in failed rows."""
-    name = f"{layout.FEATURES}/{spec.name}"
+    (spec, run), name = expected.layers[layer], f"{layout.FEATURES}/{layer}"
     dataset = open_plain_dataset(file, name)
-    shape = (expected.stop - expected.start, *spec.shape)
+    shape = (len(expected), *spec.shape)
     if dataset.shape != shape or dtype_name(dataset) != spec.dtype:
         raise StoreError(
             f"/{name} is {dataset.shape} {dtype_name(dataset)}, expected {shape} {spec.dtype}"
         )
     wanted = layout.layer_attributes(spec)
     if "token_grid" in dataset.attrs:  # a file packed by an older release has no places of tokens
-        wanted |= geometry_values(expected.tokens.get(spec.name))
+        wanted |= geometry_values(run.tokens.get(layer))
     for attribute, value in wanted.items():
         stored = dataset.attrs.get(attribute)
         if (stored.tolist() if isinstance(stored, np.ndarray) else stored) != value:
@@ -307,12 +268,12 @@ def _check_layer(
         first = expected.start + start
         if not good:
             what = f"/{name} differs from its checksum at row {first}"
-            report.damages.append(Damage(path, what, first, first + len(raw), spec.name))
+            report.damages.append(Damage(path, what, first, first + len(raw), layer))
             continue
         values = from_raw(raw, spec.dtype).reshape(len(raw), -1)
         ok = with_features(status[start : start + len(raw)])
         wrong = ok & ~np.isfinite(values).all(1)
-        if expected.num_runs == 1:
+        if len(expected.runs) == 1:
             # With several runs, a row may have failed in another run than that of this layer.
             wrong |= ~ok & ~np.isnan(values).all(1)
         for row in np.flatnonzero(wrong)[:1]:
@@ -320,7 +281,7 @@ def _check_layer(
             what = (
                 f"/{name}: row {first + int(row)} has status {label}, which contradicts its values"
             )
-            report.damages.append(Damage(path, what, first, first + len(raw), spec.name))
+            report.damages.append(Damage(path, what, first, first + len(raw), layer))
 
 
 def _count_chunk(report: DamageReport, values: npt.NDArray[Any]) -> None:

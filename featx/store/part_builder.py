@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import require
-from featx.storage import AtomicFolder
 from featx.store import layout
 from featx.store.chunk_file import ChunkFile
 from featx.store.dtypes import nan, raw_dtype
@@ -33,6 +32,7 @@ class PartBuilder:
 
     Attributes:
         part: rows of the part.
+        file: as above.
         failures: failed rows added so far.
     """
 
@@ -41,7 +41,7 @@ class PartBuilder:
     ) -> None:
         self.part = part
         self.failures: list[Failure] = []
-        self._file = file
+        self.file = file
         self._specs = {spec.name: spec for spec in specs}
         self._status = np.full(len(part), Status.ABSENT, dtype=np.uint8)
         self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
@@ -100,7 +100,7 @@ class PartBuilder:
 
     def _put(self, name: str, first: int, rows: npt.NDArray[Any], failed: list[int]) -> None:
         """Write rows of a dataset, or keep them."""
-        if self._file is None:
+        if self.file is None:
             kept = self._features[name][first : first + len(rows)]
             kept[:] = rows
             kept[failed] = nan(self._specs[name].dtype)
@@ -108,35 +108,12 @@ class PartBuilder:
         if failed:
             rows = rows.copy()
             rows[failed] = nan(self._specs[name].dtype)
-        self._file.append(f"{layout.FEATURES}/{name}", first, rows)
-
-    def publish(
-        self, disk: AtomicFolder, path: Path, run: Run, listing: Listing, manifest: bytes
-    ) -> bool:
-        """Commit the part under its final name.
-
-        Args:
-            disk: writes to the store.
-            path: final name.
-            run: run that the part belongs to.
-            listing: listing of the whole store.
-            manifest: content of featx.json.
-
-        Returns:
-            whether the file was created. If not, the name was taken, and the existing file is kept.
-
-        Raises:
-            RunError: the disk is full or fails, or the file reads back differently.
-        """
-        if self._file is None:
-            return disk.publish(path, self.build(run, listing, manifest))
-        self._finish(self._file, run, listing, manifest)
-        return self._file.publish()
+        self.file.append(f"{layout.FEATURES}/{name}", first, rows)
 
     def discard(self) -> None:
         """Delete the temporary file of a part that is not published."""
-        if self._file is not None:
-            self._file.discard()
+        if self.file is not None:
+            self.file.discard()
 
     def build(self, run: Run, listing: Listing, manifest: bytes) -> memoryview:
         """Build the HDF5 file in memory and check it.
@@ -154,11 +131,11 @@ class PartBuilder:
         """
         with ChunkFile(Path(layout.PARTS, layout.part_name(self.part.index))) as file:
             RowFile.of_part(run, self.part).create(file, listing)
-            self._finish(file, run, listing, manifest)
+            self.finish(file, run, listing, manifest)
             return file.content()
 
-    def _finish(self, file: ChunkFile, run: Run, listing: Listing, manifest: bytes) -> None:
-        """Write all that is not in the file yet."""
+    def finish(self, file: ChunkFile, run: Run, listing: Listing, manifest: bytes) -> None:
+        """Write all that is not in the file of the part yet."""
         require(Status.ABSENT not in self._status, "a row of the part never arrived")
         rows = slice(self.part.start, self.part.stop)
         for path, values in row_values(listing).items():

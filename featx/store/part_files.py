@@ -8,18 +8,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import h5py
-import numpy as np
 
 from featx.errors import RunError, StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
 from featx.store import layout
-from featx.store.checksums import check_chunks
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.chunk_table import table_header
-from featx.store.dtypes import memory_dtype
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
@@ -123,9 +117,14 @@ def publish_part(
     """
     run = manifest.run_of(builder.part)
     path = part_path(disk.root, builder.part.index)
-    if builder.publish(disk, path, run, listing, manifest.to_json()):
+    if builder.file is None:
+        is_new = disk.publish(path, builder.build(run, listing, manifest.to_json()))
+    else:
+        builder.finish(builder.file, run, listing, manifest.to_json())
+        is_new = builder.file.publish()
+    if is_new:
         return builder.failures
-    problem, failures = inspect_part(path, builder.part, run)
+    problem, failures = inspect_file(path, RowFile.of_part(run, builder.part))
     if problem is not None:
         raise StoreError(f"{path} was written by another process and is not valid: {problem}.")
     return failures
@@ -149,7 +148,7 @@ def parts_committed_by_others(
 def inspect_parts(
     root: Path, manifest: Manifest, parts: Sequence[Part], min_parts: int = MANY_FILES
 ) -> Iterator[tuple[Part, str | None, Sequence[Failure]]]:
-    """Apply `inspect_part` to several parts, in order; files in a bucket are prefetched.
+    """Apply `inspect_file` to several parts, in order; files in a bucket are prefetched.
 
     Of many parts on a disk only the chunk tables are read, which takes a tenth of the time; parts
     with failures, and those that their table does not describe as they should be, are opened.
@@ -160,7 +159,7 @@ def inspect_parts(
     if len(parts) < min_parts or is_url(root):
         paths = [part_path(root, part.index) for part in parts]
         for part, path, opened in zip(parts, paths, prefetch_files(paths), strict=True):
-            yield part, *inspect_part(path, part, manifest.run_of(part), opened)
+            yield part, *inspect_file(path, RowFile.of_part(manifest.run_of(part), part), opened)
         return
     folder = os.fspath(root / layout.PARTS)
 
@@ -172,7 +171,8 @@ def inspect_parts(
         if is_valid:
             yield part, None, ()
         else:
-            yield part, *inspect_part(part_path(root, part.index), part, manifest.run_of(part))
+            path = part_path(root, part.index)
+            yield part, *inspect_file(path, RowFile.of_part(manifest.run_of(part), part))
 
 
 def _is_complete_by_table(path: str, part: Part, run: Run) -> bool:
@@ -187,7 +187,7 @@ def _is_complete_by_table(path: str, part: Part, run: Run) -> bool:
             return False
         entries = {about["path"]: (about["shape"], about["dtype"]) for about in header["datasets"]}
     except (OSError, LookupError, TypeError):
-        return False  # `inspect_part` says what it is
+        return False  # `inspect_file` says what it is
     rows = [entries.get(path, ([], ""))[0] for path in (layout.KEY, layout.LABEL, layout.STATUS)]
     failed = entries.get(f"{layout.FAILURES}/row")
     return (
@@ -201,56 +201,20 @@ def _is_complete_by_table(path: str, part: Part, run: Run) -> bool:
     )
 
 
-def inspect_part(
-    path: Path,
-    part: Part,
-    run: Run,
-    opened: Callable[[], S3File] | None = None,
-    compare: bool = False,
+def inspect_file(
+    path: Path, expected: RowFile, opened: Callable[[], S3File] | None = None
 ) -> tuple[str | None, Sequence[Failure]]:
-    """Check the file of a part.
-
-    The fingerprint covers listing and layers, so what remains to check is which part the file holds
-    and whether it is complete. Flipped bits are found by job=verify and by packing.
+    """Check what a file with rows says of itself; flipped bits are found by verifying and packing.
 
     Returns:
         reason why the file is not valid, or None, and the failures of its rows.
     """
     try:
         with open_metadata(path, opened) as file:
-            attrs = file.attrs  # h5py opens the root group at every access
-            if attrs["fingerprint"] != run.digest:
-                return "it belongs to another run", ()
-            if int(attrs.get("start", 0)) != part.start:
-                return "it holds the rows of another part", ()
-            if problem := shape_problem(file, len(part), run.layers):
-                return problem, ()
-            if compare:
-                check_chunks(file)
-            may_hold_failures = attrs.get("num_failures") != 0  # an absent number is unknown
-            return None, read_failures(file) if may_hold_failures else ()
+            problem = expected.problem(file)
+            return problem, () if problem else read_failures(file)
     except layout.UNREADABLE as error:
         return damage_text(path, error), ()
-
-
-def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) -> str | None:
-    """Check the shapes and dtypes of the datasets of a part or of features.h5.
-
-    Returns:
-        description of the first dataset that is wrong, or None.
-    """
-    expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
-    expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((num_rows,), None))
-    for spec in specs:
-        path = f"{layout.FEATURES}/{spec.name}"
-        expected[path] = ((num_rows, *spec.shape), memory_dtype(spec.dtype))
-    for path, (shape, dtype) in expected.items():
-        # The low-level interface takes a third of the time, and a store may have 10,000 parts.
-        dataset = h5py.h5d.open(file.id, path.encode())
-        if dataset.shape != shape or dtype not in (None, dataset.dtype):
-            found = f"{dataset.shape} {dataset.dtype}"
-            return f"dataset {path} is {found}, expected {shape} {dtype or ''}"
-    return None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import h5py
@@ -12,7 +13,7 @@ import numpy as np
 from featx.store import codecs, layout
 from featx.store.chunk_file import ChunkFile
 from featx.store.chunk_table import write_chunk_table
-from featx.store.dtypes import hdf5_type
+from featx.store.dtypes import hdf5_type, memory_dtype
 from featx.store.layout import geometry_values
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Manifest, Run
@@ -58,7 +59,7 @@ class RowFile:
         """Header of the first run."""
         return self.runs[0].header
 
-    @property
+    @cached_property
     def layers(self) -> dict[str, tuple[LayerSpec, Run]]:
         """Dataset name -> description, and the first run that computed it."""
         return {spec.name: (spec, run) for run in reversed(self.runs) for spec in run.layers}
@@ -70,6 +71,35 @@ class RowFile:
         part = {} if is_whole else {"part": self.part, "start": self.start}
         header = layout.root_attributes(self.header, self.fingerprint_sha256, is_whole)
         return {**header, "codec": self.runs[0].codec, **part}
+
+    def problem(self, file: h5py.File) -> str | None:
+        """Check by its attributes, shapes and dtypes whether a file is this one.
+
+        The fingerprint covers listing and layers, so what remains to check is which rows the file
+        holds and whether it is complete.
+
+        Returns:
+            description of what is wrong, or None.
+        """
+        attrs = file.attrs  # h5py opens the root group at every access
+        if attrs["fingerprint"] != self.fingerprint_sha256:
+            return "it belongs to another run"
+        if int(attrs.get("start", 0)) != self.start:
+            return "it holds the rows of another part"
+        if self.part is None and ("part" in attrs or not attrs["complete"]):
+            return "it is not complete"
+        expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
+        expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((len(self),), None))
+        for name, (spec, _) in self.layers.items():
+            shape = (len(self), *spec.shape)
+            expected[f"{layout.FEATURES}/{name}"] = shape, memory_dtype(spec.dtype)
+        for path, (shape, dtype) in expected.items():
+            # The low-level interface takes a third of the time, and a store may have 10,000 parts.
+            dataset = h5py.h5d.open(file.id, path.encode())
+            if dataset.shape != shape or dtype not in (None, dataset.dtype):
+                found = f"{dataset.shape} {dataset.dtype}"
+                return f"dataset {path} is {found}, expected {shape} {dtype or ''}"
+        return None
 
     def create(self, file: ChunkFile, listing: Listing) -> None:
         """Create all datasets with one entry per row, with their attributes.

@@ -18,12 +18,10 @@ import numpy.typing as npt
 from featx.errors import StoreError, StoreLockedError
 from featx.storage import open_folder
 from featx.store import layout
-from featx.store.checksums import check_chunks
 from featx.store.chunk_file import STREAMED_BYTES
 from featx.store.committed_parts import CommittedParts, remove_parts
 from featx.store.compatibility import merge_manifest
-from featx.store.dtypes import nan, raw_dtype, read_raw
-from featx.store.hdf5_files import damage_text, open_metadata, open_plain_dataset
+from featx.store.hdf5_files import open_metadata
 from featx.store.heartbeat import (
     SILENT_S,
     HeartbeatRecord,
@@ -31,7 +29,7 @@ from featx.store.heartbeat import (
     refuse_other_writers,
     report_lost_work,
 )
-from featx.store.image_states import read_image_checksums, write_image_states
+from featx.store.image_states import write_image_states
 from featx.store.listing import compare_listing, write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
 from featx.store.part_builder import PartBuilder
@@ -45,8 +43,9 @@ from featx.store.part_files import (
     publish_part,
 )
 from featx.store.repair import unpack_store
-from featx.store.result_files import csv_rows, failures_csv, read_failures, read_result, result_json
-from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
+from featx.store.result_files import csv_rows, failures_csv, read_result, result_json
+from featx.store.sound_rows import SoundRows
+from featx.types import Failure, LayerSpec, Listing, Part
 
 logger = logging.getLogger(__name__)
 
@@ -225,47 +224,20 @@ class StoreSession:
         stored = [part for part in parts if part.index in self._parts.indices or part in damaged]
         return sorted(stored, key=lambda part: part.index)
 
-    def read_part(
-        self, part: Part
-    ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64], set[int]]:
-        """Read a part.
-
-        Returns:
-            dataset name -> (n, ...) stored values, failures, (n,) image checksums, and the rows of
-            damaged images that were accepted. Rows that are lost have no meaning.
+    def read_part(self, part: Part) -> SoundRows:
+        """Read a part; rows that it has lost have no meaning.
 
         Raises:
-            StoreError: the part is damaged.
+            StoreError: a part that has lost no rows so far is damaged.
         """
-        run = self.manifest.run_of(part)
-        if part.index not in self._parts.indices:
-            rows = self._parts.sound_rows(part, self.manifest, self.listing)
-            if rows is not None:
-                return rows.features, rows.failures, rows.images, rows.damaged
-            empty = {
-                spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
-                for spec in run.layers
-            }
-            return empty, [], np.full(len(part), UNKNOWN_IMAGE, np.uint64), set()
-        path = self.part_path(part.index)
-        try:
-            with open_metadata(path) as file:
-                check_chunks(file)
-                features = {
-                    spec.name: read_raw(
-                        open_plain_dataset(file, f"{layout.FEATURES}/{spec.name}"), 0, len(part)
-                    )
-                    for spec in run.layers
-                }
-                status = open_plain_dataset(file, layout.STATUS)[:]
-                damaged = np.flatnonzero(status == Status.IMAGE_DAMAGED) + part.start
-                return (
-                    features, read_failures(file), read_image_checksums(file), set(damaged.tolist())
-                )  # fmt: skip
-        except layout.UNREADABLE as error:
+        rows = self._parts.sound_rows(part, self.manifest, self.listing)
+        is_whole = rows is not None and bool(rows.good.all())
+        if part.index in self._parts.indices and not is_whole:
             raise StoreError(
-                f"{path}: {damage_text(path, error)}. job=verify verify.repair=true rebuilds it."
-            ) from error
+                f"{self.part_path(part.index)} is damaged. job=verify verify.repair=true rebuilds "
+                "it."
+            )
+        return SoundRows.of_none(part, self.manifest.run_of(part)) if rows is None else rows
 
     def replace(self, builder: PartBuilder) -> None:
         """Replace a part; a crash leaves either the old or the new rows."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from featx.errors import FeatxError
 from featx.store import layout
 from featx.store.chunk_table import LOST_TEXT, DamagedFile
-from featx.store.dtypes import from_raw, raw_dtype
+from featx.store.dtypes import from_raw, nan, raw_dtype
 from featx.store.hdf5_files import raise_unless_damage
 from featx.store.listing import listing_identity
 from featx.store.manifest import Manifest, Run
@@ -47,6 +47,16 @@ class SoundRows:
     images: npt.NDArray[np.uint64]
     failures: list[Failure]
     damaged: set[int]
+
+    @classmethod
+    def of_none(cls, part: Part, run: Run) -> SoundRows:
+        """Rows of a part of which none is there."""
+        features = {
+            spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
+            for spec in run.layers
+        }
+        images = np.full(len(part), UNKNOWN_IMAGE, np.uint64)
+        return cls(part, features, np.zeros(len(part), np.bool_), images, [], set())
 
     @property
     def lost(self) -> list[tuple[int, int]]:

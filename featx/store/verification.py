@@ -10,7 +10,7 @@ import numpy as np
 from featx.base import printable
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.file_checks import Damage, DamageReport, ExpectedFile, check_file
+from featx.store.file_checks import Damage, DamageReport, check_file
 from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.listing import (
     compare_listing,
@@ -22,7 +22,6 @@ from featx.store.listing import (
 from featx.store.manifest import (
     DamagedManifestError,
     Manifest,
-    Run,
     load_manifest,
     num_runs_of,
     read_manifest,
@@ -34,7 +33,8 @@ from featx.store.result_files import (
     read_failures_csv,
     result_problems,
 )
-from featx.types import Listing, Part
+from featx.store.row_file import RowFile
+from featx.types import Listing
 
 
 def check_store(root: Path) -> DamageReport:
@@ -164,9 +164,7 @@ def _check_listing(root: Path, manifest: Manifest, report: DamageReport) -> List
     return listing
 
 
-def _files(
-    root: Path, manifest: Manifest, report: DamageReport
-) -> Iterator[tuple[Path, ExpectedFile]]:
+def _files(root: Path, manifest: Manifest, report: DamageReport) -> Iterator[tuple[Path, RowFile]]:
     """Files of a store with rows, and their expected content; missing ones are recorded."""
     packed = root if root.is_file() else root / layout.PACKED
     num_packed = 0
@@ -181,7 +179,7 @@ def _files(
             report.damages.append(Damage(packed, what, 0, manifest.num_rows))
             num_packed = 0  # parts that still exist may hold its rows
         else:
-            yield packed, _expected_packed(manifest, num_packed)
+            yield packed, RowFile.packed(manifest, num_packed)
     if root.is_file():
         return
     names = part_names(root)
@@ -190,39 +188,8 @@ def _files(
             name = layout.part_name(part.index)
             if name in names:
                 names.remove(name)
-                yield root / layout.PARTS / name, _expected_part(run, part)
+                yield root / layout.PARTS / name, RowFile.of_part(run, part)
             elif number >= num_packed:
                 report.missing.append(name)
     for name in sorted(names):
         report.damages.append(Damage(root / layout.PARTS / name, "the store has no such part"))
-
-
-def _expected_packed(manifest: Manifest, num_runs: int) -> ExpectedFile:
-    """Expected content of a features.h5 with the first runs."""
-    runs = manifest.runs[:num_runs]
-    return ExpectedFile(
-        start=0,
-        stop=max(run.grid.stop_row for run in runs),
-        header=runs[0].header,
-        fingerprint_sha256=manifest.digest_of(num_runs),
-        codec=runs[0].codec,
-        specs=tuple({s.name: s for run in reversed(runs) for s in run.layers}.values()),
-        part=None,
-        num_runs=num_runs,
-        tokens={name: run.tokens[name] for run in reversed(runs) for name in run.tokens},
-    )
-
-
-def _expected_part(run: Run, part: Part) -> ExpectedFile:
-    """Expected content of the file of a part or piece."""
-    return ExpectedFile(
-        start=part.start,
-        stop=part.stop,
-        header=run.header,
-        fingerprint_sha256=run.digest,
-        codec=run.codec,
-        specs=run.layers,
-        part=part.index,
-        num_runs=1,
-        tokens=run.tokens,
-    )

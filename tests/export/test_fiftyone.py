@@ -21,7 +21,7 @@ from tiny_model import extract, run_job, write_image
 import featx
 from featx.errors import ConfigError, DataError, StoreMismatchError
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 JOBS = ("probe", "outliers", "mislabelled", "duplicates")
 

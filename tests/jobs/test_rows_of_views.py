@@ -17,7 +17,7 @@ import featx
 from featx.config import DataConfig
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
 
-pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 VIEWS = ["original", "hflip", "rot90"]
 

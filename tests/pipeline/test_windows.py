@@ -31,7 +31,7 @@ from featx.errors import (
 )
 from featx.jobs.verify import JOBS
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 STD = np.array([0.229, 0.224, 0.225], np.float32)

@@ -272,9 +272,8 @@ class LayerHooks:
         If the module wrote to an input, the model may read it again, so it gets the history of the
         node.
         """
-        for tensor, node, version in self.record.inputs.pop(
-            (id(module), threading.get_ident()), ()
-        ):
+        call = id(module), threading.get_ident()
+        for tensor, node, version in self.record.inputs.pop(call, ()):
             if node._version != version:
                 # The values are there already; autograd must not take this for another write.
                 with _unsafe_preserve_version_counter(tensor), hide_operations():

@@ -144,9 +144,11 @@ class TensorHooks:
         """
         base: Any = view._base
         written = base.grad_fn
-        while written is not None and written.next_functions[0][0] is not node:
-            written = written.next_functions[0][0]
-        if written is None or type(written).__name__ != "CopySlices":
+        while written is not None and (inputs := written.next_functions):
+            if inputs[0][0] is node:
+                break
+            written = inputs[0][0]
+        if type(written).__name__ != "CopySlices":
             return
         place = view.size(), view.stride(), view.storage_offset() - base.storage_offset()
 

@@ -108,7 +108,7 @@ class PassRecord:
         calls: (id of a module, kind of capture) -> number of calls so far.
         operations: operations of the modules with a captured operation, in order.
         num_until_capture: length of `operations` when the last captured operation had run.
-        inputs: id of a running module -> its inputs, the nodes that replace them, their versions.
+        inputs: ids of a running module and its thread -> inputs, their new nodes, and versions.
         is_open: whether a call of the model itself is running; kept by `call_hooks.LoopHooks` only.
     """
 
@@ -117,7 +117,9 @@ class PassRecord:
     calls: dict[_Key, int] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     num_until_capture: int = 0
-    inputs: dict[int, list[tuple[torch.Tensor, torch.Tensor, int]]] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, int]]] = field(
+        default_factory=dict
+    )
     is_open: bool = False
 
 
@@ -270,7 +272,8 @@ class LayerHooks:
         If the module wrote to an input, the model may read it again, so it gets the history of the
         node.
         """
-        for tensor, node, version in self.record.inputs.pop(id(module), ()):
+        call = id(module), threading.get_ident()
+        for tensor, node, version in self.record.inputs.pop(call, ()):
             if node._version != version:
                 # The values are there already; autograd must not take this for another write.
                 with _unsafe_preserve_version_counter(tensor), hide_operations():
@@ -329,8 +332,8 @@ class LayerHooks:
         if point.capture == "grad_input":
             # The gradient of the input itself would include that of other layers which read it.
             followed = own_node(tensor)
-            inputs = record.inputs.setdefault(id(self._modules[point.module]), [])
-            inputs.append((tensor, followed, followed._version))
+            call = id(self._modules[point.module]), threading.get_ident()
+            record.inputs.setdefault(call, []).append((tensor, followed, followed._version))
         else:
             followed = own_node(tensor) if tensor._is_view() else tensor
         self._followed.add(followed, self.receiver(record, point))

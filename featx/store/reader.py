@@ -300,7 +300,7 @@ class FeatureStore:
         nearby = [
             name_text(bytes(keys[row])) for row in rows[max(0, position - 500) : position + 500]
         ]
-        # A path that was typed from another folder, or with another ending, has the name of the file.
+        # A path typed from another folder, or with another ending, has the name of the file.
         name = wanted.rpartition(b"/")[2]
         stem = name.rpartition(b".")[0] or name
         is_same = np.char.find(keys, b"/" + stem + b".") >= 0

@@ -161,7 +161,7 @@ def no_layer(request: str, names: Sequence[str]) -> LayerError:
     """The exception for an unknown name, with the nearest of `names`."""
     return LayerError(
         f"there is no layer {request!r} in this model."
-        f"{nearest(request, [name for name in names if name])} "
+        f"{nearest(request, [*(name for name in names if name), *PRESETS])} "
         f"The presets are {', '.join(PRESETS)}; job=layers lists every layer."
     )
 

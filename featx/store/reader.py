@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -306,11 +307,16 @@ class FeatureStore:
         nearby = [
             name_text(bytes(keys[row])) for row in rows[max(0, position - 500) : position + 500]
         ]
-        # A path that was typed from another folder ends with the name of the file.
-        name = b"/" + wanted.rpartition(b"/")[2]
-        is_same = np.char.endswith(keys, name) | (keys == name[1:])
-        named = [name_text(bytes(each)) for each in keys[is_same][:5]]
-        near = f" Nearest: {', '.join(named)}." if named else nearest(name_text(wanted), nearby)
+        # A path typed from another folder, or with another ending, has the name of the file.
+        name = wanted.rpartition(b"/")[2]
+        stem = name.rpartition(b".")[0] or name
+        is_same = np.char.find(keys, b"/" + stem + b".") >= 0
+        is_same |= np.char.startswith(keys, stem + b".")
+        is_same |= np.char.endswith(keys, b"/" + name) | (keys == name)
+        named = [name_text(bytes(each)) for each in keys[is_same][:1000]]
+        typed = name_text(wanted).lower()
+        named.sort(key=lambda each: -difflib.SequenceMatcher(None, each.lower(), typed).ratio())
+        near = f" Nearest: {', '.join(named[:5])}." if named else nearest(name_text(wanted), nearby)
         raise KeyError(f"{self.root} has no row {key!r}.{near}")
 
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:

@@ -389,6 +389,15 @@ def test_a_file_alone() -> None:
     assert "A single file records no times" in Path("report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("folder", "title"), [("runs/birds/toy", "birds/toy"), ("runs/first", "first")]
+)
+def test_the_title_of_a_folder_with_the_name_of_the_model(folder: str, title: str) -> None:
+    make_run(5).write(Path(folder))  # runs/DATA/MODEL is the default of `out`
+    assert run_job("report", store=folder, device="cpu", report={"tsne": False}) == 0
+    assert f"<title>{title}: a report of featx</title>" in Path(folder, "report.html").read_text()
+
+
 def test_where_it_goes() -> None:
     make_run(12).write(Path("store"))
     report("folder/report.html", out="folder")

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,24 @@ def test_an_unknown_key_is_a_key_error(store: FeatureStore, key: str | bytes) ->
 def test_an_unknown_key_names_the_nearest(store: FeatureStore) -> None:
     with pytest.raises(KeyError, match=r"Nearest: cat/0002\.jpg"):
         store.row("cat/0002.jpeg")
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("dog/0001.jpg", "Dog/0001.png, "),
+        ("photos/cat/0001.jpg", "cat/0001.jpg, "),
+        ("cat/0003", r"cat/0003\.jpg\."),
+    ],
+)
+def test_a_key_with_another_folder_or_ending_names_the_images_of_that_name(
+    tmp_path: Path, typed: str, nearest: str
+) -> None:
+    run = make_run(num_rows=4, part_rows=4)
+    keys = np.array([b"Dog/0001.png", b"ant/0001.jpg", b"cat/0001.jpg", b"cat/0003.jpg"])
+    run = replace(run, listing=replace(run.listing, keys=keys))
+    with pytest.raises(KeyError, match=f"Nearest: {nearest}"):
+        FeatureStore(run.write(tmp_path)).row(typed)
 
 
 def test_xy_holds_the_ok_rows_with_their_own_labels(store: FeatureStore, run: MadeRun) -> None:

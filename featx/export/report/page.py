@@ -290,6 +290,12 @@ def render(page: Page) -> str:
         return _render(page)
 
 
+def _title(store: FeatureStore) -> str:
+    """Name of the store's folder; of DATA/MODEL, as folders are called by default, both."""
+    model = str(store.attrs.get("model", "")).rpartition("/")[2]
+    return "/".join(store.root.parts[-2:] if store.root.name == model else store.root.parts[-1:])
+
+
 def _render(page: Page) -> str:
     return render_page(
         "report.html",
@@ -297,7 +303,7 @@ def _render(page: Page) -> str:
         _data(page),
         page=page,
         generator=GENERATOR,
-        name=as_utf8(page.store.root.name),
+        name=as_utf8(_title(page.store)),
         model=page.redact(str(page.store.attrs.get("model", ""))),
         errors_shown=ERRORS_SHOWN,
         num_classes_in_plot=CLASSES_SHOWN,

@@ -214,6 +214,24 @@ def test_a_frame_is_a_table(photos: Path, package: str) -> None:
         extract(unnamed)
 
 
+@pytest.mark.parametrize("package", ["pandas", "polars", "pyarrow"])
+def test_columns_of_a_frame_come_along_if_they_are_named(photos: Path, package: str) -> None:
+    frames = pytest.importorskip(package)
+    paths = sorted((str(path) for path in photos.rglob("*.png")), reverse=True)[:3]
+    columns = {"path": paths, "patient": ["c", None, "a"], "day": [3, 2, 1], "age": [1.5, None, 2]}
+    frame = frames.table(columns) if package == "pyarrow" else frames.DataFrame(columns)
+    store = extract(frame, data_columns=["patient", "day", "age"])
+    assert store.columns == ("age", "day", "patient")
+    assert store.column("day").tolist() == [1, 2, 3]
+    assert store.column("patient").tolist() == ["a", "", "c"]
+    np.testing.assert_array_equal(store.column("age"), [2, np.nan, 1.5])
+    assert extract(frame, out="plain").columns == ()
+    with pytest.raises(DataError, match=r"data\.columns=dya: data has path.* Nearest: day"):
+        extract(frame, data_columns=["dya"], out="other")
+    with pytest.raises(DataError, match="names columns of a table, and data is a list"):
+        extract(paths, data_columns=["day"], out="other")
+
+
 @pytest.mark.slow
 def test_an_embedder_loads_once(photos: Path) -> None:
     store = extract("photos/", model="efficientnet_lite0", layers=["embedding"])

@@ -104,9 +104,9 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
             config_dirs.append(_config_dir(value if has_value else next(arguments_left, "")))
         elif argument in _WITH_VALUE:
             arguments += [argument, *itertools.islice(arguments_left, 1)]
-        elif (job := argument.lstrip("-")) in jobs:
+        elif (word := argument.lstrip("-")) in jobs:
             raise ConfigError(
-                f"cannot read {argument!r}: options are given as key=value. For the job: job={job}"
+                f"cannot read {argument!r}: options are given as key=value. For the job: job={word}"
             )
         elif argument.startswith("-") and flag not in _FLAGS:
             raise ConfigError(_unknown_flag(argument))

@@ -212,8 +212,10 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
             raise unknown_key(f"{prefix}{name}", known_keys())
         if option.kind in (Kind.GROUP, Kind.SECTION):
             if not isinstance(value, Mapping):
+                expected = "a name or " if option.kind is Kind.GROUP else ""
                 raise ConfigError(
-                    f"{prefix}{name} is a {type(value).__name__}; expected a mapping of options."
+                    f"{prefix}{name} is a {type(value).__name__}; expected {expected}a mapping of "
+                    "options."
                 )
             texts[name] = _with_texts(value, f"{prefix}{name}.")
             continue

@@ -236,7 +236,11 @@ def call_of_job(
                 "'factory': 'package.module:function'}."
             )
         try:
-            yield config, config_yaml, None if data_set is None else source_of(data_set)
+            yield (
+                config,
+                config_yaml,
+                None if data_set is None else source_of(data_set, config.data),
+            )
         except KeyboardInterrupt as interrupt:
             log_message(f"\n{kept_text(config.out)}")
             raise Interrupted(getattr(interrupt, "signum", signal.SIGINT)) from None

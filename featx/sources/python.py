@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile
 
-from featx.base import name_bytes
-from featx.config import OBJECT_SOURCE, DataConfig
-from featx.errors import DataError, counted
+from featx.base import import_extra, name_bytes
+from featx.config import OBJECT_SOURCE, DataConfig, column_name_problem, options
+from featx.errors import ConfigError, DataError, counted
 from featx.sources.base import FolderSource, of_other_paths
-from featx.sources.labels import Labels, check_indices, find_column, from_values
+from featx.sources.labels import Labels, check_indices, existing_column, find_column, from_values
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import find_row, find_rows, numbered_keys, sorting_order
-from featx.sources.table_columns import check_columns
+from featx.sources.table_columns import check_columns, column_values
 from featx.types import (
     IMAGE_STATE,
     UNTOLD,
@@ -41,7 +43,7 @@ _FILES = FolderSource(Path("/"))
 restricted."""
 
 
-def open_source(config: DataConfig) -> Source:
+def open_source(config: ObjectOptions) -> Source:
     """Raise an error: a config cannot contain the object.
 
     Raises:
@@ -53,16 +55,39 @@ def open_source(config: DataConfig) -> Source:
     )
 
 
-def source_of(data: object) -> Source:
+@options("data")
+class ObjectOptions(DataConfig):
+    """Options of a data set that is a Python object."""
+
+    name: str = OBJECT_SOURCE
+    columns: list[str] | None = None
+    """Further columns, such as [patient,slide], that the store carries for each row; null takes
+    none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.columns is not None and (problem := column_name_problem(self.columns)):
+            raise ConfigError(f"data.columns: {problem}")
+
+
+def source_of(data: object, config: DataConfig | None = None) -> Source:
     """Turn a data set object of a Python program into a Source.
 
     Args:
         data: a Source, which is checked but otherwise used as it is, or a map-style data set
             (`__len__` and `__getitem__`), which is wrapped.
+        config: options of the group `data`, whose columns are taken from a table.
 
     Raises:
-        DataError: the object is neither.
+        DataError: the object is neither, or has no such columns.
     """
+    names = (config.columns or []) if isinstance(config, ObjectOptions) else []
+    is_frame = type(data).__module__.partition(".")[0] in _FRAMES
+    if names and not is_frame:
+        raise DataError(
+            f"data.columns names columns of a table, and data is a {type(data).__name__}. Give a "
+            "DataFrame, or a source whose listing has columns."
+        )
     if isinstance(data, Source):
         return _CheckedSource(data)
     if isinstance(data, str | bytes | os.PathLike):
@@ -70,8 +95,8 @@ def source_of(data: object) -> Source:
             f"the data set is {os.fspath(data)!r}, a path, and expected is an object. A path is an "
             "option: data={'name': 'folder', 'root': PATH}, or only data=PATH."
         )
-    if type(data).__module__.partition(".")[0] in _FRAMES:
-        return MapSource(_rows_of_frame(data), paths_are_keys=True)
+    if is_frame:
+        return MapSource(_rows_of_frame(data), True, _columns_of_frame(data, names))
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return MapSource(data, paths_are_keys=True)
     raise DataError(
@@ -82,7 +107,7 @@ def source_of(data: object) -> Source:
 
 def _rows_of_frame(frame: Any) -> list[Any]:
     """Return the paths of a table of pandas, Polars or Arrow, with their labels if it has some."""
-    names = [str(name) for name in getattr(frame, "column_names", None) or frame.columns]
+    names = _names_of_frame(frame)
     column = find_column(names, "path") or find_column(names, "image")
     if column is None:
         raise DataError(
@@ -98,6 +123,21 @@ def _rows_of_frame(frame: Any) -> list[Any]:
     if label is None:
         return paths
     return list(zip(paths, _list_of(frame[label]), strict=True))
+
+
+def _names_of_frame(frame: Any) -> list[str]:
+    return [str(name) for name in getattr(frame, "column_names", None) or frame.columns]
+
+
+def _columns_of_frame(frame: Any, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """Return columns of a table as those of a listing, in the order of their names."""
+    columns = {}
+    for name in sorted(names):
+        pyarrow = import_extra("pyarrow", "data.columns of a DataFrame", "pyarrow", "table")
+        existing_column("data", "data.columns", name, _names_of_frame(frame))
+        values = pyarrow.chunked_array([pyarrow.array(_list_of(frame[name]))])
+        columns[name] = column_values(values, f"data, column {name}")
+    return columns
 
 
 def _list_of(column: Any) -> list[Any]:
@@ -122,9 +162,15 @@ class MapSource:
     processes are often not thread-safe.
     """
 
-    def __init__(self, dataset: Any, paths_are_keys: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        paths_are_keys: bool = False,
+        columns: Mapping[str, npt.NDArray[Any]] = MappingProxyType({}),
+    ) -> None:
         self._dataset = dataset
         self._paths_are_keys = paths_are_keys
+        self._columns = dict(columns)
         self._lock = threading.RLock()
         self._keys: npt.NDArray[np.bytes_] | None = None
         self._rows: npt.NDArray[np.int64] | None = None
@@ -149,7 +195,10 @@ class MapSource:
         self._keys = keys[order]
         self._rows = order
         note = "" if classes else "no attribute targets or labels, and items without a label"
-        return Listing(self._keys, labels[order], classes, warnings=warnings, label_note=note)
+        columns = {name: values[order] for name, values in self._columns.items()}
+        return Listing(
+            self._keys, labels[order], classes, columns=columns, warnings=warnings, label_note=note
+        )
 
     def read(self, key: bytes) -> bytes:
         """Read one item and encode its image without loss."""
@@ -366,7 +415,7 @@ SOURCES.register(
     source_member(
         OBJECT_SOURCE,
         "A data set that a Python program passes as an object to featx.extract.",
-        DataConfig,
+        ObjectOptions,
         open_source,
     )
 )

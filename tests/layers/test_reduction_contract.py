@@ -28,6 +28,9 @@ CASES = {
     "sample of a map": (make_reduce("sample", k=5), MAP),
     "sample of tokens": (make_reduce("sample", k=5), TOKENS),
     "grid of tokens": (make_reduce("grid", size=2), TOKENS),
+    "grid of rows and columns": (make_reduce("grid", rows=3, columns=5), MAP),
+    "map of a map": (make_reduce("map"), MAP),
+    "map of tokens": (make_reduce("map"), TOKENS),
 }
 
 

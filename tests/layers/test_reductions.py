@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from featx.config import make_reduce
-from featx.errors import ReduceError
+from featx.errors import ConfigError, ReduceError
 from featx.layers import RowLayout, channels_last, reduction
 
 SQUARE = (224, 224)
@@ -104,6 +104,25 @@ def test_grid_of_maps() -> None:
     assert reduced(x, "grid")[0, 0].tolist() == [[2.5, 4.5], [10.5, 12.5]]
     last = torch.cat([x, x + 100], 1).permute(0, 2, 3, 1)
     assert reduced(last, "grid")[0, 1].tolist() == [[102.5, 104.5], [110.5, 112.5]]
+
+
+def test_grid_of_rows_and_columns() -> None:
+    x = torch.arange(16.0).view(1, 1, 4, 4)
+    y = reduced(x, "grid", rows=1, columns=4)
+    assert y[0, 0].tolist() == [[6, 7, 8, 9]]
+    with pytest.raises(ReduceError, match=r"4 x 5 cells are more.*reduce.rows and reduce.columns"):
+        reduced(x, "grid", rows=4, columns=5)
+    with pytest.raises(ConfigError, match=r"both of reduce.rows and reduce.columns"):
+        make_reduce("grid", rows=4)
+    with pytest.raises(ConfigError, match=r"reduce.size=3 has no effect"):
+        make_reduce("grid", rows=4, columns=4, size=3)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_map_of_tokens_is_the_map(prefix: int) -> None:
+    assert torch.equal(reduced(tokens(prefix), "map", prefix), nchw())
+    assert torch.equal(reduced(nchw(), "map"), nchw())
+    assert torch.equal(reduced(nchw().permute(0, 2, 3, 1), "map"), nchw())
 
 
 def test_grid_finer_than_the_map_is_refused() -> None:

@@ -311,6 +311,19 @@ def test_a_resize_that_is_asked_for_comes_first(mixed: Path) -> None:
     np.testing.assert_allclose(store["deep"][3], expected, rtol=0, atol=1e-5)
 
 
+def test_a_box_of_an_image_goes_through_windows_of_its_own(same_size: Path) -> None:
+    Path("boxes.csv").write_text("path,x,y,width,height\n0.png,5,2,64,48\n1.png,0,0,16,16\n")
+    data = {"name": "folder", "root": str(same_size), "boxes": "boxes.csv"}
+    model = Stem().eval()
+    store = extract(model, data, layers=["deep"], **WINDOWS)
+    with Image.open(same_size / "0.png") as image:
+        expected = plain_map(
+            hooked(model, "deep"), image.crop((5, 2, 69, 50)), (32, 32), (16, 16), 16
+        )
+    np.testing.assert_allclose(store["deep"][0], expected, rtol=0, atol=1e-5)
+    assert "16 x 16 pixels are smaller than a window" in store.failures[0]["message"]
+
+
 # Images of several sizes
 
 

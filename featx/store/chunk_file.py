@@ -175,16 +175,7 @@ class ChunkFile:
         self, path: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, max_rows: int,
         **options: Any,
     ) -> h5py.Dataset:  # fmt: skip
-        """Create a dataset in chunks of whole rows.
-
-        Args:
-            path: path of the dataset.
-            shape: (rows, ...).
-            dtype: numpy or HDF5 type.
-            chunk_rows: rows per chunk.
-            max_rows: largest number of rows that it can be resized to.
-            options: as of h5py's `create_dataset`.
-        """
+        """Create a dataset in chunks of whole rows, which can be resized to `max_rows`."""
         dataset = self.hdf5.create_dataset(
             path,
             shape=shape,
@@ -212,12 +203,8 @@ class ChunkFile:
     def append(self, path: str, first: int, rows: npt.NDArray[Any]) -> None:
         """Add the next rows of a dataset, as stored; several threads encode them.
 
-        h5py compresses under one lock; without it, two threads write half as fast again.
-
-        Args:
-            path: path of the dataset.
-            first: position of the first of them.
-            rows: (n, ...); those of an incomplete chunk are copied.
+        h5py compresses under one lock; without it, two threads write half as fast again. Rows of
+        an incomplete chunk are copied.
         """
         chunks = self._chunks[path]
         require(first == chunks.stop, "the rows of a file have to arrive in order")
@@ -233,14 +220,7 @@ class ChunkFile:
             number += 1
 
     def append_chunk(self, path: str, first: int, data: bytes, mask: int = 0) -> None:
-        """Add the next chunk of a dataset, as stored; it is whole, or the last one.
-
-        Args:
-            path: path of the dataset.
-            first: position of its first row.
-            data: its bytes.
-            mask: filters that were left out.
-        """
+        """Add the next chunk of a dataset as it is stored; it is whole, or the last one."""
         chunks = self._chunks[path]
         is_next = first == chunks.stop and not first % chunks.step
         require(is_next, "the chunks of a file have to arrive in order")
@@ -249,7 +229,8 @@ class ChunkFile:
 
     def write_array(self, path: str, values: npt.NDArray[Any]) -> None:
         """Write a dataset without chunks, and its checksum."""
-        # HDF5 allocates a dataset when the first value is written.
+        # HDF5 allocates a dataset when the first value is written. The name comes after that, so
+        # that the bytes are the same in memory and on a disk.
         dataset = self.hdf5.create_dataset(None, values.shape, values.dtype)
         first = slice(None if self._target is None else 1)
         dataset[first] = values[first]
@@ -269,11 +250,7 @@ class ChunkFile:
             self.hdf5[f"{layout.CHECKSUMS}/{path}"] = chunks.sums
 
     def content(self) -> memoryview:
-        """Bytes of a file that is built in memory.
-
-        Raises:
-            RunError: the file reads back differently.
-        """
+        """Bytes of a file that is built in memory; raises RunError if it reads back differently."""
         self._close()
         assert isinstance(self._image, io.BytesIO)
         return self._image.getbuffer()

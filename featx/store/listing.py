@@ -213,8 +213,12 @@ def read_listing(root: Path, num_rows: int, identity: str | None = None) -> List
         StoreError: a file cannot be read now.
     """
     second_best = None
-    for read in (_read_from_samples, _read_from_packed, _read_from_parts):
-        listing = read(root, num_rows)
+    for read, path in (
+        (read_listing_file, root / layout.LISTING),
+        (read_listing_file, root / layout.PACKED),
+        (_read_from_parts, root),
+    ):
+        listing = read(path, num_rows)
         if listing is not None and identity in (None, listing_identity(listing)):
             return listing
         second_best = second_best or listing
@@ -270,16 +274,6 @@ def is_column_type(dtype: np.dtype[Any]) -> bool:
 def column_names(file: h5py.File) -> tuple[str, ...]:
     """Names of the columns in samples.h5, a part or features.h5."""
     return tuple(file.get(layout.COLUMNS, ()))
-
-
-def _read_from_samples(root: Path, num_rows: int) -> Listing | None:
-    """Read the listing from samples.h5."""
-    return read_listing_file(root / layout.LISTING, num_rows)
-
-
-def _read_from_packed(root: Path, num_rows: int) -> Listing | None:
-    """Read the listing from features.h5."""
-    return read_listing_file(root / layout.PACKED, num_rows)
 
 
 def _read_from_parts(root: Path, num_rows: int) -> Listing | None:

@@ -18,7 +18,7 @@ from featx.store.layout import geometry_values
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Manifest, Run
 from featx.store.result_files import write_failures
-from featx.types import Failure, LayerSpec, Listing, Part, StoreHeader
+from featx.types import Failure, LayerSpec, Listing, Part
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,6 @@ class RowFile:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    @property
-    def header(self) -> StoreHeader:
-        """Header of the first run."""
-        return self.runs[0].header
-
     @cached_property
     def layers(self) -> dict[str, tuple[LayerSpec, Run]]:
         """Dataset name -> description, and the first run that computed it."""
@@ -69,7 +64,7 @@ class RowFile:
         """Root attributes by which the file is recognised, and that describe its rows."""
         is_whole = self.part is None
         part = {} if is_whole else {"part": self.part, "start": self.start}
-        header = layout.root_attributes(self.header, self.fingerprint_sha256, is_whole)
+        header = layout.root_attributes(self.runs[0].header, self.fingerprint_sha256, is_whole)
         return {**header, "codec": self.runs[0].codec, **part}
 
     def problem(self, file: h5py.File) -> str | None:
@@ -102,12 +97,7 @@ class RowFile:
         return None
 
     def create(self, file: ChunkFile, listing: Listing) -> None:
-        """Create all datasets with one entry per row, with their attributes.
-
-        Args:
-            file: empty file.
-            listing: listing of the whole store.
-        """
+        """Create all datasets with one entry per row, with their attributes."""
         file.hdf5.attrs.update(self.attributes)
         make_groups(file.hdf5, listing)
         for name in (layout.FEATURES, f"{layout.CHECKSUMS}/{layout.FEATURES}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("values")
 
 Completed = subprocess.CompletedProcess[str]
+Stored = Callable[..., Path]
 
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
@@ -132,6 +134,33 @@ def photos(tmp_path: Path) -> Path:
     from tiny_model import write_images
 
     return write_images(tmp_path / "photos")
+
+
+@pytest.fixture(scope="session")
+def extracted_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the images of the tiny model, and with their store in parts and as one file."""
+    from tiny_model import extract, write_images
+
+    from featx.store import pack_store
+
+    folder = tmp_path_factory.mktemp("extracted")
+    write_images(folder / "photos")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        extract("photos", out="parts", pack=False)
+    pack_store(Path(shutil.copytree(folder / "parts", folder / "packed")))
+    return folder
+
+
+@pytest.fixture
+def stored(extracted_once: Path, in_tmp_path: None) -> Stored:
+    """Copies images to `photos` and their store to `store`; returns the folder of the images."""
+
+    def copy(pack: bool = True) -> Path:
+        shutil.copytree(extracted_once / ("packed" if pack else "parts"), "store")
+        return Path(shutil.copytree(extracted_once / "photos", "photos"))
+
+    return copy
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import Stored
 from made_store import dataset_digests, temporary_files
 from tiny_model import extract, run_job
 
@@ -40,9 +41,9 @@ def test_packed_later_is_what_is_packed_at_once(
 
 
 def test_a_second_time_there_is_nothing_to_do(
-    photos: Path, capsys: pytest.CaptureFixture[str]
+    stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extract(photos, pack=False)
+    stored(pack=False)
     run_job("pack", out="store")
     before = PACKED.stat()
     assert run_job("pack", store="store") == 0
@@ -62,8 +63,8 @@ def test_layers_that_came_later_join_the_packed_file(photos: Path) -> None:
     assert run_job("verify", out="store", verify={"reextract_rows": 21}) == 0
 
 
-def test_an_unfinished_store_is_refused_and_keeps_its_parts(photos: Path) -> None:
-    extract(photos, pack=False)
+def test_an_unfinished_store_is_refused_and_keeps_its_parts(stored: Stored) -> None:
+    stored(pack=False)
     Path("store/parts/part-000003.h5").unlink()
     with pytest.raises(StoreError, match=r"1 part is missing, part-000003\.h5 first") as refused:
         run_job("pack", out="store")
@@ -72,9 +73,9 @@ def test_an_unfinished_store_is_refused_and_keeps_its_parts(photos: Path) -> Non
     assert not PACKED.exists()
 
 
-def test_without_room_the_parts_are_kept(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = extract(photos, pack=False)
-    before = store["conv"][:].tobytes()
+def test_without_room_the_parts_are_kept(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(pack=False)
+    before = featx.open("store")["conv"][:].tobytes()
     with monkeypatch.context() as full:
         full.setattr("featx.storage.local_folder.AtomicFolder.free_bytes", lambda _: 1000)
         with pytest.raises(RunError, match=r"needs \d+ bytes, but 1000 are free") as no_room:
@@ -87,8 +88,8 @@ def test_without_room_the_parts_are_kept(photos: Path, monkeypatch: pytest.Monke
     assert featx.open("store")["conv"][:].tobytes() == before
 
 
-def test_a_part_that_is_damaged_is_named_and_never_packed(photos: Path) -> None:
-    extract(photos, pack=False)
+def test_a_part_that_is_damaged_is_named_and_never_packed(stored: Stored) -> None:
+    photos = stored(pack=False)
     whole = featx.open("store")["conv"][:].tobytes()
     part = Path("store/parts/part-000002.h5")
     data = bytearray(part.read_bytes())
@@ -104,8 +105,8 @@ def test_a_part_that_is_damaged_is_named_and_never_packed(photos: Path) -> None:
     assert extract(photos)["conv"][:].tobytes() == whole
 
 
-def test_what_is_no_store_and_a_damaged_file_are_refused_by_name(photos: Path) -> None:
-    extract(photos)
+def test_what_is_no_store_and_a_damaged_file_are_refused_by_name(stored: Stored) -> None:
+    photos = stored()
     for where in ("nowhere", "photos", "store/features.h5", "photos/cat/000.png"):
         with pytest.raises(StoreError, match=where) as refused:
             run_job("pack", store=where)
@@ -116,8 +117,8 @@ def test_what_is_no_store_and_a_damaged_file_are_refused_by_name(photos: Path) -
         run_job("pack", out="store")
 
 
-def test_a_running_writer_is_told_by_its_pid(photos: Path) -> None:
-    extract(photos, pack=False)
+def test_a_running_writer_is_told_by_its_pid(stored: Stored) -> None:
+    stored(pack=False)
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"

@@ -145,6 +145,9 @@ def test_kfold_tests_every_row_and_keeps_a_head_of_all(
     assert len(found["folds"]["values"]) == len(found["l2_of_folds"]) == 3
     assert found["folds"]["mean"] == pytest.approx(found["accuracy"])
     assert found["head_fitted_on"] == "all labelled rows"
+    rows = predictions()
+    assert sorted(row["fold"] for row in rows) == sorted("123" * 100)
+    assert {row["key"] for row in rows} == set(featx.open("store").keys.tolist())
     assert head()["mean"] == pytest.approx(X.mean(0), rel=1e-4)
 
 
@@ -153,10 +156,14 @@ def test_a_note_on_one_fold_says_so(
 ) -> None:
     monkeypatch.setattr("featx.analysis.probe.logistic_regression.L2_GRID", (10.0, 1.0))
     write_store(Path("store"), Y, x=X)
-    notes = probe(capsys, split="kfold", folds=3)["notes"]
+    options = {"split": "kfold", "folds": 3, "shots": [2]}
+    run_job("probe", store="store", device="cpu", probe=options)
+    notes = json.loads(Path("store/probe.json").read_text())["notes"]
     assert [note[:25] for note in notes] == [f"fold {i} of 3: the best l2," for i in (1, 2, 3)]
-    run_job("probe", store="store", device="cpu", probe={"split": "kfold", "folds": 3})
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    for text in ("Chosen layer: x", "95 % interval", "folds       mean", "Few-shot", "job=predict"):
+        assert text in printed
+    printed = " ".join(printed.split())
     assert printed.count("the best l2,") == 1
     assert "x, linear (3 folds): the best l2," in printed
 
@@ -198,6 +205,9 @@ def test_another_store_is_tested_with_classes_by_name(capsys: pytest.CaptureFixt
     assert found["split"]["kind"] == "test_store"
     assert found["accuracy"] > 0.6
     assert found["support"] == [30, 30, 30]
+    tested = predictions(split="test")
+    assert [row["key"] for row in tested] == featx.open("other").keys.tolist()
+    assert {row["fold"] for row in tested} == {""}
     with pytest.raises(ConfigError, match="its rows would be tested on themselves"):
         probe(capsys, test_store="store")
     make_labelled({"x": x[:, :5]}, y, ["a", "b", "c"]).changed(other=2).write(Path("narrow"))
@@ -277,28 +287,6 @@ def test_the_predictions_are_a_split_file(capsys: pytest.CaptureFixture[str]) ->
     again = probe(capsys, split="column", split_file="split.csv")
     assert again["confusion"] == found["confusion"]
     assert again["split"]["validation_rows"] == found["split"]["validation_rows"]
-
-
-def test_predictions_of_folds_and_of_another_store(capsys: pytest.CaptureFixture[str]) -> None:
-    write_store(Path("store"), Y, x=X)
-    probe(capsys, split="kfold")
-    rows = predictions()
-    assert sorted(row["fold"] for row in rows) == sorted("12345" * 60)
-    assert {row["key"] for row in rows} == set(featx.open("store").keys.tolist())
-    other = make_labelled({"x": X[:90]}, Y[:90], ["c0", "c1", "c2"])
-    other.changed(other=1).write(Path("other"), packed=True)
-    probe(capsys, test_store="other")
-    tested = [row for row in predictions() if row["split"] == "test"]
-    assert [row["key"] for row in tested] == featx.open("other").keys.tolist()
-    assert {row["fold"] for row in tested} == {""}
-
-
-def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    write_store(Path("store"), Y, x=X)
-    run_job("probe", store="store", probe={"split": "kfold", "shots": [2]})
-    out = capsys.readouterr().out
-    for text in ("Chosen layer: x", "95 % interval", "folds       mean", "Few-shot", "job=predict"):
-        assert text in out
 
 
 def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

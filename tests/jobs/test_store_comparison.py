@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,28 @@ def ask(capsys: pytest.CaptureFixture[str], store: str, **keys: Any) -> dict[str
     return found
 
 
-def write_two_stores() -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores a and b of the same rows; a is probed."""
+    folder = tmp_path_factory.mktemp("made")
     x, y = blobs(num_rows=90, width=6)
-    write_store(Path("runs/a"), y, failed=(4, 7), x=x, half=x[:, :3])
-    write_store(Path("runs/b"), y, failed=(4, 7), x=x[:, ::-1])
+    write_store(folder / "a", y, failed=(4, 7), x=x, half=x[:, :3])
+    write_store(folder / "b", y, failed=(4, 7), x=x[:, ::-1])
+    probe(store=str(folder / "a"))
+    return folder
 
 
-def test_a_probed_store_and_one_without(capsys: pytest.CaptureFixture[str]) -> None:
-    write_two_stores()
-    entry = probe(store="runs/a")
+@pytest.fixture
+def entry(made: Path, in_tmp_path: None) -> dict[str, Any]:
+    """What probe.json says of store a; both stores are copied to runs."""
+    shutil.copytree(made, "runs")
+    found: dict[str, Any] = json.loads(Path("runs/a/probe.json").read_text())
+    return found
+
+
+def test_a_probed_store_and_one_without(
+    entry: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = ask(capsys, "[runs/a, runs/b]")
     assert found["notes"] == []
     a, b = csv_rows("runs/compare.csv")
@@ -56,8 +70,8 @@ def test_a_probed_store_and_one_without(capsys: pytest.CaptureFixture[str]) -> N
     assert "compare.csv" in text
 
 
+@pytest.mark.usefixtures("entry")
 def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
-    write_two_stores()
     found = ask(capsys, "[runs/a,runs/b]")
     from featx.similarity import compare_stores
 
@@ -68,9 +82,8 @@ def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
         compare_stores([])
 
 
+@pytest.mark.usefixtures("entry")
 def test_probes_of_the_same_rows_and_of_others(capsys: pytest.CaptureFixture[str]) -> None:
-    write_two_stores()
-    probe(store="runs/a")
     probe(store="runs/b")
     (note,) = ask(capsys, "[runs/a,runs/b]")["notes"]
     assert note.startswith("job=probe store=runs/b probe.compare_store=runs/a tests whether")
@@ -89,8 +102,8 @@ def test_numbers_have_their_own_metric(capsys: pytest.CaptureFixture[str]) -> No
     assert f"{entry['r2']:.3f}" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("entry")
 def test_a_pattern_takes_what_is_a_store(capsys: pytest.CaptureFixture[str]) -> None:
-    write_two_stores()
     Path("runs/notes").mkdir()
     Path("runs/broken").mkdir()
     Path("runs/broken/featx.json").write_text("{")
@@ -119,9 +132,8 @@ def test_other_images_and_labels_are_said(capsys: pytest.CaptureFixture[str]) ->
     assert second == "runs/c has other labels than runs/a"
 
 
+@pytest.mark.usefixtures("entry")
 def test_a_probe_of_another_state_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    write_two_stores()
-    probe(store="runs/a")
     path = Path("runs/a/probe.json")
     path.write_bytes(result_json({**read_result(path), "fingerprint": "other"}, 1))
     found = ask(capsys, "[runs/a,runs/b]")

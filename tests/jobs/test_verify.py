@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import Stored
 from made_store import dataset_digests
 from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image
 
@@ -47,9 +48,9 @@ def flip_byte_of_row(path: Path, layer: str, row: int) -> None:
 
 
 def test_exit_codes_and_json_of_sound_incomplete_and_damaged(
-    photos: Path, capsys: pytest.CaptureFixture[str]
+    stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extract(photos, pack=False)
+    stored(pack=False)
     code, found = look(capsys)
     assert code == 0
     assert found["complete"] is True
@@ -77,9 +78,9 @@ def test_exit_codes_and_json_of_sound_incomplete_and_damaged(
 
 
 def test_verify_and_the_repair_of_a_sound_store_write_nothing(
-    photos: Path, capsys: pytest.CaptureFixture[str]
+    stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extract(photos)
+    stored()
 
     def state() -> dict[str, tuple[int, bytes]]:
         files = [p for p in Path("store").rglob("*") if p.is_file() and p.name != ".lock"]
@@ -93,10 +94,10 @@ def test_verify_and_the_repair_of_a_sound_store_write_nothing(
     assert state() == before
 
 
-def test_no_store_and_a_file_for_a_sample_are_clear_errors(photos: Path) -> None:
+def test_no_store_and_a_file_for_a_sample_are_clear_errors(stored: Stored) -> None:
     with pytest.raises(StoreError, match=r"nowhere holds no store: there is no featx\.json in it"):
         run_job("verify", store="nowhere")
-    extract(photos)
+    stored()
     assert run_job("verify", store="store/features.h5") == 0
     with pytest.raises(
         ConfigError, match=r"verify\.reextract_rows and verify\.repair need the store's"
@@ -106,9 +107,9 @@ def test_no_store_and_a_file_for_a_sample_are_clear_errors(photos: Path) -> None
 
 @pytest.mark.slow
 def test_a_truncated_packed_file_is_damage_and_is_computed_again(
-    photos: Path, capsys: pytest.CaptureFixture[str]
+    stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extract(photos)
+    stored()
     before = dataset_digests(Path("store/features.h5"))
     os.truncate("store/features.h5", 3000)
     code, found = look(capsys)
@@ -152,12 +153,12 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
     ],
 )
 def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
-    photos: Path,
+    stored: Stored,
     capsys: pytest.CaptureFixture[str],
     computed: list[tuple[frozenset[str], int]],
     how: str,
 ) -> None:
-    extract(photos, pack=False)
+    stored(pack=False)
     parts = sorted(Path("store/parts").iterdir())
     before = {path.name: dataset_digests(path) for path in parts}
     part = parts[2]
@@ -228,11 +229,11 @@ def raises_runtime_error(*args: Any) -> None:
 @pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
 @pytest.mark.parametrize("how", ["lost", pytest.param("damaged", marks=pytest.mark.slow)])
 def test_a_lost_manifest_or_listing_is_restored(
-    photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]],
+    stored: Stored, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]],
     name: str, pack: bool, how: str,
 ) -> None:  # fmt: skip
     """A manifest is restored without the images, which are elsewhere meanwhile."""
-    extract(photos, pack=pack)
+    photos = stored(pack)
     path = Path("store", name)
     before = path.read_bytes()
     if how == "lost":
@@ -255,9 +256,9 @@ def test_a_lost_manifest_or_listing_is_restored(
 
 
 def test_other_files_of_a_store_are_restored_without_the_model(
-    photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]]
+    stored: Stored, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]]
 ) -> None:
-    extract(photos)
+    stored()
     before = dataset_digests(Path("store/features.h5"))
     with h5py.File("store/features.h5", "r+") as file:
         file["label"][3] = 77
@@ -269,9 +270,9 @@ def test_other_files_of_a_store_are_restored_without_the_model(
 
 
 def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(
-    photos: Path, capsys: pytest.CaptureFixture[str]
+    stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extract(photos, pack=False)
+    stored(pack=False)
     shutil.copy("store/parts/part-000001.h5", "store/parts/part-000099.h5")
     assert look(capsys)[0] == verify.EXIT_DAMAGED
     assert look(capsys, verify={"repair": True})[0] == 0
@@ -280,10 +281,10 @@ def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(
 
 
 def test_repair_without_the_image_records_the_row_and_keeps_the_others(
-    photos: Path, capsys: pytest.CaptureFixture[str]
+    stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the image back, retry_failed=true makes the store that it was."""
-    extract(photos)
+    photos = stored()
     before = dataset_digests(Path("store/features.h5"))
     whole = featx.open("store")["conv"][:]
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
@@ -345,9 +346,9 @@ def test_a_lost_file_of_weights_is_named(
 
 @pytest.mark.slow
 def test_new_images_do_not_keep_a_store_from_being_repaired(
-    photos: Path, capsys: pytest.CaptureFixture[str]
+    stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extract(photos)
+    photos = stored()
     before = dataset_digests(Path("store/features.h5"))
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
     write_image(photos / "cat" / "001.png", 99)
@@ -358,10 +359,10 @@ def test_new_images_do_not_keep_a_store_from_being_repaired(
 
 @pytest.mark.parametrize("damage", ["row", "metadata"])
 def test_what_cannot_be_extracted_again_is_refused_before_anything_moves(
-    photos: Path, capsys: pytest.CaptureFixture[str], damage: str
+    stored: Stored, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     """Metadata cost no row, so no model is needed; the message names the code of the model."""
-    extract(photos)
+    stored()
     before = dataset_digests(Path("store/features.h5"))
     if damage == "row":
         flip_byte_of_row(Path("store/features.h5"), "conv", 9)

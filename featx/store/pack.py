@@ -6,6 +6,8 @@ features.h5 already holds earlier runs, it is one more source, and the new file 
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -71,8 +73,14 @@ def pack_parts(root: Path) -> None:
     Raises:
         RunError: packing failed. The parts are kept; the next run repairs damaged ones.
     """
+    stop = threading.Event()
     try:
-        pack(root)
+        # Ctrl-C interrupts this thread only: HDF5 cannot go on after an interrupted call of Python.
+        with ThreadPoolExecutor(1, "featx-pack") as threads:
+            try:
+                threads.submit(pack, root, stop).result()
+            finally:
+                stop.set()
     except (FeatxError, OSError) as error:
         kind = "" if isinstance(error, FeatxError) else f"{type(error).__name__}: "
         raise RunError(
@@ -116,8 +124,13 @@ def pack_store(root: Path) -> bool:
     return has_parts
 
 
-def pack(root: Path) -> None:
-    """Create features.h5 from the files of a store and check every chunk of it."""
+def pack(root: Path, stop: threading.Event | None = None) -> None:
+    """Create features.h5 from the files of a store and check every chunk of it.
+
+    Args:
+        root: folder of the store.
+        stop: once it is set, the copy ends with an error.
+    """
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST}.")
@@ -137,7 +150,7 @@ def pack(root: Path) -> None:
     disk, path = AtomicFolder(root), root / layout.PACKED
     with ChunkFile(path, disk.begin_file(path, replace=True, reserved_bytes=size)) as file:
         try:
-            _Packer(manifest, listing, file).copy(sources)
+            _Packer(manifest, listing, file, stop or threading.Event()).copy(sources)
         except RunError:
             raise
         except layout.UNREADABLE as error:
@@ -204,10 +217,13 @@ def _record_damaged(disk: AtomicFolder, sources: list[Path]) -> str:
 class _Packer:
     """Packed file that is being filled."""
 
-    def __init__(self, manifest: Manifest, listing: Listing, file: ChunkFile) -> None:
+    def __init__(
+        self, manifest: Manifest, listing: Listing, file: ChunkFile, stop: threading.Event
+    ) -> None:
         self._manifest = manifest
         self._listing = listing
         self._file = file
+        self._stop = stop
         self._status = np.full(len(listing), Status.ABSENT, dtype=np.uint8)
         self._images = np.full(len(listing), UNKNOWN_IMAGE, dtype=np.uint64)
         self._failures: dict[int, Failure] = {}
@@ -274,6 +290,8 @@ class _Packer:
             is_last = first_row + len(rows) == len(target)
             begin = len(rows) if is_last else len(rows) // step * step
             for row in range(0, begin, step):
+                if self._stop.is_set():
+                    raise RunError("packing was interrupted.")
                 mask, data = rows.id.read_direct_chunk((row, *(0,) * (rows.ndim - 1)))
                 if not layout.agrees(sums[row // step], data):
                     raise StoreError(f"/{path} differs from its checksum at row {row}.")

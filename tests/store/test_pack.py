@@ -6,10 +6,12 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -31,6 +33,7 @@ from featx.store import (
     packed_size_bound,
     reason_to_keep_parts,
 )
+from featx.store.chunk_file import ChunkFile
 from featx.store.pack import check_chunks, pack
 
 CODECS = ["none", "gzip", "zstd"]
@@ -372,6 +375,26 @@ def test_a_disk_that_fills_up_without_a_reservation_makes_no_file(
     )
     assert done.returncode != 0
     assert part_files(tmp_path) == before
+    assert not (tmp_path / "features.h5").exists()
+
+
+def test_an_interrupt_ends_packing_and_leaves_the_parts(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write(tmp_path)
+    before = part_files(tmp_path)
+    real = ChunkFile.append_chunk
+
+    def interrupted(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # comes to the main thread
+        time.sleep(0.1)
+        real(*arguments)
+
+    monkeypatch.setattr(ChunkFile, "append_chunk", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack_parts(tmp_path)
+    assert part_files(tmp_path) == before
+    assert temporary_files(tmp_path) == []
     assert not (tmp_path / "features.h5").exists()
 
 

@@ -7,7 +7,6 @@ import pytest
 from scipy import stats
 
 from featx.analysis.probe.comparisons import (
-    SplitValues,
     bootstrapped_difference,
     compare,
     compare_with_best,
@@ -156,11 +155,11 @@ def test_equal_differences_over_splits_tell_nothing_about_their_error(
     assert resampled_test(differences, 0.25) == (None, p)
     splits = [Split(np.arange(60), np.arange(60, 80), np.arange(80, 100))] * 2
     values = {
-        "best": SplitValues(differences, differences),
-        "flat": SplitValues([0.0, 0.0], [0.0, 0.0]),
-        "far": SplitValues([-0.5, -0.501], [-0.5, -0.501]),
+        "best": differences,
+        "flat": [0.0, 0.0],
+        "far": [-0.5, -0.501],
     }
-    found = compare_splits(values, "best", splits)
+    found = compare_splits(values, values, "best", splits)
     assert found["flat"]["p"] == found["flat"]["p_holm"] == p
     assert found["flat"]["told_apart"] is (None if p is None else False)
     assert (found["flat"]["not_tested"] is None) == (p is not None)

@@ -42,10 +42,10 @@ def results_of(*layers: tuple[str, list[tuple[float, float]]]) -> Results[str]:
 
 def test_a_tie_goes_to_the_smaller_validation_loss() -> None:
     layers = [("a", [(0.8, 0.7)]), ("b", [(0.9, 0.6)]), ("c", [(np.nextafter(0.9, 1), 0.5)])]
-    assert results_of(*layers).top(0).layer == "c"
-    top = results_of(*layers, ("d", [(0.9, 0.4)])).top(0)
-    assert (top.layer, top.tested) == ("d", ["d0"])
-    assert "layer_of_folds" not in top.about
+    assert results_of(*layers).answer(0)["layer"] == "c"
+    results = results_of(*layers, ("d", [(0.9, 0.4)]))
+    assert (results.answer(0)["layer"], results.tested(0)) == ("d", ["d0"])
+    assert "layer_of_folds" not in results.answer(0)
 
 
 def test_each_fold_has_a_choice_of_its_own() -> None:
@@ -54,9 +54,9 @@ def test_each_fold_has_a_choice_of_its_own() -> None:
         ("b", [(0.9, 0.5), (0.9, 0.5)]),
         ("c", [(0.9, 0.4), (0.1, 0.1)]),
     )
-    top = results.top(0)
-    assert (top.layer, top.about["layer_of_folds"]) == ("b", ["c", "a"])
-    assert top.tested == top.about["folds"] == ["c0", "a1"]
+    answer = results.answer(0)
+    assert (answer["layer"], answer["layer_of_folds"]) == ("b", ["c", "a"])
+    assert results.tested(0) == answer["folds"] == ["c0", "a1"]
 
 
 def test_with_folds_the_top_is_nested_and_layers_are_their_own() -> None:

@@ -211,8 +211,8 @@ class ClassTask(RowTask):
 
     def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
         options, classes = self.config.probe, list(self.training.classes)
-        top = results.top(results.seeds[0])
-        joined = join_predictions(top.tested)
+        best = results.answer(results.seeds[0])["layer"]
+        joined = join_predictions(results.tested(results.seeds[0]))
         first = {
             layer: join_predictions([record.tested for record in records])
             for (seed, layer, method), records in results.folds.items()
@@ -222,8 +222,8 @@ class ClassTask(RowTask):
             "classes": classes,
             "near_duplicates": self._near_entry(joined),
             "paired_tests": compare_with_best(
-                first[top.layer],
-                {layer: each for layer, each in first.items() if layer != top.layer},
+                first[best],
+                {layer: each for layer, each in first.items() if layer != best},
             ),
             "bootstrap": None,
             "compared_store": None,
@@ -238,9 +238,9 @@ class ClassTask(RowTask):
                 self._other, joined, self.keys[places], np.concatenate(checksums)[places], classes
             )
         notes, near = self.notes_on_rows(), entries["near_duplicates"]
-        if count := results.layers[top.layer]["repeated_rows"]:
+        if count := results.layers[best]["repeated_rows"]:
             notes.append(
-                f"{count} test rows have the same vector as a training row in {top.layer}; these "
+                f"{count} test rows have the same vector as a training row in {best}; these "
                 "may be the same images"
             )
         if near["rows"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -177,19 +176,6 @@ _EQUAL = "the difference is the same in every split, which tells nothing about i
 """Reason why `resampled_test` gives no p-value."""
 
 
-@dataclass(frozen=True)
-class SplitValues:
-    """Values of one metric of one layer over the splits of several seeds.
-
-    Attributes:
-        by_seed: value on the test rows of all splits of each seed.
-        by_split: value on the test rows of each split of each seed.
-    """
-
-    by_seed: Sequence[float]
-    by_split: Sequence[float]
-
-
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Return mean, sample standard deviation, smallest and largest value, and the values."""
     return {**mean_and_spread(list(values)), "min": min(values), "max": max(values)}
@@ -211,12 +197,16 @@ def metric_spreads(
 
 
 def differences(
-    values: Mapping[str, SplitValues], best: str, splits: Sequence[Split]
+    by_seed: Mapping[str, Sequence[float]],
+    by_split: Mapping[str, Sequence[float]],
+    best: str,
+    splits: Sequence[Split],
 ) -> dict[str, Any]:
     """Compare a layer with each other one over the splits of all seeds.
 
     Args:
-        values: layer -> values of a metric.
+        by_seed: layer -> values of a metric on the test rows of all splits of each seed.
+        by_split: layer -> values on the test rows of each split of each seed.
         best: the layer.
         splits: all splits.
 
@@ -228,14 +218,13 @@ def differences(
     """
     share = float(np.mean([len(split.test) / len(split.train) for split in splits]))
     entries: dict[str, Any] = {}
-    best_values = values[best]
-    for layer, layer_values in values.items():
-        if layer == best:
-            continue
-        by_split = _differences(best_values.by_split, layer_values.by_split)
-        by_seed = _differences(best_values.by_seed, layer_values.by_seed)
-        interval, p = resampled_test(by_split, share)
-        entries[layer] = {**spread(by_seed), "interval": interval, "p": p}
+    for layer in (name for name in by_seed if name != best):
+        of_seeds, of_splits = (
+            [first - second for first, second in zip(values[best], values[layer], strict=True)]
+            for values in (by_seed, by_split)
+        )
+        interval, p = resampled_test(of_splits, share)
+        entries[layer] = {**spread(of_seeds), "interval": interval, "p": p}
     # A layer without a p-value counts as a test of the family that finds nothing.
     corrected = holm([1.0 if entry["p"] is None else entry["p"] for entry in entries.values()])
     for entry, p in zip(entries.values(), corrected, strict=True):
@@ -243,7 +232,3 @@ def differences(
         entry["p_holm"], entry["told_apart"] = (p, p < ALPHA) if is_tested else (None, None)
         entry["not_tested"] = None if is_tested else _EQUAL
     return entries
-
-
-def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [first - second for first, second in zip(a, b, strict=True)]

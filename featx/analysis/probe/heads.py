@@ -312,14 +312,3 @@ def limit_notes(temperature: float) -> list[str]:
     if LOWEST * 1.001 < temperature < HIGHEST / 1.001:
         return []
     return [f"the calibration temperature, {temperature:g}, is at the limit of its range"]
-
-
-def scale_logits(head: Head, temperature: float) -> Head:
-    """Return a head whose logits are divided by a temperature."""
-    return Head(
-        head.scaler,
-        head.weight / temperature,
-        head.bias / temperature,
-        head.probabilities,
-        head.normalises,
-    )

@@ -26,7 +26,6 @@ from featx.analysis.probe.heads import (
     fit_scaler,
     fit_temperature,
     limit_notes,
-    scale_logits,
     scores_of,
 )
 from featx.analysis.probe.layer_rows import Features, Tokens
@@ -162,9 +161,9 @@ def name_of_choice(method: str) -> str:
 
 def calibrate(problem: Problem, fitted: FittedProbe, temperature: float) -> FittedProbe:
     """Return a fitted linear probe with its logits divided by a temperature."""
-    assert fitted.head is not None
-    head = scale_logits(fitted.head, temperature)
-    choice = fitted.choice
+    head, choice = fitted.head, fitted.choice
+    assert head is not None
+    head = replace(head, weight=head.weight / temperature, bias=head.bias / temperature)
     details = {**choice.details, "calibration_temperature": temperature}
     return _head_probe(problem.features, head, choice.setting, choice.notes, details)
 

@@ -117,7 +117,7 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
 
     def result_entries(self, results: Results[PixelCounts]) -> dict[str, Any]:
         masks, rows = self._masks, self.first_splits
-        counts = PixelCounts.join(results.top(results.seeds[0]).tested)
+        counts = PixelCounts.join(results.tested(results.seeds[0]))
         groups = None if rows.groups is None else rows.groups[rows.test_places]
         return {
             **pixel_interval(counts.pixels, groups),

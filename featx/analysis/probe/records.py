@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from featx.analysis.probe.comparisons import SplitValues, differences, metric_spreads
+from featx.analysis.probe.comparisons import differences, metric_spreads
 from featx.analysis.probe.metrics import Metric
 from featx.analysis.probe.splits import Split
 
@@ -57,27 +57,6 @@ class Record(Generic[Tested]):
     split: Split
     choice: Choice
     tested: Tested
-
-
-@dataclass(frozen=True)
-class Top(Generic[Tested]):
-    """Numbers of the best layer of one seed with the first method.
-
-    Attributes:
-        layer: the layer that is best on the validation rows.
-        about: its entry for the method. With several folds and layers its metrics are those of the
-            layers that the folds chose (nested validation), which `layer_of_folds` names.
-        records: the records that the metrics are of, one for each fold.
-    """
-
-    layer: str
-    about: dict[str, Any]
-    records: list[Record[Tested]]
-
-    @property
-    def tested(self) -> list[Tested]:
-        """Results on the test rows of each fold."""
-        return [record.tested for record in self.records]
 
 
 class Results(Generic[Tested]):
@@ -139,14 +118,22 @@ class Results(Generic[Tested]):
             for records in zip(*of_layers, strict=True)
         ]
 
-    def top(self, seed: int) -> Top[Tested]:
-        """Return the numbers of the best layer."""
-        best = self._best_layer([seed], lambda merit: merit)
-        about, records = self.entries[seed, best, self.methods[0]], self.chosen(seed)
-        if len(records) > 1 and len(self.layers) > 1:
-            metrics = self._judge([record.tested for record in records])
-            about = {**about, "layer_of_folds": [each.layer for each in records], **metrics}
-        return Top(best, about, records)
+    def tested(self, seed: int) -> list[Tested]:
+        """Return the results of `chosen` on the test rows."""
+        return [record.tested for record in self.chosen(seed)]
+
+    def answer(self, seed: int) -> dict[str, Any]:
+        """Return the entries of probe.json about the best layer of a seed with the first method.
+
+        With several folds and layers the metrics are those of the layers that the folds chose
+        (nested validation), which `layer_of_folds` names.
+        """
+        best, chosen = self._best_layer([seed], lambda merit: merit), self.chosen(seed)
+        about = self.entries[seed, best, self.methods[0]]
+        if len(chosen) > 1 and len(self.layers) > 1:
+            metrics = self._judge(self.tested(seed))
+            about = {**about, "layer_of_folds": [each.layer for each in chosen], **metrics}
+        return {"layer": best, "method": self.methods[0], **about}
 
     def seeds_entry(
         self, metrics: Sequence[Metric], first_metric: Callable[[Tested], float | None]
@@ -165,7 +152,7 @@ class Results(Generic[Tested]):
         return {
             "seeds": list(self.seeds),
             "layer_of_splits": [each.layer for seed in self.seeds for each in self.chosen(seed)],
-            "chosen": metric_spreads(names, [self.top(seed).about for seed in self.seeds]),
+            "chosen": metric_spreads(names, [self.answer(seed) for seed in self.seeds]),
             "layers": {
                 layer: {
                     method: metric_spreads(names, self._of_seeds(layer, method))
@@ -208,17 +195,11 @@ class Results(Generic[Tested]):
         self, best: str, name: str, first_metric: Callable[[Tested], float | None]
     ) -> dict[str, Any] | None:
         """Compare a layer with each other one by the first metric."""
-        values = {}
+        method, by_seed, by_split = self.methods[0], dict[str, Any](), dict[str, Any]()
         for layer in self.layers:
-            by_seed = [entry[name] for entry in self._of_seeds(layer, self.methods[0])]
-            by_split = self.split_values(layer, first_metric)
-            available = [value for value in by_split if value is not None]
-            if None in by_seed or len(available) < len(by_split):
+            by_seed[layer] = [entry[name] for entry in self._of_seeds(layer, method)]
+            by_split[layer] = self.split_values(layer, first_metric)
+            if None in (*by_seed[layer], *by_split[layer]):
                 return None
-            values[layer] = SplitValues(by_seed, available)
-        splits = [
-            record.split
-            for seed in self.seeds
-            for record in self.folds[seed, best, self.methods[0]]
-        ]
-        return differences(values, best, splits)
+        splits = [record.split for seed in self.seeds for record in self.folds[seed, best, method]]
+        return differences(by_seed, by_split, best, splits)

@@ -71,16 +71,13 @@ def run_probe(
                 f"{layer} does not fit into the memory of {device}. {task.memory_remedy}"
             ) from error
         log(_line(task, results, layer))
-    top = results.top(seeds[0])
     result = {
         "featx_probe": FORMAT,
         "store": str(store.root),
         **{name: str(store.attrs[name]) for name in STORE_ATTRIBUTES},
         "task": kind.name,
         "task_reason": kind.reason,
-        "layer": top.layer,
-        "method": methods[0],
-        **top.about,
+        **results.answer(seeds[0]),
         **task.result_entries(results),
         "rows_labelled": len(task.training.rows),
         "split": task.first_splits.as_dict(config.probe),

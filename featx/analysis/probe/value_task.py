@@ -105,7 +105,7 @@ class ValueTask(RowTask):
         return final.head
 
     def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
-        tested = join_predictions(results.top(results.seeds[0]).tested)
+        tested = join_predictions(results.tested(results.seeds[0]))
         return {
             **self._interval(tested),
             "targets": list(self._names),

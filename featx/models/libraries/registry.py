@@ -229,14 +229,10 @@ def _take_windows(backbone: Backbone, config: ModelConfig, window: tuple[int, in
     """Let images go through a backbone in windows."""
     from featx.models.preprocessing import windowed_preprocess  # which imports torch
 
-    height, width = backbone.preprocess.crop
-    if (height, width) != window:
-        backbone.give_back()
-        raise ModelError(
-            f"model.window.size={list(window)}: {backbone.name} takes images of {height} x {width} "
-            f"pixels only. Give model.window.size=[{height},{width}]."
-        )
+    # Libraries without an input size build the model as it is: a convolutional network takes any
+    # size, and the first forward pass of others fails.
+    preprocess = replace(backbone.preprocess, crop=window)
     given = _transform_of(config).resize
     resize = given if given is None or isinstance(given, int) else (given[0], given[1])
     overlap = config.window.overlap
-    backbone.preprocess = windowed_preprocess(backbone.preprocess, overlap, resize)
+    backbone.preprocess = windowed_preprocess(preprocess, overlap, resize)

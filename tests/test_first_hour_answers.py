@@ -30,6 +30,15 @@ def test_a_smaller_limit_is_named(option: str) -> None:
         extract({"name": "folder", "root": "photos", option: 4})
 
 
+def test_a_store_of_other_images_is_said_to_be_one() -> None:
+    write_images(Path("photos"), 6)
+    extract("photos")
+    for image in Path("photos").rglob("*.png"):
+        image.rename(image.with_stem("new_" + image.stem))
+    with pytest.raises(StoreMismatchError, match=r"None of its rows .* other images than .*/new_"):
+        extract("photos")
+
+
 def test_a_layer_in_the_name_of_out_has_no_brackets() -> None:
     assert job_config("extract", layers=["conv", "pool.1"], out="runs/z_${layers}").out == (
         "runs/z_conv+pool.1"

@@ -123,7 +123,7 @@ def text_classifier(
         raise ConfigError(
             "texts need a model with a text tower: model=open_clip, or for job=neighbors and "
             "job=report a folder of CLIP or SigLIP with model=transformers. This one is "
-            f"model.library={config.library}."
+            f"model.library={config.library} model.name={config.name}."
         )
     _refuse_random_weights(config)
     open_clip = import_open_clip()

@@ -331,11 +331,17 @@ def merge_listing(root: Path, stored: Listing, listed: Listing) -> Listing:
     is_present = listed.keys[np.minimum(position, len(listed) - 1)] == stored.keys
     if not is_present.all():
         removed = stored.keys[~is_present]
+        if is_present.any():
+            advice = "Put the missing images back, or choose out=DIR for a new store."
+        else:
+            first = listed.keys[0].decode("utf-8", "replace")
+            advice = (
+                f"None of its rows is in it: the store is of other images than {first}. Choose "
+                "out=DIR for a new store."
+            )
         raise StoreMismatchError(
             f"{root} has {counted(len(removed), 'row whose image is', 'rows whose images are')} no "
-            "longer in the data set, such as "
-            f"{removed[0].decode('utf-8', 'replace')}. Put the missing images back, or choose "
-            "out=DIR for a new store."
+            f"longer in the data set, such as {removed[0].decode('utf-8', 'replace')}. {advice}"
         )
     classes = (*stored.classes, *(c for c in listed.classes if c not in set(stored.classes)))
     labels = _renumber_labels(listed, classes)

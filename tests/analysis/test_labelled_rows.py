@@ -61,7 +61,7 @@ def test_an_incomplete_store_and_one_without_labels_are_refused(tmp_path: Path) 
     with pytest.raises(StoreError, match="not complete: 8 of 21 rows"):
         labelled_rows(FeatureStore(run.write(tmp_path / "part", parts=[0])))
     made = make_labelled({"x": np.ones((4, 2))}, [-1] * 4, [])
-    with pytest.raises(DataError, match="has no labels"):
+    with pytest.raises(DataError, match=r"has no labels, .* data\.label_column=NAME"):
         labelled_rows(FeatureStore(made.write(tmp_path / "bare")))
 
 

@@ -70,7 +70,8 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
     if not len(rows):
         raise DataError(
             f"{store.root} has no labels{'' if column is None else f' in {column}'}, which a probe "
-            "needs. With data=folder the first sub-folder of an image is its label."
+            "needs. With data=folder the first sub-folder of an image is its label, with "
+            "data=table the column data.label_column=NAME."
         )
     present, y = np.unique(labels[rows], return_inverse=True)
     notes = failed_notes(store)

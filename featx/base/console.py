@@ -109,7 +109,7 @@ def log_step(text: str) -> None:
         # In a notebook, what is printed on stderr looks like an error.
         stream = sys.stdout if is_notebook() else sys.stderr
         with contextlib.suppress(OSError):
-            print(printable(text), file=stream, flush=True)
+            print(printable(text, kept="\n\t"), file=stream, flush=True)
 
 
 @contextlib.contextmanager

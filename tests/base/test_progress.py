@@ -165,3 +165,5 @@ def test_a_notebook_without_settings_says_how_images_become_pixels(
     with announcements(False):
         announce([("data", "photos: 4 images"), ("transform", "resize 256: assumed")])
     assert capsys.readouterr().out == "transform  resize 256: assumed\n"
+    announce([("data", "photos"), ("layers", "a\nb")])
+    assert capsys.readouterr() == ("data    photos\nlayers  a\n        b\n\n", "")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from featx.errors import StoreError
+from featx.storage import is_url
 from featx.store import layout
 from featx.store.dtypes import dtype_name, memory_dtype
 from featx.store.hdf5_files import check_hard_links
@@ -145,7 +146,10 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
             return contents
         return _contents_with_parts(root, manifest, contents, num_runs, handles)
     if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+        # The default of `out` is runs/DATA/MODEL.
+        below = [] if is_url(root) else sorted(root.glob(f"*/{layout.MANIFEST}"))
+        hint = f" {below[0].parent} is one." if below else ""
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.{hint}")
     return _contents_with_parts(root, manifest, None, 0, handles)
 
 

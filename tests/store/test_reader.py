@@ -486,6 +486,11 @@ class TestOpening:
         with pytest.raises(StoreError, match=message):
             FeatureStore(path)
 
+    def test_the_folder_of_a_store_is_told_from_it(self, run: MadeRun, tmp_path: Path) -> None:
+        run.write(tmp_path / "photos" / "toy")
+        with pytest.raises(StoreError, match=r"photos holds no store: .* \S*photos/toy is one\."):
+            FeatureStore(tmp_path / "photos")
+
     def test_other_hdf5_files_and_single_parts_say_so(self, run: MadeRun, tmp_path: Path) -> None:
         with h5py.File(tmp_path / "x.h5", "w") as file:
             file["a"] = [1]

@@ -48,7 +48,13 @@ def compare_stores(stores: str | Iterable[FeatureStore | str | Path]) -> StoreCo
         StoreError: there is no store at a path, or it is damaged.
     """
     notes: list[str] = []
-    by_path = {os.path.realpath(each.root): each for each in _open_stores(stores, notes)}
+    deeper: list[Path] = []
+    by_path = {os.path.realpath(each.root): each for each in _open_stores(stores, notes, deeper)}
+    if left_out := [each for each in deeper if os.path.realpath(each) not in by_path]:
+        notes.append(
+            f"left out: {counted(len(left_out), 'store')} one folder deeper than the pattern, such "
+            f"as {shown_path(min(left_out))}; 'store=[runs/*,runs/*/*]' takes both"
+        )
     opened = list(by_path.values())
     entries = [_entry(store, notes) for store in opened]
     notes += [*_data_notes(opened), *_split_notes(entries)]
@@ -56,9 +62,12 @@ def compare_stores(stores: str | Iterable[FeatureStore | str | Path]) -> StoreCo
 
 
 def _open_stores(
-    given: str | Iterable[FeatureStore | str | Path], notes: list[str]
+    given: str | Iterable[FeatureStore | str | Path], notes: list[str], deeper: list[Path]
 ) -> list[FeatureStore]:
-    """Open the stores of a list, also one in brackets, or of patterns with `*`, `?` or `[`."""
+    """Open the stores of a list, also one in brackets, or of patterns with `*`, `?` or `[`.
+
+    Stores in folders that a pattern matches, and that are none, are added to `deeper`.
+    """
     if isinstance(given, str) and given.startswith("[") and given.endswith("]"):
         given = [part.strip() for part in given[1:-1].split(",") if part.strip()]
     if not isinstance(given, str):
@@ -66,7 +75,8 @@ def _open_stores(
         if not given:
             raise ConfigError("store=[]: expected stores, such as 'store=[runs/a,runs/b]'.")
         several = [
-            _open_stores(each, notes) if isinstance(each, str) else [_open(each)] for each in given
+            _open_stores(each, notes, deeper) if isinstance(each, str) else [_open(each)]
+            for each in given
         ]
         return [store for stores in several for store in stores]
     if "," in given and not is_url(given) and not Path(given).exists():
@@ -76,6 +86,7 @@ def _open_stores(
     stores, pattern = [], str(Path(given).expanduser())
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):  # noqa: PTH207
         if not ((path / layout.MANIFEST).exists() or path.name == layout.PACKED):
+            deeper += [manifest.parent for manifest in path.glob(f"*/{layout.MANIFEST}")]
             continue
         try:
             stores.append(_open(path))

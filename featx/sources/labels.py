@@ -315,7 +315,8 @@ def note_on_columns(
     others = [name for name in names if name != used and looks_like_labels(name)]
     missing = "" if used is not None else "there is no column label"
     if not others:
-        return missing
+        takes_another = bool(missing and option and names)
+        return f"{missing}; {option}NAME takes another" if takes_another else missing
     hint = f": {option}{others[0]}" if option else "; rename the one that holds the labels to label"
     verbs = "looks like labels and is" if len(others) == 1 else "look like labels and are"
     looks = f"{', '.join(map(repr, others))} {verbs} not used{hint}"

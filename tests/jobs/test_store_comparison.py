@@ -118,6 +118,20 @@ def test_a_pattern_takes_what_is_a_store(capsys: pytest.CaptureFixture[str]) -> 
         ask(capsys, "[runs/a,runs/missing]")
 
 
+def test_a_pattern_says_which_stores_are_deeper(capsys: pytest.CaptureFixture[str]) -> None:
+    write_two_stores()
+    make_run(40, 8).write(Path("runs/photos/toy"))
+    found = ask(capsys, "runs/*")
+    assert len(found["stores"]) == 2
+    (note,) = (note for note in found["notes"] if "deeper" in note)
+    assert note.startswith(
+        "left out: 1 store one folder deeper than the pattern, such as runs/phot"
+    )
+    both = ask(capsys, "[runs/*,runs/*/*]")
+    assert len(both["stores"]) == 3
+    assert not any("deeper" in note for note in both["notes"])
+
+
 def test_other_images_and_labels_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(40, 8).write(Path("runs/a"))
     make_run(30, 8).write(Path("runs/b"))

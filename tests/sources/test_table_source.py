@@ -176,6 +176,20 @@ def test_a_path_longer_than_any_file_is_one_row_that_failed(tmp_path: Path, leng
         source.read(keys[1])
 
 
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("path,Fehler\na,x\n", "there is no column label; data.label_column=NAME takes another"),
+        ("path\na\n", "there is no column label"),
+        ("path,label\na,x\n", ""),
+    ],
+)
+def test_a_table_without_a_column_of_labels_says_how_to_name_one(
+    tmp_path: Path, text: str, note: str
+) -> None:
+    assert table(write(tmp_path / "t.csv", text)).listing().label_note == note
+
+
 @pytest.mark.parametrize("name", ["t.xlsx", "t.XLS", "t.ods"])
 def test_a_workbook_is_told_how_to_become_a_table(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"PK\x03\x04 and more")

@@ -16,7 +16,6 @@ from pathlib import Path
 from featx.base import family
 from featx.config import Kind, Option, option_tree, source_of_path
 from featx.errors import ConfigError, nearest
-from featx.store import layout
 
 _WITH_VALUE = (
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
@@ -240,7 +239,8 @@ def _unreadable_text(argument: str) -> str:
     """Return the error message for an argument without `key=`."""
     if "=" in argument:
         return f"cannot read {argument!r}: the name of an option stands before the first '='."
-    hint = ""
+    from featx.store import layout  # which imports numpy
+
     if argument in option_tree():
         hint = f" {argument} needs a value: {argument}=VALUE."
     elif Path(argument, layout.MANIFEST).exists():

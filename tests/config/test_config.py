@@ -250,8 +250,8 @@ def test_python_gives_numbers_of_numpy(number: object) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"data": None}, "data is a NoneType; expected a mapping of options"),
-        ({"model": ["resnet50"]}, "model is a list; expected a mapping of options"),
+        ({"data": None}, "data is a NoneType; expected a name or a mapping of options"),
+        ({"model": ["resnet50"]}, "model is a list; expected a name or a mapping of options"),
         ({"reduce": None}, "reduce is a NoneType"),
         ({"layers": np.array(["a"])}, r"layers is a ndarray; expected text, a number, a list"),
         ({"model": {"args": {"z": {1}}}}, r"model\.args\.z is a set"),

@@ -23,12 +23,12 @@ from featx.jobs import keywords
 )
 def test_a_signature_has_the_keywords_with_their_types(name: str, options: type) -> None:
     signature = inspect.signature(getattr(featx, name))
-    own = ["data", "verbose"] if name in ("extract", "stats") else []
+    own = ["data", "verbose"] if name in ("extract", "stats") else ["store"]
     keywords = [each for each in get_type_hints(options) if each not in own]
     assert list(signature.parameters) == [*own, *keywords]
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}
-    assert (kinds[0] == inspect.Parameter.POSITIONAL_OR_KEYWORD) is bool(own)
+    assert kinds[0] == inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def test_some_types() -> None:

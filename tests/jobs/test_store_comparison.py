@@ -118,8 +118,8 @@ def test_a_pattern_takes_what_is_a_store(capsys: pytest.CaptureFixture[str]) -> 
         ask(capsys, "[runs/a,runs/missing]")
 
 
+@pytest.mark.usefixtures("entry")
 def test_a_pattern_says_which_stores_are_deeper(capsys: pytest.CaptureFixture[str]) -> None:
-    write_two_stores()
     make_run(40, 8).write(Path("runs/photos/toy"))
     found = ask(capsys, "runs/*")
     assert len(found["stores"]) == 2

@@ -85,6 +85,8 @@ def _open_stores(
         return [_open(given)]
     stores, pattern = [], str(Path(given).expanduser())
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):  # noqa: PTH207
+        if path.name == layout.PACKED and (path.parent / layout.MANIFEST).exists():
+            path = path.parent  # the same store as that of its folder
         if not ((path / layout.MANIFEST).exists() or path.name == layout.PACKED):
             deeper += [manifest.parent for manifest in path.glob(f"*/{layout.MANIFEST}")]
             continue

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Stored
 from tiny_model import KEYS, MODEL, extract, run_job
 from torch import nn
 
@@ -179,15 +179,14 @@ def write_foreign(store: Path, place: str) -> None:
 
 
 def test_a_strangers_store_reads_no_environment_and_opens_no_url(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*args: object, **keys: object) -> None:
         raise AssertionError("a connection was tried")
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEATX_TEST_SECRET", "hunter2")
     monkeypatch.setattr(socket.socket, "connect", refused)
-    extract(photos, pack=False)
+    photos = stored(pack=False)
     for number, place in enumerate(FOREIGN):
         store = f"foreign{number}"
         shutil.copytree("store", store)

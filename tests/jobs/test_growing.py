@@ -9,6 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import Stored
 from interruptions import signal_after_commits
 from made_store import dataset_digests
 from tiny_model import MODEL, extract, run_job, write_image
@@ -97,8 +98,8 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_other_settings_do_not_join_a_store(photos: Path) -> None:
-    extract(photos, pack=False)
+def test_other_settings_do_not_join_a_store(stored: Stored) -> None:
+    photos = stored(pack=False)
     before = dataset_digests(PART), Path("store/featx.json").read_bytes()
     for keys, message in OTHER_SETTINGS:
         with pytest.raises(StoreMismatchError, match=message) as refused:
@@ -178,8 +179,8 @@ def test_new_rows_are_those_of_a_store_made_at_once(photos: Path) -> None:
     )
 
 
-def test_images_that_are_gone_are_named_and_nothing_is_lost(photos: Path) -> None:
-    extract(photos)
+def test_images_that_are_gone_are_named_and_nothing_is_lost(stored: Stored) -> None:
+    photos = stored()
     before = PACKED.read_bytes()
     (photos / "cat" / "000.png").unlink()
     write_image(photos / "cat" / "001.png", 50)

@@ -142,13 +142,19 @@ def _is_a_check(frame: FrameType | None) -> bool:
     return False
 
 
+def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of the groups and of the sections in them."""
+    for each in fields(config):
+        if is_dataclass(value := getattr(config, each.name)):
+            yield prefix + each.name, value
+            yield from sections(value, f"{prefix}{each.name}.")
+
+
 @contextlib.contextmanager
 def recorded(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """The dotted names of the options that are read of this very config, not of one in a store."""
     seen: set[str] = set()
-    groups = {
-        f.name: value for f in fields(config) if is_dataclass(value := getattr(config, f.name))
-    }
+    groups = dict(sections(config))
     prefixes = {id(config): "", **{id(value): f"{name}." for name, value in groups.items()}}
     known = set(option_tree())
 

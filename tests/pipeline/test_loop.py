@@ -92,6 +92,7 @@ def context() -> Any:
     config = Config()
     return SimpleNamespace(
         engine=engine,
+        batch_rows=2,
         loader=Images(),
         config=config,
         parallelism=BatchParallelism(1, 1, False, {}),

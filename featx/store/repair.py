@@ -11,10 +11,12 @@ from pathlib import Path
 from featx.errors import StoreError
 from featx.storage import open_folder
 from featx.store import layout
+from featx.store.checksums import check_chunks
 from featx.store.committed_parts import CommittedParts
 from featx.store.file_checks import DamageReport
+from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.listing import read_listing, write_listing
-from featx.store.manifest import Manifest, Run, load_manifest
+from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_files import clear_leftovers, part_path
 from featx.store.result_files import failures_csv
 from featx.store.sound_rows import Reasons, matches_manifest, open_damaged, sound_rows
@@ -91,17 +93,26 @@ def _survey(
 def unpack_store(root: Path, manifest: Manifest, listing: Listing) -> None:
     """Write all rows of features.h5 as parts again, and delete the file."""
     disk, packed = open_folder(root), root / layout.PACKED
+    try:
+        with open_metadata(packed) as metadata:
+            check_chunks(metadata)
+            runs = manifest.runs[: num_runs_of(metadata)]
+    except layout.UNREADABLE as error:
+        raise StoreError(
+            f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true rebuilds what "
+            "is damaged."
+        ) from error
     disk.make_folder(root / layout.PARTS)
     with open_damaged(packed) as file:
         reasons = Reasons(file, root)
-        for run in manifest.runs[: file.num_runs]:
+        for run in runs:
             for part in run.parts():
                 rows = sound_rows(file, run, part, listing, reasons)
                 if rows is None or not rows.good.all():
+                    name = layout.part_name(part.index)
                     raise StoreError(
-                        f"{packed} is damaged in rows {part.start} to {part.stop - 1}, or does not "
-                        "say why some of them failed. job=verify verify.repair=true extracts them "
-                        "again."
+                        f"{packed} does not say why some rows failed ({name}). "
+                        "job=verify verify.repair=true extracts them again."
                     )
                 disk.publish(part_path(root, part.index), rows.build(run, listing, manifest))
     disk.remove(packed)

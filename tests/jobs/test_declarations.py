@@ -126,7 +126,7 @@ _OF_KINDS = {
     for name in option_tree()
     if (name == group or name.startswith(f"{group}."))
     and name not in ("data.name", "data.root", "reduce.name")
-}
+} | {"model.window.overlap"}
 """Options of one kind of data set, reduction, ...: their own checks refuse them with others."""
 
 

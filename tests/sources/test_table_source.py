@@ -493,7 +493,9 @@ def test_columns_that_are_not_there_or_cannot_be_named_so(tmp_path: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=rf"data\.columns: .*{message}"):
             table(path, columns=names)
-    with pytest.raises(ConfigError, match=r"data\.columns has an effect with data=python or data=table only"):
+    with pytest.raises(
+        ConfigError, match=r"data\.columns has .* with data=python or data=table only"
+    ):
         from_composed(
             from_keywords({"data": {"name": "folder", "root": "x", "columns": ["patient"]}})
         )

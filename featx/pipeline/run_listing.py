@@ -11,7 +11,7 @@ from featx.base import log_message, log_step, name_text, printable
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.images import num_heic_without_decoder
-from featx.sources import check_class_names, open_source, similar_names, with_views
+from featx.sources import check_class_names, open_source, parent_key, similar_names, with_views
 from featx.storage import parse_path
 from featx.store import (
     Manifest,
@@ -81,13 +81,24 @@ def list_images(
 
 
 def _some_rows(listing: Listing, config: Config) -> Listing:
-    """Return the rows that data.limit or data.sample takes, and note how many there are."""
+    """Return the rows that data.limit or data.sample takes, and note how many there are.
+
+    Both count images where rows are views: an image has all of its views or none.
+    """
     limit, sample = config.data.limit, config.data.sample
-    taken = listing
-    if limit is not None:
-        taken = listing.head(limit)
-    elif sample is not None:
-        taken = listing.sample(sample)
+    if limit is None and sample is None:
+        return listing
+    counted_rows = listing
+    parents: list[bytes] = []
+    if config.data.has_views:
+        parents = [parent_key(key) for key in listing.keys.tolist()]
+        counted_rows = listing.take(np.sort(np.unique(parents, return_index=True)[1]))
+    taken = counted_rows if limit is None else counted_rows.head(limit)
+    if sample is not None:
+        taken = counted_rows.sample(sample)
+    if config.data.has_views:
+        chosen = {parent_key(key) for key in taken.keys.tolist()}
+        taken = listing.take(np.array([parent in chosen for parent in parents]))
     if len(taken) == len(listing):
         return listing
     option = f"data.limit={limit}" if limit is not None else f"data.sample={sample}"

@@ -23,7 +23,7 @@ VIEWS = ["original", "hflip", "rot90"]
 
 
 def viewed(photos: Path, out: str = "store", **keys: Any) -> featx.FeatureStore:
-    options = ("views", "crops", "crop_scale", "boxes", "limit")
+    options = ("views", "crops", "crop_scale", "boxes", "limit", "sample")
     data = {name: keys.pop(name) for name in options if name in keys}
     return extract({"name": "folder", "root": str(photos), **data}, out=out, **keys)
 
@@ -42,6 +42,14 @@ def test_original_is_the_image_and_every_view_has_its_label(photos: Path) -> Non
     rows = rows_of(store)
     assert rows_of(whole) == {key: rows[f"{key}#original"] for key in whole.keys.tolist()}
     assert store.image_checksums.tolist() == np.repeat(whole.image_checksums, 3).tolist()
+
+
+@pytest.mark.parametrize("option", ["limit", "sample"])
+def test_a_limit_and_a_sample_count_images(photos: Path, option: str) -> None:
+    whole = extract({"name": "folder", "root": str(photos), option: 5}, out="whole")
+    store = viewed(photos, views=VIEWS, **{option: 5})
+    expected = [f"{key}#{view}" for key in whole.keys for view in sorted(VIEWS)]
+    assert store.keys.tolist() == expected
 
 
 def test_columns_and_labels_of_a_table_are_those_of_every_view(photos: Path) -> None:
@@ -77,7 +85,7 @@ def test_a_view_of_a_box_is_that_of_the_box_saved_by_itself(photos: Path) -> Non
 
 def test_a_run_that_resumes_and_grows_has_the_rows_of_one_run(photos: Path) -> None:
     whole = viewed(photos, out="whole", views=["hflip"], crops=3)
-    viewed(photos, views=["hflip"], crops=3, limit=30)
+    viewed(photos, views=["hflip"], crops=3, limit=7)
     grown = viewed(photos, views=["hflip"], crops=3, grow=True)
     assert rows_of(grown) == rows_of(whole)
     code = {"reextract_rows": len(grown)}

@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from conftest import make_image, with_path
+from conftest import make_image
 from made_store import dataset_digests
 from PIL import Image
 from processes import running, wait_until
@@ -468,13 +468,12 @@ def test_a_killed_run_is_resumed(same_size: Path) -> None:
         *("part_rows=1", "batch_size=2", "pack=false", "+model.args.pause_s=0.2", "precision=fp32"),
     ]
     command = [sys.executable, "-m", "featx", *options]
-    folder = Path(__file__).resolve().parent.parent
     for _ in range(2):
-        with running(command, env=with_path(folder)) as process:
-            wait_until(lambda: len(list(Path("killed/parts").glob("part-*.h5"))) >= 3)
+        with running(command) as process:
+            wait_until(lambda: len(list(Path("killed/parts").glob("part-*.h5"))) >= 3, process)
             process.send_signal(signal.SIGKILL)
             process.wait()
-    with running(command, env=with_path(folder)) as process:
+    with running(command) as process:
         assert process.wait(timeout=120) == 0
     killed = featx.open("killed")
     assert killed.complete

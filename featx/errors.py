@@ -49,9 +49,8 @@ class ShortTraceback(BaseException):
         frames = traceback.extract_tb(self.__traceback__)
         if os.environ.get("FEATX_DEBUG") == "1":
             return [message, "", *"".join(traceback.format_exception(self)).splitlines()]
-        inside, library = map(
-            os.path.dirname, (__file__, os.__file__)
-        )  # pathlib takes longer to import
+        # pathlib takes longer to import.
+        inside, library = map(os.path.dirname, (__file__, os.__file__))
         own = itertools.takewhile(lambda frame: not frame.filename.startswith(inside), frames)
         shown = [
             frame

@@ -150,6 +150,7 @@ class TensorHooks:
             written = inputs[0][0]
         if type(written).__name__ != "CopySlices":
             return
+        # The gradient that CopySlices passes on has the layout of the base, from its first element.
         place = view.size(), view.stride(), view.storage_offset() - base.storage_offset()
 
         def hook(gradients: Any, _: Any) -> None:

@@ -66,7 +66,7 @@ class DecodeSettings:
                 f"data.white={config.data.white:g} has no effect with model.transform.scale, which "
                 "says what pixels are divided by. Leave one of them out."
             )
-        if config.data.crops is not None and not preprocess.is_stated:
+        if config.data.crops is not None and not preprocess.is_resize_and_crop:
             raise ConfigError(
                 f"data.crops={config.data.crops}: a random crop takes the place of the resize and "
                 "the crop of a transform, and that of this model is no bilinear or bicubic resize "

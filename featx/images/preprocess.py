@@ -66,8 +66,8 @@ class Preprocess:
         return len(self.mean), *self.crop
 
     @property
-    def is_stated(self) -> bool:
-        """Whether the transform is a resize, a centre crop and a normalisation, as stated here."""
+    def is_resize_and_crop(self) -> bool:
+        """Whether the transform is a bilinear or bicubic resize and a centre crop of an image."""
         is_resize = self.resize is not None and self.interpolation in ("bilinear", "bicubic")
         return is_resize and not self.has_windows
 

@@ -9,7 +9,7 @@ import torch
 
 from featx.errors import LayerError, RunError
 from featx.layers.layer_hooks import lazy_copy
-from featx.layers.row_layout import KeyedReduction, Reduction
+from featx.layers.row_layout import KeyedReduction, Reduction, reduced_shape
 from featx.layers.trace import CapturePoint
 
 
@@ -58,7 +58,7 @@ class OutputCollector:
     def reduced_shapes(self) -> dict[str, tuple[int, ...]]:
         """Capture name -> shape of a row after its reduction."""
         return {
-            name: tuple(reduction(torch.empty(1, *self._row_shapes[name], device="meta")).shape[1:])
+            name: reduced_shape(reduction, self._row_shapes[name])
             for name, reduction in self._reductions.items()
         }
 

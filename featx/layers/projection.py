@@ -104,7 +104,7 @@ class ProjectedReduce:
                 f"reduce={self.first.name}, which depend on the key of the image. Take statistics "
                 "of positions after reduce=none."
             )
-        shape = reduced_shape(first_reduction, rows)
+        shape = reduced_shape(first_reduction, rows.shape)
         if shape != self.shape:
             raise ReduceError(
                 f"reduce={self.name} does not fit {rows.layer}: its statistics are of rows of "

@@ -265,7 +265,7 @@ def _grid(config: GridOptions, rows: RowLayout) -> Reduction:
     import torch.nn.functional as F
 
     cells, to_map = config.cells, map_view("grid", rows)
-    _, num_rows, num_columns = reduced_shape(to_map, rows)
+    _, num_rows, num_columns = reduced_shape(to_map, rows.shape)
     if num_rows < cells[0] or num_columns < cells[1]:
         option = "reduce.size" if config.rows is None else "reduce.rows and reduce.columns"
         raise ReduceError(
@@ -429,7 +429,7 @@ def _sample(config: SampleOptions, rows: RowLayout) -> Reduction:
 def _of_map(config: SampleOptions, rows: RowLayout) -> TokenSample:
     """Return the sample of the positions of a map, in row-major order."""
     to_map = map_view("sample", rows)
-    _, num_rows, num_columns = reduced_shape(to_map, rows)
+    _, num_rows, num_columns = reduced_shape(to_map, rows.shape)
 
     def view(x: torch.Tensor) -> torch.Tensor:
         return to_map(x).flatten(2).transpose(1, 2)

@@ -99,12 +99,12 @@ def mean(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
     return x.mean(axes, dtype=torch.float32)
 
 
-def reduced_shape(function: Reduction, rows: RowLayout) -> tuple[int, ...]:
-    """Return the shape of a row after a reduction."""
+def reduced_shape(function: Reduction, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a row of a shape after a reduction."""
     import torch
 
     # A meta tensor has a shape but no memory.
-    return tuple(function(torch.empty(1, *rows.shape, device="meta")).shape[1:])
+    return tuple(function(torch.empty(1, *shape, device="meta")).shape[1:])
 
 
 def token_grid(

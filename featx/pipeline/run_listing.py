@@ -88,17 +88,17 @@ def _some_rows(listing: Listing, config: Config) -> Listing:
     limit, sample = config.data.limit, config.data.sample
     if limit is None and sample is None:
         return listing
-    counted_rows = listing
+    images = listing
     parents: list[bytes] = []
-    if config.data.has_views:
+    if config.data.has_views:  # one row of each image stands for all
         parents = [parent_key(key) for key in listing.keys.tolist()]
-        counted_rows = listing.take(np.sort(np.unique(parents, return_index=True)[1]))
-    taken = counted_rows if limit is None else counted_rows.head(limit)
+        images = listing.take(np.sort(np.unique(parents, return_index=True)[1]))
+    taken = images if limit is None else images.head(limit)
     if sample is not None:
-        taken = counted_rows.sample(sample)
+        taken = images.sample(sample)
     if config.data.has_views:
         chosen = {parent_key(key) for key in taken.keys.tolist()}
-        taken = listing.take(np.array([parent in chosen for parent in parents]))
+        taken = listing.take(np.flatnonzero([parent in chosen for parent in parents]))
     if len(taken) == len(listing):
         return listing
     option = f"data.limit={limit}" if limit is not None else f"data.sample={sample}"

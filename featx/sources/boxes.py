@@ -13,7 +13,7 @@ from featx.base import name_bytes, name_text
 from featx.errors import DataError, counted
 from featx.sources.csv_check import check_csv
 from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
-from featx.sources.row_keys import box_key, sorting_order
+from featx.sources.row_keys import box_key, parse_box_key, sorting_order
 from featx.sources.views import DerivedSource, parent_key
 from featx.types import Box, BoxReader, Listing, Source, View
 
@@ -169,5 +169,6 @@ class ReadBoxes:
 
 def _box_of(key: bytes) -> Box:
     """Return the box that the key of a row names."""
-    x, y, width, height = map(int, key.rpartition(b"#")[2].split(b","))
-    return Box(x, y, width, height)
+    parsed = parse_box_key(key)
+    assert parsed is not None  # such keys are made by `listing` only
+    return parsed[1]

@@ -54,9 +54,8 @@ class SparseImage(PositionedFile):
         for page in [page for page in self._pages if page > last or (page == last and not end)]:
             del self._pages[page]
         if last in self._pages:
-            self._pages[last][end:] = bytes(
-                _PAGE_BYTES - end
-            )  # a file that grows again has zeros here
+            # A file that grows again has zeros here.
+            self._pages[last][end:] = bytes(_PAGE_BYTES - end)
         return self.size
 
     def readinto(self, buffer: Any) -> int:

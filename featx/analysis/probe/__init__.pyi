@@ -1,7 +1,5 @@
 from .class_task import MAX_SCORES as MAX_SCORES
 from .class_task import SCORE as SCORE
-from .compared_store import is_of_answer as is_of_answer
-from .compared_store import prediction_lines as prediction_lines
 from .description import probe_sections as probe_sections
 from .heads import output_folder as output_folder
 from .labelled_rows import LabelledRows as LabelledRows
@@ -13,6 +11,8 @@ from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .mislabelled import JudgedLabels as JudgedLabels
 from .mislabelled import judge_labels as judge_labels
+from .output_files import is_of_answer as is_of_answer
+from .output_files import read_prediction_lines as read_prediction_lines
 from .run import run_probe as run_probe
 from .tables import layer_results as layer_results
 from .tables import metrics_table as metrics_table

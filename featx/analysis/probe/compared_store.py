@@ -1,13 +1,9 @@
-"""Predictions in the files of a probe, and comparison with those of another store."""
+"""Comparison of a probe with the predictions of that of another store."""
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,35 +12,11 @@ import numpy.typing as npt
 from featx.analysis.probe.comparisons import compare
 from featx.analysis.probe.heads import output_folder
 from featx.analysis.probe.metrics import Predictions
+from featx.analysis.probe.output_files import is_of_answer, read_prediction_lines
 from featx.base import csv_cell
 from featx.errors import DataError, StoreError, StoreMismatchError
 from featx.store import FeatureStore, layout, read_result
 from featx.types import count_different_images
-
-
-def prediction_lines(folder: Path, result: Mapping[str, Any]) -> list[dict[str, str]] | None:
-    """Read the lines of predictions.csv of the first seed, of which probe.json has the split.
-
-    None if the file is missing or does not belong to the probe.json with the content `result`.
-    """
-    try:
-        # The name in probe.json is not used: a stranger's file could name any file.
-        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
-    except OSError:
-        return None
-    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
-        return None
-    text = io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")
-    first_seed = str(result["split"]["seed"])
-    return [line for line in csv.DictReader(text) if line["seed"] == first_seed]
-
-
-def is_of_answer(line: Mapping[str, str], result: Mapping[str, Any]) -> bool:
-    """Return whether the numbers at the top of probe.json count a line of predictions.csv."""
-    layers = result.get("layer_of_folds") or [result["layer"]]
-    chosen = layers[min(int(line["fold"] or 1), len(layers)) - 1]
-    names = line["split"], line["layer"], line["method"]
-    return names == ("test", chosen, result["method"])
 
 
 @dataclass(frozen=True)
@@ -80,7 +52,7 @@ def read_probe(path: str) -> OtherProbe:
             )
         if about["fingerprint"] != str(store.attrs["fingerprint"]):
             raise StoreError(f"the probe in {folder} belongs to another state of it. {remedy}")
-        lines = prediction_lines(folder, about)
+        lines = read_prediction_lines(folder, about)
         if lines is None:
             raise StoreError(
                 f"{layout.PROBE_PREDICTIONS} in {folder} is missing or was changed. {remedy}"

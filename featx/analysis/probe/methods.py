@@ -198,7 +198,7 @@ def _scores(
         # Validation rows query the other training rows, as in the other methods. Among all training
         # rows they would find rows of their own group.
         scored = _neighbour_scores(problem, places, queries, [int(k) for k in settings])
-        return dict(scored.items())
+        return dict(scored.items())  # k stays an int, which mypy takes for a float only here
     features, heads, _ = _heads(problem, method, places, settings)
     return {
         setting: scores_of(head, features, queries)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,31 @@ def _prediction_lines(task: Task[Any, Any, Any], results: Results[Any]) -> Itera
                     start = task.line_start(seed, layer, method, record.fold, "test", place)
                     for columns in task.test_columns(record, row):
                         yield [*start, *columns]
+
+
+def read_prediction_lines(folder: Path, result: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """Read the lines of predictions.csv of the first seed, of which probe.json has the split.
+
+    None if the file is missing or does not belong to the probe.json with the content `result`.
+    """
+    try:
+        # The name in probe.json is not used: a stranger's file could name any file.
+        data = (folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS).read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
+        return None
+    text = io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")
+    first_seed = str(result["split"]["seed"])
+    return [line for line in csv.DictReader(text) if line["seed"] == first_seed]
+
+
+def is_of_answer(line: Mapping[str, str], result: Mapping[str, Any]) -> bool:
+    """Return whether the numbers at the top of probe.json count a line of predictions.csv."""
+    layers = result.get("layer_of_folds") or [result["layer"]]
+    chosen = layers[min(int(line["fold"] or 1), len(layers)) - 1]
+    names = line["split"], line["layer"], line["method"]
+    return names == ("test", chosen, result["method"])
 
 
 def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:

@@ -79,7 +79,7 @@ class FiftyOne(Format):
         self._columns = {self._name_of[name]: values for name, values in columns.items()}
         self._images = EncodedImages(selection, self.config)
         self._has_files = self._images.data.name == "folder"
-        self._image_bytes = self._images.mean_bytes  # some images are read, and must be the same
+        self._image_bytes = self._images.mean_bytes  # images that are gone show before the rows
         self._results = _read_results(selection.store)
 
     @property
@@ -98,14 +98,19 @@ class FiftyOne(Format):
     def write(self, folder: ExportFolder) -> None:
         """Write the images, the samples and the metadata."""
         if self._has_files:
-            root = Path(self._images.data.location).expanduser().absolute()
-            keys = self.selection.keys.tolist()
-            self._write_samples(folder, (as_utf8(str(root / name_text(key))) for key in keys))
+            self._write_samples(folder, self._paths())
         else:
             with folder.folder("data") as data:
                 self._write_samples(folder, (f"data/{name}" for name in self._copies(data)))
         with folder.file("metadata.json") as file:
             file.write(json.dumps(self._metadata(), indent=1).encode())
+
+    def _paths(self) -> Iterator[str]:
+        """Yield the path of each image, which is read: it must be that of its row."""
+        root = Path(self._images.data.location).expanduser().absolute()
+        for position, key in enumerate(self.selection.keys.tolist()):
+            self._images.read(position)
+            yield as_utf8(str(root / name_text(key)))
 
     def _copies(self, folder: Path) -> Iterator[str]:
         """Write the images into a folder one by one. Yields the name of each."""
@@ -238,13 +243,13 @@ def _test_lines(
     store: FeatureStore, result: Mapping[str, Any]
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Return the predictions of a probe for test rows of its store, by the layer it has chosen."""
-    from featx.analysis.probe import is_of_answer, prediction_lines  # which imports torch
+    from featx.analysis.probe import is_of_answer, read_prediction_lines  # which imports torch
 
     if result["task"] != "classification" or result["split"]["kind"] == "test_store":
         log_message("predictions of the probe are left out: they are not classes of these rows")
         return
     row_of_cell = {csv_cell(str(key)): row for row, key in enumerate(store.keys.tolist())}
-    for line in prediction_lines(result_path(store, layout.PROBE).parent, result) or ():
+    for line in read_prediction_lines(result_path(store, layout.PROBE).parent, result) or ():
         if is_of_answer(line, result):
             yield row_of_cell[line["key"]], line
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.base import csv_cell
+from featx.errors import StoreError
 from featx.store import FeatureStore, read_result
 
 
@@ -38,8 +39,14 @@ def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dic
 
 
 def lines_of(store: FeatureStore, job: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Read the table of a job, line by line, with the row of the store that each is of."""
+    """Read the table of a job, line by line, with the row of the store that each is of.
+
+    Raises:
+        StoreError: the table is missing.
+    """
     path = result_path(store, f"{job}/{job}.csv")
+    if not path.is_file():
+        raise StoreError(f"{path} is missing: run job={job} again, which writes it.")
     with path.open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             row = int(line["row"])

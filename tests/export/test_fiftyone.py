@@ -19,7 +19,7 @@ from PIL import Image
 from tiny_model import extract, run_job, write_image
 
 import featx
-from featx.errors import ConfigError, DataError, StoreMismatchError
+from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -209,6 +209,24 @@ def test_what_a_sample_cannot_hold_is_refused(photos: Path) -> None:
     write_image(next(Path("moved").rglob("*.png")), 1000)
     with pytest.raises(DataError, match="has changed since its row was computed"):
         export(data=data, overwrite=True)
+
+
+def test_one_image_of_many_that_has_changed_is_found() -> None:
+    Path("many").mkdir()
+    for number in range(70):
+        write_image(Path(f"many/{number:02d}.png"), number)
+    extract("many", layers=["pool"], reduce="flatten")
+    sampled = np.linspace(0, 69, 64).astype(int)
+    other = min({*range(70)} - {*sampled.tolist()})
+    write_image(Path(f"many/{other:02d}.png"), 1000)
+    with pytest.raises(DataError, match=f"{other:02d}.png has changed since its row was computed"):
+        export()
+
+
+def test_without_the_table_of_a_job_the_export_says_so(store: featx.FeatureStore) -> None:
+    Path("store/outliers/outliers.csv").unlink()
+    with pytest.raises(StoreError, match=r"outliers\.csv is missing: run job=outliers again"):
+        export(layers="pool")
 
 
 def test_fiftyones_importer_reads_the_export(made: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import is_of_answer, layer_results, output_folder, prediction_lines
+from featx.analysis.probe import is_of_answer, layer_results, output_folder, read_prediction_lines
 from featx.base import csv_cell, csv_line
 from featx.export.report.html import without_folder
 from featx.export.selection import as_utf8
@@ -168,7 +168,7 @@ def read_predictions(
     result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int]
 ) -> TestPredictions | None:
     """Read predictions.csv of classes; None if it is missing or does not belong to probe.json."""
-    lines = prediction_lines(folder, result)
+    lines = read_prediction_lines(folder, result)
     if lines is None:
         return None
     # Keys of another store say nothing about the rows of this one.
@@ -218,7 +218,7 @@ def read_values(result: Mapping[str, Any], folder: Path) -> ValuePredictions:
     true_columns = ["true"] if numbers else csv_line(f"true:{name}" for name in targets)
     predicted_columns = ["predicted"] if numbers else csv_line(f"score:{name}" for name in targets)
     truth, predicted = [], []
-    for line in prediction_lines(folder, result) or ():
+    for line in read_prediction_lines(folder, result) or ():
         if is_of_answer(line, result):
             truth.append([float(line[name]) for name in true_columns])
             predicted.append([float(line[name]) for name in predicted_columns])

@@ -15,7 +15,7 @@ from featx.base import are_equal
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.call_hooks import LoopHooks, is_recomputed
-from featx.layers.layer_hooks import PassRecord, lazy_copy
+from featx.layers.layer_hooks import PassRecord, lazy_copy, version_of
 from featx.layers.layer_names import names_of, parse_points, with_capture
 from featx.layers.trace import CapturePoint
 
@@ -71,7 +71,7 @@ class _Call:
         self.gradients: list[torch.Tensor] = []
         self._name = point.name
         self._tensor, self._copy = tensor, None if tensor is None else lazy_copy(tensor)
-        self._version = None if tensor is None else _version(tensor)
+        self._version = None if tensor is None else version_of(tensor)
 
     def read(self) -> torch.Tensor:
         """The layer's own tensor, or a copy if it was changed in place; or the last gradient."""
@@ -86,7 +86,7 @@ class _Call:
         """Return whether the tensor still holds the values that the layer returned."""
         assert self._tensor is not None
         assert self._copy is not None
-        if _version(self._tensor) != self._version:
+        if version_of(self._tensor) != self._version:
             return False
         if self._tensor.layout != torch.strided or self._tensor.is_nested:
             return True
@@ -122,11 +122,6 @@ class OverwrittenTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.as_subclass(torch.Tensor)
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Version counter of a tensor; inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _CapturedPass(PassRecord):

@@ -91,6 +91,11 @@ def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Version counter of a tensor; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 _Key = tuple[int, str]
 """Id of a module, and kind of capture."""
 
@@ -260,7 +265,7 @@ class LayerHooks:
     def _note_versions(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook before a module that may return one of its inputs itself."""
         inputs = elements([*args, *kwargs.values()]).values()
-        versions = {id(tensor): tensor._version for tensor in inputs}
+        versions = {id(tensor): version_of(tensor) for tensor in inputs}
         self.record.versions[_call_of(module)] = versions
 
     def _after(self, key: _Key, points: list[CapturePoint]) -> After:

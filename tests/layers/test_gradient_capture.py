@@ -289,8 +289,9 @@ def test_capture_fills_gradients_in_at_the_users_backward() -> None:
         loss.backward()
         assert features["left:grad_output"].shape == features["left"].shape
         assert features["left:grad_input"].abs().sum() > 0
-        with torch.no_grad(), pytest.raises(LayerError, match="no gradient passes there"):
-            model(x)
+        for without in (torch.no_grad, torch.inference_mode):
+            with without(), pytest.raises(LayerError, match="no gradient passes there"):
+                model(x + 0)
 
 
 def test_the_config_refuses_what_has_no_effect() -> None:

@@ -176,9 +176,7 @@ def copy_of_the_code(folder: Path) -> Path:
     """Copy what a command needs, and return where it is."""
     copy = folder / "copy"
     for name in ("featx", "conf", "data"):
-        shutil.copytree(
-            REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(REPOSITORY / name, copy / name)  # with what is compiled already
     return copy
 
 

@@ -138,7 +138,13 @@ def random_model(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "layers", "by_default"),
     [
-        ("resnet18", ["layer4", "avgpool", "layer4.1.bn2"], ["layer4", "avgpool"]),
+        ("squeezenet1_1", ["features", "features.3", "classifier"], ["features", "classifier"]),
+        pytest.param(
+            "resnet18",
+            ["layer4", "avgpool", "layer4.1.bn2"],
+            ["layer4", "avgpool"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "mobilenet_v2",
             ["features.17", "features.2", "classifier"],

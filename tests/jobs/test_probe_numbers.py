@@ -17,7 +17,6 @@ from tiny_model import job_config
 
 import featx
 from featx.analysis.probe import run_probe
-from featx.analysis.probe.texts import difference_text
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
@@ -173,15 +172,15 @@ def test_a_file_with_too_many_scores_names_no_classes() -> None:
     assert "score:c2" in predictions()[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"label_column": "age"}, {"masks": "masks"}])
 def test_without_scikit_learn_the_command_that_installs_it_is_given(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, y = blobs(90)
     write_store(Path("store"), y, {"age": x[:, 0].astype(float)}, x=x)
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r'pip install "featx\[evaluation\]"'):
-        probe(**options)
+    for options in ({}, {"label_column": "age"}, {"masks": "masks"}):
+        with pytest.raises(ImportError, match=r'pip install "featx\[evaluation\]"'):
+            probe(**options)
 
 
 @pytest.mark.slow
@@ -391,33 +390,6 @@ def test_few_test_rows_are_not_called_better(capsys: pytest.CaptureFixture[str])
     assert "good against poor: +66.7 points, 95 % interval 33.3 to 100.0, but they cannot be told "
     assert "better than" not in out
     assert "apart: exact McNemar test, p = 0.12 (Holm)." in out
-
-
-@pytest.mark.parametrize(
-    ("entries", "doubt"),
-    [
-        ({"interval_holm": (0.01, 0.19)}, ", but they cannot be told apart: exact McNemar test, p"),
-        ({"interval_holm": (-0.01, 0.21)}, ", but they cannot be told apart: interval -1.0 to 21.0"
-         " (Holm)"),
-        ({}, ", but they cannot be told apart: exact McNemar test, p"),
-        ({"told_apart": True, "interval_holm": (0.01, 0.19)}, ""),
-    ],
-)  # fmt: skip
-def test_a_difference_says_what_cannot_tell_two_layers_apart(
-    entries: dict[str, Any], doubt: str
-) -> None:
-    comparison = {"difference": 0.1, "interval": (0.01, 0.19), "told_apart": False, **entries}
-    verb = "better than" if comparison["told_apart"] else "against"
-    assert difference_text("a", "b", comparison, "p") == (
-        f"a {verb} b: +10.0 points, 95 % interval 1.0 to 19.0{doubt}."
-    )
-
-
-def test_an_interval_around_zero_needs_no_reason() -> None:
-    comparison = {"difference": 0.1, "interval": (-0.1, 0.19), "told_apart": False}
-    assert difference_text("a", "b", comparison, "p") == (
-        "a against b: +10.0 points, 95 % interval -10.0 to 19.0."
-    )
 
 
 @pytest.mark.parametrize(

@@ -176,22 +176,28 @@ def test_auto_never_takes_whole_numbers_as_numbers(
     assert f"task {task}: {found['task_reason']}" in out
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({5: "unknown"}, "holds text ('unknown' in 1 of 300 rows); expected numbers"),
-        ({5: "unknown", 9: "?"}, "holds text ('unknown' and others in 2 of 300 rows)"),
-        ({2: "NA", 3: "nan", 5: "?", 7: ""}, "holds text ('?' in 1 of 300 rows)"),
-        ({5: "007"}, "holds text ('007' in 1 of 300 rows)"),
-    ],
-)
-def test_the_first_text_in_a_column_of_numbers_is_named(
-    values: dict[int, str], message: str
-) -> None:
-    others = "" if "007" in values.values() else "1.5"
-    store_with(num=np.array([values.get(i, others) for i in range(300)]))
-    with pytest.raises(DataError, match=re.escape(f"probe.task=regression: num {message}")):
-        probe(label_column="num", task="regression")
+def test_the_first_text_in_a_column_of_numbers_is_named() -> None:
+    columns = {
+        "one": {5: "unknown"},
+        "two": {5: "unknown", 9: "?"},
+        "missing": {2: "NA", 3: "nan", 5: "?", 7: ""},
+        "zeros": {5: "007"},
+    }
+    number = {name: "" if name == "zeros" else "1.5" for name in columns}
+    store_with(
+        **{
+            name: np.array([values.get(i, number[name]) for i in range(300)])
+            for name, values in columns.items()
+        }
+    )
+    for name, message in (
+        ("one", "holds text ('unknown' in 1 of 300 rows); expected numbers"),
+        ("two", "holds text ('unknown' and others in 2 of 300 rows)"),
+        ("missing", "holds text ('?' in 1 of 300 rows)"),
+        ("zeros", "holds text ('007' in 1 of 300 rows)"),
+    ):
+        with pytest.raises(DataError, match=re.escape(f"probe.task=regression: {name} {message}")):
+            probe(label_column=name, task="regression")
 
 
 def test_infinite_numbers_are_counted() -> None:
@@ -336,20 +342,18 @@ def test_a_label_without_test_rows_is_not_counted() -> None:
     assert reasons["r2"] == "the test rows have a single value"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_make_no_sense() -> None:
+    store_with(age=AGE)
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"task": "regression"}, r"needs probe\.label_column"),
         ({"task": "number", "label_column": "age"}, "expected one of auto, classification"),
         ({"label_separator": ","}, r"probe\.label_separator has an effect"),
         ({"label_column": "age", "method": "ridge"}, "use linear, which is ridge regression"),
         ({"label_column": "age", "shots": [1]}, r"probe\.shots has an effect on classification"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
-    store_with(age=AGE)
-    with pytest.raises(ConfigError, match=message):
-        probe(**options)
+    ]
+    for options, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            probe(**options)
 
 
 def test_columns_of_the_wrong_kind_are_refused() -> None:

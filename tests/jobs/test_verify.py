@@ -149,7 +149,7 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
         "flipped",
         pytest.param("truncated", marks=pytest.mark.slow),
         pytest.param("swapped", marks=pytest.mark.slow),
-        "gone",
+        pytest.param("gone", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
@@ -181,7 +181,9 @@ def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
     assert not Path("store", layout.DAMAGED).exists()
 
 
-@pytest.mark.parametrize(("pack", "codec"), [(True, "none"), (False, "gzip")])
+@pytest.mark.parametrize(
+    ("pack", "codec"), [pytest.param(True, "none", marks=pytest.mark.slow), (False, "gzip")]
+)
 def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
     photos: Path,
     capsys: pytest.CaptureFixture[str],

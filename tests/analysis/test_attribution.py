@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -251,7 +250,7 @@ def test_guided_backpropagation_needs_rectifiers() -> None:
 @pytest.mark.parametrize("baseline", ["black", "mean", "blur"])
 def test_integrated_gradients_are_complete(baseline: str) -> None:
     x, net = images(), Net().eval()
-    found = attributed(net, x, "integrated_gradients", steps=200, baseline=baseline)
+    found = attributed(net, x, "integrated_gradients", steps=100, baseline=baseline)
     if baseline == "blur":
         from torchvision.transforms.v2.functional import gaussian_blur
 
@@ -478,12 +477,3 @@ def test_keys_of_extraction_are_refused(keys: dict[str, Any], expected: str) -> 
         run_job("attribute", data="photos", **keys)
     with pytest.raises(ConfigError, match=r"attribute\.method has an effect with job=attribute"):
         featx.extract(attribute={"method": "saliency"}, data="photos")
-
-
-@pytest.mark.slow
-def test_the_same_batch_gives_the_same_bits() -> None:
-    methods = ("saliency", "integrated_gradients", "gradcam", "guided_gradcam", "occlusion")
-    one = attributed(Net(), images(), *methods, layer="two", steps=3)
-    two = attributed(Net(), images(), *methods, layer="two", steps=3)
-    for name, value in one.items():
-        assert np.array_equal(value.numpy(), two[name].numpy()), name

@@ -97,7 +97,7 @@ def test_more_folds_than_groups_are_refused() -> None:
         kfold(y, 5, 0.2, seed=0, groups=groups)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @examples(
     rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=4, max_size=60),
     folds=st.integers(2, 5),

@@ -127,7 +127,7 @@ def test_ends_of_the_histogram() -> None:
     assert norms_summary(none.finish()) is None
 
 
-def images(count: int = 20) -> None:
+def images(count: int) -> None:
     Path("photos").mkdir()
     rng = np.random.default_rng(0)
     for i in range(count):
@@ -167,7 +167,7 @@ def test_the_job_writes_and_prints_them(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_runs_with_other_batches_have_the_same_numbers() -> None:
-    images()
+    images(10)
     take(out="whole")
     take(out="again", batch_size=3)
     with h5py.File("whole/stats.h5") as file, h5py.File("again/stats.h5") as other:
@@ -175,7 +175,7 @@ def test_runs_with_other_batches_have_the_same_numbers() -> None:
         assert set(group) == {"mean", "scatter", "smallest", "largest", "histogram"}
         assert all(np.array_equal(group[name][()], same[name][()]) for name in group)
         assert group.attrs["prefix_tokens"] == same.attrs["prefix_tokens"] == 2
-        assert group["histogram"][()].sum() == 20 * 64
+        assert group["histogram"][()].sum() == 10 * 64
 
 
 def test_tokens_of_unknown_places_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:

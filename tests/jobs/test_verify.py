@@ -305,12 +305,14 @@ def test_repair_without_the_image_records_the_row_and_keeps_the_others(
     assert dataset_digests(Path("store/features.h5")) == before
 
 
-def test_repair_with_other_weights_is_refused(
+def test_other_weights_are_refused(
     photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extract(photos, model={**MODEL, "weights": "default"}, seed=3)
-    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
     monkeypatch.setattr("zoo.TwoStageConvNet.__init__.__defaults__", (None, 2.0, 0.0, ""))
+    with pytest.raises(StoreMismatchError, match=r"cannot be compared.*\n +weights_sha256: the"):
+        look(capsys, verify={"reextract_rows": 3})
+    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
     with pytest.raises(StoreMismatchError, match="weights_sha256: the store has"):
         look(capsys, verify={"repair": True})
 

@@ -81,7 +81,8 @@ def is_whole(run: MadeRun, tmp_path: Path) -> bool:
     return digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 3])
 def test_any_number_of_workers_gives_the_same_datasets(
     work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path, workers: int,
     capfd: pytest.CaptureFixture[str],

@@ -126,32 +126,34 @@ LINES = {"layer.conv": "layer conv, reduce", "dtype": "layer conv, dtype"}
 """What belongs to a layer is compared layer by layer."""
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_a_change_of_what_changes_values_is_refused_by_name(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, key: str
+def test_changes_of_what_changes_values_are_refused_by_name(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All at once, each on a line of its own."""
     from featx.pipeline import run_context
 
-    keys, now = CHANGES[key]
-    data = {"name": "folder", "root": "photos", **keys.get("data", {})}
-    if key == "compile":
-        # A compiler takes minutes.
-        monkeypatch.setattr("torch.compile", lambda forward, **_: forward)
-    if key in UNREACHABLE:
-        fingerprint = run_context.fingerprint
-        monkeypatch.setattr(
-            run_context, "fingerprint", lambda *a: {**fingerprint(*a), key: now.strip("'")}
-        )
+    given: dict[str, Any] = {"data": {"name": "folder", "root": "photos"}, "model": {}}
+    for keys, _ in CHANGES.values():
+        groups = {name: {**given[name], **keys.get(name, {})} for name in ("data", "model")}
+        given |= {**keys, **groups}
+    given["model"] |= {"factory": CHANGES["model"][0]["model"]["factory"]}
+    fingerprint = run_context.fingerprint
+    others = {key: CHANGES[key][1].strip("'") for key in UNREACHABLE}
+    monkeypatch.setattr(run_context, "fingerprint", lambda *a: {**fingerprint(*a), **others})
+    # A compiler takes minutes.
+    monkeypatch.setattr("torch.compile", lambda forward, **_: forward)
     monkeypatch.chdir(finished)
     before = files_of("store")
     with pytest.raises(StoreMismatchError) as refused:
-        extract(**{**keys, "data": data})
+        extract(**given)
     message = str(refused.value)
     assert refused.value.exit_code == 2
-    lines = [text for text in message.splitlines() if text.startswith(f"  {LINES.get(key, key)}:")]
-    assert len(lines) == 1, message
-    assert "the store has" in lines[0]
-    assert re.search(rf"now .*{now}", lines[0]), lines[0]
+    for key, (_, now) in CHANGES.items():
+        name = LINES.get(key, key)
+        lines = [text for text in message.splitlines() if text.startswith(f"  {name}:")]
+        assert len(lines) == 1, message
+        assert "the store has" in lines[0]
+        assert re.search(rf"now .*{now}", lines[0]), lines[0]
     assert "overwrite=true" in message
     assert "out=DIR" in message
     assert files_of("store") == before
@@ -175,14 +177,9 @@ def test_no_key_of_the_fingerprint_is_left_untried(finished: Path) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"pack": False},
-        {"max_failures": 5},
-        {"device": "cpu"},
-        {"seed": 0},
-        {"grow": True},
-        {"data": {"name": "folder", "root": "./photos/", "follow_links": True}},
-        {"data": {"name": "folder", "root": "photos", "limit": 9}},
-        {"data": {"name": "folder", "root": "photos", "timeout_s": None}},
+        {"pack": False, "max_failures": 5, "device": "cpu", "seed": 0, "grow": True},
+        {"data": {"root": "./photos/", "follow_links": True, "timeout_s": None}},
+        {"data": {"root": "photos", "limit": 9}},
     ],
 )
 def test_a_resume_accepts_options_that_change_no_value(
@@ -225,12 +222,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, index: int, *signals: signal.Signa
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    "index",
-    [
-        0,
-        pytest.param(4, marks=pytest.mark.slow),
-        5,
-    ],
+    "index", [pytest.param(0, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5]
 )
 def test_a_signal_ends_the_run_also_in_the_last_batch(
     photos: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, index: int

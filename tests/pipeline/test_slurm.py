@@ -167,7 +167,6 @@ def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Pat
         pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
     ):
         distributed_jobs.run("stats", photos)
-    distributed_jobs.run("stats", photos)
 
 
 def test_lost_tasks_are_submitted_again(
@@ -269,7 +268,9 @@ def interrupted_task(
     return do
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR2]
+)
 def test_a_task_that_is_told_to_end_keeps_what_is_committed_and_another_does_the_rest(
     interrupted_task: Callable[..., list[WorkerReport]],
     signum: signal.Signals,

@@ -15,7 +15,6 @@ import h5py
 import numpy as np
 import pytest
 from conftest import Completed
-from tiny_model import COMMAND
 
 from featx.__main__ import resume_command
 from featx.cli import job_help_text
@@ -319,17 +318,6 @@ def test_multirun_makes_one_store_a_model(featx: Featx, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_multirun_continues_after_a_job_that_fails(featx: Featx, tmp_path: Path) -> None:
-    done = featx(
-        "-m", "model=resnet5O,resnet18", "model.weights=null", "precision=fp32",
-        "data=sample", "data.limit=2",
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "resnet5O" in done.stderr
-    assert (tmp_path / "runs" / "sample" / "resnet18" / "features.h5").is_file()
-
-
-@pytest.mark.slow
 def test_plan_writes_nothing(featx: Featx, tmp_path: Path) -> None:
     done = featx("job=plan", "job.json=true", "data=sample", *RESNET, "layers=[layer4]")
     assert done.returncode == 0, done.stderr
@@ -339,34 +327,6 @@ def test_plan_writes_nothing(featx: Featx, tmp_path: Path) -> None:
     assert plan["disk_free"] > 0
     assert plan["seconds"] > 0
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_a_bad_image_is_recorded_and_the_exit_code_is_3(
-    featx: Featx, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "photos"
-    shutil.copytree(photo_folder, root)
-    good = (root / "cat" / "002.jpg").read_bytes()
-    (root / "cat" / "002.jpg").write_bytes(good[: len(good) // 2])
-    (root / "dog" / "empty.png").touch()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-    done = featx("data=folder", "data.root=photos", *COMMAND)
-    assert done.returncode == 3
-    assert "2 of 22 images failed, more than max_failures=0.01 (0 images)" in done.stderr
-    lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
-    assert lines[0] == "row,key,status,error,message"
-    assert lines[1].split(",")[1:3] == ["cat/002.jpg", "truncated"]
-    assert lines[2].split(",")[1:3] == ["dog/empty.png", "empty"]
-    with h5py.File(tmp_path / "store" / "features.h5") as file:
-        keys = [key.decode() for key in file["key"][:]]
-        bad = [keys.index("cat/002.jpg"), keys.index("dog/empty.png")]
-        assert file["status"][:][bad].tolist() == [5, 2]
-        finite = np.isfinite(file["features/conv"][:]).all(axis=(1, 2, 3))
-        assert np.flatnonzero(~finite).tolist() == bad
-    # Enough failures allowed, and the same store is fine.
-    again = featx("data=folder", "data.root=photos", *COMMAND, "max_failures=2")
-    assert again.returncode == 0
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_image
 import featx as package
 from featx import jobs
 from featx.config import from_composed, from_keywords
-from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
+from featx.errors import ConfigError, ObjectStoreError, RunError
 from featx.storage import durability, s3_client
 from featx.store import check_store, layout, read_heartbeats
 from featx.torch import FeatureDataset, TokenDataset
@@ -283,13 +283,6 @@ def test_a_server_that_goes_away_stops_the_run_which_resumes_later(
     monkeypatch.setattr(s3_client, "request", request)
     assert num_parts(out) == 3
     assert rows_of(extract(str(images), out=out)) == rows_of(extract(str(images)))
-
-
-@pytest.mark.slow
-def test_other_settings_are_refused_there_too(images: Path, out: str) -> None:
-    extract(str(images), out=out)
-    with pytest.raises(StoreError, match="dtype"):
-        extract(str(images), out=out, dtype="float32")
 
 
 @pytest.mark.parametrize("packed", [True, False])

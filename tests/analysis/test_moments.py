@@ -196,29 +196,6 @@ def test_no_rows_and_one_row(kind: str) -> None:
         none.std(ddof=0)
 
 
-def test_the_rows_are_not_changed_and_not_held() -> None:
-    rows = made_rows(10, 3)
-    before = rows.clone()
-    moments = Moments.of(rows)
-    assert torch.equal(rows, before)
-    mean = moments.mean.clone()
-    rows += 1
-    assert torch.equal(moments.mean, mean)
-
-
-def test_unlike_moments_are_not_merged() -> None:
-    three = Moments.of(made_rows(5, 3))
-    for other in (Moments.of(made_rows(5, 4)), Moments.of(made_rows(5, 3), kind="diagonal")):
-        with pytest.raises(ConfigError, match="cannot be merged"):
-            three.merge(other)
-
-
-@pytest.mark.parametrize("rows", [torch.ones(3), torch.ones(3, 2, 2), torch.ones(3, 2).int()])
-def test_what_is_no_table_of_floats_is_refused(rows: torch.Tensor) -> None:
-    with pytest.raises(ConfigError, match="rows of floats"):
-        Moments.of(rows)
-
-
 @pytest.mark.parametrize("kind", ["full", "diagonal"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_rows_that_are_not_finite_are_refused_by_place(value: float, kind: str) -> None:

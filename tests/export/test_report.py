@@ -6,9 +6,7 @@ import csv
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -464,21 +462,6 @@ def test_a_million_rows() -> None:
     assert "500 random images of 999 667 (seed 0)" in page.words
     assert "among all 999 667 images" in page.words
     assert Path("store/report.html").stat().st_size < 1 << 20
-
-
-@pytest.mark.slow
-def test_the_command(
-    featx: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    made = featx("data=sample", "out=s", "max_failures=9")
-    assert made.returncode == 0, made.stderr
-    done = featx("job=report", "store=s")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "s" / "report.html").stat().st_size > 50_000
-    wrong = featx("job=report", "store=nowhere")
-    assert wrong.returncode == 2
-    assert "there is no store at" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
 
 
 def images_of_errors() -> list[str]:

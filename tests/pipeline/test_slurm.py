@@ -20,6 +20,7 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
 from object_server import num_parts, place, rows_of
+from processes import wait_until
 from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
@@ -39,10 +40,6 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 TESTS = Path(__file__).resolve().parent.parent
 LOCAL = {"name": "slurm", "mode": "local", "cpus": 1}
 SLURM = {"name": "slurm", "cpus": 1}
-
-
-def digests(root: str | Path) -> dict[str, str]:
-    return dataset_digests(Path(root) / "features.h5")
 
 
 class MadeSlurm:
@@ -126,7 +123,7 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     }  # fmt: skip
     store = extract(photos, executor=keys, max_failures=5)
     assert store.complete
-    assert digests("store") == digests("reference")
+    assert dataset_digests("store") == dataset_digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     (asked,) = cluster.arrays
     assert asked["wrap"].startswith("set -- 0 1 2; shift $SLURM_ARRAY_TASK_ID; exec ")
@@ -419,15 +416,6 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "featx", *COMMAND, *data, *local, *more]
 
 
-def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
-    deadline = time.monotonic() + 200
-    while not (value := found()):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return value
-
-
 def tasks_alive() -> list[int]:
     found = []
     for path in Path("store/workers").glob("*.json"):
@@ -444,14 +432,13 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
 ) -> None:
     extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 0.5}})
     environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command(), env=environment)
-    wait_for(lambda: list(Path("store/parts").glob("part-*.h5")), process)
-    if signum == signal.SIGUSR2:  # as Slurm tells a task that it is preempted
-        victim = wait_for(tasks_alive, process)[0]
-        os.kill(victim, signum)
-    elif signum is not None:
-        process.send_signal(signum)
-    code = process.wait(300)
+    with subprocess.Popen(command(), env=environment) as process:
+        wait_until(lambda: list(Path("store/parts").glob("part-*.h5")), process)
+        if signum == signal.SIGUSR2:  # as Slurm tells a task that it is preempted
+            os.kill(wait_until(tasks_alive, process)[0], signum)
+        elif signum is not None:
+            process.send_signal(signum)
+        code = process.wait(300)
     if signum == signal.SIGINT:
         assert code == 130
         deadline = time.monotonic() + 60
@@ -459,7 +446,7 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
             time.sleep(0.1)
         code = subprocess.run(command(), env=environment, timeout=300, check=False).returncode
     assert code == 0
-    assert digests("store") == digests("reference")
+    assert dataset_digests("store") == dataset_digests("reference")
     assert temporary_files(Path("store")) == []
 
 
@@ -478,8 +465,8 @@ def test_killed_in_a_bucket_nothing_is_lost(
         return [s.values["pid"] for s in read_heartbeats(place(out)) if s.values.get("outlives")]
 
     with subprocess.Popen(command(*more), env=environment) as process:
-        wait_for(lambda: num_parts(out), process)
-        os.kill(wait_for(tasks, process)[0] if victim == "task" else process.pid, signal.SIGKILL)
+        wait_until(lambda: num_parts(out), process)
+        os.kill(wait_until(tasks, process)[0] if victim == "task" else process.pid, signal.SIGKILL)
         code = process.wait(300)
     assert code == (0 if victim == "task" else -signal.SIGKILL)
     deadline = time.monotonic() + 300

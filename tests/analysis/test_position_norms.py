@@ -18,7 +18,7 @@ from PIL import Image
 from tiny_model import KEYS, MODEL, extract, run_job
 
 import featx
-from featx.analysis.statistics import Statistics, explain_missing_norms, token_norms
+from featx.analysis.statistics import Statistics, token_norms
 from featx.analysis.statistics.moments import EDGES, PositionNorms
 from featx.analysis.statistics.part_moments import PartNorms, StatsLayer, norms_summary
 from featx.base import WIDTH
@@ -197,23 +197,6 @@ def test_tokens_of_unknown_places_have_a_reason(capsys: pytest.CaptureFixture[st
     assert layers["tokens"]["token_norms"] is None
     assert "num_prefix_tokens" in layers["tokens"]["no_token_norms"]
     assert layers["maps"]["no_token_norms"] is None
-
-
-@pytest.mark.parametrize(
-    ("shape", "attributes", "reason"),
-    [
-        ((66, 3), {}, "which of its 66 tokens are patches"),
-        ((5, 7, 3), {"capture": "input"}, "its rows of shape 5x7x3 are not known to be a map"),
-        ((9,), {}, None),
-        ((4, 66, 66), {"capture": "attention"}, None),
-        ((16, 3), {"reduce": "sample"}, None),
-    ],
-)
-def test_only_tokens_without_places_have_a_reason(
-    shape: tuple[int, ...], attributes: dict[str, str], reason: str | None
-) -> None:
-    found = explain_missing_norms(shape, {"capture": "output", "reduce": "none", **attributes})
-    assert found is None if reason is None else reason in str(found)
 
 
 def test_pooled_tokens_have_none(capsys: pytest.CaptureFixture[str]) -> None:

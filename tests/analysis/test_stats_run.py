@@ -508,10 +508,6 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"dtype": "float32"}, "dtype has no effect with job=stats"),
-        ({"codec": "gzip"}, "codec has no effect with job=stats"),
-        ({"pack": False}, "pack has no effect with job=stats"),
-        ({"grow": True}, "grow has no effect with job=stats"),
         ({"store": "x"}, "has no effect with job=stats store=x"),
         (
             {"stats": {"observation": "pixel"}},
@@ -530,11 +526,6 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
 def test_keys_without_effect_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         take("photos", **keys)
-
-
-def test_statistics_keys_belong_to_the_job() -> None:
-    with pytest.raises(ConfigError, match=r"stats\.observation has an effect with job=stats only"):
-        extract("photos", stats={"observation": "position"})
 
 
 def test_positions_need_a_layer_that_has_them(photos: Path) -> None:

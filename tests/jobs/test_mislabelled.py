@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from csv_rows import csv_rows
 from probe_problem import blobs, write_store
-from sklearn.linear_model import LogisticRegression
-from sklearn.preprocessing import StandardScaler
 from tiny_model import run_job
 
 import featx
@@ -72,33 +70,6 @@ def test_probabilities_are_those_of_the_probe() -> None:
     for place, row in enumerate(judged.rows.tolist()):
         line = tested[str(keys[row])]
         assert float(line["p_true"]) == pytest.approx(judged.confidences[place], abs=1e-12)
-
-
-@pytest.mark.slow
-def test_probabilities_are_those_of_scikit_learn() -> None:
-    """A logistic regression of scikit-learn on the other folds, with the penalty of each fold."""
-    given = planted_store()
-    options = {"split": "kfold"}
-    assert run_job("probe", store="store", layers="x", device="cpu", probe=options) == 0
-    store = featx.open("store")
-    x, keys = store["x"][:].astype(np.float64), store.keys.tolist()
-    judged = judge_labels(store, "x", device="cpu")
-    l2_of_folds = json.loads(Path("store/probe.json").read_text())["layers"]["x"]["linear"][
-        "l2_of_folds"
-    ]
-    for fold, l2 in enumerate(l2_of_folds, 1):
-        tested = [
-            keys.index(line["key"])
-            for line in csv_rows("store/probe/predictions.csv")
-            if line["fold"] == str(fold)
-        ]
-        train = np.setdiff1d(judged.rows, tested)
-        scaler = StandardScaler().fit(x[train])
-        model = LogisticRegression(C=1 / (l2 * len(train)), tol=1e-10, max_iter=10_000)
-        model.fit(scaler.transform(x[train]), given[train])
-        expected = model.predict_proba(scaler.transform(x[tested]))
-        places = np.searchsorted(judged.rows, tested)
-        np.testing.assert_allclose(judged.probabilities[places], expected, atol=2e-3)
 
 
 def doubtful_by_hand(labels: Sequence[int], probabilities: np.ndarray) -> list[bool]:

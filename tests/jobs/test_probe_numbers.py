@@ -298,54 +298,6 @@ def test_differences_of_layers_are_printed_with_their_interval(
     ) in " ".join(out.split())
 
 
-@pytest.mark.slow
-def test_bootstrap_intervals_of_all_metrics_are_scipys(capsys: pytest.CaptureFixture[str]) -> None:
-    x, y = blobs(160, num_classes=3, signal=0.4)
-    write_store(Path("store"), y, x=x)
-    found = probe(split="kfold", folds=2, bootstrap=400)
-    rows = of_layer("x", "linear", predictions())
-    true, predicted = (np.array([row[name] for row in rows]) for name in ("true", "predicted"))
-    scores = np.array([[float(row[f"score:{name}"]) for name in found["classes"]] for row in rows])
-    number = np.array([found["classes"].index(name) for name in true])
-
-    def metrics(drawn: np.ndarray) -> list[float]:
-        drawn = drawn.astype(int)
-        return [
-            oracle.accuracy_score(true[drawn], predicted[drawn]),
-            oracle.f1_score(true[drawn], predicted[drawn], average="macro"),
-            oracle.matthews_corrcoef(true[drawn], predicted[drawn]),
-            oracle.roc_auc_score(number[drawn], scores[drawn], multi_class="ovr"),
-        ]
-
-    expected = stats.bootstrap(
-        (np.arange(len(rows)),), metrics, n_resamples=400, method="percentile", vectorized=False,
-        rng=0,
-    ).confidence_interval  # fmt: skip
-    entry = found["bootstrap"]
-    assert (entry["resamples"], entry["unit"], entry["units"]) == (400, "row", 160)
-    for i, name in enumerate(("accuracy", "macro_f1", "mcc", "auroc")):
-        low, high = entry["intervals"][name]
-        assert low == pytest.approx(expected.low[i], abs=0.025), name
-        assert high == pytest.approx(expected.high[i], abs=0.025), name
-    assert entry["intervals"]["top5"] is None
-    assert "400 resamples of 160 rows" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_bootstrap_draws_whole_groups() -> None:
-    """Rows of a group are copies, so that intervals are those of the groups, twice as wide."""
-    x, y = blobs(80, num_classes=2, signal=0.3)
-    copies = np.repeat(np.arange(80), 4)
-    write_store(Path("store"), y[copies], {"patient": copies}, x=x[copies])
-    widths = []
-    for options in ({"group_column": "patient"}, {}):
-        found = probe(split="kfold", folds=4, bootstrap=300, **options)["bootstrap"]
-        low, high = found["intervals"]["accuracy"]
-        widths.append((found["unit"], found["units"], high - low))
-    assert [width[:2] for width in widths] == [("group", 80), ("row", 320)]
-    assert widths[0][2] > 1.5 * widths[1][2]
-
-
 def test_a_metric_that_is_equal_in_all_resamples_has_no_interval() -> None:
     x, y = blobs(80, num_classes=2, signal=20)
     write_store(Path("store"), y, x=x)

@@ -27,7 +27,6 @@ import featx as package
 from featx.base import take_cpus
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, RunError, StoreLockedError
-from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import slurm, slurm_task, worker
 from featx.pipeline.executors.job_folder import WorkerReport
 from featx.storage import AtomicFolder
@@ -187,25 +186,6 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
         extract(photos, executor={**SLURM, "workers": 1})
     cluster.lose = 0
     assert extract(photos).complete
-
-
-@pytest.mark.slow
-def test_an_exception_in_a_task_ends_the_run_and_is_reported(
-    photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compute = FeatureOutput.compute
-
-    def raising(self: Any, engine: Any, batch: Any) -> Any:
-        if batch.start >= 16:
-            raise ValueError("a bug in the model")
-        return compute(self, engine, batch)
-
-    monkeypatch.setattr(FeatureOutput, "compute", raising)
-    with pytest.raises(RunError) as failed:
-        extract(photos, executor={**SLURM, "workers": 1})
-    assert str(failed.value).startswith("job 1_0, part 4 (rows 16 to 19): ValueError: a bug in the")
-    monkeypatch.setattr(FeatureOutput, "compute", compute)
-    assert extract(photos, executor={**SLURM, "workers": 2}).complete
 
 
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlurm) -> None:

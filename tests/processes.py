@@ -84,5 +84,5 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[Any]) -> 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str, float]:
     """Exit code, stderr, and how long it took from now on."""
     started_at = time.monotonic()
-    _, printed = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=120)
     return process.returncode, printed, time.monotonic() - started_at

@@ -20,7 +20,6 @@ import grimp
 import h5py
 import numpy as np
 import pytest
-from conftest import slow_except
 
 import featx
 from featx.base import family, family_options
@@ -191,9 +190,8 @@ def run_in(copy: Path, line: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "kind", slow_except(("reduction", "codec", "executor", "job"), "reduction")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reduction", "codec", "executor", "job"])
 def test_an_example_runs_as_it_stands(kind: str, tmp_path: Path) -> None:
     copy = copy_of_the_code(tmp_path)
     commands = make(EXAMPLES[kind], copy)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Completed, with_path
+from conftest import Completed, slow_except, with_path
 from made_store import make_run
 from object_server import RequestLog, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_images
@@ -308,7 +308,7 @@ def test_a_store_that_was_copied_there_is_the_same(images: Path, bucket: str) ->
     assert rows_of(far) == rows_of(near)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", slow_except([False, True], True))
 def test_tokens_are_those_of_the_store_on_the_disk(
     tmp_path: Path, bucket: str, packed: bool
 ) -> None:

@@ -248,7 +248,8 @@ def test_permuted_images_and_other_batch_sizes_give_the_same_rows(
                 assert np.array_equal(got, reference[layer][:])
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param("auto", marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", ["auto", 4])
 def test_one_image(images: Path, tmp_path: Path, batch_size: Any) -> None:
     path = sorted(images.iterdir())[2]
     (tmp_path / "one").mkdir()

@@ -198,7 +198,11 @@ def test_near_duplicates_across_the_split_come_first(split: str) -> None:
     ("probe", "expected"),
     [
         pytest.param({"method": "ridge"}, "A ridge probe gives none.", marks=pytest.mark.slow),
-        ({"method": "knn"}, "Test accuracy of the knn probe on the chosen layer"),
+        pytest.param(
+            {"method": "knn"},
+            "Test accuracy of the knn probe on the chosen layer",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"memory_gib": 0.0}, "Not checked", marks=pytest.mark.slow),
         ({"split": "kfold", "folds": 2}, "every image is tested once"),
         ({"test_store": "other"}, "40 test images"),

@@ -122,6 +122,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
     made = MadeRay()
     monkeypatch.setattr(ray_executor, "ray_module", lambda: made)
     monkeypatch.setattr(ray_executor.ActorPool, "poll_s", 0.01)
+    monkeypatch.setattr("featx.pipeline.executors.worker_pool._MAX_POLL_S", 0.01)
     begin_part = worker.PartWorker.begin_part
 
     def dying(self: Any, part: Any) -> Any:

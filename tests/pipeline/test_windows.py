@@ -488,6 +488,7 @@ def test_other_windows_are_refused_on_resume(same_size: Path) -> None:
             extract(Stem(), same_size, layers=["deep"], **other)
 
 
+@pytest.mark.slow
 def test_failed_images_are_retried_and_changed_ones_refreshed(same_size: Path) -> None:
     content = (same_size / "1.png").read_bytes()
     whole = extract(Stem(), same_size, layers=["deep"], out="whole", **WINDOWS)["deep"][:]

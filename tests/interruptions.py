@@ -21,8 +21,8 @@ def same_values(store: FeatureStore, other: FeatureStore) -> bool:
     )
 
 
-def signal_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:
-    """Send this process SIGTERM when so many parts are committed."""
+def signal_after_commits(patch: pytest.MonkeyPatch, count: int, *signals: signal.Signals) -> None:
+    """Send this process signals, SIGTERM unless some are given, when so many parts are there."""
     commit = StoreSession.commit
     done = 0
 
@@ -31,7 +31,8 @@ def signal_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:
         failures = commit(self, builder)
         done += 1
         if done == count:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for signum in signals or (signal.SIGTERM,):
+                os.kill(os.getpid(), signum)
         return failures
 
     patch.setattr(StoreSession, "commit", signalled)

@@ -345,8 +345,8 @@ def joined(*runs: MadeRun) -> MadeRun:
     ).identified()
 
 
-def dataset_digests(path: Path) -> dict[str, str]:
-    """sha256 of the values of every dataset of a file, with shape and type."""
+def dataset_digests(path: str | Path) -> dict[str, str]:
+    """sha256 of the values of every dataset of a file or packed store, with shape and type."""
     found = {}
 
     def visit(name: str, item: Any) -> None:
@@ -355,7 +355,8 @@ def dataset_digests(path: Path) -> dict[str, str]:
             text = f"{item.shape} {item.dtype} ".encode() + np.ascontiguousarray(item[()]).tobytes()
             found[name] = hashlib.sha256(text).hexdigest()
 
-    with h5py.File(path, "r") as file:
+    packed = Path(path, "features.h5")
+    with h5py.File(packed if packed.exists() else path, "r") as file:
         file.visititems(visit)
     return found
 

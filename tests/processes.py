@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from conftest import with_path
 
 
 def ended(pid: int, within_s: float = 5.0) -> bool:
@@ -58,12 +59,12 @@ def killed_at_sync(code: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+def running(arguments: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that finds the modules of this folder; it is killed at the end of the block."""
     process = subprocess.Popen(
-        arguments, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        arguments, env={**with_path(Path(__file__).parent), **env}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     try:
         yield process
     finally:
@@ -71,15 +72,17 @@ def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition() and process.poll() is None:
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[Any]) -> Any:
+    """The value of a condition when it is true, or when the process has ended."""
+    deadline = time.monotonic() + 300
+    while not (value := condition()) and process.poll() is None:
         assert time.monotonic() < deadline, "it never happens"
         time.sleep(0.005)
+    return value
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str, float]:
     """Exit code, stderr, and how long it took from now on."""
     started_at = time.monotonic()
-    _, printed = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=120)
     return process.returncode, printed, time.monotonic() - started_at

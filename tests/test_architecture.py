@@ -20,7 +20,6 @@ import grimp
 import h5py
 import numpy as np
 import pytest
-from conftest import slow_except
 
 import featx
 from featx.base import family, family_options
@@ -176,9 +175,7 @@ def copy_of_the_code(folder: Path) -> Path:
     """Copy what a command needs, and return where it is."""
     copy = folder / "copy"
     for name in ("featx", "conf", "data"):
-        shutil.copytree(
-            REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(REPOSITORY / name, copy / name)  # with what is compiled already
     return copy
 
 
@@ -193,9 +190,8 @@ def run_in(copy: Path, line: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "kind", slow_except(("reduction", "codec", "executor", "job"), "reduction")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reduction", "codec", "executor", "job"])
 def test_an_example_runs_as_it_stands(kind: str, tmp_path: Path) -> None:
     copy = copy_of_the_code(tmp_path)
     commands = make(EXAMPLES[kind], copy)

@@ -8,15 +8,13 @@ import resource
 import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from conftest import REPOSITORY, Completed
-from tiny_model import COMMAND
+from conftest import Completed
 
 from featx.__main__ import resume_command
 from featx.cli import job_help_text
@@ -282,23 +280,23 @@ def test_odd_paths_arrive_from_a_shell(shell: str, tmp_path: Path) -> None:
 
 def test_extract_on_the_sample_images(featx: Featx, tmp_path: Path) -> None:
     """The embedded images, no extra and no terminal: plain lines, a table, a plain HDF5 file."""
-    layers = "layers=[layer4,avgpool]"
-    done = featx("data=sample", *RESNET, layers, "data.limit=5", "batch_size=1")
+    model = ("model=shufflenet_v2_x0_5", "model.weights=null", "precision=fp32")
+    done = featx("data=sample", *model, "layers=[conv5,fc]", "data.limit=5", "batch_size=1")
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stderr
-    out = tmp_path / "runs" / "sample" / "resnet18"
-    assert 'featx.open("runs/sample/resnet18")' in done.stdout
+    out = tmp_path / "runs" / "sample" / "shufflenet_v2_x0_5"
+    assert 'featx.open("runs/sample/shufflenet_v2_x0_5")' in done.stdout
     names = {"features.h5", "featx.json", "samples.h5", "failures.csv", "summary.json", ".hydra"}
     assert names <= set(os.listdir(out))
     assert not (out / "parts").exists()
     with h5py.File(out / "features.h5") as file:
-        assert file["features/layer4"].shape == (5, 512, 7, 7)
-        assert file["features/avgpool"].shape == (5, 512, 1, 1)
-        assert file["features/layer4"].attrs["layer"] == "layer4"
+        assert file["features/conv5"].shape == (5, 1024, 7, 7)
+        assert file["features/fc"].shape == (5, 1000)
+        assert file["features/conv5"].attrs["layer"] == "conv5"
         assert file["label"].dtype == np.int64
         assert file["status"][:].tolist() == [0] * 5
         assert file.attrs["complete"]
-        assert file.attrs["model"] == "torchvision/resnet18"
+        assert file.attrs["model"] == "torchvision/shufflenet_v2_x0_5"
         assert len(file.attrs["weights_sha256"]) == 64
     summary = json.loads((out / "summary.json").read_text())
     assert summary["rows"] == 5
@@ -320,17 +318,6 @@ def test_multirun_makes_one_store_a_model(featx: Featx, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_multirun_continues_after_a_job_that_fails(featx: Featx, tmp_path: Path) -> None:
-    done = featx(
-        "-m", "model=resnet5O,resnet18", "model.weights=null", "precision=fp32",
-        "data=sample", "data.limit=2",
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "resnet5O" in done.stderr
-    assert (tmp_path / "runs" / "sample" / "resnet18" / "features.h5").is_file()
-
-
-@pytest.mark.slow
 def test_plan_writes_nothing(featx: Featx, tmp_path: Path) -> None:
     done = featx("job=plan", "job.json=true", "data=sample", *RESNET, "layers=[layer4]")
     assert done.returncode == 0, done.stderr
@@ -340,69 +327,6 @@ def test_plan_writes_nothing(featx: Featx, tmp_path: Path) -> None:
     assert plan["disk_free"] > 0
     assert plan["seconds"] > 0
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_a_bad_image_is_recorded_and_the_exit_code_is_3(
-    featx: Featx, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "photos"
-    shutil.copytree(photo_folder, root)
-    good = (root / "cat" / "002.jpg").read_bytes()
-    (root / "cat" / "002.jpg").write_bytes(good[: len(good) // 2])
-    (root / "dog" / "empty.png").touch()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-    done = featx("data=folder", "data.root=photos", *COMMAND)
-    assert done.returncode == 3
-    assert "2 of 22 images failed, more than max_failures=0.01 (0 images)" in done.stderr
-    lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
-    assert lines[0] == "row,key,status,error,message"
-    assert lines[1].split(",")[1:3] == ["cat/002.jpg", "truncated"]
-    assert lines[2].split(",")[1:3] == ["dog/empty.png", "empty"]
-    with h5py.File(tmp_path / "store" / "features.h5") as file:
-        keys = [key.decode() for key in file["key"][:]]
-        bad = [keys.index("cat/002.jpg"), keys.index("dog/empty.png")]
-        assert file["status"][:][bad].tolist() == [5, 2]
-        finite = np.isfinite(file["features/conv"][:]).all(axis=(1, 2, 3))
-        assert np.flatnonzero(~finite).tolist() == bad
-    # Enough failures allowed, and the same store is fine.
-    again = featx("data=folder", "data.root=photos", *COMMAND, "max_failures=2")
-    assert again.returncode == 0
-
-
-@pytest.mark.slow
-def test_the_wheel_carries_conf_and_images(tmp_path: Path) -> None:
-    """Built, installed in a fresh environment, run from an empty folder far from the checkout."""
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, REPOSITORY],
-        check=True,
-        capture_output=True,
-    )
-    wheel = next(tmp_path.glob("featx-*.whl"))
-    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
-    site = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, wheel]
-    subprocess.run(install, check=True, capture_output=True)
-    # The dependencies of the running environment, without its editable featx.
-    (site / "dependencies.pth").write_text(str(Path(np.__file__).parent.parent) + "\n")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    command = [tmp_path / "env" / "bin" / "python", "-m", "featx", "data=sample", *RESNET]
-    elsewhere = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [*command, "data.limit=2"],
-        cwd=empty, env=elsewhere, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (empty / "runs" / "sample" / "resnet18" / "features.h5").is_file()
-    for name in ("report.html", "predictions.html", "page.css", "embedding.js"):
-        assert (site / "featx" / "export" / "report" / "page" / name).is_file()
-    where = "import featx; print(featx.__file__)"
-    printed = subprocess.run(
-        [tmp_path / "env" / "bin" / "python", "-c", where],
-        cwd=empty, env=elsewhere, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert str(site) in printed
 
 
 @pytest.mark.slow

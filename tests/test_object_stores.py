@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Completed, with_path
+from conftest import Completed, slow_except, with_path
 from made_store import make_run
 from object_server import RequestLog, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_images
@@ -24,7 +24,7 @@ from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_image
 import featx as package
 from featx import jobs
 from featx.config import from_composed, from_keywords
-from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
+from featx.errors import ConfigError, ObjectStoreError, RunError
 from featx.storage import durability, s3_client
 from featx.store import check_store, layout, read_heartbeats
 from featx.torch import FeatureDataset, TokenDataset
@@ -285,13 +285,6 @@ def test_a_server_that_goes_away_stops_the_run_which_resumes_later(
     assert rows_of(extract(str(images), out=out)) == rows_of(extract(str(images)))
 
 
-@pytest.mark.slow
-def test_other_settings_are_refused_there_too(images: Path, out: str) -> None:
-    extract(str(images), out=out)
-    with pytest.raises(StoreError, match="dtype"):
-        extract(str(images), out=out, dtype="float32")
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.slow
 def test_damage_is_repaired_there(images: Path, bucket: str, packed: bool) -> None:
@@ -315,7 +308,7 @@ def test_a_store_that_was_copied_there_is_the_same(images: Path, bucket: str) ->
     assert rows_of(far) == rows_of(near)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", slow_except([False, True], True))
 def test_tokens_are_those_of_the_store_on_the_disk(
     tmp_path: Path, bucket: str, packed: bool
 ) -> None:

@@ -138,7 +138,13 @@ def random_model(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "layers", "by_default"),
     [
-        ("resnet18", ["layer4", "avgpool", "layer4.1.bn2"], ["layer4", "avgpool"]),
+        ("squeezenet1_1", ["features", "features.3", "classifier"], ["features", "classifier"]),
+        pytest.param(
+            "resnet18",
+            ["layer4", "avgpool", "layer4.1.bn2"],
+            ["layer4", "avgpool"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "mobilenet_v2",
             ["features.17", "features.2", "classifier"],
@@ -242,7 +248,8 @@ def test_permuted_images_and_other_batch_sizes_give_the_same_rows(
                 assert np.array_equal(got, reference[layer][:])
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param("auto", marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", ["auto", 4])
 def test_one_image(images: Path, tmp_path: Path, batch_size: Any) -> None:
     path = sorted(images.iterdir())[2]
     (tmp_path / "one").mkdir()

@@ -85,6 +85,7 @@ def test_a_wheel_runs_alone(tmp_path: Path) -> None:
         return done.stdout
 
     assert str(tmp_path / "site") in python("-c", "import featx; print(featx.__file__)")
+    python("-m", "featx", "job=plan", "data=sample", "model=resnet18", "model.weights=null")
     python("-m", "featx", "data.sample=48", "layers=embedding", "precision=fp32", "compile=false")
     store = "store=runs/textiles/efficientnet_lite0"
     python("-m", "featx", "job=probe", store)

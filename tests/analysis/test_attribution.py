@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from tiny_model import run_job
 from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 
-import featx
 from featx.analysis.attribution import Attributor
 from featx.analysis.attribution.attributor import DELTA
 from featx.analysis.attribution.guided_backpropagation import guided_rectifiers
@@ -251,7 +249,7 @@ def test_guided_backpropagation_needs_rectifiers() -> None:
 @pytest.mark.parametrize("baseline", ["black", "mean", "blur"])
 def test_integrated_gradients_are_complete(baseline: str) -> None:
     x, net = images(), Net().eval()
-    found = attributed(net, x, "integrated_gradients", steps=200, baseline=baseline)
+    found = attributed(net, x, "integrated_gradients", steps=100, baseline=baseline)
     if baseline == "blur":
         from torchvision.transforms.v2.functional import gaussian_blur
 
@@ -465,25 +463,6 @@ def test_mistaken_settings_are_refused(settings: dict[str, Any], expected: str) 
         AttributeConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"layers": ["conv"]}, "layers has no effect with job=attribute"),
-        ({"capture": "input"}, "capture has no effect with job=attribute"),
-        ({"compile": True}, "compile=true does not go with gradients"),
-    ],
-)
-def test_keys_of_extraction_are_refused(keys: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        run_job("attribute", data="photos", **keys)
-    with pytest.raises(ConfigError, match=r"attribute\.method has an effect with job=attribute"):
-        featx.extract(attribute={"method": "saliency"}, data="photos")
-
-
-@pytest.mark.slow
-def test_the_same_batch_gives_the_same_bits() -> None:
-    methods = ("saliency", "integrated_gradients", "gradcam", "guided_gradcam", "occlusion")
-    one = attributed(Net(), images(), *methods, layer="two", steps=3)
-    two = attributed(Net(), images(), *methods, layer="two", steps=3)
-    for name, value in one.items():
-        assert np.array_equal(value.numpy(), two[name].numpy()), name
+def test_a_compiled_model_has_no_gradients() -> None:
+    with pytest.raises(ConfigError, match="compile=true does not go with gradients"):
+        run_job("attribute", data="photos", compile=True)

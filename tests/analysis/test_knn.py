@@ -11,7 +11,7 @@ from probe_problem import blobs, features_of
 from sklearn.neighbors import KNeighborsClassifier
 
 from featx.analysis.probe import knn
-from featx.analysis.probe.knn import candidates, vote
+from featx.analysis.probe.knn import vote
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,12 +66,6 @@ def test_tiny_temperatures_do_not_overflow(tmp_path: Path) -> None:
     features = features_of(tmp_path, x, y)
     found = vote(features, np.arange(10), y, 3, np.arange(10, 20), (5,), temperature=1e-5)[5]
     assert np.isfinite(found).all()
-
-
-def test_numbers_of_neighbours_that_are_tried() -> None:
-    assert candidates(30, None) == (1, 5, 10, 20)
-    assert candidates(3, None) == (1,)
-    assert candidates(30, 12) == (12,)
 
 
 def test_an_offset_takes_no_digits(tmp_path: Path) -> None:

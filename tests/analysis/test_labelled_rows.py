@@ -108,20 +108,6 @@ def test_a_large_map_whose_channels_are_unknown_is_refused(
         layer_vectors(labelled, "four")
 
 
-def test_in_memory_and_in_blocks_are_the_same_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, y = blobs(50)
-    monkeypatch.setattr(layer_rows, "BLOCK_BYTES", 4 * 20 * 7)
-    whole, streamed = features_of(tmp_path, x, y), features_of(tmp_path, x, y, memory_bytes=0)
-    assert whole.whole is not None
-    assert streamed.whole is None
-    places = np.array([3, 1, 40, 40, 0, 7, 22, 9, 11])
-    for features in (whole, streamed):
-        assert (features.take(places).numpy() == x[places]).all()
-        assert [len(span) for span, _ in features.blocks(places)] == [7, 2]
-
-
 def test_the_scaler_is_numpys_mean_and_std_and_leaves_constants_at_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

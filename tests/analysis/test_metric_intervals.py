@@ -81,7 +81,7 @@ def check(predictions: Predictions, drawn: np.ndarray) -> None:
 @pytest.mark.parametrize(("classes", "rows"), [(2, 12), (3, 60), (9, 40)])
 @pytest.mark.parametrize("probabilities", [True, False])
 def test_they_are_those_of_the_drawn_rows(classes: int, rows: int, probabilities: bool) -> None:
-    drawn = np.random.default_rng(1).integers(rows, size=(25, rows))
+    drawn = np.random.default_rng(1).integers(rows, size=(10, rows))
     check(made(rows, classes, probabilities), drawn)
 
 

@@ -119,7 +119,8 @@ def test_other_weights_are_refused(store: featx.FeatureStore) -> None:
         torch.manual_seed(seed)
         torch.save(TwoStageConvNet().state_dict(), "weights.pth")
         if seed == 0:
-            extract("photos", model={**MODEL, "weights": "weights.pth"}, out="of_file")
+            few = {"name": "folder", "root": "photos", "limit": 4}
+            extract(few, model={**MODEL, "weights": "weights.pth"}, out="of_file")
             assert featx.embed(files_of(store, [0]), "of_file", **CODE).ok.all()
     with pytest.raises(StoreMismatchError, match="weights_sha256: was "):
         featx.embed(files_of(store, [0]), "of_file", **CODE)
@@ -131,8 +132,8 @@ def test_other_weights_are_refused(store: featx.FeatureStore) -> None:
 
 def test_threads_share_an_embedder(store: featx.FeatureStore) -> None:
     """As a server does it, whose threads answer requests at the same time."""
-    files = files_of(store, list(range(5)))
-    with featx.embedder(store, **CODE) as embed, ThreadPoolExecutor(5) as pool:
+    files = files_of(store, list(range(3)))
+    with featx.embedder(store, **CODE) as embed, ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda file: embed([file])["pool"][0], [*files, *files]))
     wanted = featx.embed(files, store, **CODE)["pool"]
     np.testing.assert_allclose(found, np.concatenate([wanted, wanted]), rtol=1e-2, atol=1e-3)

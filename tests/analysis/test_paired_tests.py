@@ -16,7 +16,7 @@ from featx.analysis.probe.comparisons import (
     sign_test,
 )
 from featx.analysis.probe.comparisons import differences as compare_splits
-from featx.analysis.probe.metrics import Predictions, join_predictions
+from featx.analysis.probe.metrics import Predictions
 from featx.analysis.probe.splits import Split
 
 
@@ -35,15 +35,6 @@ def rows_with(right: list[bool], groups: list[int] | None = None) -> Predictions
     return Predictions(np.zeros(len(right), np.int64), predicted, None, None, of_row)
 
 
-def test_only_rows_that_differ_count() -> None:
-    a = rows_with([True, True, True, True, False, False])
-    b = rows_with([True, False, False, False, True, False])
-    found = compare(a, b)
-    assert (found["unit"], found["units"]) == ("row", 6)
-    assert (found["first_only"], found["second_only"], found["p"]) == (3, 1, 10 / 16)
-    assert found["difference"] == pytest.approx(4 / 6 - 2 / 6)
-
-
 def test_a_group_counts_once() -> None:
     groups = [0, 0, 0, 1, 1, 2]
     a = rows_with([True, True, True, True, False, False], groups)
@@ -53,26 +44,6 @@ def test_a_group_counts_once() -> None:
     assert (found["unit"], found["units"]) == ("group", 3)
     assert (found["first_only"], found["second_only"], found["p"]) == (1, 0, 1.0)
     assert found["difference"] == pytest.approx(4 / 6 - 1 / 6)
-
-
-def test_accuracy_on_some_of_the_rows() -> None:
-    rows = rows_with([True, True, False, True])
-    found = rows.accuracy_of(np.array([True, False, True, True]))
-    assert found is not None
-    assert (found["rows"], found["correct"], found["accuracy"]) == (3, 2, 2 / 3)
-    assert rows.accuracy_of(np.zeros(4, bool)) is None
-
-
-def test_probabilities_are_those_of_the_true_and_the_predicted_class() -> None:
-    scores = np.array([[0.7, 0.3], [0.6, 0.4]])
-    found = join_predictions([Predictions.of_scores(np.array([0, 1]), scores, True)] * 2)
-    assert found.predicted.tolist() == [0, 0, 0, 0]
-    assert found.p_true is not None
-    assert found.p_true.tolist() == [0.7, 0.4, 0.7, 0.4]
-    assert found.p_predicted is not None
-    assert found.p_predicted.tolist() == [0.7, 0.6, 0.7, 0.6]
-    ridge = join_predictions([Predictions.of_scores(np.array([0, 1]), scores, False)])
-    assert ridge.p_true is None
 
 
 def test_the_bootstrap_draws_groups_like_scipys() -> None:

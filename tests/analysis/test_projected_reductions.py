@@ -19,7 +19,6 @@ from tiny_model import MODEL, extract, run_job
 import featx
 from featx.analysis.statistics import Moments
 from featx.analysis.statistics.part_moments import StatsLayer
-from featx.analysis.statistics.projected_reductions import first_reduction
 from featx.analysis.statistics.stats_file import Contents, file_bytes
 from featx.config import make_reduce
 from featx.errors import (
@@ -173,13 +172,6 @@ def test_maps_with_channels_behind_tokens_and_vectors_by_position(
     torch.testing.assert_close(y, ((x - 1) @ matrix.T.float()), rtol=1e-5, atol=1e-5)
     with pytest.raises(ReduceError, match=r"statistics are of rows of shape .*layer gives \(9,\)"):
         reduce.bind(RowLayout("layer", (9,), (32, 32), 1))
-
-
-def test_the_parameters_of_the_first_reduction_come_from_the_file() -> None:
-    about = {"layer": "a", "reduce": "grid", "reduce_size": 3}
-    assert first_reduction(about) == make_reduce("grid", size=3)
-    about = {"layer": "a", "reduce": "gem", "reduce_p": 2.5}
-    assert first_reduction(about) == make_reduce("gem", p=2.5)
 
 
 # By whose statistics

@@ -65,9 +65,10 @@ def test_ties_count_against_the_class() -> None:
     assert found["recall"] == {"1": 0.0}
 
 
-@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-@pytest.mark.parametrize("offset", [0, 1000])
-@pytest.mark.parametrize("rows_of_block", [None, 3])
+@pytest.mark.parametrize(
+    ("metric", "offset", "rows_of_block"),
+    [("cosine", 0, 3), ("cosine", 1000, None), ("euclidean", 0, None), ("euclidean", 1000, 3)],
+)
 def test_copies_are_ties_whatever_their_values(
     metric: str, offset: float, rows_of_block: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,13 +35,6 @@ def test_holdout_takes_a_share_of_each_class_and_leaves_a_single_row_to_train() 
     assert split.train.tolist() == sorted([*split.fit.tolist(), *split.validation.tolist()])
 
 
-def test_a_seed_decides_everything() -> None:
-    a, same, other = (holdout(UNEVEN, 0.2, 0.2, seed) for seed in (0, 0, 1))
-    assert (a.test == same.test).all()
-    assert (a.fit == same.fit).all()
-    assert (a.test != other.test).any()
-
-
 def test_kfold_tests_each_row_once_and_spreads_the_classes() -> None:
     folds = kfold(UNEVEN, 5, 0.2, seed=0)
     tested = np.concatenate([split.test for split in folds])
@@ -78,14 +71,6 @@ def test_given_validation_rows_are_kept_and_others_are_drawn() -> None:
     drawn = split_from_places(y, train, np.empty(0, np.int64), test, 0.5, 0)
     assert len(drawn.validation) == 6
     assert drawn.train.tolist() == train.tolist()
-
-
-def test_a_split_file_says_train_validation_and_test(tmp_path: Path) -> None:
-    path = tmp_path / "splits.csv"
-    path.write_text('split,key\ntrain,a\ntest,"b,c"\nval,d\ntrain,elsewhere\n')
-    roles, unknown = read_split_file(path, ["a", "b,c", "d", "e"])
-    assert roles.tolist() == ["train", "test", "validation", ""]
-    assert unknown == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from conftest import slow_except
 from made_store import make_spec, temporary_files
 from processes import killed_at_sync, outcome, running, wait_until
 from tiny_engine import of_speed
@@ -28,10 +29,9 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image
 
 import featx
 from featx.analysis.statistics import Statistics
-from featx.analysis.statistics.output import COMMIT_BYTES_PER_S, COMMIT_SHARE, StatsOutput
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.analysis.statistics.session import StatsSession
-from featx.config import StatsConfig, from_composed, from_keywords
+from featx.config import StatsConfig
 from featx.errors import (
     ConfigError,
     NonFiniteError,
@@ -94,7 +94,11 @@ def assert_moments_of(statistics: Statistics, layer: str, x: np.ndarray) -> None
             {"layers": ["conv", "deep"], "batch_size": 3, "part_rows": 8},
             {"observation": "position"},
         ),
-        ({"layers": {"conv": "gem", "deep": "flatten"}}, {"covariance": "diagonal"}),
+        pytest.param(
+            {"layers": {"conv": "gem", "deep": "flatten"}},
+            {"covariance": "diagonal"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"layers": {"conv": {"name": "grid", "size": 2}}},
             {"observation": "position"},
@@ -120,7 +124,7 @@ def test_equal_numpy_on_the_whole_matrix(
         assert math.prod(about["shape"]) == math.prod(store[layer].shape[1:])
 
 
-@pytest.mark.parametrize("observation", ["image", "position"])
+@pytest.mark.parametrize("observation", slow_except(["image", "position"], "position"))
 def test_a_finished_store_gives_the_bytes_of_a_run(photos: Path, observation: str) -> None:
     """Of the values, that is: the settings name the options of the store."""
     for name in ("cat/006.png", "dog/000.png"):
@@ -189,32 +193,6 @@ def test_tokens_and_maps_with_channels_behind() -> None:
     assert (averaged.averaged, averaged.dim) == ((1, 2), 7)
     odd = StatsLayer.of(unreduced((3, 5, 7)), StatsConfig(), (32, 32), None)
     assert (odd.averaged, odd.dim) == ((), 105)  # which axis holds its channels is unknown
-
-
-def config(**keys: Any) -> Any:
-    node = from_keywords({**KEYS, **keys})
-    node["job"]["name"] = "stats"
-    return from_composed(node)
-
-
-def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
-    class AnyEngine:
-        class backbone:  # noqa: N801
-            class preprocess:  # noqa: N801
-                crop = (32, 32)
-
-    def seconds(dim: int, work_s: float = 1e6, **stats: str) -> float:
-        target = StatsOutput(config(stats=stats))
-        return target.part_limits(AnyEngine, [make_spec("a", (dim,))], work_s)[1]
-
-    assert seconds(2048) == seconds(4096) == 60
-    assert seconds(16384) == 8 * 16384**2 / COMMIT_BYTES_PER_S / COMMIT_SHARE
-    assert seconds(100352, covariance="diagonal") == 60
-    # A short run has parts for all of its workers.
-    assert seconds(256, work_s=300) == 2
-    assert seconds(2048, work_s=600) == 8 * 2048**2 / 40e6 / 0.1
-    with pytest.raises(ConfigError, match="100352 features"):
-        seconds(100352)
 
 
 # Failures
@@ -530,10 +508,6 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"dtype": "float32"}, "dtype has no effect with job=stats"),
-        ({"codec": "gzip"}, "codec has no effect with job=stats"),
-        ({"pack": False}, "pack has no effect with job=stats"),
-        ({"grow": True}, "grow has no effect with job=stats"),
         ({"store": "x"}, "has no effect with job=stats store=x"),
         (
             {"stats": {"observation": "pixel"}},
@@ -552,11 +526,6 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
 def test_keys_without_effect_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         take("photos", **keys)
-
-
-def test_statistics_keys_belong_to_the_job() -> None:
-    with pytest.raises(ConfigError, match=r"stats\.observation has an effect with job=stats only"):
-        extract("photos", stats={"observation": "position"})
 
 
 def test_positions_need_a_layer_that_has_them(photos: Path) -> None:

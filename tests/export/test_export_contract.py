@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,30 @@ from featx.testing import ExportContract
 from featx.testing.tiny_extraction import extract, write_images
 
 
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Sequence[featx.FeatureStore]:
+    """Stores of the contract, made once for all formats."""
+    folder = tmp_path_factory.mktemp("stores")
+    images = write_images(folder / "images")
+    few = {"name": "folder", "root": str(images), "limit": 3}
+    return (
+        extract(images, folder / "store", dtype="float32"),
+        extract(images, folder / "other", data=few, dtype="float32"),
+    )
+
+
 class _Format(ExportContract):
     kind: str
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def store(cls, stores: Sequence[featx.FeatureStore]) -> featx.FeatureStore:
+        return stores[0]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def other_store(cls, stores: Sequence[featx.FeatureStore]) -> featx.FeatureStore:
+        return stores[1]
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -335,8 +335,6 @@ def test_keys_without_effect_are_refused(store: Path) -> None:
         run_job("export", store="store", export={"push": "me/photos"})
     with pytest.raises(ConfigError, match="job=export needs store=DIR"):
         run_job("export", out="out")
-    with pytest.raises(ConfigError, match="layers has no effect with job=verify"):
-        run_job("verify", store="store", layers="flat")
 
 
 _MEASURED = """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,21 @@ def make_store(columns: dict[str, list[Any]] = COLUMNS) -> featx.FeatureStore:
     return extract(data, layers=["pool"], reduce="flatten", max_failures=1)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("columns")
+    with contextlib.chdir(folder):
+        make_store()
+    return folder
+
+
+@pytest.fixture
+def store(made: Path, tmp_path: Path) -> featx.FeatureStore:
+    """The store with COLUMNS, in the current folder with its images."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return featx.open(tmp_path / "store")
+
+
 def export(kind: str, **keys: Any) -> Path:
     options = {"format": kind, **keys.pop("export", {})}
     assert run_job("export", store="store", export=options, out="out", **keys) == 0
@@ -83,9 +100,8 @@ def expected(kind: str, rows: list[int]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("kind", sorted(TITLES))
 @pytest.mark.parametrize("ok_only", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_columns_stay_with_their_rows(
-    kind: str, ok_only: bool, capsys: pytest.CaptureFixture[str]
+    kind: str, ok_only: bool, store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = make_store()
     shards = {"shard_gib": 300 / 2**30} if kind in ("safetensors", "webdataset") else {}
     export(kind, export={"ok_only": ok_only, **shards})
     rows = [row for row in range(7) if row != BROKEN or not ok_only]
@@ -107,25 +123,20 @@ def test_columns_stay_with_their_rows(
     )
 
 
-def test_what_each_export_says_of_their_types() -> None:
-    make_store()
-    about = json.loads((export("npy") / "_export.json").read_text())["about"]
+def test_an_export_says_their_types_and_those_of_npy_are_mapped(store: featx.FeatureStore) -> None:
+    out = export("npy")
+    about = json.loads((out / "_export.json").read_text())["about"]
     assert about["columns"] == {
         "age": "int64", "patient": "text", "score": "float64", "smokes": "bool", "status": "int64"
     }  # fmt: skip
 
-
-def test_columns_of_npy_are_mapped_and_texts_are_bytes() -> None:
-    make_store()
-    out = export("npy")
     names = np.load(out / "columns" / "patient.npy", mmap_mode="r")
     assert isinstance(names, np.memmap)
     assert names.dtype == "S13"
     assert names[2].decode() == "änne "
 
 
-def test_tensors_of_columns_begin_at_multiples_of_their_numbers() -> None:
-    make_store()
+def test_tensors_of_columns_begin_at_multiples_of_their_numbers(store: featx.FeatureStore) -> None:
     file = next(export("safetensors").glob("*.safetensors"))
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -154,21 +165,20 @@ def test_json_of_webdataset_is_json_for_everybody() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["npy", "webdataset", "zarr", "safetensors"])
-def test_a_store_without_columns_has_none_of_it(kind: str) -> None:
+def test_a_store_without_columns_has_none_of_it() -> None:
     make_store({})
-    out = export(kind)
-    found = READERS[kind](out)
-    assert found.columns == {}
-    assert not (out / "columns").exists()
-    assert "columns" not in json.loads((out / "_export.json").read_text())["about"]
+    for kind in ("npy", "webdataset", "zarr", "safetensors"):
+        out = export(kind, overwrite=True)
+        assert READERS[kind](out).columns == {}
+        assert not (out / "columns").exists()
+        assert "columns" not in json.loads((out / "_export.json").read_text())["about"]
 
 
-@pytest.mark.parametrize("name", ["__metadata__", "pool", "label"])
-def test_names_that_a_shard_has_already(name: str) -> None:
-    store = make_store({name: [1, 2, 3, 4, 5, 6, 7]})
+def test_names_that_a_shard_has_already() -> None:
+    names = ("__metadata__", "pool", "label")
+    store = make_store({name: [1, 2, 3, 4, 5, 6, 7] for name in names})
     found = READERS["safetensors"](export("safetensors"))
-    assert found.columns == {f"column.{name}": [1, 2, 3, 4, 5, 6, 7]}
+    assert found.columns == {f"column.{name}": [1, 2, 3, 4, 5, 6, 7] for name in names}
     assert np.array_equal(found.layers["pool"], store["pool"][:], equal_nan=True)
 
 
@@ -179,9 +189,8 @@ def test_a_name_that_zarr_has_no_place_for() -> None:
     assert not Path("out").exists()
 
 
-def test_an_export_of_other_columns_is_refused() -> None:
+def test_an_export_of_other_columns_is_refused(store: featx.FeatureStore) -> None:
     """Written before the columns were, or of another store with the same rows."""
-    make_store()
     export("zarr")
     record = Path("out/_export.json")
     found = json.loads(record.read_text())

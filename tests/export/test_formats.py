@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import sys
 import tarfile
 from dataclasses import replace
@@ -62,8 +64,7 @@ def check_rows(kind: str, run: MadeRun, rows: np.ndarray, layers: list[str]) -> 
 
 
 @pytest.mark.parametrize("kind", OF_ANY_STORE)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("ok_only", [False, True])
+@pytest.mark.parametrize(("dtype", "ok_only"), [("float16", False), ("float32", True)])
 def test_every_row_comes_back_in_order(kind: str, dtype: str, ok_only: bool) -> None:
     run = write_store(dtype)
     export(kind, export={"ok_only": ok_only})
@@ -212,19 +213,28 @@ def test_every_format_says_where_its_rows_come_from() -> None:
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestWebDataset:
-    @pytest.fixture
-    def photos(self, tmp_path: Path) -> Path:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def made(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """Names that share a stem, hold several dots, and one that is no image."""
-        root = tmp_path / "photos"
+        root = tmp_path_factory.mktemp("webdataset")
         names = ["cat/a.b.png", "cat/a.c.png", "cat/a.png", "cat/a.PNG", "dog.x/a.png", "e.png"]
         for seed, name in enumerate(names):
-            write_image(root / name, seed)
-        (root / "dog.x" / "broken.png").write_bytes(b"no image")
+            write_image(root / "photos" / name, seed)
+        (root / "photos/dog.x/broken.png").write_bytes(b"no image")
+        with contextlib.chdir(root):
+            extract("photos", layers=["conv", "pool"], max_failures=1)
         return root
+
+    @pytest.fixture
+    def photos(self, made: Path, tmp_path: Path) -> Path:
+        """Their folder, beside a store of them."""
+        shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+        return tmp_path / "photos"
 
     @pytest.mark.parametrize("ok_only", [False, True])
     def test_images_and_features_belong_together(self, photos: Path, ok_only: bool) -> None:
-        store = extract(photos, layers=["conv", "pool"], max_failures=1)
+        store = featx.open("store")
         export("webdataset", export={"ok_only": ok_only, "shard_gib": 1e-5})
         found = READERS["webdataset"](Path("out"))
         rows = np.flatnonzero(store.ok) if ok_only else np.arange(7)
@@ -249,7 +259,6 @@ class TestWebDataset:
     def test_webdataset_decodes_the_images(self, photos: Path) -> None:
         import webdataset as wds
 
-        extract(photos, max_failures=1)
         export("webdataset", export={"ok_only": True})
         shard = "out/shards-00000-of-00001.tar"
         data = wds.WebDataset(shard, shardshuffle=False).decode("pil")
@@ -261,8 +270,6 @@ class TestWebDataset:
     def test_the_printed_lines_give_every_row_also_one_that_failed(
         self, photos: Path, capsys: pytest.CaptureFixture[str], out: str
     ) -> None:
-        extract(photos, max_failures=1)
-        capsys.readouterr()
         export("webdataset", out=out, export={"shard_gib": 1e-5})
         printed = capsys.readouterr().out
         lines = printed[printed.index("import webdataset") :].splitlines()
@@ -276,7 +283,6 @@ class TestWebDataset:
         assert lines[-1].startswith("for sample in rows")
 
     def test_a_failed_row_without_its_image_stays(self, photos: Path) -> None:
-        extract(photos, max_failures=1)
         (photos / "dog.x" / "broken.png").unlink()
         export("webdataset")
         assert READERS["webdataset"](Path("out")).status == featx.open("store").status.tolist()
@@ -287,32 +293,29 @@ class TestWebDataset:
         assert f"{broken:09d}.json" in names
 
     def test_an_ok_row_whose_image_is_gone_stops_the_export(self, photos: Path) -> None:
-        extract(photos, max_failures=1)
         (photos / "cat" / "a.png").unlink()
         with pytest.raises(DataError, match=r"cat/a\.png is a row of the store.*data\.root"):
             export("webdataset")
         assert not list(Path().glob("out/*.tar"))
 
     def test_a_changed_image_stops_the_export_of_its_old_features(self, photos: Path) -> None:
-        extract(photos, max_failures=1)
         export("npy", out="arrays")
         write_image(photos / "cat" / "a.png", 1000)
         with pytest.raises(DataError, match=r"cat/a\.png has changed since its row was computed"):
             export("webdataset")
-        extract(photos, max_failures=1, refresh=True)
+        extract("photos", layers=["conv", "pool"], max_failures=1, refresh=True)
         export("webdataset")
         with pytest.raises(StoreMismatchError, match="checksums of images"):
             export("npy", out="arrays")
 
     def test_images_that_moved_are_found_where_the_command_says(self, photos: Path) -> None:
-        extract(photos, max_failures=1)
         photos.rename("elsewhere")
         with pytest.raises(DataError):
             export("webdataset")
         export("webdataset", data="elsewhere")
         assert len(READERS["webdataset"](Path("out")).rows) == 7
 
-    def test_layers_that_differ_by_case_only_are_refused(self, photos: Path) -> None:
+    def test_layers_that_differ_by_case_only_are_refused(self) -> None:
         run = make_run(5, 4, {"Mixed": (2,), "mixed": (2,)})
         run.write(Path("store"))
         with pytest.raises(ConfigError, match="differ by case only"):

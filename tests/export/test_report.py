@@ -6,9 +6,7 @@ import csv
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -200,9 +198,13 @@ def test_near_duplicates_across_the_split_come_first(split: str) -> None:
     ("probe", "expected"),
     [
         pytest.param({"method": "ridge"}, "A ridge probe gives none.", marks=pytest.mark.slow),
-        ({"method": "knn"}, "Test accuracy of the knn probe on the chosen layer"),
+        pytest.param(
+            {"method": "knn"},
+            "Test accuracy of the knn probe on the chosen layer",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"memory_gib": 0.0}, "Not checked", marks=pytest.mark.slow),
-        ({"split": "kfold"}, "every image is tested once"),
+        ({"split": "kfold", "folds": 2}, "every image is tested once"),
         ({"test_store": "other"}, "40 test images"),
     ],
 )
@@ -266,10 +268,10 @@ def test_as_json_cannot_end_its_element() -> None:
     assert json.loads(text) == {"</script>": "<!-- & \\u2028 ]]>"}
 
 
-def test_secrets_stay_out(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "swordfish")
     keys = {"hang": "${oc.env:MY_TOKEN}"}
-    extract(photos, model={**MODEL, "args": keys})
+    extract(write_images(Path("photos"), 4), model={**MODEL, "args": keys})
     assert "oc.env:MY_TOKEN" in report().text, "as the store keeps it"
     assert "swordfish" not in Path("store/report.html").read_text(encoding="utf-8")
 
@@ -464,21 +466,6 @@ def test_a_million_rows() -> None:
     assert "500 random images of 999 667 (seed 0)" in page.words
     assert "among all 999 667 images" in page.words
     assert Path("store/report.html").stat().st_size < 1 << 20
-
-
-@pytest.mark.slow
-def test_the_command(
-    featx: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    made = featx("data=sample", "out=s", "max_failures=9")
-    assert made.returncode == 0, made.stderr
-    done = featx("job=report", "store=s")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "s" / "report.html").stat().st_size > 50_000
-    wrong = featx("job=report", "store=nowhere")
-    assert wrong.returncode == 2
-    assert "there is no store at" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
 
 
 def images_of_errors() -> list[str]:

@@ -179,6 +179,7 @@ def test_the_embedding_plot_shows_the_image_under_the_pointer(browser: Any, fold
         assert page.locator("#legend button[aria-pressed=true]").count() == 1
 
 
+@pytest.mark.slow
 def test_a_tap_shows_an_image_until_something_else_is_tapped(browser: Any, folder: Path) -> None:
     with opened(browser, folder / "report.html", "dark", 390, touch=True) as page:
         page.locator("#canvas").scroll_into_view_if_needed()

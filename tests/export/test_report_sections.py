@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from made_store import make_labelled, make_run
 from PIL import Image
+from probe_problem import blobs, write_store
+from tiny_model import run_job
 
 import featx
 from featx.export.report.charts import (
@@ -238,49 +240,30 @@ def test_speed_of_parts_and_of_packed_stores() -> None:
 
 
 def test_a_probe_of_another_state_says_so() -> None:
-    store = featx.open(make_run().write(Path("store")))
+    x, y = blobs(60)
+    store = featx.open(write_store(Path("store"), y, x=x))
     assert probes_of(store).note == "No probe yet."
-    file = Path("store/probe.json")
+    run_job("probe", store="store", device="cpu", probe={"method": "ridge"})
+    assert probes_of(store).note == ""
+    file, lines = Path("store/probe.json"), Path("store/probe/predictions.csv")
+    said = json.loads(file.read_text())
+    del said["sha256"]  # of the content before
     file.write_text("{")
     assert "cannot be read" in probes_of(store).note
-    file.write_text("{}")
-    assert "not as job=probe writes it" in probes_of(store).note
-    about = {
-        "rows": 3, "correct": 2, "accuracy": 2 / 3, "interval": [0.2, 0.9],
-        "calibration_error": None, "confusion": [[1, 1], [0, 1]], "not_available": {},
-        **dict.fromkeys(("balanced_accuracy", "top5", "macro_f1", "auroc", "log_loss", "mcc",
-                         "kappa"), 0.5),
-    }  # fmt: skip
-    said = {
-        **about, "task": "classification", "layer": "flat", "method": "ridge",
-        "fingerprint": "of then", "finished": "then",
-        "classes": ["cat", "dog"], "notes_on_rows": [], "paired_tests": {},
-        "bootstrap": None, "seeds": None,
-        "split": {"kind": "holdout", "seed": 0, "fit": [5], "validation_rows": [2]},
-        "near_duplicates": {"layer": "flat", "cosine": 0.9, "rows": None, "not_checked": "narrow",
-                            "without": None, "pairs": []},
-        "predictions": {"file": "probe/predictions.csv", "sha256": "0"},
-        "layers": {"flat": {"ridge": about, "features": 4}},
-    }  # fmt: skip
-    file.write_text(json.dumps(said))
+    for text in ("{}", json.dumps({**said, "confusion": [[1]]})):
+        file.write_text(text)
+        assert "not as job=probe writes it" in probes_of(store).note
+    file.write_text(json.dumps({**said, "fingerprint": "of then"}))
     found = probes_of(store)
     assert "another state" in found.note
     assert found.predicted is None
     assert found.result is not None
-    assert (found.result["correct"], found.majority) == (2, 2 / 3)
-    file.write_text(json.dumps({**said, "confusion": [[1]]}))
-    assert "not as job=probe writes it" in probes_of(store).note
-    file.write_text(json.dumps({**said, "fingerprint": store.attrs["fingerprint"]}))
-    assert probes_of(store).note == ""
+    assert found.result["correct"] == said["correct"]
+    assert found.majority == max(said["support"]) / said["rows"]
     # The file that the page names must be that of this probe, and as job=probe writes it.
-    Path("store/probe").mkdir()
-    lines = Path("store/probe/predictions.csv")
-    lines.write_text("layer,method,seed,fold,split\nflat,ridge,0,,test\n")
-    named = {
-        "file": "probe/predictions.csv", "sha256": hashlib.sha256(lines.read_bytes()).hexdigest(),
-    }  # fmt: skip
-    ours = {**said, "fingerprint": store.attrs["fingerprint"], "predictions": named}
-    file.write_text(json.dumps(ours))
+    lines.write_text("layer,method,seed,fold,split\nx,ridge,0,,test\n")
+    said["predictions"]["sha256"] = hashlib.sha256(lines.read_bytes()).hexdigest()
+    file.write_text(json.dumps(said))
     assert "predictions.csv is not as job=probe writes it" in probes_of(store).note
 
 

@@ -38,7 +38,7 @@ def words_of(text: str) -> str:
 def test_rows_of_images_are_those_of_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    photos, folder = write_images(tmp_path / "photos"), write_folder(tmp_path / "vit", "vit")
+    photos, folder = write_images(tmp_path / "photos", 9), write_folder(tmp_path / "vit", "vit")
     model = {"library": "open_clip", "name": str(folder)}
     run_job("extract", model=model, layers=["embedding"], data=str(photos), precision="fp32",
             out="store")  # fmt: skip

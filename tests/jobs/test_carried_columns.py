@@ -16,7 +16,6 @@ pytest.importorskip("pyarrow", reason="the extra table is not installed")
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
-PACKED = Path("store/features.h5")
 TABLE = {"name": "table", "root": "t.csv", "columns": ["status", "patient", "side"]}
 
 
@@ -46,7 +45,7 @@ def check(store: featx.FeatureStore, count: int = 12) -> None:
 def test_a_run_a_resume_and_a_growth() -> None:
     write_table()
     check(extract(TABLE))
-    once = dataset_digests(PACKED)
+    once = dataset_digests("store")
     check(extract(TABLE))
     check(extract({**TABLE, "columns": ["side", "patient", "status"]}))
     with pytest.raises(StoreMismatchError, match=r"data\.columns.*now gives patient \(text\)"):
@@ -58,7 +57,7 @@ def test_a_run_a_resume_and_a_growth() -> None:
         StoreMismatchError, match=r"column patient: 005\.png had 'p1' and has 'some"
     ):
         extract(TABLE)
-    assert dataset_digests(PACKED) == once
+    assert dataset_digests("store") == once
     write_table(15)
     with pytest.raises(StoreMismatchError, match=r"3 new images"):
         extract(TABLE)

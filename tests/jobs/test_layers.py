@@ -18,7 +18,7 @@ from zoo import SequenceFirst
 
 from featx import jobs
 from featx.base import print_result
-from featx.cli import layer_table, table_rows
+from featx.cli import table_rows
 from featx.config import ReduceConfig, from_composed, from_keywords
 from featx.errors import ConfigError, DataError, LayerError, MissingExtraError, ModelError
 from featx.layers import select, trace_forward
@@ -256,38 +256,6 @@ def test_json_has_every_column_for_every_row(layers: Layers) -> None:
     assert by_name["attention[0]"]["inputs"] == {f"attention[{i}]:input": [16, 8] for i in range(3)}
     assert by_name["head:grad_input"]["ms"] == by_name["head"]["ms"]
     assert by_name["head:grad_input"]["mean"] is None  # what a gradient holds was not measured
-
-
-WIDEST: dict[str, Any] = {
-    "name": "encoder.layers.encoder_layer_11.self_attention",
-    "type": "MultiheadAttention",
-    "shape": [768, 14, 14],
-    "calls": 1,
-    "parameters": 85_798_656,
-    "mflops": 34_895.1,
-    "bytes_per_row": 302_592,
-    "batch_in_front": True,
-    "inputs": {"a": [197, 768], "b": [197, 768], "c": [197, 768]},
-    "ms": 123.45,
-    "own_ms": 100.0,
-    "output_bytes": 605_184,
-    "added_bytes": -605_184,
-    "peak_bytes": 605_184,
-    "compute_dtype": "bfloat16",
-    "min": -1.234e10,
-    "mean": -0.0001234,
-    "max": 1.234e10,
-    "zeros": 1.0,
-    "nonfinite": 151_296,
-}
-"""The longest texts of vit_b_16."""
-
-
-@pytest.mark.parametrize("show", ["shapes", "cost", "values"])
-def test_tables_fit_a_terminal(show: str) -> None:
-    for on_cuda in (False, True):
-        lines = layer_table([WIDEST], show, on_cuda).splitlines()
-        assert max(map(len, lines)) <= 100
 
 
 def test_the_forward_log_ends_at_the_layer_that_fails(

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from csv_rows import csv_rows
 from probe_problem import blobs, write_store
-from sklearn.linear_model import LogisticRegression
-from sklearn.preprocessing import StandardScaler
 from tiny_model import run_job
 
 import featx
@@ -74,33 +72,6 @@ def test_probabilities_are_those_of_the_probe() -> None:
         assert float(line["p_true"]) == pytest.approx(judged.confidences[place], abs=1e-12)
 
 
-@pytest.mark.slow
-def test_probabilities_are_those_of_scikit_learn() -> None:
-    """A logistic regression of scikit-learn on the other folds, with the penalty of each fold."""
-    given = planted_store()
-    options = {"split": "kfold"}
-    assert run_job("probe", store="store", layers="x", device="cpu", probe=options) == 0
-    store = featx.open("store")
-    x, keys = store["x"][:].astype(np.float64), store.keys.tolist()
-    judged = judge_labels(store, "x", device="cpu")
-    l2_of_folds = json.loads(Path("store/probe.json").read_text())["layers"]["x"]["linear"][
-        "l2_of_folds"
-    ]
-    for fold, l2 in enumerate(l2_of_folds, 1):
-        tested = [
-            keys.index(line["key"])
-            for line in csv_rows("store/probe/predictions.csv")
-            if line["fold"] == str(fold)
-        ]
-        train = np.setdiff1d(judged.rows, tested)
-        scaler = StandardScaler().fit(x[train])
-        model = LogisticRegression(C=1 / (l2 * len(train)), tol=1e-10, max_iter=10_000)
-        model.fit(scaler.transform(x[train]), given[train])
-        expected = model.predict_proba(scaler.transform(x[tested]))
-        places = np.searchsorted(judged.rows, tested)
-        np.testing.assert_allclose(judged.probabilities[places], expected, atol=2e-3)
-
-
 def doubtful_by_hand(labels: Sequence[int], probabilities: np.ndarray) -> list[bool]:
     """Confident learning, written out: one row after the other."""
     classes, pairs = range(probabilities.shape[1]), list(zip(labels, probabilities, strict=True))
@@ -122,7 +93,7 @@ def random_judgement(seed: int) -> JudgedLabels:
     return JudgedLabels(np.arange(300), labels, probabilities, tuple("abcd"), 5, ())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_doubtful_labels_are_those_by_hand(seed: int) -> None:
     judged = random_judgement(seed)
     expected = doubtful_by_hand(judged.labels.tolist(), judged.probabilities)
@@ -130,7 +101,7 @@ def test_doubtful_labels_are_those_by_hand(seed: int) -> None:
     assert any(expected)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_it_is_the_ranking_of_cleanlab(seed: int) -> None:
     pytest.importorskip("cleanlab")
     from cleanlab.filter import find_label_issues
@@ -157,19 +128,21 @@ def test_classes_of_one_row_are_left_out() -> None:
     assert not np.isnan(judged.are_doubtful).any()
 
 
-@pytest.mark.parametrize(
-    ("column", "words"),
-    [
-        (np.linspace(0, 1, 60), "a number with a fraction"),
-        (np.array([b"dog;cat", b"dog"] * 30), "several labels, such as 'dog;cat'"),
-        (np.array([b"dog"] * 60), "of the class 'dog' only"),
-    ],
-)
-def test_other_labels_are_refused(column: np.ndarray, words: str) -> None:
+def test_other_labels_are_refused() -> None:
     x, y = blobs(num_rows=60)
-    write_store(Path("store"), y, {"column": column}, x=x)
-    with pytest.raises(DataError, match=words):
-        ask(mislabelled={"label_column": "column"})
+    columns = {
+        "share": np.linspace(0, 1, 60),
+        "several": np.array([b"dog;cat", b"dog"] * 30),
+        "same": np.array([b"dog"] * 60),
+    }
+    write_store(Path("store"), y, columns, x=x)
+    for column, words in (
+        ("share", "a number with a fraction"),
+        ("several", "several labels, such as 'dog;cat'"),
+        ("same", "of the class 'dog' only"),
+    ):
+        with pytest.raises(DataError, match=words):
+            ask(mislabelled={"label_column": column})
 
 
 def test_labels_of_a_column(capsys: pytest.CaptureFixture[str]) -> None:

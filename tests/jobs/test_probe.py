@@ -215,17 +215,6 @@ def test_another_store_is_tested_with_classes_by_name(capsys: pytest.CaptureFixt
         probe(capsys, test_store="narrow")
 
 
-def test_few_shot_uses_no_more_rows_than_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    write_store(Path("store"), Y, x=X)
-    found = probe(capsys, method=["linear", "knn", "ridge"], shots=[1, 50], draws=3)
-    for method in ("linear", "knn", "ridge"):
-        one, many = (found["layers"]["x"][method]["few_shot"][n] for n in ("1", "50"))
-        assert one["rows"] == [3, 3, 3]
-        assert many["rows"] == [150, 150, 150]
-        assert len(one["values"]) == 3
-        assert one["mean"] < many["mean"]
-
-
 def test_a_layer_over_the_memory_is_streamed(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
     keys: dict[str, Any] = {"method": ["linear", "knn", "ridge"], "learning_rate": 0.01}
@@ -335,12 +324,3 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         run_job("probe", store="store", probe=options)
-
-
-def test_keys_of_other_jobs_have_no_effect() -> None:
-    with pytest.raises(ConfigError, match="capture has no effect with job=probe"):
-        run_job("probe", store="store", capture="input")
-    with pytest.raises(ConfigError, match="layers has no effect with job=verify"):
-        run_job("verify", store="store", layers="conv")
-    with pytest.raises(ConfigError, match=r"probe\.split has an effect with job=probe only"):
-        run_job("verify", store="store", probe={"split": "kfold"})

@@ -13,50 +13,19 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from featx.analysis.probe.class_task import ClassTask
-from featx.analysis.probe.records import Choice, Record, Results
-from featx.analysis.probe.splits import Split
-
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-def results_of(*layers: tuple[str, list[tuple[float, float]]]) -> Results[str]:
-    """Results of layers whose folds have these accuracies and losses on their validation rows."""
-    results: Results[str] = Results(
-        [0], ["linear"], lambda folds: {"folds": list(folds)}, ClassTask.merit
-    )
-    split = Split(*(np.arange(3 * i, 3 * i + 3) for i in range(3)))
-    for layer, folds in layers:
-        results.layers[layer] = {}
-        validations = [
-            {"validation_accuracy": accuracy, "validation_loss": loss} for accuracy, loss in folds
-        ]
-        records = [
-            Record(0, layer, "linear", fold, split, Choice(1.0, validation), f"{layer}{fold}")
-            for fold, validation in enumerate(validations)
-        ]
-        means = {name: np.mean([each[name] for each in validations]) for name in validations[0]}
-        results.add(records, means)
-    return results
-
-
 def test_a_tie_goes_to_the_smaller_validation_loss() -> None:
-    layers = [("a", [(0.8, 0.7)]), ("b", [(0.9, 0.6)]), ("c", [(np.nextafter(0.9, 1), 0.5)])]
-    assert results_of(*layers).answer(0)["layer"] == "c"
-    results = results_of(*layers, ("d", [(0.9, 0.4)]))
-    assert (results.answer(0)["layer"], results.tested(0)) == ("d", ["d0"])
-    assert "layer_of_folds" not in results.answer(0)
-
-
-def test_each_fold_has_a_choice_of_its_own() -> None:
-    results = results_of(
-        ("a", [(0.8, 0.5), (0.9, 0.5)]),
-        ("b", [(0.9, 0.5), (0.9, 0.5)]),
-        ("c", [(0.9, 0.4), (0.1, 0.1)]),
-    )
-    answer = results.answer(0)
-    assert (answer["layer"], answer["layer_of_folds"]) == ("b", ["c", "a"])
-    assert results.tested(0) == answer["folds"] == ["c0", "a1"]
+    x, y = blobs(90, signal=10)
+    write_store(Path("store"), y, few=x[:, :4], many=x)
+    found = probe()
+    trials = {
+        layer: min(about["linear"]["sweep"], key=lambda trial: trial["loss"])
+        for layer, about in found["layers"].items()
+    }
+    assert {trial["accuracy"] for trial in trials.values()} == {1.0}
+    assert found["layer"] == min(trials, key=lambda layer: trials[layer]["loss"])
 
 
 def test_with_folds_the_top_is_nested_and_layers_are_their_own() -> None:

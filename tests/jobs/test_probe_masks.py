@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,20 @@ def dataset(classes: np.ndarray, layers: dict[str, str] | None = None, **data: A
     extract(options, model=PATCHES, layers=layers or LAYERS, part_rows=16)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("masks")
+    with contextlib.chdir(folder):
+        dataset(scenes())
+    return folder
+
+
+@pytest.fixture
+def striped(made: Path, tmp_path: Path) -> None:
+    """A copy of the images of `scenes`, of their masks and of their store."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+
+
 def probe(**options: Any) -> dict[str, Any]:
     return probe_job.probe(**{"masks": "masks", "l2": 1e-4, **options})
 
@@ -90,10 +105,10 @@ def recomputed(rows: list[dict[str, str]], prefix: str = "") -> dict[str, float]
     }
 
 
+@pytest.mark.usefixtures("striped")
 def test_a_linear_rule_on_patches_is_found_and_every_number_follows_from_the_csv(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    dataset(scenes())
     found = probe()
     out = capsys.readouterr().out
     assert found["task"] == "segmentation"
@@ -174,15 +189,14 @@ def test_pixels_are_those_of_scikit_learn_and_torch() -> None:
     assert found["miou"] == pytest.approx(float(iou.mean()), abs=1e-12)
 
 
+@pytest.mark.usefixtures("striped")
 def test_no_image_is_on_both_sides_and_groups_stay_whole() -> None:
-    classes = scenes(12)
-    dataset(classes)
     found = probe(split="kfold", folds=3)
     tested = [(row["fold"], row["key"]) for row in lines("maps")]
     folds = {key: {fold for fold, other in tested if other == key} for _, key in tested}
-    assert len(folds) == 12
+    assert len(folds) == 16
     assert {len(each) for each in folds.values()} == {1}
-    assert found["rows"] == 12
+    assert found["rows"] == 16
     assert len(found["layer_of_folds"]) == 3
     chosen = [
         row
@@ -193,11 +207,11 @@ def test_no_image_is_on_both_sides_and_groups_stay_whole() -> None:
     assert found["miou"] == pytest.approx(recomputed(chosen)["miou"], abs=1e-12)
     Path("split.csv").write_text(
         "key,split\n"
-        + "".join(f"{'ab'[i % 2]}/{i:03d}.png,{'test' if i > 8 else 'train'}\n" for i in range(12))
+        + "".join(f"{'ab'[i % 2]}/{i:03d}.png,{'test' if i > 12 else 'train'}\n" for i in range(16))
     )
     found = probe(split="column", split_file="split.csv")
     assert {row["key"] for row in lines("maps")} == {
-        f"{'ab'[i % 2]}/{i:03d}.png" for i in (9, 10, 11)
+        f"{'ab'[i % 2]}/{i:03d}.png" for i in (13, 14, 15)
     }
 
 
@@ -221,9 +235,8 @@ def test_boxes_of_an_image_take_its_mask_and_stay_together() -> None:
     assert len(tested) == 3 * len(images)
 
 
+@pytest.mark.usefixtures("striped")
 def test_unusable_masks_are_left_out_by_name() -> None:
-    classes = scenes(16)
-    dataset(classes)
     Path("masks/a/000.png").unlink()
     mask(np.zeros((32, 30)), "b/001.png")
     mask(np.full((32, 32), 255), "a/002.png")
@@ -289,9 +302,8 @@ def test_a_class_that_is_only_tested_counts_with_0() -> None:
     assert all(row["predicted"] == "0" for row in lines("maps") if row["class"] == "3")
 
 
+@pytest.mark.usefixtures("striped")
 def test_what_cannot_be_probed_is_refused_with_the_reason() -> None:
-    dataset(scenes(10))
-
     def refused(error: type[Exception], **options: Any) -> str:
         with pytest.raises(error) as caught:
             probe(**options)
@@ -300,9 +312,9 @@ def test_what_cannot_be_probed_is_refused_with_the_reason() -> None:
     assert "there is no such folder" in refused(ConfigError, masks="nowhere")
     Path("empty").mkdir()
     text = refused(DataError, masks="empty")
-    assert "none of the 10 rows" in text
-    assert "and 5 more" in text
-    for i in range(10):
+    assert "none of the 16 rows" in text
+    assert "and 11 more" in text
+    for i in range(16):
         mask(np.where(np.eye(32) > 0, 255, 0), f"{'ab'[i % 2]}/{i:03d}.png", "one")
     assert "the class 0 only" in refused(DataError, masks="one")
     assert "need" in (text := refused(ConfigError, memory_gib=1e-6))
@@ -336,8 +348,8 @@ def test_layers_without_places_are_refused() -> None:
         run_job("probe", store="sampled", device="cpu", probe={"masks": "masks"})
 
 
+@pytest.mark.usefixtures("striped")
 def test_images_that_have_moved_are_found_with_data_root() -> None:
-    dataset(scenes(10), {"maps": "none"})
     first = probe()
     Path("photos").rename("moved")
     with pytest.raises(StoreError, match=r"are not at photos.*data.root="):
@@ -347,26 +359,17 @@ def test_images_that_have_moved_are_found_with_data_root() -> None:
     assert json.loads(Path("store/probe.json").read_text())["miou"] == first["miou"]
 
 
-ROTATIONS: list[tuple[int, Callable[[np.ndarray], np.ndarray]]] = [
-    (6, lambda upright: np.rot90(upright)),
-    (5, lambda upright: upright.T),
-]
-
-
-@pytest.mark.parametrize(("turn", "stored"), ROTATIONS)
-def test_masks_are_of_the_upright_image(
-    turn: int, stored: Callable[[np.ndarray], np.ndarray]
-) -> None:
+def test_masks_are_of_the_upright_image() -> None:
     """Images that are not square, stored on their side with an EXIF orientation."""
     rng = np.random.default_rng(3)
     tags = Image.Exif()
-    tags[0x0112] = turn
+    tags[0x0112] = 6
     Path("photos").mkdir()
     for i in range(10):
         upright = np.zeros((8, 11), int)
         upright[:, : int(rng.integers(3, 6))] = 1
         upright[: int(rng.integers(3, 6))] += 1
-        side = COLOURS[stored(upright)].repeat(4, 0).repeat(4, 1)
+        side = COLOURS[np.rot90(upright)].repeat(4, 0).repeat(4, 1)
         Image.fromarray(side).save(f"photos/{i}.png", exif=tags)
         mask(upright.repeat(4, 0).repeat(4, 1), f"{i}.png")
     extract("photos", model=PATCHES, layers={"maps": "none"})

@@ -17,7 +17,6 @@ from tiny_model import job_config
 
 import featx
 from featx.analysis.probe import run_probe
-from featx.analysis.probe.texts import difference_text
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
@@ -173,15 +172,15 @@ def test_a_file_with_too_many_scores_names_no_classes() -> None:
     assert "score:c2" in predictions()[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"label_column": "age"}, {"masks": "masks"}])
 def test_without_scikit_learn_the_command_that_installs_it_is_given(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, y = blobs(90)
     write_store(Path("store"), y, {"age": x[:, 0].astype(float)}, x=x)
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r'pip install "featx\[evaluation\]"'):
-        probe(**options)
+    for options in ({}, {"label_column": "age"}, {"masks": "masks"}):
+        with pytest.raises(ImportError, match=r'pip install "featx\[evaluation\]"'):
+            probe(**options)
 
 
 @pytest.mark.slow
@@ -299,54 +298,6 @@ def test_differences_of_layers_are_printed_with_their_interval(
     ) in " ".join(out.split())
 
 
-@pytest.mark.slow
-def test_bootstrap_intervals_of_all_metrics_are_scipys(capsys: pytest.CaptureFixture[str]) -> None:
-    x, y = blobs(160, num_classes=3, signal=0.4)
-    write_store(Path("store"), y, x=x)
-    found = probe(split="kfold", folds=2, bootstrap=400)
-    rows = of_layer("x", "linear", predictions())
-    true, predicted = (np.array([row[name] for row in rows]) for name in ("true", "predicted"))
-    scores = np.array([[float(row[f"score:{name}"]) for name in found["classes"]] for row in rows])
-    number = np.array([found["classes"].index(name) for name in true])
-
-    def metrics(drawn: np.ndarray) -> list[float]:
-        drawn = drawn.astype(int)
-        return [
-            oracle.accuracy_score(true[drawn], predicted[drawn]),
-            oracle.f1_score(true[drawn], predicted[drawn], average="macro"),
-            oracle.matthews_corrcoef(true[drawn], predicted[drawn]),
-            oracle.roc_auc_score(number[drawn], scores[drawn], multi_class="ovr"),
-        ]
-
-    expected = stats.bootstrap(
-        (np.arange(len(rows)),), metrics, n_resamples=400, method="percentile", vectorized=False,
-        rng=0,
-    ).confidence_interval  # fmt: skip
-    entry = found["bootstrap"]
-    assert (entry["resamples"], entry["unit"], entry["units"]) == (400, "row", 160)
-    for i, name in enumerate(("accuracy", "macro_f1", "mcc", "auroc")):
-        low, high = entry["intervals"][name]
-        assert low == pytest.approx(expected.low[i], abs=0.025), name
-        assert high == pytest.approx(expected.high[i], abs=0.025), name
-    assert entry["intervals"]["top5"] is None
-    assert "400 resamples of 160 rows" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_bootstrap_draws_whole_groups() -> None:
-    """Rows of a group are copies, so that intervals are those of the groups, twice as wide."""
-    x, y = blobs(80, num_classes=2, signal=0.3)
-    copies = np.repeat(np.arange(80), 4)
-    write_store(Path("store"), y[copies], {"patient": copies}, x=x[copies])
-    widths = []
-    for options in ({"group_column": "patient"}, {}):
-        found = probe(split="kfold", folds=4, bootstrap=300, **options)["bootstrap"]
-        low, high = found["intervals"]["accuracy"]
-        widths.append((found["unit"], found["units"], high - low))
-    assert [width[:2] for width in widths] == [("group", 80), ("row", 320)]
-    assert widths[0][2] > 1.5 * widths[1][2]
-
-
 def test_a_metric_that_is_equal_in_all_resamples_has_no_interval() -> None:
     x, y = blobs(80, num_classes=2, signal=20)
     write_store(Path("store"), y, x=x)
@@ -391,33 +342,6 @@ def test_few_test_rows_are_not_called_better(capsys: pytest.CaptureFixture[str])
     assert "good against poor: +66.7 points, 95 % interval 33.3 to 100.0, but they cannot be told "
     assert "better than" not in out
     assert "apart: exact McNemar test, p = 0.12 (Holm)." in out
-
-
-@pytest.mark.parametrize(
-    ("entries", "doubt"),
-    [
-        ({"interval_holm": (0.01, 0.19)}, ", but they cannot be told apart: exact McNemar test, p"),
-        ({"interval_holm": (-0.01, 0.21)}, ", but they cannot be told apart: interval -1.0 to 21.0"
-         " (Holm)"),
-        ({}, ", but they cannot be told apart: exact McNemar test, p"),
-        ({"told_apart": True, "interval_holm": (0.01, 0.19)}, ""),
-    ],
-)  # fmt: skip
-def test_a_difference_says_what_cannot_tell_two_layers_apart(
-    entries: dict[str, Any], doubt: str
-) -> None:
-    comparison = {"difference": 0.1, "interval": (0.01, 0.19), "told_apart": False, **entries}
-    verb = "better than" if comparison["told_apart"] else "against"
-    assert difference_text("a", "b", comparison, "p") == (
-        f"a {verb} b: +10.0 points, 95 % interval 1.0 to 19.0{doubt}."
-    )
-
-
-def test_an_interval_around_zero_needs_no_reason() -> None:
-    comparison = {"difference": 0.1, "interval": (-0.1, 0.19), "told_apart": False}
-    assert difference_text("a", "b", comparison, "p") == (
-        "a against b: +10.0 points, 95 % interval -10.0 to 19.0."
-    )
 
 
 @pytest.mark.parametrize(

@@ -236,35 +236,23 @@ def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert "is not complete; 8 rows are there and ok" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("job", "keys", "message"),
-    [
+def test_what_is_refused(store: featx.FeatureStore) -> None:
+    refused: list[tuple[str, dict[str, Any], str]] = [
         ("neighbors", {"metric": "dot"}, r"neighbors\.metric=dot"),
         ("neighbors", {"k": 0}, r"neighbors\.k=0"),
-        (
-            "neighbors",
-            {"recall": 1.5},
-            r"neighbors\.recall=1\.5: expected a number above 0",
-        ),
+        ("neighbors", {"recall": 1.5}, r"neighbors\.recall=1\.5: expected a number above 0"),
         ("neighbors", {"recall": 0.9, "key": "a"}, r"recall has no effect with neighbors\.key"),
         ("neighbors", {"layers": None}, r"name one layer with layers="),
         ("duplicates", {"threshold": 1.5}, r"duplicates\.threshold=1\.5"),
         ("duplicates", {"layers": None}, r"name one layer with layers="),
         ("cka", {"rows": 3}, r"cka\.rows=3"),
-        (
-            "cka",
-            {"measures": ["cca"]},
-            r"cka\.measures=\[cca\]: expected some of cka, .* Nearest: svcca",
-        ),
+        ("cka", {"measures": ["cca"]}, r"expected some of cka, .* Nearest: svcca"),
         ("cka", {"measures": []}, r"cka\.measures is empty: expected cka"),
         ("cka", {"measures": "cka", "rsa_distance": "cosine"}, r"rsa_distance has an effect with"),
         ("distance", {"subsets": 3}, r"needs distance\.other_store=DIR"),
         ("distance", {"other_store": "store", "subsets": 0}, r"distance\.subsets=0"),
         ("distance", {"other_store": "store", "subset_rows": 1}, r"distance\.subset_rows=1"),
-    ],
-)
-def test_what_is_refused(
-    store: featx.FeatureStore, job: str, keys: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ask(job, **keys)
+    ]
+    for job, keys, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            ask(job, **keys)

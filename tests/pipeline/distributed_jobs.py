@@ -39,7 +39,7 @@ def made(job: str, out: str = "store") -> dict[str, Any]:
     root = Path(out)
     if job == "attribute":
         images = {path.name: path.read_bytes() for path in (root / "sheets").iterdir()}
-        return {**dataset_digests(root / "features.h5"), **images}
+        return {**dataset_digests(root), **images}
     statistics = featx.open_stats(root)
     numbers = {
         name: (statistics[name].sha256, statistics[name].smallest.tolist()) for name in statistics

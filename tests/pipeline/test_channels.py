@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import timm
 import torch
+from conftest import slow_except
 from PIL import Image
 from torch import nn
 from torchvision.transforms import functional as TF
@@ -126,7 +127,7 @@ def test_bands_for_a_model_of_rgb(here: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["png", "tif"])
+@pytest.mark.parametrize("kind", slow_except(["png", "tif"], "png"))
 def test_low_bits_of_grey_images_count(here: Path, kind: str) -> None:
     images = [np.full((40, 40), 1000 * 256, np.uint32).astype(np.uint16) for _ in range(3)]
     images[1] += 1

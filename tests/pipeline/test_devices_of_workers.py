@@ -7,18 +7,15 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import distributed_jobs
 import pytest
-from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from PIL import Image
-from processes import ended
+from processes import ended, outcome, running, wait_until
 from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
 from torch import nn
 
@@ -30,10 +27,6 @@ from featx.pipeline.executors import worker, worker_spec
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 TESTS = Path(__file__).resolve().parent.parent
-
-
-def digests(root: str | Path) -> dict[str, str]:
-    return dataset_digests(Path(root) / "features.h5")
 
 
 # What the options take
@@ -102,7 +95,7 @@ def test_two_workers_give_what_one_process_gives(
     reference = extract(photos, out="reference", max_failures=5)
     shared = extract(photos, executor={"workers": 2}, max_failures=5)
     assert shared.complete
-    assert digests("store") == digests(reference.root)
+    assert dataset_digests("store") == dataset_digests(reference.root)
     assert [f["key"] for f in shared.failures] == ["cat/broken.png"]
     manifest = json.loads(Path("store/featx.json").read_text())
     assert manifest["resolved"]["threads"] == 1
@@ -146,14 +139,14 @@ def test_any_number_of_workers_gives_the_same_bits_of_a_real_model(workers: int)
     }
     reference = featx.extract(**keys, out="reference")
     featx.extract(**keys, out="store", executor={"workers": workers})
-    assert digests("store") == digests(reference.root)
+    assert dataset_digests("store") == dataset_digests(reference.root)
 
 
 @pytest.mark.slow
 def test_an_object_of_python_goes_to_the_workers_too() -> None:
     extract(OfADataset(), out="reference")
     extract(OfADataset(), executor={"workers": 2})
-    assert digests("store") == digests("reference")
+    assert dataset_digests("store") == dataset_digests("reference")
 
 
 def test_an_object_that_cannot_travel_is_refused_by_name() -> None:
@@ -174,7 +167,7 @@ def test_sources_with_open_files_are_opened_by_each_worker(tmp_path: Path) -> No
     data = {"name": "hdf5", "root": "images.h5", "dataset": "/x"}
     extract(data, out="reference")
     extract(data, executor={"workers": 2})
-    assert digests("store") == digests("reference")
+    assert dataset_digests("store") == dataset_digests("reference")
 
 
 # Threads
@@ -245,9 +238,13 @@ class Raising(nn.Module):
         return self.conv(x)
 
 
-def command(*more: str) -> list[str]:
-    slow = "+model.args.pause_s=0.4"
-    return [sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos", slow, *more]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+COMMAND_OF_TWO = [
+    *(sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos"),
+    *("+model.args.pause_s=0.4", "executor.workers=2"),
+]
+"""An extraction of two workers that takes its time."""
 
 
 def command_of(job: str) -> list[str]:
@@ -268,15 +265,8 @@ KILLED = r"worker \d \(cpu\) was killed by SIGKILL (in part \d+ \(rows|before it
 def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, victim: str) -> None:
     pause = {**MODEL, "args": {"pause_s": 0.4}}
     distributed_jobs.run(job, photos, "reference", model=pause)
-    environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command_of(job), env=environment, stderr=subprocess.PIPE, text=True
-    ) as process:
-        deadline = time.monotonic() + 120
-        while not distributed_jobs.parts_done(job, Path("store")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with running(command_of(job), **ONE_THREAD) as process:
+        wait_until(lambda: distributed_jobs.parts_done(job, Path("store")), process)
         workers, decoders = workers_here()
         assert len(workers) == 2
         assert decoders
@@ -288,26 +278,10 @@ def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, v
     else:
         assert all(ended(pid) for pid in (*workers, *decoders)), "a process lives on"
         assert 1 <= distributed_jobs.parts_done(job, Path("store")) < 6
-        subprocess.run(command_of(job), env=environment, check=True, timeout=120)
+        with running(command_of(job), **ONE_THREAD) as again:
+            assert outcome(again)[0] == 0
     assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
     assert temporary_files(Path("store")) == []
-
-
-def started(*more: str) -> subprocess.Popen[str]:
-    """A run of two workers that has its first part."""
-    process = subprocess.Popen(
-        command("executor.workers=2", *more),
-        env={**with_path(TESTS), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not list(Path("store/parts").glob("part-*.h5")):
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
 
 
 def workers_here() -> tuple[list[int], list[int]]:
@@ -330,30 +304,26 @@ def workers_here() -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("end", ["worker", "driver", "sigint", "sigterm"])
 def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) -> None:
     reference = extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 0.4}})
-    process = started()
-    workers, decoders = workers_here()
-    assert len(workers) == 2
-    assert decoders
-    victim = workers[0] if end == "worker" else process.pid
-    signals = {"sigint": signal.SIGINT, "sigterm": signal.SIGTERM}
-    started_at = time.monotonic()
-    os.kill(victim, signals.get(end, signal.SIGKILL))
-    _, output = process.communicate(timeout=120)
+    with running(COMMAND_OF_TWO, **ONE_THREAD) as process:
+        wait_until(lambda: list(Path("store/parts").glob("part-*.h5")), process)
+        workers, decoders = workers_here()
+        assert len(workers) == 2
+        assert decoders
+        victim = workers[0] if end == "worker" else process.pid
+        signals = {"sigint": signal.SIGINT, "sigterm": signal.SIGTERM}
+        os.kill(victim, signals.get(end, signal.SIGKILL))
+        _, output, took = outcome(process)
     codes = {"worker": 0, "driver": -9, "sigint": 130, "sigterm": 143}
     assert process.returncode == codes[end], output
     if end == "worker":
         assert re.search(KILLED, output)
     else:
-        assert time.monotonic() - started_at < 10
+        assert took < 10
         assert not Path("store/features.h5").exists()
         assert all(ended(pid) for pid in (*workers, *decoders)), "a process lives on"
-        subprocess.run(
-            command("executor.workers=2"),
-            env={**with_path(TESTS), "OMP_NUM_THREADS": "1"},
-            check=True,
-            timeout=120,
-        )
-    assert digests("store") == digests(reference.root)
+        with running(COMMAND_OF_TWO, **ONE_THREAD) as again:
+            assert outcome(again)[0] == 0
+    assert dataset_digests("store") == dataset_digests(reference.root)
     assert temporary_files(Path("store")) == []
 
 

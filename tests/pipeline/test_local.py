@@ -20,7 +20,7 @@ from processes import ended
 from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
-from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
+from featx.errors import RunError, StoreLockedError, StoreMismatchError
 from featx.pipeline import Interrupted, RunOutcome
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.store.pack import pack
@@ -81,7 +81,8 @@ def is_whole(run: MadeRun, tmp_path: Path) -> bool:
     return digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 3])
 def test_any_number_of_workers_gives_the_same_datasets(
     work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path, workers: int,
     capfd: pytest.CaptureFixture[str],
@@ -97,25 +98,6 @@ def test_any_number_of_workers_gives_the_same_datasets(
     printed = capfd.readouterr()
     assert "worker 0 (cpu): hello from cpu" in printed.err.splitlines()
     assert printed.out == ""
-
-
-@pytest.mark.slow
-def test_failures_of_all_workers_stand_in_one_list(
-    work: Callable[..., RunOutcome], tmp_path: Path
-) -> None:
-    work(2)
-    lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
-    assert sorted(line.split(",")[0] for line in lines[1:] if line[:1].isdigit()) == ["17", "2"]
-
-
-@pytest.mark.slow
-def test_too_many_failures_of_all_workers_end_a_long_run(
-    work: Callable[..., RunOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("featx.pipeline.row_failures.EARLY_STOP_S", 0.0)
-    with pytest.raises(TooManyFailuresError, match="1 of the first"):
-        work(2, config=Config(max_failures=0), pause_s=0.05)
-    assert 1 <= len(list((tmp_path / "store" / "parts").glob("part-*.h5"))) < 10
 
 
 def test_a_worker_that_is_killed_costs_its_part_only(
@@ -142,18 +124,6 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
     assert "(cpu) was killed by SIGKILL in part 3 (rows 12 to 15), the 3rd worker" in message
     assert ended_run.value.exit_code == 1
     assert len(events_of(tmp_path, "fault-3-*")) == 3
-    work(2)
-    assert is_whole(run, tmp_path)
-
-
-@pytest.mark.slow
-def test_an_exception_names_device_part_and_rows_and_the_run_resumes_later(
-    work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path
-) -> None:
-    with pytest.raises(RunError) as failed:
-        work(2, faults={4: ("raise", 1)})
-    assert "(cpu), part 4 (rows 16 to 19): ValueError: a bug in the model" in str(failed.value)
-    assert "in go_wrong" in failed.value.__notes__[0]
     work(2)
     assert is_whole(run, tmp_path)
 

@@ -9,20 +9,18 @@ import pickle
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import distributed_jobs
 import pytest
-from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from object_server import num_parts, place, rows_of
-from processes import ended
+from processes import ended, running, wait_until
 from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
@@ -39,10 +37,6 @@ from featx.store.heartbeat import pid_namespace
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 TESTS = Path(__file__).resolve().parent.parent
-
-
-def digests(root: str | Path) -> dict[str, str]:
-    return dataset_digests(Path(root) / "features.h5")
 
 
 class RayError(Exception):
@@ -128,6 +122,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
     made = MadeRay()
     monkeypatch.setattr(ray_executor, "ray_module", lambda: made)
     monkeypatch.setattr(ray_executor.ActorPool, "poll_s", 0.01)
+    monkeypatch.setattr("featx.pipeline.executors.worker_pool._MAX_POLL_S", 0.01)
     begin_part = worker.PartWorker.begin_part
 
     def dying(self: Any, part: Any) -> Any:
@@ -148,7 +143,7 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     extract(photos, out="reference", max_failures=5)
     store = extract(photos, executor="ray", max_failures=5)
     assert store.complete
-    assert digests("store") == digests("reference")
+    assert dataset_digests("store") == dataset_digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     assert ray.actors[0] == 0
     assert ray.asked == {"num_cpus": 1, "num_gpus": 0.0}
@@ -217,7 +212,7 @@ def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
         extract(photos, executor="ray")
     context.gcs_address = ""
     assert extract(photos, executor="ray").complete
-    assert digests("store") == digests("reference")
+    assert dataset_digests("store") == dataset_digests("reference")
 
 
 @pytest.mark.usefixtures("ray")
@@ -306,19 +301,20 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "featx", *COMMAND, *data, *more]
 
 
-ENVIRONMENT = {**with_path(TESTS), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+# Where the machine is slow an actor may not have had a part yet.
+DIED = r"actor \d+ died \(.*\) (in part \d+ \(rows|before it had|between two)"
 
 
 @pytest.mark.slow
 def test_two_real_actors_give_the_same_datasets(photos: Path) -> None:
     pytest.importorskip("ray")
     extract(photos, out="reference")
-    done = subprocess.run(
-        command("executor.workers=2"), env=ENVIRONMENT, capture_output=True, text=True, timeout=500,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert digests("store") == digests("reference")
+    with running(command("executor.workers=2"), **ENVIRONMENT) as process:
+        _, output = process.communicate(timeout=500)
+    assert process.returncode == 0, output
+    assert dataset_digests("store") == dataset_digests("reference")
     assert temporary_files(Path("store")) == []
 
 
@@ -338,25 +334,20 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
     pause = {**MODEL, "args": {"pause_s": 0.7}}
     extract(photos, out="reference", model=pause)
     slow = command("executor.workers=2", "+model.args.pause_s=0.7")
-    with subprocess.Popen(slow, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 300
-        while not list(Path("store/parts").glob("part-*.h5")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with running(slow, **ENVIRONMENT) as process:
+        wait_until(lambda: list(Path("store/parts").glob("part-*.h5")), process)
         actors = actors_alive()
         os.kill(actors[0] if victim == "actor" else process.pid, signal.SIGKILL)
         _, output = process.communicate(timeout=300)
     if victim == "actor":
         assert process.returncode == 0, output
-        # Where the machine is slow it may not have had a part yet.
-        assert re.search(
-            r"actor \d+ died \(.*\) (in part \d+ \(rows|before it had|between two)", output
-        ), output
+        assert re.search(DIED, output), output
     else:
         assert all(ended(pid, 60) for pid in actors), "an actor lives on"
-        subprocess.run(slow, env=ENVIRONMENT, timeout=500, check=True)
-    assert digests("store") == digests("reference")
+        with running(slow, **ENVIRONMENT) as again:
+            _, output = again.communicate(timeout=500)
+        assert again.returncode == 0, output
+    assert dataset_digests("store") == dataset_digests("reference")
     assert temporary_files(Path("store")) == []
     assert not Path("store/workers").exists(), "job=status would tell of actors that are gone"
 
@@ -369,16 +360,7 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
     near = extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 2.0}})
     out = f"s3://{bucket}/run"
     slow = command("executor.workers=2", "+model.args.pause_s=2.0", f"out={out}")
-    environment = {**os.environ, **ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-
-    def wait_for(found: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
-        deadline = time.monotonic() + 300
-        while not (value := found()):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        return value
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     def actors() -> list[int]:
         records = read_heartbeats(place(out))
@@ -386,16 +368,13 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
             s.values["pid"] for s in records if s.is_alive and s.values["what"].startswith("actor")
         ]
 
-    with subprocess.Popen(slow, env=environment, stderr=subprocess.DEVNULL, text=True) as process:
-        wait_for(lambda: num_parts(out), process)
-        os.kill(process.pid, signal.SIGKILL)
+    with running(slow, **environment) as process:
+        wait_until(lambda: num_parts(out), process)
     assert 0 < num_parts(out) < 6
-    drivers = [
-        subprocess.Popen(slow, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    os.kill(wait_for(actors, drivers[0])[0], signal.SIGKILL)
-    output = [driver.communicate(timeout=500)[1] for driver in drivers]
-    assert [driver.returncode for driver in drivers] == [0, 0], output
+    with running(slow, **environment) as first, running(slow, **environment) as second:
+        os.kill(wait_until(actors, first)[0], signal.SIGKILL)
+        output = [driver.communicate(timeout=500)[1] for driver in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), output
     assert rows_of(package.open(out)) == rows_of(near)
     assert check_store(place(out)).complete
     assert not (place(out) / layout.DAMAGED).exists()
@@ -413,28 +392,17 @@ def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> N
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
         there = (f"executor.address={cluster.address}", "+model.args.pause_s=2.0")
-        with subprocess.Popen(
-            command(*there), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-        ) as process:
-            deadline = time.monotonic() + 400
-            while len(actors_alive()) < 2 or not list(Path("store/parts").glob("part-*.h5")):
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        with running(command(*there), **ENVIRONMENT) as process:
+            wait_until(
+                lambda: len(actors_alive()) > 1 and [*Path("store/parts").glob("part-*.h5")],
+                process,
+            )
             cluster.remove_node(nodes[0], allow_graceful=False)
             _, output = process.communicate(timeout=400)
     finally:
         cluster.shutdown()
     assert process.returncode == 0, output
-    # Where the machine is slow its actor may not have had a part yet.
-    assert (
-        len(
-            re.findall(
-                r"actor \d+ died \(.*\) (in part \d+ \(rows|before it had|between two)", output
-            )
-        )
-        == 1
-    ), output
-    assert digests("store") == digests("reference")
+    assert len(re.findall(DIED, output)) == 1, output
+    assert dataset_digests("store") == dataset_digests("reference")
     assert temporary_files(Path("store")) == []
     assert not Path("store/workers").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interruptions import signal_after_commits
 from made_store import dataset_digests, make_spec, temporary_files
 from processes import ended, outcome, running, wait_until
 from tiny_engine import of_speed
@@ -27,7 +27,6 @@ from featx.config import from_composed, from_keywords
 from featx.errors import StoreMismatchError
 from featx.pipeline import FeatureOutput, Interrupted
 from featx.pipeline.stop_signals import GRACE_S
-from featx.store import StoreSession
 from featx.store.layout import PART_BYTES
 
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
@@ -60,7 +59,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     assert "fp32 (as the store was started)" in printed
     assert "parts of 16 rows" in printed
     assert Path("store/featx.json").read_bytes() == manifest
-    assert dataset_digests(Path("store/features.h5")) == dataset_digests(whole.root / "features.h5")
+    assert dataset_digests("store") == dataset_digests(whole.root)
     extract(photos, layers=["conv", "pool"], **AUTO)
     added = json.loads(Path("store/featx.json").read_bytes())["additions"][0]
     assert added["resolved"] == json.loads(manifest)["resolved"]
@@ -126,32 +125,34 @@ LINES = {"layer.conv": "layer conv, reduce", "dtype": "layer conv, dtype"}
 """What belongs to a layer is compared layer by layer."""
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_a_change_of_what_changes_values_is_refused_by_name(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, key: str
+def test_changes_of_what_changes_values_are_refused_by_name(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All at once, each on a line of its own."""
     from featx.pipeline import run_context
 
-    keys, now = CHANGES[key]
-    data = {"name": "folder", "root": "photos", **keys.get("data", {})}
-    if key == "compile":
-        # A compiler takes minutes.
-        monkeypatch.setattr("torch.compile", lambda forward, **_: forward)
-    if key in UNREACHABLE:
-        fingerprint = run_context.fingerprint
-        monkeypatch.setattr(
-            run_context, "fingerprint", lambda *a: {**fingerprint(*a), key: now.strip("'")}
-        )
+    given: dict[str, Any] = {"data": {"name": "folder", "root": "photos"}, "model": {}}
+    for keys, _ in CHANGES.values():
+        groups = {name: {**given[name], **keys.get(name, {})} for name in ("data", "model")}
+        given |= {**keys, **groups}
+    given["model"] |= {"factory": CHANGES["model"][0]["model"]["factory"]}
+    fingerprint = run_context.fingerprint
+    others = {key: CHANGES[key][1].strip("'") for key in UNREACHABLE}
+    monkeypatch.setattr(run_context, "fingerprint", lambda *a: {**fingerprint(*a), **others})
+    # A compiler takes minutes.
+    monkeypatch.setattr("torch.compile", lambda forward, **_: forward)
     monkeypatch.chdir(finished)
     before = files_of("store")
     with pytest.raises(StoreMismatchError) as refused:
-        extract(**{**keys, "data": data})
+        extract(**given)
     message = str(refused.value)
     assert refused.value.exit_code == 2
-    lines = [text for text in message.splitlines() if text.startswith(f"  {LINES.get(key, key)}:")]
-    assert len(lines) == 1, message
-    assert "the store has" in lines[0]
-    assert re.search(rf"now .*{now}", lines[0]), lines[0]
+    for key, (_, now) in CHANGES.items():
+        name = LINES.get(key, key)
+        lines = [text for text in message.splitlines() if text.startswith(f"  {name}:")]
+        assert len(lines) == 1, message
+        assert "the store has" in lines[0]
+        assert re.search(rf"now .*{now}", lines[0]), lines[0]
     assert "overwrite=true" in message
     assert "out=DIR" in message
     assert files_of("store") == before
@@ -175,14 +176,9 @@ def test_no_key_of_the_fingerprint_is_left_untried(finished: Path) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"pack": False},
-        {"max_failures": 5},
-        {"device": "cpu"},
-        {"seed": 0},
-        {"grow": True},
-        {"data": {"name": "folder", "root": "./photos/", "follow_links": True}},
-        {"data": {"name": "folder", "root": "photos", "limit": 9}},
-        {"data": {"name": "folder", "root": "photos", "timeout_s": None}},
+        {"pack": False, "max_failures": 5, "device": "cpu", "seed": 0, "grow": True},
+        {"data": {"root": "./photos/", "follow_links": True, "timeout_s": None}},
+        {"data": {"root": "photos", "limit": 9}},
     ],
 )
 def test_a_resume_accepts_options_that_change_no_value(
@@ -208,36 +204,18 @@ def test_an_unfinished_store_is_as_strict(photos: Path) -> None:
 # What stops it
 
 
-def stopping(monkeypatch: pytest.MonkeyPatch, index: int, *signals: signal.Signals) -> None:
-    """Signals for this process, the moment that a part is committed."""
-    commit = StoreSession.commit
-
-    def commit_and_signal(self: StoreSession, builder: Any) -> None:
-        commit(self, builder)
-        if builder.part.index == index:
-            for signum in signals:
-                os.kill(os.getpid(), signum)
-
-    monkeypatch.setattr(StoreSession, "commit", commit_and_signal)
-
-
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    "index",
-    [
-        0,
-        pytest.param(4, marks=pytest.mark.slow),
-        5,
-    ],
+    "index", [pytest.param(0, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5]
 )
 def test_a_signal_ends_the_run_also_in_the_last_batch(
     photos: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, index: int
 ) -> None:
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     with monkeypatch.context() as stopped:
-        stopping(stopped, index, signum)
+        signal_after_commits(stopped, index + 1, signum)
         with pytest.raises(Interrupted) as interrupted:
             extract(photos)
     assert interrupted.value.signum == signum
@@ -248,13 +226,13 @@ def test_a_signal_ends_the_run_also_in_the_last_batch(
     assert len(list(Path("store/parts").glob("part-*.h5"))) in (index + 1, index + 2)
     whole = extract(photos, out="whole")
     extract(photos)
-    assert dataset_digests(Path("store/features.h5")) == dataset_digests(whole.root / "features.h5")
+    assert dataset_digests("store") == dataset_digests(whole.root)
 
 
 def test_a_second_signal_does_not_wait_for_the_batch(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopping(monkeypatch, 1, signal.SIGINT, signal.SIGTERM)
+    signal_after_commits(monkeypatch, 2, signal.SIGINT, signal.SIGTERM)
     with pytest.raises(Interrupted) as interrupted:
         extract(photos)
     assert interrupted.value.signum == signal.SIGINT
@@ -266,7 +244,7 @@ def test_other_arguments_of_a_factory_are_refused_but_those_without_effect(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are the same: only the arguments say that half the rows would be of another."""
-    stopping(monkeypatch, 2, signal.SIGINT)
+    signal_after_commits(monkeypatch, 3, signal.SIGINT)
     with pytest.raises(Interrupted):
         extract(photos, model={**MODEL, "args": {"poison": 1e9}})
     monkeypatch.undo()
@@ -309,7 +287,7 @@ def assert_resumes_to_the_same(data: Path, out: str = "store", pixels: int = 32)
     whole = extract(data, out="uninterrupted", overwrite=True, model=model)
     extract(data, out=out, model=model)
     packed = Path(out, "features.h5")
-    assert dataset_digests(packed) == dataset_digests(whole.root / "features.h5")
+    assert dataset_digests(packed) == dataset_digests(whole.root)
     assert temporary_files(Path(out)) == []
     assert not Path(out, "parts").exists()
     assert not Path(out, "damaged.json").exists()

@@ -54,17 +54,17 @@ def test_failures_are_grouped_by_their_message() -> None:
 @pytest.mark.usefixtures("in_tmp_path")
 def test_the_heartbeat_of_a_run_counts_them(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     seen, ended = {None}, threading.Event()
 
     def look() -> None:
-        while not ended.wait(0.05):
+        while not ended.wait(0.01):
             seen.update(record.values["failures"] for record in read_heartbeats(Path("store")))
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        extract(photos, model={**MODEL, "args": {"pause_s": 0.1}})
+        extract(photos, model={**MODEL, "args": {"pause_s": 0.03}})
     finally:
         ended.set()
         thread.join()

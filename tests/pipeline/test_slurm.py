@@ -20,13 +20,13 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
 from object_server import num_parts, place, rows_of
+from processes import wait_until
 from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
 from featx.base import take_cpus
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, RunError, StoreLockedError
-from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import slurm, slurm_task, worker
 from featx.pipeline.executors.job_folder import WorkerReport
 from featx.storage import AtomicFolder
@@ -39,10 +39,6 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 TESTS = Path(__file__).resolve().parent.parent
 LOCAL = {"name": "slurm", "mode": "local", "cpus": 1}
 SLURM = {"name": "slurm", "cpus": 1}
-
-
-def digests(root: str | Path) -> dict[str, str]:
-    return dataset_digests(Path(root) / "features.h5")
 
 
 class MadeSlurm:
@@ -111,6 +107,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeSlurm]:
     monkeypatch.setattr(slurm.JobArray, "poll_s", 0.01)
     monkeypatch.setattr(slurm.JobArray, "report_s", 0.0)
     monkeypatch.setattr(slurm, "ASK_S", 0.0)
+    # A task runs while the pool looks after it, so a look takes long.
+    monkeypatch.setattr("featx.pipeline.executors.worker_pool._MAX_POLL_S", 0.01)
     yield made
     take_cpus(None)
 
@@ -126,7 +124,7 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     }  # fmt: skip
     store = extract(photos, executor=keys, max_failures=5)
     assert store.complete
-    assert digests("store") == digests("reference")
+    assert dataset_digests("store") == dataset_digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     (asked,) = cluster.arrays
     assert asked["wrap"].startswith("set -- 0 1 2; shift $SLURM_ARRAY_TASK_ID; exec ")
@@ -167,7 +165,6 @@ def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Pat
         pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
     ):
         distributed_jobs.run("stats", photos)
-    distributed_jobs.run("stats", photos)
 
 
 def test_lost_tasks_are_submitted_again(
@@ -191,25 +188,6 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
         extract(photos, executor={**SLURM, "workers": 1})
     cluster.lose = 0
     assert extract(photos).complete
-
-
-@pytest.mark.slow
-def test_an_exception_in_a_task_ends_the_run_and_is_reported(
-    photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compute = FeatureOutput.compute
-
-    def raising(self: Any, engine: Any, batch: Any) -> Any:
-        if batch.start >= 16:
-            raise ValueError("a bug in the model")
-        return compute(self, engine, batch)
-
-    monkeypatch.setattr(FeatureOutput, "compute", raising)
-    with pytest.raises(RunError) as failed:
-        extract(photos, executor={**SLURM, "workers": 1})
-    assert str(failed.value).startswith("job 1_0, part 4 (rows 16 to 19): ValueError: a bug in the")
-    monkeypatch.setattr(FeatureOutput, "compute", compute)
-    assert extract(photos, executor={**SLURM, "workers": 2}).complete
 
 
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlurm) -> None:
@@ -269,7 +247,9 @@ def interrupted_task(
     return do
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR2]
+)
 def test_a_task_that_is_told_to_end_keeps_what_is_committed_and_another_does_the_rest(
     interrupted_task: Callable[..., list[WorkerReport]],
     signum: signal.Signals,
@@ -418,15 +398,6 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "featx", *COMMAND, *data, *local, *more]
 
 
-def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
-    deadline = time.monotonic() + 200
-    while not (value := found()):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return value
-
-
 def tasks_alive() -> list[int]:
     found = []
     for path in Path("store/workers").glob("*.json"):
@@ -443,14 +414,13 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
 ) -> None:
     extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 0.5}})
     environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command(), env=environment)
-    wait_for(lambda: list(Path("store/parts").glob("part-*.h5")), process)
-    if signum == signal.SIGUSR2:  # as Slurm tells a task that it is preempted
-        victim = wait_for(tasks_alive, process)[0]
-        os.kill(victim, signum)
-    elif signum is not None:
-        process.send_signal(signum)
-    code = process.wait(300)
+    with subprocess.Popen(command(), env=environment) as process:
+        wait_until(lambda: list(Path("store/parts").glob("part-*.h5")), process)
+        if signum == signal.SIGUSR2:  # as Slurm tells a task that it is preempted
+            os.kill(wait_until(tasks_alive, process)[0], signum)
+        elif signum is not None:
+            process.send_signal(signum)
+        code = process.wait(300)
     if signum == signal.SIGINT:
         assert code == 130
         deadline = time.monotonic() + 60
@@ -458,7 +428,7 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
             time.sleep(0.1)
         code = subprocess.run(command(), env=environment, timeout=300, check=False).returncode
     assert code == 0
-    assert digests("store") == digests("reference")
+    assert dataset_digests("store") == dataset_digests("reference")
     assert temporary_files(Path("store")) == []
 
 
@@ -477,8 +447,8 @@ def test_killed_in_a_bucket_nothing_is_lost(
         return [s.values["pid"] for s in read_heartbeats(place(out)) if s.values.get("outlives")]
 
     with subprocess.Popen(command(*more), env=environment) as process:
-        wait_for(lambda: num_parts(out), process)
-        os.kill(wait_for(tasks, process)[0] if victim == "task" else process.pid, signal.SIGKILL)
+        wait_until(lambda: num_parts(out), process)
+        os.kill(wait_until(tasks, process)[0] if victim == "task" else process.pid, signal.SIGKILL)
         code = process.wait(300)
     assert code == (0 if victim == "task" else -signal.SIGKILL)
     deadline = time.monotonic() + 300

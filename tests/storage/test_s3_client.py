@@ -98,7 +98,7 @@ def test_a_run_waits_and_says_so_once(server: Server, caplog: pytest.LogCaptureF
     assert answers.startswith("the object store answers again after ")
 
 
-@pytest.mark.parametrize("server", [drop_request, BUSY], indirect=True)
+@pytest.mark.parametrize("server", [drop_request, BUSY, truncated], indirect=True)
 def test_who_only_reads_is_told_at_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.down = True
     with pytest.raises(ObjectStoreError) as output:

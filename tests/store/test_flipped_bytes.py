@@ -143,15 +143,6 @@ def test_a_sample_of_flipped_bytes_in_compressed_chunks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_raises_errors_of_featx_only(tmp_path: Path) -> None:
-    pristine = make_pristine(tmp_path, "features.h5", "none")
-    meta = sorted(set(range(14_000)) - data_bytes(pristine / "features.h5"))
-    flips = [(offset, 64) for offset in meta[100::700]]
-    answers = flip_all(pristine, "features.h5", "none", flips)
-    assert [a["read"]["foreign"] for a in answers if isinstance(a["read"], dict)] == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_many_bytes_of_metadata(tmp_path: Path, target: str) -> None:
     check_flips(tmp_path, target, "none", num_meta=200, num_data=60)

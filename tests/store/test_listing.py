@@ -54,7 +54,7 @@ def grown_data_sets(draw: st.DrawFn) -> tuple[Listing, Listing, dict[bytes, str 
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(grown_data_sets())
 def test_known_rows_keep_their_places_and_every_row_its_label(
     case: tuple[Listing, Listing, dict[bytes, str | None]],
@@ -75,7 +75,7 @@ def test_known_rows_keep_their_places_and_every_row_its_label(
     assert listing_digest(again) == listing_digest(joined)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(grown_data_sets(), st.data())
 def test_rows_that_are_gone_or_have_another_label_are_refused(
     case: tuple[Listing, Listing, dict[bytes, str | None]], data: st.DataObject
@@ -228,8 +228,9 @@ class TestCompare:
 class TestFoundAgain:
     """samples.h5 is lost or wrong; the listing is in the files with the rows as well."""
 
-    @pytest.mark.parametrize("packed", [True, False])
-    @pytest.mark.parametrize("how", ["gone", "empty", "flipped"])
+    @pytest.mark.parametrize(
+        ("how", "packed"), [("gone", True), ("gone", False), ("empty", False), ("flipped", True)]
+    )
     def test_from_the_files_with_rows(self, tmp_path: Path, how: str, packed: bool) -> None:
         run = make_run(29, 8).identified()
         grown = make_grown(run, 11, part_rows=4)

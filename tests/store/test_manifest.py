@@ -57,11 +57,6 @@ def test_it_counts_rows_parts_and_layers_of_all_runs() -> None:
     assert manifest.listing_identity == manifest.runs[2].header.fingerprint["listing"]
 
 
-def test_only_a_store_of_several_runs_is_refused_by_the_first_featx() -> None:
-    assert json.loads(one_run().to_json())["featx_format"] == 3
-    assert json.loads(three_runs().to_json())["featx_format"] == 3
-
-
 def test_the_identity_changes_with_every_run_and_not_before() -> None:
     manifest = three_runs()
     identities = [manifest.digest_of(n) for n in (1, 2, 3)]
@@ -72,7 +67,7 @@ def test_the_identity_changes_with_every_run_and_not_before() -> None:
     assert swapped.digest != manifest.digest
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(at=st.floats(0, 1), mask=st.integers(1, 255))
 def test_no_flipped_byte_is_read_as_something_else(at: float, mask: int) -> None:
     """The text may stay the same in meaning, as with white space; else it is refused."""
@@ -206,3 +201,5 @@ class TestCopies:
     def test_without_a_manifest_there_is_no_store(self, tmp_path: Path) -> None:
         assert load_manifest(tmp_path) == (None, True)
         assert load_manifest(tmp_path / "nothing") == (None, True)
+        (tmp_path / "file").write_bytes(b"")
+        assert load_manifest(tmp_path / "file") == (None, True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from conftest import slow_except
 from timm.models._registry import _module_to_models
 from timm_survey import MEMBERS, Member, documented_rows, survey
 
 FAST = (
     "efficientvit_m0",  # BatchNorm in the head
-    "levit_128s",  # two heads
-    "mobilenetv3_small_050",  # a layer between pooling and classifier
     "test_convnext",  # a module called stages
     "test_vit2",  # a register and no class token
 )
@@ -27,15 +26,9 @@ def test_the_table_has_a_member_of_every_file_of_timm() -> None:
 
 
 @pytest.mark.parametrize(
-    "member", [member for member in MEMBERS if member.name in FAST], ids=lambda m: m.name
+    "member",
+    slow_except(MEMBERS, *(member for member in MEMBERS if member.name in FAST)),
+    ids=lambda member: member.name,
 )
 def test_a_member_is_as_the_table_says(member: Member) -> None:
-    assert str(survey(member)) == _documented(member)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "member", [member for member in MEMBERS if member.name not in FAST], ids=lambda m: m.name
-)
-def test_every_other_member_is_as_the_table_says(member: Member) -> None:
     assert str(survey(member)) == _documented(member)

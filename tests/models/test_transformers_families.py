@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import slow_except
 from transformers_survey import documented_rows, survey
 from transformers_zoo import SMALL, tf, write_folder
 
@@ -24,14 +25,6 @@ def _documented(model_type: str) -> str:
     return next(row for row in documented_rows() if row.startswith(f"| `{model_type}` |"))
 
 
-@pytest.mark.parametrize("model_type", FAST)
+@pytest.mark.parametrize("model_type", slow_except(SMALL, *FAST))
 def test_a_family_is_as_the_table_says(model_type: str, tmp_path: Path, one_thread: None) -> None:
-    assert str(survey(model_type, write_folder(tmp_path, model_type))) == _documented(model_type)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", [name for name in SMALL if name not in FAST])
-def test_every_other_family_is_as_the_table_says(
-    model_type: str, tmp_path: Path, one_thread: None
-) -> None:
     assert str(survey(model_type, write_folder(tmp_path, model_type))) == _documented(model_type)

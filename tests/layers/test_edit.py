@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_capture_hooks import num_hooks
+from tiny_engine import num_hooks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -116,5 +116,6 @@ def test_a_fingerprint_read_back_from_json_is_the_same(values: dict) -> None:
 
 def test_a_key_that_is_new_is_a_difference_even_if_it_is_null() -> None:
     assert differences({}, {"a": None}) == [("a", "not there", None)]
+    assert differences({"a": 1}, {}) == [("a", 1, "not there")]
     assert differences({"b": 1, "a": 1}, {"b": 2, "a": 1}) == [("b", 1, 2)]
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})

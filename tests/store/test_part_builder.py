@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from made_store import MadeRun, make_run, temporary_files
 
 from featx.store import FeatureStore, PartBuilder, layout
-from featx.store.result_files import read_failures
 from featx.types import Failure, Status
 
 CODECS = ["none", "gzip", "zstd"]
@@ -108,18 +107,6 @@ def test_batches_in_any_order_make_the_same_part() -> None:
         failed = [f for f in run.failures if start <= f.row < start + 2]
         builder.add(start, rows, failed)
     assert bytes(builder.build(run.as_run(), run.listing, b"{}")) == bytes(whole)
-
-
-def test_a_failed_row_is_nan_in_every_dataset_and_its_neighbours_are_not() -> None:
-    run = make_run(num_rows=8, part_rows=8, failed=[3])
-    with build(run, run.builder(run.grid.part(0))) as file:
-        for name in run.features:
-            rows = file[f"features/{name}"][:]
-            assert np.isnan(rows[3]).all()
-            kept = [0, 1, 2, 4, 5, 6, 7]
-            assert np.array_equal(rows[kept], run.features[name][kept])
-        assert file["status"][:].tolist() == run.status().tolist()
-        assert read_failures(file) == list(run.failures)
 
 
 def test_a_part_says_that_it_is_not_complete_and_where_it_belongs() -> None:

@@ -136,8 +136,9 @@ def test_an_array_is_what_numpy_expects(store: FeatureStore, run: MadeRun) -> No
     assert (array.attrs["layer"], array.attrs["reduce"]) == ("map", "gem")
 
 
-def test_a_table_for_pandas(store: FeatureStore, run: MadeRun) -> None:
+def test_a_table_for_pandas(packed: FeatureStore, run: MadeRun) -> None:
     pandas = pytest.importorskip("pandas")
+    store = packed
     table = store.to_pandas()
     assert isinstance(table, pandas.DataFrame)
     assert table["key"].tolist() == store.keys.tolist()

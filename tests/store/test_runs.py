@@ -70,19 +70,6 @@ def feature_digests(path: Path) -> dict[str, str]:
     return {name: value for name, value in found.items() if not name.startswith("checksums")}
 
 
-@pytest.mark.parametrize(
-    ("packed_before", "packed_after"),
-    [(False, True), pytest.param(True, False, marks=pytest.mark.slow)],
-)
-def test_layers_join_a_finished_store(
-    first: MadeRun, tmp_path: Path, packed_before: bool, packed_after: bool
-) -> None:
-    added = make_added(first, MORE, failed=[2, 5])
-    first.copied(tmp_path / "s", packed=packed_before)
-    added.finish(tmp_path / "s", packed=packed_after)
-    assert_holds(tmp_path / "s", first, added)
-
-
 def test_packed_then_layers_then_packed_equals_one_go(first: MadeRun, tmp_path: Path) -> None:
     """Where the same rows fail in both runs, even the checksums are those of a single run."""
     first = replace(first, failures=())

@@ -526,7 +526,11 @@ with session.hold():
 """
 
 
-def kill_until_done(tmp_path: Path, seed: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_again_and_again_the_store_ends_as_if_it_never_was(
+    tmp_path: Path, seed: int
+) -> None:
     run = make_run(num_rows=77, part_rows=4, failed=[2, 17, 70])
     expected = dataset_digests(run.write(tmp_path / "whole", packed=True) / "features.h5")
     root = tmp_path / "killed"
@@ -556,14 +560,3 @@ def kill_until_done(tmp_path: Path, seed: int) -> None:
     assert dataset_digests(root / "features.h5") == expected
     assert_whole(run, root)
     assert temporary_files(root) == []
-
-
-@pytest.mark.slow
-def test_killed_again_and_again_the_store_ends_as_if_it_never_was(tmp_path: Path) -> None:
-    kill_until_done(tmp_path, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 8))
-def test_killed_at_other_moments(tmp_path: Path, seed: int) -> None:
-    kill_until_done(tmp_path, seed)

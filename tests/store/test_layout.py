@@ -43,12 +43,6 @@ def test_a_chunk_never_straddles_two_parts(
     assert rows == 1 or rows * row_bytes <= budget
 
 
-def test_part_names_sort_as_their_numbers() -> None:
-    names = [layout.part_name(i) for i in (0, 3, 10, 999, 100_000)]
-    assert names == sorted(names)
-    assert names[1] == "part-000003.h5"
-
-
 BLOCKS = np.random.default_rng(5).integers(0, 256, 2 * 65536 + 1000, dtype=np.uint8)
 
 

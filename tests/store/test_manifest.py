@@ -167,15 +167,6 @@ class TestCopies:
     def run(self) -> MadeRun:
         return make_run(29, 8).identified()
 
-    @pytest.mark.parametrize("packed", [True, False])
-    def test_every_file_with_rows_has_one(self, run: MadeRun, tmp_path: Path, packed: bool) -> None:
-        run.finish(tmp_path, packed=packed)
-        whole, intact = load_manifest(tmp_path)
-        assert intact
-        (tmp_path / "featx.json").unlink()
-        copy, intact = load_manifest(tmp_path)
-        assert (copy, intact) == (whole, False)
-
     def test_the_longest_is_taken(self, run: MadeRun, tmp_path: Path) -> None:
         """Older parts know nothing of the runs that came after them."""
         run.finish(tmp_path)
@@ -191,12 +182,6 @@ class TestCopies:
         for index in (0, 1, 3):
             (tmp_path / "parts" / f"part-{index:06d}.h5").write_bytes(b"x" * 500)
         assert load_manifest(tmp_path) == (whole, False)
-
-    def test_without_any_it_is_damage(self, run: MadeRun, tmp_path: Path) -> None:
-        run.finish(tmp_path, at_most=0)
-        (tmp_path / "featx.json").write_bytes(b"{")
-        with pytest.raises(DamagedManifestError):
-            load_manifest(tmp_path)
 
     def test_without_a_manifest_there_is_no_store(self, tmp_path: Path) -> None:
         assert load_manifest(tmp_path) == (None, True)

@@ -464,11 +464,6 @@ class TestOpening:
         run.write(tmp_path / "store")
         assert len(featx.open("~/store")) == 29
 
-    def test_a_moved_store_opens(self, run: MadeRun, tmp_path: Path) -> None:
-        run.write(tmp_path / "a")
-        shutil.move(tmp_path / "a", tmp_path / "b")
-        assert_same(FeatureStore(tmp_path / "b")["flat"][:], run.expected("flat"))
-
     @pytest.mark.parametrize(
         ("content", "message"),
         [(None, "there is no store"), ("folder", "holds no store: there is no featx.json"),

@@ -68,15 +68,6 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     assert written(replace(run, streamed=True), tmp_path / "streamed", 2) == in_memory
 
 
-def test_verify_finds_nothing_and_readers_read_it(tmp_path: Path) -> None:
-    run = replace(make_run(**RUNS["tiny"]), streamed=True)
-    root = run.finish(tmp_path / "store")
-    assert check_store(root).complete
-    store = FeatureStore(root)
-    for name in run.features:
-        assert store[name][:].tobytes() == run.expected(name).tobytes()
-
-
 def test_the_rows_handed_over_are_not_kept(tmp_path: Path) -> None:
     """The engine may use its buffers again, also those of rows of an incomplete chunk."""
     run = make_run(6, 8, {"x": (3,)})

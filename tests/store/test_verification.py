@@ -250,21 +250,6 @@ def test_rows_and_layer_of_damaged_chunks_are_named(run: MadeRun, tmp_path: Path
     ]
 
 
-@pytest.mark.parametrize("codec", ["gzip", "zstd"])
-def test_a_chunk_that_cannot_be_decoded_is_named_and_the_others_are_counted(
-    tmp_path: Path, codec: str
-) -> None:
-    made = make_run(29, 8, {"flat": (40,)}, codec=codec).identified()
-    made.copied(tmp_path, packed=True)
-    with h5py.File(tmp_path / "features.h5") as file:
-        info = file["features/flat"].id.get_chunk_info(2)
-    with (tmp_path / "features.h5").open("r+b") as raw:
-        raw.seek(info.byte_offset + info.size // 4)
-        raw.write(b"\xff" * (info.size // 2))
-    report = checked(tmp_path)
-    assert [(d.start, d.stop, d.layer) for d in report.damages] == [(16, 24, "flat")]
-
-
 FILES = {
     "empty": lambda path: path.write_bytes(b""),
     "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),

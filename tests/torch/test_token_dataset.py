@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from featx.errors import StoreError
 from featx.store import TokenReader
 from featx.torch import TokenDataset
 from featx.torch.keyed_delay import EpochOrder, EpochSizes
-from featx.torch.token_pool import TokenPool
 from featx.torch.token_selection import TokenBlocks, TokenSelection
 from featx.types import TokenGeometry
 
@@ -261,53 +259,6 @@ def test_an_abandoned_iterator_leaves_no_threads(root: Path) -> None:
     next(batches)
     batches.close()
     assert not [one.name for one in threading.enumerate() if one.name.startswith("featx-tokens")]
-
-
-class ReaderThatCounts:
-    """Reads nothing; counts the segments that are asked for.
-
-    Attributes:
-        num_segments: number of segments so far.
-        highest: highest index of a place so far.
-    """
-
-    token_bytes = 16
-
-    def __init__(self) -> None:
-        self.num_segments, self.highest = 0, 0
-
-    def read_tasks(
-        self, rows: Any, positions: Any, out: Any, places: np.ndarray, size: int
-    ) -> list[Any]:
-        self.num_segments += 1
-        self.highest = max(self.highest, int(places.max()))
-        return [lambda: None]
-
-
-@pytest.mark.parametrize("batch_size", [50, 2000])
-def test_segments_are_read_ahead_as_far_as_there_is_room(batch_size: int) -> None:
-    """With large batches the tokens of several segments leave at once."""
-    selection = TokenSelection(np.arange(6000), np.arange(5))
-    extent = EpochSizes(len(selection), 300, 1, batch_size, False)
-    order = EpochOrder(TokenBlocks.of(selection, 1, 1), extent, (0, 0), 0, True)
-    reader, held = ReaderThatCounts(), extent.held_tokens
-    with ThreadPoolExecutor(1) as threads:
-        pool = TokenPool(reader, selection, order, held, 2000, threads)  # type: ignore[arg-type]
-        num_tokens, kept, ahead = 0, np.zeros(0, np.int64), []
-        for number, (tokens, slots) in enumerate(pool.outputs(0)):
-            ahead.append(reader.num_segments - order.delay - number)
-            num_tokens += len(tokens)
-            kept = np.concatenate([kept, slots])
-            assert len(np.unique(kept)) == len(kept), "a slot is given twice"
-            if len(kept) >= batch_size:
-                pool.release(kept)
-                kept = kept[:0]
-    assert num_tokens == len(selection)
-    assert reader.highest < held, "more is held than is said"
-    middle = ahead[: -order.delay]
-    assert min(middle) >= 1
-    assert max(middle) >= (5 if batch_size == 2000 else 1)
-    assert max(middle) <= 1 + held / 300 - 16
 
 
 IN_A_NEW_PROCESS = """

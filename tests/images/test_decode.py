@@ -751,27 +751,6 @@ def png_suite(shared_data: Path, name: str) -> np.ndarray:
     return pixels(path.read_bytes()).astype(int)
 
 
-@pytest.mark.parametrize(
-    ("sixteen", "other", "tolerance"),
-    [("tbwn0g16", "tbbn0g04", 8), ("tbbn2c16", "tbrn2c08", 0), ("tbgn2c16", "tbyn3p08", 2)],
-)
-def test_16_bit_images_are_as_bright_as_their_siblings(
-    shared_data: Path, sixteen: str, other: str, tolerance: float
-) -> None:
-    """The same image in 16 bits and in 4 or 8, each with a transparent colour of its own."""
-    a, b = png_suite(shared_data, sixteen), png_suite(shared_data, other)
-    assert np.abs(a - b).mean() <= tolerance
-    clear = [(image == BACKGROUND).all(axis=-1) for image in (a, b)]
-    assert clear[0].mean() > 0.3
-    assert (clear[0] != clear[1]).mean() < 0.02
-
-
-def test_16_bit_grey_keeps_its_gradient(shared_data: Path) -> None:
-    grey = png_suite(shared_data, "basn0g16")[..., 0]
-    assert len(np.unique(grey)) > 100
-    assert grey.mean() == pytest.approx(143.8, abs=1)
-
-
 @pytest.mark.parametrize("kind", ["0g01", "0g08", "0g16", "2c08", "2c16", "3p04", "4a16", "6a16"])
 def test_interlaced_images_equal_plain_ones(shared_data: Path, kind: str) -> None:
     plain = png_suite(shared_data, f"basn{kind}")

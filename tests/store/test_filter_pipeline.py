@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featx.errors import StoreError
-from featx.store import filter_pipeline, layout
+from featx.store import layout
 from featx.store.codecs import filters
 from featx.store.filter_pipeline import Pipeline
 
@@ -120,18 +120,6 @@ def test_a_compressor_before_another_filter_is_left_to_h5py() -> None:
     assert not Pipeline([(1, (4,)), (2, (2,))], 256).is_supported
     assert not Pipeline([(1, (4,)), (32015, (1,))], 256).is_supported
     assert Pipeline([(2, (2,)), (32015, (1,))], 256).is_supported
-
-
-def test_without_the_plugins_the_dataset_is_left_to_h5py(monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = make_dataset((8, 16), "<f2", **filters("zstd"))
-    monkeypatch.setattr("hdf5plugin.PLUGIN_PATH", "/nowhere")
-    filter_pipeline._zstd_library.cache_clear()
-    try:
-        assert not Pipeline.of(dataset).is_supported
-    finally:
-        monkeypatch.undo()
-        filter_pipeline._zstd_library.cache_clear()
-    assert Pipeline.of(dataset).is_supported
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -30,7 +30,6 @@ from featx.storage.s3_folder import S3Folder
 from featx.store import (
     FeatureStore,
     Heartbeat,
-    StoreSession,
     check_store,
     layout,
     read_heartbeats,
@@ -503,14 +502,14 @@ def test_layers_are_added_by_one_at_a_time(
 ) -> None:
     first = make_added(RUN, {"late": (7,)})
     second = make_added(RUN, {"later": (3,)}, seed=2)
-    begin = StoreSession._write_manifest_and_listing
+    swap = S3Folder.compare_and_swap
 
-    def overtaken(self: StoreSession, before: Any) -> None:
-        monkeypatch.setattr(StoreSession, "_write_manifest_and_listing", begin)
+    def overtaken(*arguments: Any) -> bool:
+        monkeypatch.setattr(S3Folder, "compare_and_swap", swap)
         finish(first, finished)
-        begin(self, before)
+        return swap(*arguments)
 
-    monkeypatch.setattr(StoreSession, "_write_manifest_and_listing", overtaken)
+    monkeypatch.setattr(S3Folder, "compare_and_swap", overtaken)
     with pytest.raises(StoreError, match="was changed by another process"):
         finish(second, finished)
     store = FeatureStore(finished)

@@ -102,9 +102,7 @@ def test_a_function_may_change_its_tensor_in_place() -> None:
 def test_capture_sees_the_edited_values_and_their_gradients(outer: str) -> None:
     model, x = Net(), images()
     edit = featx.edit(model, {"first": scale, "head:input": scale})
-    names = ["first", "first:grad_output", "head:input", ""]
-    names[-1] = ".logits"
-    capture = featx.capture(model, names)
+    capture = featx.capture(model, ["first", "first:grad_output", "head:input", ".logits"])
     with edit if outer == "edit" else capture as a, capture if outer == "edit" else edit as b:
         output = model(x)["logits"]
         output.square().sum().backward()

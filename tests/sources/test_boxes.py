@@ -86,16 +86,6 @@ def test_an_image_that_fails_takes_its_own_boxes_along(photos: Path) -> None:
     assert {f["status"] for f in store.failures} == {"truncated"}
 
 
-@pytest.mark.slow
-def test_labels_of_the_boxes_themselves(photos: Path) -> None:
-    lines = [(*line, ("face", "tail", "")[i % 3]) for i, line in enumerate(boxes_of(photos))]
-    store = boxed(photos, write_boxes(lines, (*HEADER, "label")))
-    assert store.classes == ("face", "tail")
-    given = {f"{n}#{x},{y},{w},{h}": label for n, x, y, w, h, label in lines}
-    classes = {-1: "", 0: "face", 1: "tail"}
-    assert [classes[int(i)] for i in store.labels] == [given[key] for key in store.keys]
-
-
 def test_labels_that_are_marks_of_missing_values_are_warned_of(photos: Path) -> None:
     lines = [(*line, ("NaN", "tail", "")[i % 3]) for i, line in enumerate(boxes_of(photos))]
     file = write_boxes(lines, (*HEADER, "label"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,25 +135,34 @@ class TensorHooks:
         return self._keep(tensor.register_hook(function))  # type: ignore[no-untyped-call]
 
     def add_to_written_view(
-        self, view: torch.Tensor, node: Any, function: Callable[[torch.Tensor], Any]
+        self,
+        base: torch.Tensor,
+        node: Any,
+        place: tuple[Sequence[int], Sequence[int], int],
+        function: Callable[[torch.Tensor], Any],
     ) -> None:
         """Register a hook for the gradient of a view as it was before a write in place.
 
-        A hook on the view itself is lost: autograd rewrites the history of its base, which had
-        `node` as `grad_fn` before the write, by a node whose gradient holds that of the view.
+        A hook on the view itself is lost: autograd rewrites the history of its base, by a node
+        whose gradient holds that of the view.
+
+        Args:
+            base: tensor of which it is a view.
+            node: `grad_fn` of the base before the write.
+            place: size and strides of the view, and its offset in the base.
+            function: called with each gradient.
         """
-        base: Any = view._base
-        written = base.grad_fn
+        written: Any = base.grad_fn
         while written is not None and (inputs := written.next_functions):
             if inputs[0][0] is node:
                 break
             written = inputs[0][0]
         if type(written).__name__ != "CopySlices":
             return
-        # The gradient that CopySlices passes on has the layout of the base, from its first element.
-        place = view.size(), view.stride(), view.storage_offset() - base.storage_offset()
 
         def hook(gradients: Any, _: Any) -> None:
+            # The gradient that CopySlices passes on has the layout of the base, from its first
+            # element.
             function(gradients[0].as_strided(*place))
 
         self._keep(written.register_hook(hook))

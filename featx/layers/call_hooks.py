@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +56,22 @@ class Edge:
     consumers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=64))
 
 
+class WatchedView(NamedTuple):
+    """A view whose gradient is followed, until something is written to the memory behind it.
+
+    Attributes:
+        edge: edge of the view.
+        place: its size and strides, and its offset in the tensor that it is a view of.
+        version: version of both.
+        node: `grad_fn` of that tensor.
+    """
+
+    edge: Edge
+    place: tuple[Sequence[int], Sequence[int], int]
+    version: int
+    node: Any
+
+
 @contextlib.contextmanager
 def every_call(
     model: nn.Module,
@@ -91,22 +107,30 @@ def every_call(
     num_ended: dict[str, int] = {}
     tensor_hooks = TensorHooks()
     edges = WeakTensorKeyDictionary()
+    views = WeakTensorKeyDictionary()
 
     def edges_of(tensors: Iterable[torch.Tensor]) -> Iterator[Edge]:
         for tensor in tensors:
             if on_gradient is None or not tensor.requires_grad:
                 continue
+            base = tensor if tensor._base is None else tensor._base
+            views_of_base: list[WatchedView] = views.setdefault(base, [])  # type: ignore[no-untyped-call]
+            while views_of_base and views_of_base[0].version != base._version:
+                view = views_of_base.pop(0)
+                tensor_hooks.add_to_written_view(
+                    base, view.node, view.place, functools.partial(on_gradient, view.edge)
+                )
             # A write in place makes it a different tensor for autograd, with other hooks.
-            version, node, edge = edges.get(tensor, (None, None, None))  # type: ignore[no-untyped-call]
+            version, edge = edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
             if edge is None or version != tensor._version:
-                if edge is not None and tensor._is_view():
-                    tensor_hooks.add_to_written_view(
-                        tensor, node, functools.partial(on_gradient, edge)
-                    )
-                edge, base = Edge(), tensor._base
+                edge = Edge()
                 tensor_hooks.add(tensor, functools.partial(on_gradient, edge))
-                node = None if base is None else base.grad_fn
-                edges[tensor] = tensor._version, node, edge
+                edges[tensor] = tensor._version, edge
+                if tensor is not base:
+                    offset = int(tensor.storage_offset() - base.storage_offset())
+                    place = tensor.size(), tensor.stride(), offset
+                    view = WatchedView(edge, place, base._version, base.grad_fn)
+                    views_of_base.append(view)
             yield edge
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:

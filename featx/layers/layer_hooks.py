@@ -109,6 +109,7 @@ class PassRecord:
         operations: operations of the modules with a captured operation, in order.
         num_until_capture: length of `operations` when the last captured operation had run.
         inputs: ids of a running module and its thread -> inputs, their new nodes, and versions.
+        versions: the same ids -> id of an input -> its version when the call began.
         is_open: whether a call of the model itself is running; kept by `call_hooks.LoopHooks` only.
     """
 
@@ -120,6 +121,7 @@ class PassRecord:
     inputs: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, int]]] = field(
         default_factory=dict
     )
+    versions: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     is_open: bool = False
 
 
@@ -244,7 +246,8 @@ class LayerHooks:
                 after = self._end_of_inputs if capture == "grad_input" else None
                 hooks.add(hooked, before, after, first=self.runs_first)
             else:
-                hooks.add(hooked, after=self._after(key, points), first=self.runs_first)
+                note = self._note_versions if capture == "grad_output" else None
+                hooks.add(hooked, note, self._after(key, points), first=self.runs_first)
 
     def _before(self, key: _Key, points: list[CapturePoint], _: Any, args: Any, kwargs: Any) -> Any:
         """Hook before a module."""
@@ -253,6 +256,12 @@ class LayerHooks:
             return None
         named = zip(kwargs, arguments[len(args) :], strict=True)
         return tuple(arguments[: len(args)]), dict(named)
+
+    def _note_versions(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook before a module that may return one of its inputs itself."""
+        inputs = elements([*args, *kwargs.values()]).values()
+        versions = {id(tensor): tensor._version for tensor in inputs}
+        self.record.versions[_call_of(module)] = versions
 
     def _after(self, key: _Key, points: list[CapturePoint]) -> After:
         """Hook after a module."""
@@ -272,8 +281,7 @@ class LayerHooks:
         If the module wrote to an input, the model may read it again, so it gets the history of the
         node.
         """
-        call = id(module), threading.get_ident()
-        for tensor, node, version in self.record.inputs.pop(call, ()):
+        for tensor, node, version in self.record.inputs.pop(_call_of(module), ()):
             if node._version != version:
                 # The values are there already; autograd must not take this for another write.
                 with _unsafe_preserve_version_counter(tensor), hide_operations():
@@ -329,15 +337,22 @@ class LayerHooks:
                 "checkpoint with use_reentrant=True (use_reentrant=False allows it), or depends "
                 "neither on an input nor on a parameter that requires gradients."
             )
+        call = _call_of(self._modules[point.module])
+        # The gradient of an input itself would include that of other layers which read it. Layers
+        # such as nn.Identity, and dropout in eval mode, return their input.
         if point.capture == "grad_input":
-            # The gradient of the input itself would include that of other layers which read it.
             followed = own_node(tensor)
-            call = id(self._modules[point.module]), threading.get_ident()
             record.inputs.setdefault(call, []).append((tensor, followed, followed._version))
         else:
-            followed = own_node(tensor) if tensor._is_view() else tensor
+            is_input = record.versions.get(call, {}).get(id(tensor)) == tensor._version
+            followed = own_node(tensor) if is_input or tensor._is_view() else tensor
         self._followed.add(followed, self.receiver(record, point))
         return followed
+
+
+def _call_of(module: nn.Module) -> tuple[int, int]:
+    """Ids of a module and of the thread that calls it."""
+    return id(module), threading.get_ident()
 
 
 class _OwnNode(torch.autograd.Function):

@@ -51,8 +51,9 @@ def merge_manifest(
     if new_rows > 0 and set(before.layers) != requested.names:
         raise StoreMismatchError(
             f"{root} has layers {_name_list(before.layers)}, and rows can only be added to all of "
-            f"them; this command has layers={_name_list(requested.names)}. Name them all, or "
-            "choose another out=DIR."
+            f"them, before other layers; this command has layers={_name_list(requested.names)}. "
+            f"Give layers={_name_list(before.layers)} grow=true first and other layers in a second "
+            "command, or choose another out=DIR."
         )
     if new_rows <= 0 and requested.names <= set(before.layers):
         return before

@@ -285,11 +285,11 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
         opened = next(files)
         assert opened is not None
         assert opened().pread(3, 0) == b"xxx"
-        time.sleep(0.2)
+        time.sleep(0.08)
         assert len(counted.keys) <= 1 + number + s3_file.NUM_PREFETCHED_FILES
     files.close()
     before = len(counted.keys)
-    time.sleep(0.2)
+    time.sleep(0.08)
     assert len(counted.keys) <= before + s3_client.CONNECTIONS
     assert list(prefetch_files([Path("a"), Path("b")])) == [None, None]
 

@@ -202,6 +202,13 @@ class MadeRun:
         return replace(self, header=header)
 
 
+def as_bfloat16(run: MadeRun) -> MadeRun:
+    """The same run with the upper half of its float32 numbers."""
+    specs = tuple(replace(spec, dtype="bfloat16") for spec in run.specs)
+    bits = {n: (rows.view(np.uint32) >> 16).astype("<u2") for n, rows in run.features.items()}
+    return replace(run, specs=specs, features=bits)
+
+
 @functools.cache
 def _templates() -> Path:
     """Folder of the stores that `MadeRun.copied` copies; it is deleted with the process."""

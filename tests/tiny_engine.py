@@ -66,6 +66,13 @@ def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> tor
     return seen[call - 1]
 
 
+def num_hooks(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.modules()
+    )
+
+
 def noise(batch_size: int = 4, side: int = 8, seed: int = 3) -> torch.Tensor:
     return torch.randn(batch_size, 3, side, side, generator=torch.Generator().manual_seed(seed))
 

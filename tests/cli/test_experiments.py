@@ -49,20 +49,16 @@ def write(text: str, folder: str = "conf", name: str = "my_run") -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "name", [path.stem for path in shipped_folder("conf").glob("experiment/*.yaml")]
-)
-def test_experiments_of_featx_can_be_run(name: str) -> None:
-    changed = typed(f"experiment={name}")
-    assert changed != typed()
-    assert typed(f"+experiment={name}") == changed  # as Hydra's documentation writes it
-
-
-def test_what_the_experiments_of_featx_say() -> None:
-    exact = typed("experiment=exact")
+def test_experiments_of_featx() -> None:
+    names = [path.stem for path in shipped_folder("conf").glob("experiment/*.yaml")]
+    found = {name: typed(f"experiment={name}") for name in names}
+    plain = typed()
+    assert all(config != plain for config in found.values())
+    exact = found["exact"]
+    assert exact == typed("+experiment=exact")  # as Hydra's documentation writes it
     assert (exact.decode, exact.precision, exact.dtype) == ("reference", "fp32", "float32")
-    assert typed("experiment=compare_layers").layers == {"stages": "avg", "embedding": "none"}
-    assert typed("experiment=web_images").allowed_failures(40) == 40
+    assert found["compare_layers"].layers == {"stages": "avg", "embedding": "none"}
+    assert found["web_images"].allowed_failures(40) == 40
 
 
 @pytest.mark.parametrize("folder", ["conf", "elsewhere"])

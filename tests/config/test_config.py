@@ -12,7 +12,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from featx import jobs
-from featx.base import differences, digest
 from featx.config import (
     Config,
     DataConfig,
@@ -163,16 +162,6 @@ def test_the_saved_config_keeps_the_environment_out(monkeypatch: pytest.MonkeyPa
         assert "${oc.env:HUB_SECRET}" in text
         assert "depth: 20" in text
         assert "out: runs/<data>/<model>" in text
-
-
-def test_fingerprints_do_not_depend_on_order_and_name_what_differs() -> None:
-    assert digest({"a": 1, "b": [2, 3]}) == digest({"b": [2, 3], "a": 1})
-    assert digest({"a": 1}) != digest({"a": "1"})
-    assert differences({"a": 1, "b": 2}, {"b": 3, "c": 4}) == [
-        ("a", 1, "not there"),
-        ("b", 2, 3),
-        ("c", "not there", 4),
-    ]
 
 
 def test_captures_multiply_the_layers() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from encoded_images import encode
+from encoded_images import encode, make_png
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
@@ -111,32 +111,13 @@ def test_png_of_16_bits_in_any_channels(channels: int) -> None:
     if channels > 1:
         pytest.importorskip("imagecodecs", reason="imagecodecs is not installed")
     pixels = RNG.integers(0, 65536, (13, 9, channels), dtype=np.uint16)
-    data = png_16(pixels)
+    rows = [row.tobytes() for row in pixels.astype(">u2")]
+    data = make_png(9, 13, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], rows)
     np.testing.assert_array_equal(decoded(data, channels), pixels)
     assert fault(data[:-60], channels).status == Status.TRUNCATED
     broken = bytearray(data)
     broken[len(data) // 2] ^= 1
     assert fault(bytes(broken), channels).status == Status.DECODE_ERROR
-
-
-def png_16(pixels: npt.NDArray[np.uint16]) -> bytes:
-    """A PNG of 16 bits, by the rules of its standard: no library at hand writes them."""
-    import struct
-    import zlib
-
-    height, width, channels = pixels.shape
-    colour = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
-    lines = pixels.astype(">u2").reshape(height, -1).view(np.uint8)
-    raw = np.hstack([np.zeros((height, 1), np.uint8), lines]).tobytes()
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
 
 
 def test_images_of_8_bits() -> None:
@@ -246,7 +227,7 @@ def test_tiff_of_several_bands() -> None:
 
 def test_what_needs_the_extra_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "imagecodecs", None)
-    found = fault(png_16(np.zeros((7, 8, 3), np.uint16)), 5)
+    found = fault(make_png(8, 7, 16, 2, [bytes(48)] * 7), 5)
     assert found.status == Status.UNSUPPORTED
     assert str(found).endswith('needs pip install "featx[channels]"')
 

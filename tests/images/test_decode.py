@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import make_image, slow_except
-from encoded_images import encode
+from encoded_images import encode, make_png, png_chunk
 from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
@@ -37,24 +37,6 @@ BACKGROUND = (10, 20, 30)
 POLICY = ImagePolicy("apply", BACKGROUND, 89_478_485)
 IGNORE_EXIF = ImagePolicy("ignore", BACKGROUND, 89_478_485)
 ORIENTATION = 0x0112
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return (
-        struct.pack(">I4s", len(content), kind)
-        + content
-        + struct.pack(">I", zlib.crc32(kind + content))
-    )
-
-
-def make_png(
-    width: int, height: int, bits: int, colour_type: int, rows: list[bytes], *extra: bytes
-) -> bytes:
-    """A PNG written by hand, so that no writer of Pillow's has a say in its pixels."""
-    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
-    data = zlib.compress(b"".join(b"\0" + row for row in rows))
-    chunks = [chunk(b"IHDR", header), *extra, chunk(b"IDAT", data), chunk(b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def pixels(data: bytes, policy: ImagePolicy = POLICY, at_least: int | None = None) -> np.ndarray:
@@ -268,8 +250,13 @@ def test_numbers_far_outside_of_black_and_white_are_refused(
 
 @pytest.mark.parametrize(
     ("mode", "values"),
-    [(mode, values) for mode, values, _ in (*OPAQUE_MODES, *TRANSPARENT_MODES)]
-    + [("RGBA", [(200, 100, 50, 255), (1, 2, 3, 0), (9, 100, 50, 128)])],
+    [
+        ("1", [0, 255]),
+        ("CMYK", [(0, 0, 0, 100), (255, 0, 0, 0), (0, 255, 255, 0)]),
+        ("I;16", [0, 257, 51_400, 65_535]),
+        ("LA", [(100, 255), (100, 0), (200, 128)]),
+        ("RGBA", [(200, 100, 50, 255), (1, 2, 3, 0), (9, 100, 50, 128)]),
+    ],
 )
 def test_a_large_image_is_converted_as_a_small_one(mode: str, values: list[Any]) -> None:
     """Strip by strip: each repetition of the pixels has the same colours."""
@@ -306,7 +293,7 @@ TRANSPARENT_COLOURS = [
 def test_the_transparent_colour_of_a_png(
     bits: int, colour_type: int, row: bytes, colour: tuple[int, ...], clear: list[bool]
 ) -> None:
-    transparency = chunk(b"tRNS", struct.pack(f">{len(colour)}H", *colour))
+    transparency = png_chunk(b"tRNS", struct.pack(f">{len(colour)}H", *colour))
     found = pixels(make_png(len(clear), 1, bits, colour_type, [row], transparency))[0]
     assert [value == list(BACKGROUND) for value in found.tolist()] == clear
     plain = pixels(make_png(len(clear), 1, bits, colour_type, [row]))[0]
@@ -518,8 +505,8 @@ def huge_files() -> dict[str, bytes]:
     """A few bytes each that claim billions of pixels."""
     files = {}
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
-    files["png"] = start + chunk(b"IDAT", zlib.compress(bytes(10**6))) + chunk(b"IEND", b"")
+    start = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header)
+    files["png"] = start + png_chunk(b"IDAT", zlib.compress(bytes(10**6))) + png_chunk(b"IEND", b"")
     side = struct.pack("<HH", 65_535, 65_535)
     frame = b"," + struct.pack("<HHHHB", 0, 0, 65_535, 65_535, 0) + b"\x02\x02\x44\x01\0;"
     files["gif"] = b"GIF89a" + side + b"\x80\0\0" + bytes(6) + frame
@@ -681,8 +668,8 @@ def test_a_png_in_many_chunks() -> None:
     data = make_png(2, 2, 8, 0, [b"\1\2", b"\3\4"])
     at = data.index(b"IDAT") - 4
     packed = data[at + 8 : -16]
-    pieces = b"".join(chunk(b"IDAT", bytes([byte])) for byte in packed)
-    whole = data[:at] + pieces + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    pieces = b"".join(png_chunk(b"IDAT", bytes([byte])) for byte in packed)
+    whole = data[:at] + pieces + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
     assert pixels(whole)[..., 0].tolist() == [[1, 2], [3, 4]]
     last = whole.rindex(b"IDAT", 0, whole.rindex(b"IDAT"))
     broken = whole[: last + 5] + bytes([whole[last + 5] ^ 1]) + whole[last + 6 :]
@@ -693,11 +680,11 @@ def test_a_png_in_many_chunks() -> None:
 
 
 def test_scaled_decoding_is_close_to_full_decoding() -> None:
-    data = encode(make_image(1800, 1200), "JPEG", quality=92)
-    full, scaled = decode_pillow(data, POLICY), decode_pillow(data, POLICY, at_least=256)
-    assert scaled.size == (900, 600)
+    data = encode(make_image(900, 600), "JPEG", quality=92)
+    full, scaled = decode_pillow(data, POLICY), decode_pillow(data, POLICY, at_least=128)
+    assert scaled.size == (450, 300)
     small = [
-        np.asarray(image.resize((384, 256), Image.Resampling.BILINEAR), float)
+        np.asarray(image.resize((192, 128), Image.Resampling.BILINEAR), float)
         for image in (full, scaled)
     ]
     difference = np.abs(small[0] - small[1])
@@ -762,27 +749,6 @@ def test_every_odd_image_decodes_or_is_a_fault(shared_data: Path) -> None:
 def png_suite(shared_data: Path, name: str) -> np.ndarray:
     path = shared_data / "odd-images" / "pngsuite" / f"{name}.png"
     return pixels(path.read_bytes()).astype(int)
-
-
-@pytest.mark.parametrize(
-    ("sixteen", "other", "tolerance"),
-    [("tbwn0g16", "tbbn0g04", 8), ("tbbn2c16", "tbrn2c08", 0), ("tbgn2c16", "tbyn3p08", 2)],
-)
-def test_16_bit_images_are_as_bright_as_their_siblings(
-    shared_data: Path, sixteen: str, other: str, tolerance: float
-) -> None:
-    """The same image in 16 bits and in 4 or 8, each with a transparent colour of its own."""
-    a, b = png_suite(shared_data, sixteen), png_suite(shared_data, other)
-    assert np.abs(a - b).mean() <= tolerance
-    clear = [(image == BACKGROUND).all(axis=-1) for image in (a, b)]
-    assert clear[0].mean() > 0.3
-    assert (clear[0] != clear[1]).mean() < 0.02
-
-
-def test_16_bit_grey_keeps_its_gradient(shared_data: Path) -> None:
-    grey = png_suite(shared_data, "basn0g16")[..., 0]
-    assert len(np.unique(grey)) > 100
-    assert grey.mean() == pytest.approx(143.8, abs=1)
 
 
 @pytest.mark.parametrize("kind", ["0g01", "0g08", "0g16", "2c08", "2c16", "3p04", "4a16", "6a16"])

@@ -206,7 +206,6 @@ def kill_self(signum: int) -> None:
         (lambda: kill_self(signal.SIGABRT), Status.CRASHES_DECODER, "SIGABRT", False),
         (lambda: os._exit(3), Status.CRASHES_DECODER, "exit code 3", False),
         (lambda: time.sleep(60), Status.TIMEOUT, "TimeoutError", False),
-        (lambda: time.sleep(60), Status.TIMEOUT, "TimeoutError", True),
     ],
 )
 def test_an_image_that_ends_its_decoder_fails_alone(

@@ -183,10 +183,9 @@ def test_a_progressive_jpeg_that_lacks_scans(mode: str) -> None:
                     decode_array(cut, replace(POLICY, jpeg=jpeg), None)
 
 
-@pytest.mark.parametrize("compression", ["jpeg"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_a_damaged_jpeg_in_a_tiff(compression: str, mode: str) -> None:
-    data = encode(photo().convert(mode), "TIFF", compression=compression, quality=90)
+def test_a_damaged_jpeg_in_a_tiff(mode: str) -> None:
+    data = encode(photo().convert(mode), "TIFF", compression="jpeg", quality=90)
     assert decode_pillow(data, POLICY).size == (320, 240)
     start = data.index(b"\xff\xda") + 400
     broken = data[:start] + bytes(300) + data[start + 300 :]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import struct
-import zlib
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_image
+from encoded_images import encode, make_png
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -40,12 +38,6 @@ def described(**changes: Any) -> str:
     return Preprocess(lambda image: torch.zeros(3), mean=mean, std=std, **made).describe()
 
 
-def as_png(image: Image.Image, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", **options)
-    return buffer.getvalue()
-
-
 def colours(height: int, width: int) -> np.ndarray:
     """(H, W) class numbers, 12 of them, none like its neighbours."""
     return np.random.default_rng(height + width).integers(0, 12, (height, width), dtype=np.uint8)
@@ -66,7 +58,7 @@ def test_every_pixel_is_that_of_the_image_with_nearest(
     labels = colours(*size)
     transform = LabelTransform.of_description(described(resize=resize, offset=offset))
     assert transform is not None
-    found = transform.on_crop(read_label_map(as_png(Image.fromarray(labels)), 1 << 20), size)
+    found = transform.on_crop(read_label_map(encode(Image.fromarray(labels), "PNG"), 1 << 20), size)
     # The image has a colour for each class, and goes the way of the libraries, with nearest.
     palette = np.arange(36, dtype=np.uint8).reshape(12, 3) + 1
     image = Image.fromarray(palette[labels])
@@ -123,11 +115,10 @@ def test_pixels_are_those_whose_interval_has_the_centre(
 def test_sizes_are_those_of_the_decoded_image(kind: str, turn: int, exif: str) -> None:
     image, tags = make_image(61, 40, seed=turn), Image.Exif()
     tags[0x0112] = turn
-    buffer = io.BytesIO()
-    image.save(buffer, kind, exif=tags)
+    data = encode(image, kind, exif=tags)
     policy = ImagePolicy(exif, POLICY.background, POLICY.max_pixels)
-    width, height = decode_pillow(buffer.getvalue(), policy).size
-    assert image_sizes(buffer.getvalue(), policy, 32) == ((height, width), (height, width))
+    width, height = decode_pillow(data, policy).size
+    assert image_sizes(data, policy, 32) == ((height, width), (height, width))
 
 
 @pytest.mark.parametrize("size", [(1021, 515), (130, 257), (128, 128), (2049, 260)])
@@ -137,13 +128,12 @@ def test_sizes_of_far_larger_jpegs_are_those_of_their_fraction(
 ) -> None:
     tags = Image.Exif()
     tags[0x0112] = turn
-    buffer = io.BytesIO()
-    make_image(*size, seed=1).save(buffer, "JPEG", exif=tags)
-    full, decoded = image_sizes(buffer.getvalue(), POLICY, 32)
-    assert full == decode_pillow(buffer.getvalue(), POLICY).size[::-1]
-    assert decoded == decode_pillow(buffer.getvalue(), POLICY, 32).size[::-1] != full
+    data = encode(make_image(*size, seed=1), "JPEG", exif=tags)
+    full, decoded = image_sizes(data, POLICY, 32)
+    assert full == decode_pillow(data, POLICY).size[::-1]
+    assert decoded == decode_pillow(data, POLICY, 32).size[::-1] != full
     with pytest.raises(ImageFault):
-        image_sizes(buffer.getvalue()[:20], POLICY, 32)
+        image_sizes(data[:20], POLICY, 32)
 
 
 def test_transforms_without_a_fast_path_are_none() -> None:
@@ -166,7 +156,7 @@ def test_masks_are_palettes_or_grey_values_as_they_are() -> None:
         (Image.fromarray(labels), labels),
         (Image.fromarray(wide), wide),
     ):
-        found = read_label_map(as_png(image), 1 << 20)
+        found = read_label_map(encode(image, "PNG"), 1 << 20)
         assert np.array_equal(found, expected)
 
 
@@ -180,30 +170,14 @@ def test_other_masks_are_refused_with_the_reason() -> None:
             read_label_map(data, max_pixels)
         return caught.value.status, str(caught.value)
 
-    assert "mode RGB; expected a palette" in reason(as_png(grey.convert("RGB")))[1]
-    assert "mode 1; expected" in reason(as_png(grey.convert("1")))[1]
-    assert "EXIF orientation" in reason(as_png(grey, exif=tags))[1]
-    assert reason(as_png(grey), 100)[0] == Status.TOO_LARGE
-    data = bytearray(as_png(grey))
+    assert "mode RGB; expected a palette" in reason(encode(grey.convert("RGB"), "PNG"))[1]
+    assert "mode 1; expected" in reason(encode(grey.convert("1"), "PNG"))[1]
+    assert "EXIF orientation" in reason(encode(grey, "PNG", exif=tags))[1]
+    assert reason(encode(grey, "PNG"), 100)[0] == Status.TOO_LARGE
+    data = bytearray(encode(grey, "PNG"))
     data[data.index(b"IDAT") + 8] ^= 1
     assert reason(bytes(data))[0] == Status.DECODE_ERROR
     assert reason(b"no image")[0] == Status.DECODE_ERROR
-    buffer = io.BytesIO()
-    grey.save(buffer, "JPEG")
-    assert reason(buffer.getvalue())[0] == Status.DECODE_ERROR
+    assert reason(encode(grey, "JPEG"))[0] == Status.DECODE_ERROR
     # Four bits a pixel: Pillow stretches 0..15 to 0..255.
-    assert "less than 8 bits" in reason(four_bits(np.arange(8, dtype=np.uint8)[None]))[1]
-
-
-def four_bits(values: np.ndarray) -> bytes:
-    """A grey PNG of 4 bits, which Pillow does not write."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        body = kind + data
-        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
-    height, width = values.shape
-    rows = b"".join(b"\0" + bytes((row[::2] << 4 | row[1::2]).tolist()) for row in values)
-    head = struct.pack(">IIBBBBB", width, height, 4, 0, 0, 0, 0)
-    parts = (chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+    assert "less than 8 bits" in reason(make_png(8, 1, 4, 0, [b"\x01\x23\x45\x67"]))[1]

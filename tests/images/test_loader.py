@@ -141,7 +141,7 @@ def test_every_row_is_its_own_image(reference: bool) -> None:
         assert x.dtype == (torch.float32 if reference else torch.uint8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 9),
     st.lists(st.tuples(st.integers(0, 23), st.integers(0, 23)), max_size=4),
@@ -175,13 +175,12 @@ def test_batches_given_out_are_never_written_again() -> None:
 def test_a_bad_image_is_zero_reported_and_alone(kind: str, reference: bool) -> None:
     data, status = BAD[kind]
     images = [data if i in (0, 5, 22) else good for i, good in enumerate(GOOD)]
-    clean = rows_of(load_all(MemorySource(GOOD), parts_of(23, 8), reference=reference))
     batches = load_all(MemorySource(images), parts_of(23, 8), reference=reference)
     for row, x in rows_of(batches).items():
         if row in (0, 5, 22):
             assert not x.any()
         else:
-            assert torch.equal(x, clean[row])
+            assert torch.equal(x, expected_row(GOOD[row], reference))
     failures = [failure for _, batch in batches for failure in batch.failures]
     assert [(f.row, f.key, f.status) for f in failures] == [
         (row, b"%06d" % row, status) for row in (0, 5, 22)
@@ -294,22 +293,14 @@ def test_a_disk_that_recovers_costs_no_row() -> None:
 
 
 def test_a_disk_that_keeps_failing_stops_the_run_and_is_no_row() -> None:
-    source = FailingSource(GOOD, b"000002", IO_ERROR, times=10**6)
-    with make_loader(source) as loader:
-        batches = loader.batches(parts_of(23, 8), 4)
-        with pytest.raises(RunError, match=r"reading 000002 failed: Input/output error, 4 times"):
-            next(batches)
-        assert list(batches) == []
-    assert source.read_keys.count(b"000002") == 4
-
-
-def test_batches_before_the_failing_one_are_given_out() -> None:
     source = FailingSource(GOOD, b"000009", IO_ERROR, times=10**6)
     with make_loader(source) as loader:
         batches = loader.batches(parts_of(23, 8), 4)
         assert [next(batches)[1].start, next(batches)[1].start] == [0, 4]
-        with pytest.raises(RunError):
+        with pytest.raises(RunError, match=r"reading 000009 failed: Input/output error, 4 times"):
             next(batches)
+        assert list(batches) == []
+    assert source.read_keys.count(b"000009") == 4
 
 
 def test_a_folder_that_vanishes_stops_the_run(tmp_path: Path) -> None:
@@ -357,15 +348,14 @@ def test_a_fault_is_not_retried() -> None:
 
 
 def test_reading_ahead_is_bounded() -> None:
-    source = MemorySource(GOOD[:1] * 400)
-    source.images = [GOOD[0]] * 400
+    source = MemorySource(GOOD[:1] * 200)
     most = 0
     with make_loader(source) as loader:
-        for number, _ in enumerate(loader.batches([Part(0, 0, 400)], 4)):
+        for number, _ in enumerate(loader.batches([Part(0, 0, 200)], 4)):
             time.sleep(0.002)
             most = max(most, len(source.read_keys) - 4 * (number + 1))
     assert 0 < most <= 4 * PREFETCH_BATCHES
-    assert len(source.read_keys) == 400
+    assert len(source.read_keys) == 200
 
 
 def test_a_consumer_that_asks_for_nothing_starts_nothing() -> None:

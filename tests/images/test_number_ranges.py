@@ -30,12 +30,6 @@ def assert_right(data: bytes, shares: npt.NDArray[Any], policy: ImagePolicy = PO
     assert np.abs(found - np.broadcast_to(shares * 255, found.shape)).max() <= 1
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_png(bits: int) -> None:
-    assert_right(imagecodecs.png_encode(numbers_of(bits)), SHARES)
-    assert_right(imagecodecs.png_encode(numbers_of(bits)[..., 0].copy()), SHARES[..., :1])
-
-
 @pytest.mark.parametrize("bits", [8, 10, 12])
 def test_avif(bits: int) -> None:
     data = imagecodecs.avif_encode(numbers_of(bits), level=100, bitspersample=bits)

@@ -101,14 +101,14 @@ def fault_of(data: bytes, policy: ImagePolicy = POLICY) -> ImageFault:
 
 
 @pytest.mark.parametrize(("sample_format", "bits"), NUMBERS)
-@pytest.mark.parametrize("order", ["<", ">"])
-def test_every_kind_is_right_or_refused(sample_format: int, bits: int, order: str) -> None:
+def test_every_kind_is_right_or_refused(sample_format: int, bits: int) -> None:
     white = NUMBERS[sample_format, bits]
     predictors = {1, 3} if sample_format == 3 else {1, 2} if bits in (8, 16, 32) else {1}
     packings = [(1, 1), *((8, predictor) for predictor in sorted(predictors))]
     num_right = 0
     for colours, planar, tile, packing in itertools.product(COLOURS, (1, 2), (None, 16), packings):
         photometric, channels, extra = colours
+        order = "<>"[(channels + planar) % 2]
         kind = Kind(sample_format, bits, order, photometric, planar, tile, *packing, extra)
         numbers = numbers_of(kind, channels, white)
         data = write_tiff((numbers, kind))
@@ -377,7 +377,7 @@ def test_overlapping_tags_take_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_changed_headers_give_an_image_or_a_fault(count: int) -> None:
     rng = np.random.default_rng(count)
     kinds = [Kind(1, 16, planar=2), Kind(1, 8, tile=16), Kind(3, 32, compression=8, predictor=3)]

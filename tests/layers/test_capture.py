@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_capture_hooks import num_hooks
+from tiny_engine import num_hooks
 from torch import nn
 
 import featx

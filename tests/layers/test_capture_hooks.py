@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_engine import num_hooks
 from torch import nn
 
 import featx
@@ -75,10 +76,6 @@ class Chain(nn.Module):
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-
-
-def num_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def points(*names: str) -> list[CapturePoint]:

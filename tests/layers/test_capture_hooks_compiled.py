@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow_except
 from tiny_engine import CPU, FP32, backbone_of, noise
 from torch import nn
 from zoo import ClampedNet, PatchTransformer, ResidualConvNet, vision_transformer
@@ -69,9 +70,8 @@ def test_every_engine_of_a_process_is_compiled() -> None:
     for channels in range(3, 6):
         module = nn.Sequential(nn.Conv2d(3, channels, 1))
         with Engine(backbone_of(module), CPU, "float32") as engine:
-            engine.attach_captures(
-                select([("0", ReduceConfig())], engine.trace(), None, None).chosen
-            )
+            found = select([("0", ReduceConfig())], engine.trace(), None, None)
+            engine.attach_captures(found.chosen)
             engine.configure_compute(FP32)
             engine.run(noise())
             engine.configure_compute(Compute("fp32", True, False, 4))
@@ -100,12 +100,7 @@ CASES = {
 }
 
 
-SLOW = ("multihead", "elements", "timm")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
-)
+@pytest.mark.parametrize("case", slow_except(CASES, "in_place", "repeated"))
 def test_compiled_values_are_the_eager_ones(case: str) -> None:
     make, side, layers = CASES[case]
     with Engine(backbone_of(make(), side), CPU, "float32") as engine:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_capture_hooks import num_hooks
+from tiny_engine import num_hooks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,9 +102,7 @@ def test_a_function_may_change_its_tensor_in_place() -> None:
 def test_capture_sees_the_edited_values_and_their_gradients(outer: str) -> None:
     model, x = Net(), images()
     edit = featx.edit(model, {"first": scale, "head:input": scale})
-    names = ["first", "first:grad_output", "head:input", ""]
-    names[-1] = ".logits"
-    capture = featx.capture(model, names)
+    capture = featx.capture(model, ["first", "first:grad_output", "head:input", ".logits"])
     with edit if outer == "edit" else capture as a, capture if outer == "edit" else edit as b:
         output = model(x)["logits"]
         output.square().sum().backward()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from tiny_engine import CPU, backbone_of, num_hooks
 from tiny_model import extract
 from torch import nn
 
@@ -18,9 +19,7 @@ from featx import jobs
 from featx.config import Config, make_reduce
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, ModelError, StoreMismatchError
-from featx.images import Preprocess
 from featx.layers import select, target_values
-from featx.models import Backbone
 
 SIDE = 6
 
@@ -52,29 +51,16 @@ class Residual(nn.Module):
         return self.fc(pooled)
 
 
-def backbone_of(module: nn.Module) -> Backbone:
-    preprocess = Preprocess(
-        reference=lambda image: torch.zeros(3, SIDE, SIDE),
-        crop=(SIDE, SIDE),
-        resize=SIDE,
-        interpolation="bilinear",
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-    )
-    for parameter in module.eval().parameters():
-        parameter.requires_grad_(False)
-    return Backbone(module, "test", "random", preprocess, 0)
-
-
 def gradients(
-    backbone: Backbone,
+    module: nn.Module,
     x: torch.Tensor,
     *layers: str,
     target: str | int = "predicted",
     labels: torch.Tensor | None = None,
     reduce: str = "none",
 ) -> dict[str, torch.Tensor]:
-    with Engine(backbone, torch.device("cpu"), "float32", target) as engine:
+    backbone = backbone_of(module.eval().requires_grad_(False), SIDE)
+    with Engine(backbone, CPU, "float32", target) as engine:
         requests = [(layer, make_reduce(reduce)) for layer in layers]
         engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
         engine.configure_compute(Compute("fp32", False, False, len(x)))
@@ -105,7 +91,7 @@ def test_they_are_those_of_pytorchs_full_backward_hooks() -> None:
     x = torch.randn(4, 3, SIDE, SIDE)
     layers = ["stem", "relu", "left", "right", "fc"]
     asked = [f"{layer}:{kind}" for layer in layers for kind in ("grad_output", "grad_input")]
-    got = gradients(backbone_of(model), x, *asked)
+    got = gradients(model, x, *asked)
     columns = model(x).argmax(1)
     expected = by_full_backward_hooks(layers, x, columns)
     assert set(got) == set(expected)
@@ -117,10 +103,10 @@ def test_they_are_those_of_pytorchs_full_backward_hooks() -> None:
 def test_a_row_is_its_own_images_gradient_whatever_the_batch() -> None:
     model = Residual()
     x = torch.randn(4, 3, SIDE, SIDE)
-    together = gradients(backbone_of(model), x, "left:grad_output")["left:grad_output"]
+    together = gradients(model, x, "left:grad_output")["left:grad_output"]
     others = x.clone()
     others[1:] = 0
-    again = gradients(backbone_of(model), others, "left:grad_output")["left:grad_output"]
+    again = gradients(model, others, "left:grad_output")["left:grad_output"]
     torch.testing.assert_close(again[0], together[0], rtol=1e-5, atol=1e-7)
     assert not torch.allclose(again[1], together[1])
 
@@ -151,7 +137,7 @@ def test_targets_by_hand(target: str | int, expected: list[float]) -> None:
 def test_each_targets_gradient_is_autograds(target: str | int) -> None:
     model = Residual()
     x, labels = torch.randn(4, 3, SIDE, SIDE), torch.tensor([4, 0, 2, 2])
-    got = gradients(backbone_of(model), x, "stem:grad_input", target=target, labels=labels)
+    got = gradients(model, x, "stem:grad_input", target=target, labels=labels)
     leaf = x.clone().requires_grad_()
     target_values(model(leaf), target, labels).sum().backward()
     assert leaf.grad is not None
@@ -226,21 +212,17 @@ def test_a_layer_that_no_gradient_reaches_is_named() -> None:
     with pytest.raises(
         LayerError, match=r"aside:grad_output: target=predicted has no gradient there"
     ):
-        gradients(backbone_of(Residual()), torch.randn(2, 3, SIDE, SIDE), "aside:grad_output")
+        gradients(Residual(), torch.randn(2, 3, SIDE, SIDE), "aside:grad_output")
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = Residual()
-    backbone = backbone_of(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients(backbone, torch.randn(4, 3, SIDE, SIDE), "left:grad_input", "left:grad_output")
+    gradients(model, torch.randn(4, 3, SIDE, SIDE), "left:grad_input", "left:grad_output")
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(p.grad is None and not p.requires_grad for p in model.parameters())
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        assert not module._backward_hooks
+    assert num_hooks(model) == 0
 
 
 class WritesToItsInput(nn.Module):
@@ -275,7 +257,7 @@ def test_what_a_layer_writes_to_its_input_is_read_by_the_model() -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
-    assert torch.equal(gradients(backbone_of(model), x, name, target=1)[name], gradient)
+    assert torch.equal(gradients(model, x, name, target=1)[name], gradient)
 
 
 def test_capture_fills_gradients_in_at_the_users_backward() -> None:
@@ -372,7 +354,7 @@ def test_gradients_before_a_change_in_place_of_a_view_are_those_without_the_chan
         torch.testing.assert_close(features[name], expected[name], rtol=1e-5, atol=1e-7)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
-    got = gradients(backbone_of(ViewsInPlace(inplace=True)), x, *names, target=1)
+    got = gradients(ViewsInPlace(inplace=True), x, *names, target=1)
     for name in names:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-7)
 
@@ -387,7 +369,7 @@ def test_each_of_several_backward_passes_has_its_gradient() -> None:
                 features.gradients("left")
             for column in range(3):
                 logits[:, column].sum().backward(retain_graph=True)
-                expected = gradients(backbone_of(Residual()), x, "left:grad_output", target=column)
+                expected = gradients(Residual(), x, "left:grad_output", target=column)
                 torch.testing.assert_close(
                     features["left:grad_output"], expected["left:grad_output"]
                 )

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from tiny_engine import CPU, FP32, backbone_of, bound, hooked, noise
+from conftest import slow_except
+from tiny_engine import CPU, FP32, backbone_of, bound, hooked, noise, num_hooks
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
@@ -68,10 +69,6 @@ class Mapped(nn.Module):
         return self.inner(x)["mean"] * 2
 
 
-def num_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
 def names_of(model: nn.Module, x: torch.Tensor) -> list[str]:
     return [operation.name for operation in trace_forward(model.eval(), x).operations]
 
@@ -109,6 +106,9 @@ def test_every_spelling_has_its_plain_name() -> None:
         assert plain_name(function) == name
 
 
+TORCHVISION = ["resnet18", "mobilenet_v3_small", "densenet121", "googlenet", "convnext_tiny"]
+
+
 def without_in_place(name: str) -> nn.Module:
     """A model of torchvision without in-place modules, which overwrite what fx hands out."""
     options: dict[str, Any] = {"init_weights": False} if name == "googlenet" else {}
@@ -127,16 +127,7 @@ def in_torchvisions_ops(model: nn.Module, operation: str) -> bool:
     return any(type(module).__module__.startswith("torchvision.ops") for module in above)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "resnet18",
-        pytest.param("mobilenet_v3_small", marks=pytest.mark.slow),
-        pytest.param("densenet121", marks=pytest.mark.slow),
-        pytest.param("googlenet", marks=pytest.mark.slow),
-        pytest.param("convnext_tiny", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", slow_except(TORCHVISION, "resnet18"))
 @pytest.mark.filterwarnings("ignore:NOTE. The nodes obtained by tracing")  # googlenet in training
 def test_names_and_values_are_those_of_torchvisions_feature_extraction(name: str) -> None:
     """Names in the same order, values bit for bit; where the names differ, why."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_engine import num_hooks
 from torch import nn
 from zoo import ZeroDivisionBetween
 
@@ -43,12 +44,8 @@ class Model(nn.Module):
 
 class Sleepy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.01)
+        time.sleep(0.004)
         return x
-
-
-def hooks_of(module: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
 MEASURES = [measure_values, measure_times, measure_memory]
@@ -114,10 +111,10 @@ def test_times_of_layers_add_up() -> None:
     model = nn.Sequential(nn.Sequential(Sleepy(), Sleepy()), Sleepy())
     times = measure_times(model, torch.ones(1, 2))
     assert 3 <= times.runs <= 15
-    assert times.pass_ms >= 30
-    assert all(times.total[name, 1] >= 10 for name in ("0.0", "0.1", "1"))
-    assert times.total["0", 1] >= 20
-    assert times.total["", 1] >= 30
+    assert times.pass_ms >= 12
+    assert all(times.total[name, 1] >= 4 for name in ("0.0", "0.1", "1"))
+    assert times.total["0", 1] >= 8
+    assert times.total["", 1] >= 12
     assert times.own["0.0", 1] == times.total["0.0", 1]
     # Of medians over runs, so only nearly the differences of the totals.
     assert times.own["0", 1] < 0.5 * times.total["0", 1]
@@ -172,14 +169,14 @@ def test_the_model_is_left_as_it_was(measure: Callable[..., Any]) -> None:
     before, image = {k: v.clone() for k, v in model.state_dict().items()}, x.clone()
     handle = model[0].register_forward_hook(lambda *args: None)  # the user's own stays
     measure(model, x)
-    assert hooks_of(model) == 1
+    assert num_hooks(model) == 1
     handle.remove()
     assert torch.equal(x, image)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     model.append(Failing())
     with pytest.raises(ZeroDivisionError):
         measure(model, x)
-    assert hooks_of(model) == 0
+    assert num_hooks(model) == 0
 
 
 def test_every_call_survives_an_exception_that_the_model_catches() -> None:
@@ -225,4 +222,4 @@ def test_memory_and_times_on_cuda() -> None:
     assert whole.peak >= 2 * size
     assert found.times is not None
     assert found.times.total["0", 1] >= found.times.total["0.1", 1] > 0
-    assert hooks_of(model) == 0
+    assert num_hooks(model) == 0

@@ -133,10 +133,9 @@ class TestStores:
         with pytest.raises(ReduceError, match="tokens that reduce=sample chose"):
             store_of("pca", reduce={"name": "pca", "k": 2, "stats": "stats"})
 
-    @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
     @pytest.mark.usefixtures("in_tmp_path")
-    def test_batches_resumes_and_packing_change_nothing(self, packed: bool) -> None:
-        expected = store_of("one", reduce=SAMPLE, batch_size=1, pack=packed)
+    def test_batches_resumes_and_packing_change_nothing(self) -> None:
+        expected = store_of("one", reduce=SAMPLE, batch_size=1, pack=True)
         again = store_of("many", reduce=SAMPLE, batch_size=4, part_rows=4)
         assert np.array_equal(again["stem"].positions(), expected["stem"].positions())
         np.testing.assert_allclose(again["stem"][:], expected["stem"][:], rtol=1e-5, atol=1e-6)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_capture_hooks import num_hooks
+from tiny_engine import num_hooks
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.func import functional_call, vmap

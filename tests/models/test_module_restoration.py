@@ -10,7 +10,9 @@ import pytest
 import torch
 from tiny_model import MODEL, extract, run_job
 from torch import nn
+from zoo import LIVING
 
+from featx.config import TransformConfig
 from featx.engine import Compute, Engine
 from featx.errors import RunError
 from featx.models import Backbone, state_sha256, stated_preprocess
@@ -42,15 +44,15 @@ class Net(nn.Module):
 OWN = Net()
 
 
-def own() -> nn.Module:
-    """A factory that returns a module which lives on after the run."""
-    return OWN
-
-
 KEYS: dict[str, Any] = {
-    "model": {**MODEL, "factory": "test_module_restoration:own", "weights": "default"},
+    "model": {**MODEL, "factory": "zoo:living", "weights": "default"},
     "layers": ["conv", "bn", "frozen", "head"],
 }
+
+
+@pytest.fixture(autouse=True)
+def own_module_lives() -> None:
+    LIVING[:] = [OWN]
 
 
 def facts(module: nn.Module) -> dict[str, Any]:
@@ -98,7 +100,8 @@ def test_batch_statistics_do_not_move_and_whole_numbers_stay_whole() -> None:
     """In the midst of a run, in every precision and memory format."""
     module = Net()
     before = state_sha256(module)
-    backbone = Backbone(module, "net", "made", preprocess_of_tiny())
+    preprocess = stated_preprocess(TransformConfig(resize=32, crop=32))
+    backbone = Backbone(module, "net", "made", preprocess)
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         for precision in ("fp32", "bf16", "fp16"):
             for channels_last in (False, True):
@@ -113,12 +116,6 @@ def test_batch_statistics_do_not_move_and_whole_numbers_stay_whole() -> None:
                 assert module.mask.dtype == torch.bool
                 assert not any(m.training for m in module.modules())
     assert state_sha256(module) == before
-
-
-def preprocess_of_tiny() -> Any:
-    from featx.config import TransformConfig
-
-    return stated_preprocess(TransformConfig(resize=32, crop=32))
 
 
 @pytest.mark.gpu

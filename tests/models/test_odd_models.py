@@ -16,6 +16,7 @@ from tiny_engine import backbone_of, bound, noise
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from torch.utils._pytree import tree_map
+from zoo import LIVING
 
 import featx
 from featx.engine import Compute
@@ -23,13 +24,6 @@ from featx.errors import ConfigError, FeatxError, LayerError, ModelError
 from featx.models import state_sha256
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
-
-LIVING: list[nn.Module] = []
-
-
-def living() -> nn.Module:
-    """A factory that gives the user's own module."""
-    return LIVING[0]
 
 
 class Net(nn.Module):
@@ -48,7 +42,7 @@ class Net(nn.Module):
 def rows_of(module: nn.Module, photos: Path, layer: str = "head", **keys: Any) -> Any:
     """(21, ...) of a layer."""
     LIVING[:] = [module]
-    model = {**KEYS["model"], "factory": "test_odd_models:living", "weights": "default"}
+    model = {**KEYS["model"], "factory": "zoo:living", "weights": "default"}
     settings = {"dtype": "float32", "part_rows": 32}
     keys = {**KEYS, "model": model, "layers": [layer], **settings, **keys}
     return np.asarray(extract(photos, **keys)[layer])
@@ -330,7 +324,7 @@ def test_a_module_is_given_back_whatever_fails_before_the_first_pass(photos: Pat
     module = Net().train()
     LIVING[:] = [module]
     before = state_sha256(module)
-    model = {**KEYS["model"], "factory": "test_odd_models:living", "weights": "default"}
+    model = {**KEYS["model"], "factory": "zoo:living", "weights": "default"}
     keys = {**KEYS, "model": model, "data": str(photos), "layers": None}
     with pytest.raises(ConfigError, match="window=99"):
         run_job("attribute", **keys, attribute={"method": "occlusion", "window": 99})

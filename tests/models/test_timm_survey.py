@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from conftest import slow_except
 from timm.models._registry import _module_to_models
 from timm_survey import MEMBERS, Member, documented_rows, survey
 
 FAST = (
     "efficientvit_m0",  # BatchNorm in the head
-    "levit_128s",  # two heads
-    "mobilenetv3_small_050",  # a layer between pooling and classifier
     "test_convnext",  # a module called stages
     "test_vit2",  # a register and no class token
 )
@@ -17,25 +16,19 @@ FAST = (
 
 def _documented(member: Member) -> str:
     start = f"| {member.file} | `{member.name}` |"
-    return next(row for row in documented_rows() if row.startswith(start))
+    return next(row for row in documented_rows("timm") if row.startswith(start))
 
 
 def test_the_table_has_a_member_of_every_file_of_timm() -> None:
     assert {member.file for member in MEMBERS} == set(_module_to_models)
-    rows = [row.split(" | ")[:2] for row in documented_rows()]
+    rows = [row.split(" | ")[:2] for row in documented_rows("timm")]
     assert rows == [[f"| {member.file}", f"`{member.name}`"] for member in MEMBERS]
 
 
 @pytest.mark.parametrize(
-    "member", [member for member in MEMBERS if member.name in FAST], ids=lambda m: m.name
+    "member",
+    slow_except(MEMBERS, *(member for member in MEMBERS if member.name in FAST)),
+    ids=lambda member: member.name,
 )
 def test_a_member_is_as_the_table_says(member: Member) -> None:
-    assert str(survey(member)) == _documented(member)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "member", [member for member in MEMBERS if member.name not in FAST], ids=lambda m: m.name
-)
-def test_every_other_member_is_as_the_table_says(member: Member) -> None:
     assert str(survey(member)) == _documented(member)

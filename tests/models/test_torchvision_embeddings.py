@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from conftest import slow_except
 from timm_survey import is_close, randomise_constants
 from tiny_engine import backbone_of, noise
 from torch import nn
@@ -42,8 +43,6 @@ LAST = {
 }
 """Architecture -> its classifier, and the side of an image that it can take."""
 
-FAST = {"mobilenet_v3_small", "resnet18"}
-
 
 def embedding(backbone: Backbone, x: torch.Tensor) -> torch.Tensor:
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
@@ -71,10 +70,7 @@ def cut(module: nn.Module, last: str) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAST],
-)
+@pytest.mark.parametrize("name", slow_except(LAST, "mobilenet_v3_small"))
 def test_the_embedding_is_what_the_classifier_is_given(name: str) -> None:
     last, side = LAST[name]
     options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}

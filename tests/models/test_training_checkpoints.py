@@ -29,10 +29,6 @@ def with_prefix(prefix: str, state: State) -> State:
     return {prefix + name: value for name, value in state.items()}
 
 
-def without(state: State, name: str) -> State:
-    return {key: value for key, value in state.items() if key != name}
-
-
 def renamed(state: State, old: str, new: str) -> State:
     return {key.replace(old, new): value for key, value in state.items()}
 
@@ -93,10 +89,6 @@ SEVERAL: dict[str, tuple[Callable[[State, State], Any], str]] = {
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[Callable[[State], Any], str]] = {
-    "one tensor missing": (
-        lambda s: without(s, "blocks.1.norm1.bias"),
-        r"1 key missing \(blocks\.1\.norm1\.bias\)",
-    ),
     "five blocks": (lambda s: vit(depth=5), r"unexpected \(blocks\.3\.attn"),
     "fc_norm for norm": (
         lambda s: {k.replace("norm.", "fc_norm.") if k[:5] == "norm." else k: s[k] for k in s},
@@ -106,17 +98,9 @@ REFUSED: dict[str, tuple[Callable[[State], Any], str]] = {
         lambda s: with_prefix("encoder.", renamed(s, "blocks.", "layer.")),
         "keys missing",
     ),
-    "empty": (lambda s: {}, "keys missing"),
     "registers": (lambda s: {**s, "register_tokens": torch.zeros(1, 4, 48)}, "register_tokens"),
     "patches of 8": (lambda s: vit(patch_size=8, img_size=32), "of another shape"),
     "112 pixels": (lambda s: vit(img_size=112), r"pos_embed \(1, 65, 48\) instead of"),
-    "int8": (
-        lambda s: {
-            k: (v * 100).to(torch.int8) if k == "patch_embed.proj.weight" else v
-            for k, v in s.items()
-        },
-        r"patch_embed\.proj\.weight is int8",
-    ),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_image
+from conftest import make_image, slow_except
 from transformers_zoo import quiet, tf
 
 from featx.errors import ModelError, WeightsError
@@ -62,10 +62,7 @@ def processed(folder: Path, image: Any) -> torch.Tensor:
 FAST = ("CLIP", "DINOv3", "MobileViT")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in PROVEN],
-)
+@pytest.mark.parametrize("name", slow_except(PROVEN, *FAST))
 def test_a_proven_processor_is_followed_by_both_paths(name: str, tmp_path: Path) -> None:
     kind, options = PROVEN[name]
     choice = opened(save(tmp_path, kind, **options))

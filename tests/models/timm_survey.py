@@ -13,6 +13,7 @@ import gc
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from featx.models import Backbone
 from featx.models.libraries.timm import wrap
 
 TABLES = Path(__file__).with_name("surveys.md")
-BEGIN, END = "<!-- survey of timm: begin -->", "<!-- survey of timm: end -->"
 CLOSE = 1e-5
 """Largest difference to timm's values, relative to the largest of them."""
 
@@ -373,17 +373,27 @@ def table() -> str:
     return head + "|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def documented_rows() -> list[str]:
-    """The rows of the table in surveys.md."""
+def parts_of_tables(library: str) -> tuple[str, str, str]:
+    """The text of surveys.md before, in, and behind the table of a library."""
     text = TABLES.read_text(encoding="utf-8")
-    lines = text[text.index(BEGIN) : text.index(END)].splitlines()
+    before, begin, rest = text.partition(f"<!-- survey of {library}: begin -->")
+    inside, end, after = rest.partition(f"<!-- survey of {library}: end -->")
+    return before + begin, inside, end + after
+
+
+def documented_rows(library: str) -> list[str]:
+    """The rows of a library's table in surveys.md."""
+    lines = parts_of_tables(library)[1].splitlines()
     return [line for line in lines if line.startswith("| ")][1:]
 
 
+def write_table(library: str, make: Callable[[], str]) -> None:
+    """Write a library's table in surveys.md anew."""
+    with warnings.catch_warnings(action="ignore"):
+        made = make()
+    before, _, after = parts_of_tables(library)
+    TABLES.write_text(f"{before}\n\n{made}\n{after}", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = table()
-    text = TABLES.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    TABLES.write_text(f"{before}{BEGIN}\n\n{made}\n{after}", encoding="utf-8")
+    write_table("timm", table)

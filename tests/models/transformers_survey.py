@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm_survey import TABLES, is_close
+from timm_survey import is_close, write_table
 from transformers_zoo import SMALL, quiet, tf, write_folder
 
 from featx.config import ReduceConfig, make_reduce, model_options
@@ -25,9 +24,6 @@ from featx.engine import Compute, Engine
 from featx.errors import LayerError, ReduceError
 from featx.layers import select
 from featx.models import Backbone, build_backbone
-
-BEGIN = "<!-- survey of transformers: begin -->"
-END = "<!-- survey of transformers: end -->"
 
 
 def _cls(output: Any) -> torch.Tensor:
@@ -57,60 +53,58 @@ class Expected:
 
 POOLED = "`pooler_output`"
 CLASS_TOKEN = Expected("class token of `last_hidden_state`", _cls, 1, True)
+NORM_OF_CLASS_TOKEN = Expected(f"{POOLED}: norm of the class token", _pooled, 1, True)
+NORM_OF_PATCHES = Expected(f"{POOLED}: norm of the mean of the patch tokens", _pooled, 1, True)
+NORM_OF_MAP = Expected(f"{POOLED}: norm of the mean of the map", _pooled, None)
+MAP = Expected(f"{POOLED}: mean of the map", _pooled, None)
+MAP_1X1 = Expected(MAP.words, lambda output: output.pooler_output[..., 0, 0], None)
+MEAN_OF_TOKENS = Expected(f"{POOLED}: mean of the tokens", _pooled, 0)
+ATTENTION_POOLING = Expected(f"{POOLED}: attention pooling", _pooled, 0)
+MEAN_OF_MAP = Expected(
+    "mean of `last_hidden_state`", lambda output: output.last_hidden_state.mean((2, 3)), None
+)
 EXPECTED = {
-    "aimv2_vision_model": Expected(f"{POOLED}: attention pooling", _pooled, 0),
-    "beit": Expected(f"{POOLED}: norm of the mean of the patch tokens", _pooled, 1, True),
-    "blip_vision_model": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
-    "chinese_clip": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
-    "chinese_clip_vision_model": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
-    "clip": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
-    "clip_vision_model": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
-    "convnext": Expected(f"{POOLED}: norm of the mean of the map", _pooled, None),
-    "convnextv2": Expected(f"{POOLED}: norm of the mean of the map", _pooled, None),
-    "data2vec-vision": Expected(
-        f"{POOLED}: norm of the mean of the patch tokens", _pooled, 1, True
-    ),
+    "aimv2_vision_model": ATTENTION_POOLING,
+    "beit": NORM_OF_PATCHES,
+    "blip_vision_model": NORM_OF_CLASS_TOKEN,
+    "chinese_clip": NORM_OF_CLASS_TOKEN,
+    "chinese_clip_vision_model": NORM_OF_CLASS_TOKEN,
+    "clip": NORM_OF_CLASS_TOKEN,
+    "clip_vision_model": NORM_OF_CLASS_TOKEN,
+    "convnext": NORM_OF_MAP,
+    "convnextv2": NORM_OF_MAP,
+    "data2vec-vision": NORM_OF_PATCHES,
     "deit": Expected(CLASS_TOKEN.words, _cls, 2, True),
     "dinov2": CLASS_TOKEN,
     "dinov2_with_registers": Expected(CLASS_TOKEN.words, _cls, 5, True),
     "dinov3_convnext": Expected(f"{POOLED}: norm of the mean of the map", _pooled, 1),
     "dinov3_vit": Expected(CLASS_TOKEN.words, _cls, 5, True),
     "dpt": Expected(f"{POOLED}: dense layer of the class token", _pooled, 1, True),
-    "focalnet": Expected(f"{POOLED}: mean of the tokens", _pooled, 0),
+    "focalnet": MEAN_OF_TOKENS,
     "hiera": Expected(f"{POOLED}: norm of the mean of the tokens", _pooled, 0),
     "ijepa": Expected("mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean(1), 0),
-    "levit": Expected(f"{POOLED}: mean of the tokens", _pooled, 0),
-    "mlcd_vision_model": Expected(f"{POOLED}: norm of the class token", _pooled, 1, True),
-    "mobilenet_v1": Expected(f"{POOLED}: mean of the map", _pooled, None),
-    "mobilenet_v2": Expected(f"{POOLED}: mean of the map", _pooled, None),
-    "mobilevit": Expected(f"{POOLED}: mean of the map", _pooled, None),
-    "mobilevitv2": Expected(f"{POOLED}: mean of the map", _pooled, None),
+    "levit": MEAN_OF_TOKENS,
+    "mlcd_vision_model": NORM_OF_CLASS_TOKEN,
+    "mobilenet_v1": MAP,
+    "mobilenet_v2": MAP,
+    "mobilevit": MAP,
+    "mobilevitv2": MAP,
     "pixio": Expected(f"{POOLED}: mean of its 8 class tokens", _pooled, 8),
-    "poolformer": Expected(
-        "mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean((2, 3)), None
-    ),
+    "poolformer": MEAN_OF_MAP,
     "pvt": CLASS_TOKEN,
-    "pvt_v2": Expected(
-        "mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean((2, 3)), None
-    ),
-    "regnet": Expected(f"{POOLED}: mean of the map", lambda o: o.pooler_output[..., 0, 0], None),
-    "resnet": Expected(f"{POOLED}: mean of the map", lambda o: o.pooler_output[..., 0, 0], None),
-    "segformer": Expected(
-        "mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean((2, 3)), None
-    ),
-    "siglip": Expected(f"{POOLED}: attention pooling", _pooled, 0),
-    "siglip_vision_model": Expected(f"{POOLED}: attention pooling", _pooled, 0),
-    "swiftformer": Expected(
-        "mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean((2, 3)), None
-    ),
-    "swin": Expected(f"{POOLED}: mean of the tokens", _pooled, 0),
-    "swinv2": Expected(f"{POOLED}: mean of the tokens", _pooled, 0),
+    "pvt_v2": MEAN_OF_MAP,
+    "regnet": MAP_1X1,
+    "resnet": MAP_1X1,
+    "segformer": MEAN_OF_MAP,
+    "siglip": ATTENTION_POOLING,
+    "siglip_vision_model": ATTENTION_POOLING,
+    "swiftformer": MEAN_OF_MAP,
+    "swin": MEAN_OF_TOKENS,
+    "swinv2": MEAN_OF_TOKENS,
     "vit": CLASS_TOKEN,
     "vit_mae": CLASS_TOKEN,
     "vit_msn": CLASS_TOKEN,
-    "vitdet": Expected(
-        "mean of `last_hidden_state`", lambda o: o.last_hidden_state.mean((2, 3)), None
-    ),
+    "vitdet": MEAN_OF_MAP,
 }
 """model_type -> what transformers gives, written down beside featx's own table."""
 
@@ -283,18 +277,7 @@ def table(root: Path) -> str:
     return f"{head} `grid` of these |\n|{'---|' * 7}\n" + "\n".join(rows) + "\n"
 
 
-def documented_rows() -> list[str]:
-    """The rows of the table in surveys.md."""
-    text = TABLES.read_text(encoding="utf-8")
-    lines = text[text.index(BEGIN) : text.index(END)].splitlines()
-    return [line for line in lines if line.startswith("| ")][1:]
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as made_in:
-        warnings.simplefilter("ignore")
-        made = table(Path(made_in))
-    text = TABLES.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    TABLES.write_text(f"{before}{BEGIN}\n\n{made}\n{after}", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as made_in:
+        write_table("transformers", lambda: table(Path(made_in)))

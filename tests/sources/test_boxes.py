@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import slow_except
 from PIL import Image
 from tiny_model import extract, run_job
 
@@ -39,7 +40,7 @@ def boxed(photos: Path, file: Path, **keys: Any) -> FeatureStore:
     return extract(data, **{"part_rows": 32, **keys})
 
 
-@pytest.mark.parametrize("decode", ["fast", "reference"])
+@pytest.mark.parametrize("decode", slow_except(["fast", "reference"], "fast"))
 def test_a_row_is_that_of_the_region_saved_by_itself(photos: Path, decode: str) -> None:
     lines = boxes_of(photos)
     store = boxed(photos, write_boxes(lines), decode=decode)
@@ -57,6 +58,8 @@ def test_a_row_is_that_of_the_region_saved_by_itself(photos: Path, decode: str) 
     assert store["conv"][:].tobytes() == apart["conv"][:].tobytes()
     assert store.classes == ("cat", "dog")
     assert [store.classes[i] for i in store.labels] == [key[:3] for key in order]
+    with pytest.raises(ConfigError, match="boxes of images"):
+        run_job("export", store="store", export={"format": "webdataset"})
 
 
 @pytest.mark.slow
@@ -81,16 +84,6 @@ def test_an_image_that_fails_takes_its_own_boxes_along(photos: Path) -> None:
     store = boxed(photos, write_boxes(lines), max_failures=10)
     assert [f["key"].partition("#")[0] for f in store.failures] == [name] * 3
     assert {f["status"] for f in store.failures} == {"truncated"}
-
-
-@pytest.mark.slow
-def test_labels_of_the_boxes_themselves(photos: Path) -> None:
-    lines = [(*line, ("face", "tail", "")[i % 3]) for i, line in enumerate(boxes_of(photos))]
-    store = boxed(photos, write_boxes(lines, (*HEADER, "label")))
-    assert store.classes == ("face", "tail")
-    given = {f"{n}#{x},{y},{w},{h}": label for n, x, y, w, h, label in lines}
-    classes = {-1: "", 0: "face", 1: "tail"}
-    assert [classes[int(i)] for i in store.labels] == [given[key] for key in store.keys]
 
 
 def test_labels_that_are_marks_of_missing_values_are_warned_of(photos: Path) -> None:
@@ -141,12 +134,6 @@ def test_a_run_resumes_grows_and_is_verified_as_any_other(photos: Path) -> None:
     elsewhere = photos.rename("elsewhere")
     data = {"name": "folder", "root": str(elsewhere)}
     assert run_job("verify", store="store", verify={"reextract_rows": 63}, data=data) == 0
-
-
-def test_whole_images_are_not_exported_as_regions(photos: Path) -> None:
-    boxed(photos, write_boxes(boxes_of(photos)))
-    with pytest.raises(ConfigError, match="boxes of images"):
-        run_job("export", store="store", export={"format": "webdataset"})
 
 
 def test_a_cell_longer_than_csv_allows_is_refused_with_its_line(photos: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import made_sources
 import pytest
+from conftest import slow_except
 from tiny_model import extract, run_job
 
 from featx.config import member_groups
@@ -46,14 +47,8 @@ KINDS = {
     "huggingface": Kind(made_sources.huggingface),
 }
 
-LONG = ("csv", "hdf5", "huggingface", "tar.gz", "parquets")
-"""Whose parts are tested by themselves; scripts/test --all takes them through whole runs."""
 
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in KINDS],
-)
+@pytest.mark.parametrize("name", slow_except(KINDS, "tar"))  # whose parts have tests of their own
 def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     name: str, photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:

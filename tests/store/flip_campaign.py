@@ -1,26 +1,34 @@
 """Flips bits of whole stores and says which rows a repair or the next run computes again.
 
 Run as a process of its own, because HDF5 may take the process down with it: `python
-flip_campaign.py FOLDER KIND CODEC` reads lines "file offset bit" and answers each with JSON.
+flip_campaign.py FOLDER KIND CODEC` reads lines "file offset mask" and answers each with JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import resource
 import shutil
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from byte_flips import SECONDS, answer_lines, attempt
 from made_store import MadeRun, make_added, make_run
 
 import featx
-from featx.errors import StoreError, StoreMismatchError
+from featx.errors import FeatxError, StoreError, StoreMismatchError
 from featx.store import check_store, layout, load_manifest, missing_parts, repair_files
 from featx.store.pack import pack
+
+SECONDS = 20
+"""The time of one answer, after which a signal ends the process: HDF5 may hang."""
+
+ADDRESS_SPACE = 4 << 30
 
 CHUNK_BYTES = 48
 """One row of /features/map and of /features/late, two of /features/flat; a part has four."""
@@ -62,10 +70,7 @@ def finished(root: Path, runs: list[MadeRun]) -> list[tuple[int, int]]:
     """Give the command again until the store is whole; the rows of runs that were computed."""
     computed = set()
     numbers = [*range(len(runs))]
-    for number in [
-        *numbers[::-1],
-        *numbers,
-    ]:  # the last one first
+    for number in [*numbers[::-1], *numbers]:  # the last one first
         run = runs[number]
         for _ in range(3):  # packing may find damage
             with contextlib.suppress(StoreMismatchError), run.session(root).hold() as session:
@@ -92,13 +97,16 @@ def wrong_in(root: Path, runs: list[MadeRun]) -> list[str]:
     there = store.status != 255
     wrong = []
     for run in runs:
-        for name in run.features:
-            if name not in store:
+        for spec in run.specs:
+            if spec.name not in store:
                 continue
-            found, expected = store[name][:], run.expected(name)
+            found, expected = store[spec.name][:], run.expected(spec.name)
             rows = there & ~np.isnan(found).reshape(len(found), -1).all(1)
-            if not np.array_equal(found[rows], expected[rows]):
-                wrong.append(name)
+            if found.dtype != expected.dtype or not np.array_equal(found[rows], expected[rows]):
+                wrong.append(spec.name)
+            attrs = store[spec.name].attrs
+            if attrs["layer"] != spec.layer or attrs["reduce"] != spec.reduce:
+                wrong.append(f"attributes of {spec.name}")
     if not np.array_equal(store.status[there], status[there]):
         wrong.append("status")
     listing = runs[0].listing
@@ -108,7 +116,20 @@ def wrong_in(root: Path, runs: list[MadeRun]) -> list[str]:
         wrong.append("labels")
     if {failure["row"] for failure in store.failures} != {r for r in failed if there[r]}:
         wrong.append("failures")
+    for name in ("model", "weights_sha256"):
+        if store.attrs[name] != getattr(runs[0].header, name):
+            wrong.append(name)
     return wrong
+
+
+def attempt(act: Callable[[], Any]) -> Any:
+    """What it returns; for an error of featx its text, for any other one {"foreign": text}."""
+    try:
+        return act()
+    except FeatxError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - which one it was is what the test is about
+        return {"foreign": f"{type(error).__name__}: {error}"}
 
 
 def repaired(root: Path) -> list[tuple[int, int]]:
@@ -118,14 +139,19 @@ def repaired(root: Path) -> list[tuple[int, int]]:
     return sorted(missing_rows(root) - before)
 
 
-def answer(work: Path, target: str, offset: int, bit: int, runs: list[MadeRun]) -> dict[str, Any]:
+def damages_of(root: Path) -> list[str]:
+    return [damage.what for damage in check_store(root).damages]
+
+
+def answer(work: Path, target: str, offset: int, mask: int, runs: list[MadeRun]) -> dict[str, Any]:
     path = work / target
-    pristine = path.read_bytes()
-    data = bytearray(pristine)
-    data[offset] ^= 1 << bit
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
     path.write_bytes(data)
-    found: dict[str, Any] = {"target": target, "offset": offset, "bit": bit}
+    found: dict[str, Any] = {}
     found["read"] = attempt(lambda: wrong_in(work, runs))
+    found["found"] = attempt(lambda: damages_of(work))
+    found["unchanged"] = path.read_bytes() == data
     again = work.with_name("again")
     shutil.copytree(work, again)
     try:
@@ -137,7 +163,7 @@ def answer(work: Path, target: str, offset: int, bit: int, runs: list[MadeRun]) 
     found["lost"] = attempt(lambda: repaired(work))
     found["after repair alone"] = attempt(lambda: wrong_in(work, runs))
     found["after repair"] = attempt(lambda: [finished(work, runs), wrong_in(work, runs)][1])
-    found["damages"] = attempt(lambda: [damage.what for damage in check_store(work).damages])
+    found["damages"] = attempt(lambda: damages_of(work))
     return found
 
 
@@ -148,11 +174,17 @@ def main() -> None:
     work = folder.parent / f"work-{os.getpid()}" / "store"
     wrong_in(folder, runs)  # what is loaded on first use is loaded
 
-    def answer_line(line: str) -> dict[str, Any]:
-        target, offset, bit = line.split()
-        return answer(work, target, int(offset), int(bit), runs)
-
-    answer_lines(folder, work, 2 * SECONDS, answer_line)
+    os.fsync = lambda descriptor: None  # nobody pulls the plug here
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    for line in sys.stdin:
+        target, offset, mask = line.split()
+        shutil.copytree(folder, work)
+        signal.alarm(SECONDS)
+        found = answer(work, target, int(offset), int(mask), runs)
+        signal.alarm(0)
+        shutil.rmtree(work)
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import byte_flips
 import h5py
 import pytest
+from made_store import MadeRun, make_run
 
 import featx
 from featx.errors import StoreError
@@ -16,9 +16,14 @@ from featx.store import check_store, layout, open_hdf5, open_metadata
 SIGNATURE = b"GCOL"
 
 
+@pytest.fixture
+def run() -> MadeRun:
+    return make_run(11, 4, {"flat": (5,), "map": (3, 2, 2)}, failed=[2, 9]).identified()
+
+
 @pytest.fixture(params=[False, True], ids=["part", "packed"])
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    root = byte_flips.flipped_run("none").finish(tmp_path / "store", packed=request.param)
+def file(request: pytest.FixtureRequest, run: MadeRun, tmp_path: Path) -> Path:
+    root = run.finish(tmp_path / "store", packed=request.param)
     return root / (layout.PACKED if request.param else f"parts/{layout.part_name(1)}")
 
 
@@ -35,8 +40,7 @@ def test_every_heap_of_a_file_has_a_checksum(file: Path) -> None:
     assert [address for address, _ in heaps(file)] == found
 
 
-def test_long_texts_fill_several_heaps(tmp_path: Path) -> None:
-    run = byte_flips.flipped_run("none")
+def test_long_texts_fill_several_heaps(run: MadeRun, tmp_path: Path) -> None:
     run = replace(run, header=replace(run.header, config="x: 1\n" * 4000))
     path = run.identified().finish(tmp_path / "store", packed=True) / layout.PACKED
     assert sum(size for _, size in heaps(path)) > 20_000
@@ -65,8 +69,8 @@ def test_a_file_that_is_shorter_than_its_heap(file: Path) -> None:
         open_hdf5(file)
 
 
-def test_files_of_early_runs_have_no_such_checksum(file: Path) -> None:
+def test_files_of_early_runs_have_no_such_checksum(file: Path, run: MadeRun) -> None:
     with h5py.File(file, "r+") as opened:
         del opened.attrs[layout.TEXT_CHECKSUMS]
     with open_hdf5(file) as opened:
-        assert opened.attrs["model"] == byte_flips.flipped_run("none").header.model
+        assert opened.attrs["model"] == run.header.model

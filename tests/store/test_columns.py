@@ -19,9 +19,8 @@ from featx.store import (
     read_listing,
     repair_files,
 )
-from featx.store.listing import compare_listing, listing_digest, listing_file
+from featx.store.listing import listing_digest
 from featx.store.pack import pack
-from featx.store.repair import unpack_store
 from featx.types import Listing
 
 COLUMNS = ("age", "good", "patient", "slide")
@@ -140,17 +139,6 @@ def test_they_are_put_back_from_another_file(tmp_path: Path, lost: str) -> None:
     assert dataset_digests(tmp_path / "samples.h5") == whole
 
 
-def test_a_packed_store_taken_apart_for_a_retry_keeps_them(tmp_path: Path) -> None:
-    run = made()
-    run.copied(tmp_path, packed=True)
-    packed = dataset_digests(tmp_path / "features.h5")
-    with run.session(tmp_path).hold() as session:
-        unpack_store(tmp_path, session.manifest, session.listing)
-    check_columns(tmp_path, run.listing)
-    pack(tmp_path)
-    assert dataset_digests(tmp_path / "features.h5") == packed
-
-
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_and_rows_that_are_added(tmp_path: Path, packed: bool) -> None:
     run = made()
@@ -213,20 +201,6 @@ def test_other_columns_or_values_are_refused_by_name() -> None:
             merge_listing(
                 Path("s"), stored, replace(stored, columns={**stored.columns, name: changed})
             )
-
-
-def test_a_samples_file_with_other_columns_is_reported(tmp_path: Path) -> None:
-    listing = made(9, ()).listing
-    path = tmp_path / "samples.h5"
-    path.write_bytes(listing_file(replace(listing, columns={})))
-    assert compare_listing(path, listing) == (9, "its /columns are not those of this store")
-    path.write_bytes(listing_file(listing))
-    assert compare_listing(path, listing) == (9, None)
-    with edited(path) as file:
-        file["columns/good"][0] ^= True
-    assert (
-        compare_listing(path, listing)[1] == "its dataset /columns/good is not that of this store"
-    )
 
 
 def test_columns_that_lead_to_another_file_are_refused(tmp_path: Path) -> None:

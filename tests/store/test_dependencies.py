@@ -30,9 +30,10 @@ np.savez("read.npz", keys=store.key_bytes, labels=store.labels, status=store.sta
 """
 
 
-@pytest.mark.parametrize("codec", ["none", "gzip"])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("has_xxhash", [True, False])
+@pytest.mark.parametrize(
+    ("codec", "packed", "has_xxhash"),
+    [("none", True, False), ("gzip", False, True)],
+)
 def test_a_store_is_read_with_numpy_and_h5py_alone(
     tmp_path: Path, codec: str, packed: bool, has_xxhash: bool
 ) -> None:

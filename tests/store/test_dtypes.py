@@ -20,14 +20,6 @@ def write(path: Path, raw: np.ndarray, kind: h5py.h5t.TypeID) -> None:
         made.write(h5py.h5s.ALL, h5py.h5s.ALL, raw, mtype=kind)
 
 
-@pytest.mark.parametrize("name", dtypes.NAMES)
-def test_a_dataset_of_each_type_tells_its_name(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "x.h5", np.zeros(3, dtypes.raw_dtype(name)), dtypes.hdf5_type(name))
-    with h5py.File(tmp_path / "x.h5") as file:
-        assert dtypes.dtype_name(file["x"]) == name
-        assert file["x"].dtype == dtypes.memory_dtype(name)
-
-
 def test_every_bfloat16_is_read_by_plain_h5py_as_the_float32_it_is(tmp_path: Path) -> None:
     write(tmp_path / "x.h5", EVERY_16_BITS, dtypes.hdf5_type("bfloat16"))
     with h5py.File(tmp_path / "x.h5") as file:
@@ -43,21 +35,6 @@ def test_every_bfloat16_is_read_by_plain_h5py_as_the_float32_it_is(tmp_path: Pat
     assert np.array_equal(
         dtypes.from_raw(EVERY_16_BITS, "bfloat16").view(np.uint32), expected.view(np.uint32)
     )
-
-
-def test_h5py_writes_float32_values_into_bfloat16_and_they_come_back(tmp_path: Path) -> None:
-    values = np.array([0.0, -0.0, 1.0, -2.5, np.inf, -np.inf, np.nan, 2.0**-130, 3e38], np.float32)
-    values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    with h5py.File(tmp_path / "x.h5", "w", libver=layout.LIBVER) as file:
-        space = h5py.h5s.create_simple(values.shape)
-        made = h5py.h5d.create(file.id, b"x", dtypes.hdf5_type("bfloat16"), space)
-        h5py.Dataset(made)[:] = values
-    raw = np.zeros(values.shape, np.uint16)
-    with h5py.File(tmp_path / "x.h5") as file:
-        file["x"].id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, mtype=dtypes.hdf5_type("bfloat16"))
-        assert file["x"].id.get_storage_size() == 2 * len(values)
-    assert np.array_equal(dtypes.from_raw(raw, "bfloat16"), values, equal_nan=True)
-    assert np.signbit(dtypes.from_raw(raw, "bfloat16")[1])
 
 
 def test_the_file_of_a_bfloat16_is_one_that_hdf5_1_10_reads(tmp_path: Path) -> None:
@@ -104,17 +81,3 @@ def test_a_type_that_h5py_shows_alike_is_refused(
     write(tmp_path / "x.h5", EVERY_16_BITS, other_16_bits(fields, bias, order))
     with h5py.File(tmp_path / "x.h5") as file, pytest.raises(StoreError, match="expected one of"):
         dtypes.dtype_name(file["x"])
-
-
-@pytest.mark.parametrize("name", dtypes.NAMES)
-def test_nan_is_nan_in_its_own_bits(name: str) -> None:
-    raw = np.full(4, dtypes.nan(name))
-    assert raw.dtype == dtypes.raw_dtype(name)
-    values = dtypes.from_raw(raw, name)
-    assert values.dtype == dtypes.memory_dtype(name)
-    assert np.isnan(values).all()
-
-
-def test_raw_bits_of_another_type_are_not_taken() -> None:
-    with pytest.raises(AssertionError):
-        dtypes.from_raw(np.zeros(3, np.float32), "bfloat16")

@@ -9,7 +9,6 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from made_store import make_header, make_spec
 
 from featx.base import differences, digest
 from featx.store import layout
@@ -44,20 +43,6 @@ def test_a_chunk_never_straddles_two_parts(
     assert rows == 1 or rows * row_bytes <= budget
 
 
-@given(st.integers(1, 1 << 40))
-def test_powers_of_two_enclose_the_number(value: int) -> None:
-    below, above = layout.power_of_two_at_most(value), layout.power_of_two_at_least(value)
-    assert below <= value <= above
-    assert below.bit_count() == above.bit_count() == 1
-    assert above // below in (1, 2)
-
-
-def test_part_names_sort_as_their_numbers() -> None:
-    names = [layout.part_name(i) for i in (0, 3, 10, 999, 100_000)]
-    assert names == sorted(names)
-    assert names[1] == "part-000003.h5"
-
-
 BLOCKS = np.random.default_rng(5).integers(0, 256, 2 * 65536 + 1000, dtype=np.uint8)
 
 
@@ -84,13 +69,6 @@ def test_one_or_two_flipped_bits_change_the_checksum(first: int, second: int) ->
     assert (layout.checksum(data) != whole) == (first != second)
 
 
-def test_text_keeps_unusual_bytes() -> None:
-    names = ["", "käse", b"\xff\xfe".decode("utf-8", "surrogateescape")]
-    array = layout.text_array(names)
-    assert [value.decode("utf-8", "surrogateescape") for value in array.tolist()] == names
-    assert layout.text_array([]).shape == (0,)
-
-
 def test_status_names_name_every_number_of_the_contract() -> None:
     names = {int(number): name for number, name in json.loads(layout.status_names()).items()}
     assert names == {
@@ -110,26 +88,6 @@ def test_status_names_name_every_number_of_the_contract() -> None:
         255: "absent",
     }
     assert set(names) == {int(status) for status in Status}
-
-
-def test_attributes_carry_what_the_contract_names() -> None:
-    header = make_header()
-    root = layout.root_attributes(header, digest(header.fingerprint), complete=False)
-    assert set(root) == {
-        "featx_format",
-        "fingerprint",
-        "config",
-        "model",
-        "weights",
-        "weights_sha256",
-        "transform",
-        "versions",
-        "complete",
-    }
-    assert root["fingerprint"] == digest(header.fingerprint)
-    layer = layout.layer_attributes(make_spec("a", (3,)))
-    assert layer["reduce_p"] == 3.0
-    assert {"layer", "capture", "reduce", "compute_dtype"} <= set(layer)
 
 
 look_alikes = [None, True, 1, 1.0, 0, False, "1", [1], [1.0], [], "", "not there"]
@@ -152,5 +110,6 @@ def test_a_fingerprint_read_back_from_json_is_the_same(values: dict) -> None:
 
 def test_a_key_that_is_new_is_a_difference_even_if_it_is_null() -> None:
     assert differences({}, {"a": None}) == [("a", "not there", None)]
+    assert differences({"a": 1}, {}) == [("a", 1, "not there")]
     assert differences({"b": 1, "a": 1}, {"b": 2, "a": 1}) == [("b", 1, 2)]
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})

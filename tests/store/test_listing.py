@@ -54,7 +54,7 @@ def grown_data_sets(draw: st.DrawFn) -> tuple[Listing, Listing, dict[bytes, str 
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(grown_data_sets())
 def test_known_rows_keep_their_places_and_every_row_its_label(
     case: tuple[Listing, Listing, dict[bytes, str | None]],
@@ -75,7 +75,7 @@ def test_known_rows_keep_their_places_and_every_row_its_label(
     assert listing_digest(again) == listing_digest(joined)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(grown_data_sets(), st.data())
 def test_rows_that_are_gone_or_have_another_label_are_refused(
     case: tuple[Listing, Listing, dict[bytes, str | None]], data: st.DataObject
@@ -136,19 +136,17 @@ def test_a_long_listing_agrees_with_its_checksums_and_a_flipped_bit_does_not(
     )
 
 
-def test_keys_ascend_also_where_pieces_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = np.array([b"a", b"b", b"c", b"d", b"e", b"f", b"g"])
-    for rows_at_once in range(1, 9):
-        monkeypatch.setattr("featx.store.listing._ROWS_AT_ONCE", rows_at_once)
-        assert is_ascending(keys)
-        assert is_ascending(keys[:1])
-        assert is_ascending(keys[:0])
-        for row in range(6):
-            equal, exchanged = keys.copy(), keys.copy()
-            equal[row + 1] = keys[row]
-            exchanged[[row, row + 1]] = keys[[row + 1, row]]
-            assert not is_ascending(equal)
-            assert not is_ascending(exchanged)
+def test_keys_ascend_also_where_pieces_meet() -> None:
+    keys = np.array([b"%06d" % number for number in range(1 << 19)])
+    assert is_ascending(keys)
+    assert is_ascending(keys[:1])
+    assert is_ascending(keys[:0])
+    for row in (1, len(keys) - 1, *(1 << k for k in range(1, 19))):
+        before = keys[row - 1 : row + 1].copy()
+        for wrong in (before[::-1], before[0]):
+            keys[row - 1 : row + 1] = wrong
+            assert not is_ascending(keys)
+        keys[row - 1 : row + 1] = before
 
 
 def test_what_is_written_is_read_with_unusual_bytes(tmp_path: Path) -> None:
@@ -165,37 +163,6 @@ class TestCompare:
     def path(self, tmp_path: Path) -> Path:
         (tmp_path / "samples.h5").write_bytes(listing_file(make_listing(9)))
         return tmp_path / "samples.h5"
-
-    def test_itself_a_beginning_and_a_longer_one_agree(self, path: Path) -> None:
-        listing = make_listing(9)
-        assert compare_listing(path, listing) == (9, None)
-        assert compare_listing(path, listing.head(4)) == (9, None)
-        (path.parent / "short").write_bytes(listing_file(listing.head(4)))
-        assert compare_listing(path.parent / "short", listing) == (4, None)
-        more = replace(listing, classes=(*listing.classes, "emu"))
-        assert compare_listing(path, more) == (9, None)
-
-    @pytest.mark.parametrize("name", ["key", "label", "classes"])
-    def test_another_value_is_reported(self, path: Path, name: str) -> None:
-        with h5py.File(path, "r+") as file:
-            file[name][1] = 7 if name == "label" else b"x"
-        num_rows, problem = compare_listing(path, make_listing(9))
-        assert num_rows == 9
-        assert problem == f"its dataset /{name} is not that of this store"
-
-    def test_in_pieces(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("featx.store.listing._ROWS_AT_ONCE", 2)
-        assert compare_listing(path, make_listing(9)) == (9, None)
-        with h5py.File(path, "r+") as file:
-            file["label"][8] = 7
-        assert compare_listing(path, make_listing(9))[1] is not None
-
-    @pytest.mark.parametrize("data", [b"", b"x" * 900, None])
-    def test_damage_is_a_problem_and_no_error(self, path: Path, data: bytes | None) -> None:
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2] if data is None else data)
-        num_rows, problem = compare_listing(path, make_listing(9))
-        assert (num_rows, problem is None) == (0, False)
 
     def test_columns_of_two_lengths(self, path: Path) -> None:
         with h5py.File(path, "r+") as file:
@@ -228,8 +195,9 @@ class TestCompare:
 class TestFoundAgain:
     """samples.h5 is lost or wrong; the listing is in the files with the rows as well."""
 
-    @pytest.mark.parametrize("packed", [True, False])
-    @pytest.mark.parametrize("how", ["gone", "empty", "flipped"])
+    @pytest.mark.parametrize(
+        ("how", "packed"), [("gone", True), ("gone", False), ("empty", False), ("flipped", True)]
+    )
     def test_from_the_files_with_rows(self, tmp_path: Path, how: str, packed: bool) -> None:
         run = make_run(29, 8).identified()
         grown = make_grown(run, 11, part_rows=4)

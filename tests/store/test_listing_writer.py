@@ -65,6 +65,9 @@ def test_the_bytes_are_those_of_a_file_built_in_memory(name: str, tmp_path: Path
     assert path.read_bytes() == bytes(listing_file(listing))
     assert compare_listing(path, listing) == (len(listing), None)
     assert temporary_files(tmp_path) == []
+    with h5py.File(path, "r+") as file:
+        file["label"][-1] = 7
+    assert compare_listing(path, listing)[1] == "its dataset /label is not that of this store"
 
 
 def test_an_existing_file_is_replaced_or_kept(tmp_path: Path) -> None:

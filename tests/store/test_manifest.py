@@ -57,11 +57,6 @@ def test_it_counts_rows_parts_and_layers_of_all_runs() -> None:
     assert manifest.listing_identity == manifest.runs[2].header.fingerprint["listing"]
 
 
-def test_only_a_store_of_several_runs_is_refused_by_the_first_featx() -> None:
-    assert json.loads(one_run().to_json())["featx_format"] == 3
-    assert json.loads(three_runs().to_json())["featx_format"] == 3
-
-
 def test_the_identity_changes_with_every_run_and_not_before() -> None:
     manifest = three_runs()
     identities = [manifest.digest_of(n) for n in (1, 2, 3)]
@@ -72,7 +67,7 @@ def test_the_identity_changes_with_every_run_and_not_before() -> None:
     assert swapped.digest != manifest.digest
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(at=st.floats(0, 1), mask=st.integers(1, 255))
 def test_no_flipped_byte_is_read_as_something_else(at: float, mask: int) -> None:
     """The text may stay the same in meaning, as with white space; else it is refused."""
@@ -172,15 +167,6 @@ class TestCopies:
     def run(self) -> MadeRun:
         return make_run(29, 8).identified()
 
-    @pytest.mark.parametrize("packed", [True, False])
-    def test_every_file_with_rows_has_one(self, run: MadeRun, tmp_path: Path, packed: bool) -> None:
-        run.finish(tmp_path, packed=packed)
-        whole, intact = load_manifest(tmp_path)
-        assert intact
-        (tmp_path / "featx.json").unlink()
-        copy, intact = load_manifest(tmp_path)
-        assert (copy, intact) == (whole, False)
-
     def test_the_longest_is_taken(self, run: MadeRun, tmp_path: Path) -> None:
         """Older parts know nothing of the runs that came after them."""
         run.finish(tmp_path)
@@ -197,12 +183,8 @@ class TestCopies:
             (tmp_path / "parts" / f"part-{index:06d}.h5").write_bytes(b"x" * 500)
         assert load_manifest(tmp_path) == (whole, False)
 
-    def test_without_any_it_is_damage(self, run: MadeRun, tmp_path: Path) -> None:
-        run.finish(tmp_path, at_most=0)
-        (tmp_path / "featx.json").write_bytes(b"{")
-        with pytest.raises(DamagedManifestError):
-            load_manifest(tmp_path)
-
     def test_without_a_manifest_there_is_no_store(self, tmp_path: Path) -> None:
         assert load_manifest(tmp_path) == (None, True)
         assert load_manifest(tmp_path / "nothing") == (None, True)
+        (tmp_path / "file").write_bytes(b"")
+        assert load_manifest(tmp_path / "file") == (None, True)

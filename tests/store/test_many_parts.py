@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from pathlib import Path
 
 import h5py
@@ -107,21 +106,6 @@ def test_very_many_items_in_threads_keep_their_order() -> None:
     next(abandoned)
     abandoned.close()
     assert not [one.name for one in threading.enumerate() if one.name.startswith("featx-files")]
-
-
-def test_threads_read_only_while_reads_wait() -> None:
-    """What needs the CPU stays in one thread; the groups after one that waits do not."""
-
-    def wait(item: int) -> str:
-        if item < 256:
-            time.sleep(0.0001)
-        return threading.current_thread().name
-
-    here = threading.current_thread().name
-    names = list(map_in_threads(wait, range(1024)))
-    assert set(names[:256]) == {here}
-    assert here not in names[256:]
-    assert all(name.startswith("featx-files") for name in names[256:])
 
 
 @pytest.mark.parametrize("where", ["table", "status"])

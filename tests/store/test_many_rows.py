@@ -48,22 +48,6 @@ def begin_and_find_missing(run: MadeRun, root: Path) -> tuple[float, list[int]]:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_rows_resume_at_once(tmp_path: Path) -> None:
-    """A tenth of the promise; the whole of it takes long to build and is marked slow."""
-    run = many_rows(ROWS // 10, 4096)
-    run.write(tmp_path, set(range(25)) - {7})
-    seconds, missing = begin_and_find_missing(run, tmp_path)
-    assert missing == [7]
-    assert seconds < RESUME_S
-    store = FeatureStore(tmp_path)
-    rows = np.random.default_rng(0).integers(0, len(store), 5000)
-    absent = (rows >= 7 * 4096) & (rows < 8 * 4096)
-    got = store["x"][rows]
-    assert np.array_equal(got[~absent, 1], rows[~absent])
-    assert np.isnan(got[absent]).all()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_million_rows_resume_within_seconds(tmp_path: Path, packed: bool) -> None:
     run = many_rows(ROWS, 4096)

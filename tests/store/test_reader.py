@@ -28,7 +28,7 @@ from made_store import MadeRun, make_run
 
 import featx
 from featx.errors import LayerError, StoreError
-from featx.store import FeatureStore, contents, open_hdf5
+from featx.store import FeatureStore, check_store, contents, open_hdf5
 from featx.store.pack import pack
 from featx.types import Status
 
@@ -136,8 +136,9 @@ def test_an_array_is_what_numpy_expects(store: FeatureStore, run: MadeRun) -> No
     assert (array.attrs["layer"], array.attrs["reduce"]) == ("map", "gem")
 
 
-def test_a_table_for_pandas(store: FeatureStore, run: MadeRun) -> None:
+def test_a_table_for_pandas(packed: FeatureStore, run: MadeRun) -> None:
     pandas = pytest.importorskip("pandas")
+    store = packed
     table = store.to_pandas()
     assert isinstance(table, pandas.DataFrame)
     assert table["key"].tolist() == store.keys.tolist()
@@ -373,9 +374,8 @@ class TestUnfinished:
 
 
 class TestWhilePacking:
-    @pytest.mark.slow
     def test_an_open_store_keeps_working_after_its_parts_are_gone(self, tmp_path: Path) -> None:
-        run = make_run(num_rows=200, part_rows=4, failed=[0, 3, 150])
+        run = make_run(num_rows=40, part_rows=4, failed=[0, 3, 15])
         store = FeatureStore(run.write(tmp_path))
         assert_same(store["flat"][:5], run.expected("flat")[:5])
         run.write(tmp_path, [], packed=True)
@@ -384,13 +384,8 @@ class TestWhilePacking:
         assert_same(store["map"][:], run.expected("map"))
         assert store.status.tolist() == run.status().tolist()
         assert store.keys.tolist() == [key.decode() for key in run.listing.keys]
-        assert store.complete
-
-    def test_failures_too(self, tmp_path: Path) -> None:
-        run = make_run(num_rows=20, part_rows=4, failed=[0, 3, 15])
-        store = FeatureStore(run.write(tmp_path))
-        run.write(tmp_path, [], packed=True)
         assert [failure["row"] for failure in store.failures] == [0, 3, 15]
+        assert store.complete
 
     @pytest.mark.parametrize("looked", [True, False])
     def test_status_and_features_are_of_one_moment(self, tmp_path: Path, looked: bool) -> None:
@@ -469,11 +464,6 @@ class TestOpening:
         run.write(tmp_path / "store")
         assert len(featx.open("~/store")) == 29
 
-    def test_a_moved_store_opens(self, run: MadeRun, tmp_path: Path) -> None:
-        run.write(tmp_path / "a")
-        shutil.move(tmp_path / "a", tmp_path / "b")
-        assert_same(FeatureStore(tmp_path / "b")["flat"][:], run.expected("flat"))
-
     @pytest.mark.parametrize(
         ("content", "message"),
         [(None, "there is no store"), ("folder", "holds no store: there is no featx.json"),
@@ -524,19 +514,24 @@ class TestOpening:
         run.write(tmp_path / "b", [0])
         path = tmp_path / "b" / "featx.json"
         path.write_text(json.dumps({"featx_format": 4, "other": "things"}))
-        for name in ("a", "b"):
+        for act in (
+            lambda: FeatureStore(tmp_path / "a"),
+            lambda: FeatureStore(tmp_path / "b"),
+            lambda: check_store(tmp_path / "b"),
+            lambda: run.write(tmp_path / "b"),
+        ):
             with pytest.raises(StoreError, match=r"format 4, .* reads format 3\. Upgrade featx"):
-                FeatureStore(tmp_path / name)
+                act()
 
-    @pytest.mark.parametrize("codec", ["none", "gzip", "zstd"])
+    @pytest.mark.parametrize("codec", ["gzip", "zstd"])
     def test_rows_that_compress_to_nearly_nothing_open(self, tmp_path: Path, codec: str) -> None:
         """Zeros and NaN shrink further than anything honest; they are no bomb."""
         run = make_run(
-            num_rows=1024, part_rows=1024, shapes={"x": (4096,)}, codec=codec, failed=range(512)
+            num_rows=256, part_rows=256, shapes={"x": (4096,)}, codec=codec, failed=range(128)
         )
         run.features["x"][:] = 0
         run.write(tmp_path, packed=True)
-        assert_same(FeatureStore(tmp_path)["x"][500:520], run.expected("x")[500:520])
+        assert_same(FeatureStore(tmp_path)["x"][120:140], run.expected("x")[120:140])
 
 
 SECRET = b"root:x:0:0:secret-of-the-system"
@@ -744,8 +739,7 @@ def test_a_pickled_store_holds_paths_only(store: FeatureStore, run: MadeRun) -> 
 
 
 def test_threads_read_the_same_rows(tmp_path: Path) -> None:
-    """More parts than files may be open, so that threads close each other's files."""
-    run = make_run(num_rows=160, part_rows=4)
+    run = make_run(num_rows=160, part_rows=4, shapes={"flat": (5,)})
     store = FeatureStore(run.write(tmp_path))
     expected = run.expected("flat")
     gate = threading.Barrier(4)
@@ -757,7 +751,6 @@ def test_threads_read_the_same_rows(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, range(4)))
-    assert len(store._handles._files) <= 128
 
 
 FEW_FILES = """
@@ -803,34 +796,6 @@ def test_no_file_handle_left_is_an_error_never_nan(tmp_path: Path) -> None:
     assert_same(store["flat"][:], run.expected("flat"))
 
 
-ONLY_NUMPY_AND_H5PY = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "torchvision", "timm", "hydra", "omegaconf", "PIL",
-                                  "tqdm", "hdf5plugin", "sklearn"}:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Refuse())
-import featx.store.reader
-import featx
-store = featx.open(sys.argv[1])
-assert store["flat"][:].shape == (29, 5)
-assert len(store.failures) == 3 and store.row(str(store.keys[7])) == 7
-assert store.xy("map")[0].shape == ((store.ok & (store.labels >= 0)).sum(), 12)
-print("read")
-"""
-
-
-def test_reading_needs_numpy_and_h5py_only(store: FeatureStore) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ONLY_NUMPY_AND_H5PY, str(store.root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "read\n", done.stderr
-
-
 SCRIPT = """
 import sys
 
@@ -851,13 +816,9 @@ def test_a_script_that_keeps_its_store_ends_without_a_word(store: FeatureStore) 
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize(
-    # The chunk of rows 0 to 7 was decoded for row 0.
-    ("codec", "by_h5py"),
-    [("none", []), ("zstd", [])],
-)
-def test_single_rows_read_only_their_own_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, by_h5py: list[slice]
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_single_rows_are_not_read_through_h5py(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
 ) -> None:
     """A slice of all rows for one index would be right, and a thousand times too slow."""
     run = make_run(num_rows=NUM_ROWS, part_rows=8, codec=codec)
@@ -872,7 +833,7 @@ def test_single_rows_read_only_their_own_bytes(
 
     monkeypatch.setattr(h5py.Dataset, "__getitem__", spy)
     assert_same(packed["flat"][[20, 3, 4, 20]], run.expected("flat")[[20, 3, 4, 20]])
-    assert asked == by_h5py
+    assert asked == []
 
 
 def test_a_damaged_packed_file_is_not_passed_over_in_silence(run: MadeRun, tmp_path: Path) -> None:

@@ -12,7 +12,16 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from made_store import MadeRun, dataset_digests, joined, make_added, make_run, temporary_files
+from conftest import slow_except
+from made_store import (
+    MadeRun,
+    as_bfloat16,
+    dataset_digests,
+    joined,
+    make_added,
+    make_run,
+    temporary_files,
+)
 
 from featx.errors import RunError, StoreError, StoreLockedError
 from featx.storage import AtomicFolder
@@ -60,10 +69,9 @@ def snapshot(root: Path) -> dict[Path, bytes]:
 
 def test_a_sound_store_is_left_alone(run: MadeRun, tmp_path: Path) -> None:
     run.copied(tmp_path, packed=True)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    before = snapshot(tmp_path)
     repaired(tmp_path)
-    assert {p: p.read_bytes() for p in before} == before
-    assert not (tmp_path / "parts").exists()
+    assert snapshot(tmp_path) == before
 
 
 def test_of_parts_only_the_bad_one_goes(run: MadeRun, tmp_path: Path) -> None:
@@ -82,9 +90,8 @@ def test_of_parts_only_the_bad_one_goes(run: MadeRun, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "row", "left"),
-    [("features/map", 20, {2}), ("features/flat", 0, {0}), ("key", 9, set()), ("label", 9, set()),
-     ("classes", 0, set()), ("status", 9, {0, 1}), ("checksums/features/flat", 1, set()),
-     ("failures/row", 1, set())],
+    [("features/map", 20, {2}), ("key", 9, set()), ("classes", 0, set()), ("status", 9, {0, 1}),
+     ("checksums/features/flat", 1, set()), ("failures/row", 1, set())],
 )  # fmt: skip
 def test_of_a_packed_file_the_parts_with_bad_rows_go(
     run: MadeRun, tmp_path: Path, name: str, row: int, left: set[int]
@@ -172,9 +179,17 @@ def contents_of(root: Path) -> tuple[Any, ...]:
     return {name: store[name][:] for name in store}, store.status, store.failures
 
 
-@pytest.mark.parametrize("name", ["samples.h5", "featx.json"])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("how", ["empty", "gone", "other values"])
+@pytest.mark.parametrize(
+    ("name", "how", "packed"),
+    [
+        ("samples.h5", "empty", True),
+        ("samples.h5", "gone", False),
+        ("samples.h5", "other values", True),
+        ("featx.json", "empty", False),
+        ("featx.json", "gone", True),
+        ("featx.json", "other values", False),
+    ],
+)
 def test_listing_and_manifest_are_put_back(
     run: MadeRun, tmp_path: Path, name: str, packed: bool, how: str
 ) -> None:
@@ -216,8 +231,7 @@ def test_a_damaged_listing_spoils_no_label_of_a_packed_file_taken_apart(
     assert FeatureStore(tmp_path).labels.tolist() == run.listing.labels.tolist()
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("name", ["message", "error"])
+@pytest.mark.parametrize(("name", "packed"), [("message", True), ("error", False)])
 def test_lost_messages_come_from_failures_csv(
     run: MadeRun, tmp_path: Path, packed: bool, name: str
 ) -> None:
@@ -275,7 +289,7 @@ def interrupted(root: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     return False
 
 
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", slow_except(range(5), 1, 3))
 def test_an_interrupted_repair_is_given_again(
     run: MadeRun, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,20 +394,16 @@ def test_a_chunk_that_cannot_be_decoded_costs_its_rows_only(tmp_path: Path, code
     assert dataset_digests(tmp_path / "features.h5") == before
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
-@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+@pytest.mark.parametrize(
+    ("codec", "dtype"), [("gzip", "float32"), ("gzip", "bfloat16"), ("zstd", "bfloat16")]
+)
 def test_without_a_chunk_table_a_chunk_that_cannot_be_decoded_costs_its_rows_only(
     tmp_path: Path, codec: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """HDF5 alone then reads the part; it gives bfloat16 another type than the file has."""
     monkeypatch.setattr(layout, "CHUNK_BYTES_COMPRESSED", 320)
-    made = make_run(29, 32, {"flat": (40,)}, dtype="float32", codec=codec)
-    if dtype == "bfloat16":
-        bits = (made.features["flat"].view(np.uint32) >> 16).astype("<u2")
-        specs = tuple(replace(spec, dtype=dtype) for spec in made.specs)
-        made = replace(made, features={"flat": bits}, specs=specs)
-    elif dtype == "float16":
-        made = make_run(29, 32, {"flat": (40,)}, dtype=dtype, codec=codec)
+    made = make_run(29, 32, {"flat": (40,)}, codec=codec)
+    made = as_bfloat16(made) if dtype == "bfloat16" else made
     made.identified().copied(tmp_path)
     path = tmp_path / "parts" / "part-000000.h5"
     with h5py.File(path) as file:

@@ -27,8 +27,10 @@ def made(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", ["probe.json", "summary.json", "zeroshot.json"])
-@pytest.mark.parametrize("flip", [b"619", b'"sha256"', b"{"])
+@pytest.mark.parametrize(
+    ("name", "flip"),
+    [("probe.json", b"619"), ("summary.json", b'"sha256"'), ("zeroshot.json", b"{")],
+)
 def test_a_changed_file_is_named_and_set_aside(tmp_path: Path, name: str, flip: bytes) -> None:
     root = made(tmp_path)
     data = (root / name).read_bytes()

@@ -22,10 +22,10 @@ from made_store import (
 
 from featx.errors import StoreError, StoreMismatchError
 from featx.storage import AtomicFolder
-from featx.store import FeatureStore, check_store, merge_listing, read_listing
+from featx.store import FeatureStore, check_store
 from featx.store.committed_parts import remove_parts
 from featx.store.pack import pack
-from featx.types import Listing, Status
+from featx.types import Status
 
 ONE = {"flat": (5,), "map": (3, 2, 2)}
 MORE = {"deep": (7,), "wide": (2, 3)}
@@ -70,30 +70,6 @@ def feature_digests(path: Path) -> dict[str, str]:
     return {name: value for name, value in found.items() if not name.startswith("checksums")}
 
 
-@pytest.mark.parametrize(
-    ("packed_before", "packed_after"),
-    [
-        (True, True),
-        (False, True),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        pytest.param(False, False, marks=pytest.mark.slow),
-    ],
-)
-def test_layers_join_a_finished_store(
-    first: MadeRun, tmp_path: Path, packed_before: bool, packed_after: bool
-) -> None:
-    added = make_added(first, MORE, failed=[2, 5])
-    first.copied(tmp_path / "s", packed=packed_before)
-    added.finish(tmp_path / "s", packed=packed_after)
-    assert_holds(tmp_path / "s", first, added)
-    if packed_after:
-        both = replace(joined(first, added), failures=())
-        whole = both.copied(tmp_path / "whole", packed=True)
-        there, alone = (dataset_digests(r / "features.h5") for r in (tmp_path / "s", whole))
-        assert there["key"] == alone["key"]
-        assert there["checksums/key"] == alone["checksums/key"]
-
-
 def test_packed_then_layers_then_packed_equals_one_go(first: MadeRun, tmp_path: Path) -> None:
     """Where the same rows fail in both runs, even the checksums are those of a single run."""
     first = replace(first, failures=())
@@ -125,26 +101,11 @@ def test_a_layer_shows_only_when_it_is_whole(first: MadeRun, tmp_path: Path, pac
     assert_holds(tmp_path, first, added)
 
 
-GROWTHS = [
-    pytest.param(
-        new_rows,
-        part_rows,
-        codec,
-        packed,
-        marks=[] if (new_rows, part_rows, codec, packed) in {
-            (7, 8, "gzip", True), (8, 4, "none", False), (8, 8, "none", True),
-            (100, 64, "gzip", True),
-        } else pytest.mark.slow,
-    )
-    for new_rows in (1, 7, 8, 100)
-    for part_rows in (4, 8, 64)
-    for codec in ("none", "gzip")
-    for packed in (True, False)
-]  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("new_rows", "part_rows", "codec", "packed"), GROWTHS)
+@pytest.mark.parametrize("new_rows", [1, 7, 8, 100])
+@pytest.mark.parametrize("part_rows", [4, 8, 64])
+@pytest.mark.parametrize("codec", ["none", "gzip"])
+@pytest.mark.parametrize("packed", [True, False])
 def test_rows_join_behind_those_that_are_there(
     first: MadeRun, tmp_path: Path, new_rows: int, part_rows: int, codec: str, packed: bool
 ) -> None:
@@ -187,8 +148,8 @@ def test_rows_show_as_they_come(first: MadeRun, tmp_path: Path, packed: bool) ->
 
 STORIES = list(itertools.permutations(["layers", "rows", "more rows"]))
 TESTED_STORIES = [
-    *STORIES[1:4],
-    *(pytest.param(story, marks=pytest.mark.slow) for story in STORIES[:1] + STORIES[4:]),
+    *STORIES[1:3],
+    *(pytest.param(story, marks=pytest.mark.slow) for story in STORIES[:1] + STORIES[3:]),
 ]
 
 
@@ -356,20 +317,6 @@ class TestRefused:
         first.copied(tmp_path, packed=True)
         other = make_added(first, {"flat": (6,)})
         refused(other, tmp_path, "flat.*shape|layer flat")
-
-    def test_known_rows_that_are_gone_or_have_another_label(
-        self, first: MadeRun, tmp_path: Path
-    ) -> None:
-        first.copied(tmp_path)
-        stored = read_listing(tmp_path, 29)
-        assert stored is not None
-        fewer = Listing(stored.keys[1:], stored.labels[1:], stored.classes)
-        with pytest.raises(StoreMismatchError, match=r"1 row whose image .* cat/0000.jpg"):
-            merge_listing(tmp_path, stored, fewer)
-        labels = stored.labels.copy()
-        labels[4] = 1 - labels[4]
-        with pytest.raises(StoreMismatchError, match="has other labels"):
-            merge_listing(tmp_path, stored, Listing(stored.keys, labels, stored.classes))
 
 
 @pytest.mark.parametrize(("part_rows", "codec"), [(8, "gzip"), (16, "none")])

@@ -7,8 +7,6 @@ import random
 import tracemalloc
 from pathlib import Path
 
-import pytest
-
 from featx.store.chunk_file import SparseImage
 
 PAGE = 1 << 16
@@ -34,16 +32,6 @@ def test_it_behaves_as_a_file(tmp_path: Path) -> None:
                 assert image.tell() == file.tell()
             file.flush()
             assert read_all(image) == (tmp_path / "file").read_bytes()
-
-
-@pytest.mark.parametrize("size", [0, 5, PAGE, PAGE + 5, 2 * PAGE])
-def test_truncating_drops_what_lies_behind_the_new_end(size: int) -> None:
-    image, data = SparseImage(), os.urandom(3 * PAGE)
-    image.write(data)
-    image.truncate(size)
-    assert read_all(image) == data[:size]
-    image.truncate(3 * PAGE)
-    assert read_all(image) == data[:size] + bytes(3 * PAGE - size)
 
 
 def test_neither_zeros_nor_what_was_truncated_take_memory() -> None:

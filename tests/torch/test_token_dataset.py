@@ -10,9 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import slow_except, with_path
-from made_store import MadeRun, make_run
+from made_store import MadeRun, make_run, pack_alone
 from torch.utils.data import DataLoader
 
 import featx
+from featx.base import sampled_positions
 from featx.errors import StoreError
 from featx.store import TokenReader
 from featx.torch import TokenDataset
 from featx.torch.keyed_delay import EpochOrder, EpochSizes
-from featx.torch.token_pool import TokenPool
 from featx.torch.token_selection import TokenBlocks, TokenSelection
 from featx.types import TokenGeometry
 
@@ -43,9 +41,9 @@ FAILED = (3, 77)
 T, C = 21, 16
 
 
-def token_run(num_rows: int = 200, codec: str = "none", dtype: str = "float16") -> MadeRun:
+def token_run(codec: str = "none") -> MadeRun:
     shapes = {"first": (6, 3, 4), "last": (3, 4, 6), "tokens": (T, C)}
-    run = make_run(num_rows, 64, shapes, dtype, codec, FAILED)
+    run = make_run(100, 32, shapes, "float16", codec, FAILED)
     return replace(run, tokens={"tokens": PLACES, "first": MAP, "last": MAP})
 
 
@@ -56,7 +54,7 @@ def run() -> MadeRun:
 
 def dataset(root: Path, layer: str = "tokens", **arguments: Any) -> TokenDataset:
     """All tokens in small batches, with less memory than the layer has bytes."""
-    usual = {"tokens": "all", "batch_size": 64, "memory": 40_000, "block": 7, "drop_last": False}
+    usual = {"tokens": "all", "batch_size": 64, "memory": 20_000, "block": 7, "drop_last": False}
     return TokenDataset(root, layer, **{**usual, **arguments})
 
 
@@ -85,11 +83,7 @@ def assert_equal_batches(one: list[dict[str, torch.Tensor]], other: list[dict[st
 
 
 @pytest.mark.parametrize("layer", ["tokens", "first", "last"])
-@pytest.mark.parametrize("direct", [False, True])
-def test_take_gives_the_values_of_the_layer(
-    root: Path, run: MadeRun, layer: str, direct: bool
-) -> None:
-    """`direct` is as False where the file system refuses it."""
+def test_take_gives_the_values_of_the_layer(root: Path, run: MadeRun, layer: str) -> None:
     expected = as_tokens(run, layer)
     rng = np.random.default_rng(0)
     rows = rng.choice(np.flatnonzero(run.status() == 0), 500)
@@ -100,16 +94,8 @@ def test_take_gives_the_values_of_the_layer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("direct", "verify"),
-    [
-        (False, False),
-        pytest.param(True, "chunks", marks=pytest.mark.slow),
-        pytest.param(False, "chunks", marks=pytest.mark.slow),
-        pytest.param(True, False, marks=pytest.mark.slow),
-    ],
-)
-def test_tokens_far_and_near_are_read_by_ranges(tmp_path: Path, direct: bool, verify: Any) -> None:
+@pytest.mark.parametrize("verify", [False, "chunks"])
+def test_tokens_far_and_near_are_read_by_ranges(tmp_path: Path, verify: Any) -> None:
     """Longer than one range, with gaps within chunks and between them, packed and in parts."""
     large = make_run(96, 32, {"tokens": (64, 1024)}, "float16")
     expected = large.expected("tokens").reshape(-1, 1024)
@@ -129,7 +115,7 @@ def test_tokens_far_and_near_are_read_by_ranges(tmp_path: Path, direct: bool, ve
 
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_compressed_layers(tmp_path: Path, codec: str) -> None:
-    run = token_run(100, codec)
+    run = token_run(codec)
     data = dataset(run.copied(tmp_path / "store", packed=True))
     expected = as_tokens(run, "tokens")
     assert np.array_equal(data.take([5, 1, 5], 20).numpy(), expected[[5, 1, 5], 20])
@@ -160,7 +146,7 @@ def test_every_token_of_an_ok_row_comes_once(
     batches = list(data)
     found = identities(batches)
     per_row = expected.shape[1]
-    wanted = [(row, at) for row in range(200) if row not in FAILED for at in range(per_row)]
+    wanted = [(row, at) for row in range(100) if row not in FAILED for at in range(per_row)]
     assert sorted(found) == wanted
     assert (found == wanted) == (order == "stored")
     for batch in batches:
@@ -188,7 +174,7 @@ def test_a_batch_says_what_its_tokens_are(root: Path, run: MadeRun) -> None:
     with pytest.raises(ValueError, match="no known place"):
         data.patch_box(0, 0)
     with pytest.raises(IndexError):
-        data.patch_box(200, 1)
+        data.patch_box(100, 1)
 
 
 @pytest.mark.parametrize(
@@ -201,30 +187,16 @@ def test_which_tokens(root: Path, tokens: Any, positions: Iterable[int]) -> None
 
 
 def test_some_rows_only(root: Path) -> None:
-    data = dataset(root, rows=[4, 3, 190], tokens="patches")
-    assert sorted(identities(data)) == [(row, at) for row in (4, 190) for at in range(1, 21)]
+    data = dataset(root, rows=[4, 3, 90], tokens="patches")
+    assert sorted(identities(data)) == [(row, at) for row in (4, 90) for at in range(1, 21)]
 
 
 def test_a_sample_of_each_image_depends_on_its_key_and_the_seed(root: Path, run: MadeRun) -> None:
-    def reference(key: bytes, k: int, seed: int) -> list[int]:
-        h = int.from_bytes(sha256(seed.to_bytes(8, "little") + key).digest()[:8], "little")
-        numbers = []
-        for i in range(20):
-            z = (h + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
-            z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) % 2**64
-            z = ((z ^ z >> 27) * 0x94D049BB133111EB) % 2**64
-            numbers.append((z ^ z >> 31, i))
-        return sorted(i for _, i in sorted(numbers)[:k])
-
-    keys = run.listing.keys.tolist()
+    sampled = sampled_positions(run.listing.keys.tolist(), 5, 20, 3)
     found = set(identities(dataset(root, tokens="patches", per_image=3, seed=5)))
-    wanted = {
-        (row, 1 + at)
-        for row in range(200)
-        if row not in FAILED
-        for at in reference(keys[row], 3, 5)
+    assert found == {
+        (row, 1 + at) for row in range(100) if row not in FAILED for at in sampled[row].tolist()
     }
-    assert found == wanted
     assert set(identities(dataset(root, tokens="patches", per_image=2, seed=5))) < found
 
 
@@ -260,7 +232,7 @@ def test_ranks_give_disjoint_tokens_and_equally_many_batches(root: Path, drop_la
     assert [len(one) for one in batches] == lengths
     assert len(set(lengths)) == 1
     found = [pair for one in batches for pair in identities(one)]
-    assert len(found) == len(set(found)) == 198 * T - left_out
+    assert len(found) == len(set(found)) == 98 * T - left_out
 
 
 @pytest.mark.parametrize("share", slow_except([0.0, 0.01, 0.37, 1.0], 0.0, 0.37))
@@ -289,57 +261,10 @@ def test_an_abandoned_iterator_leaves_no_threads(root: Path) -> None:
     assert not [one.name for one in threading.enumerate() if one.name.startswith("featx-tokens")]
 
 
-class ReaderThatCounts:
-    """Reads nothing; counts the segments that are asked for.
-
-    Attributes:
-        num_segments: number of segments so far.
-        highest: highest index of a place so far.
-    """
-
-    token_bytes = 16
-
-    def __init__(self) -> None:
-        self.num_segments, self.highest = 0, 0
-
-    def read_tasks(
-        self, rows: Any, positions: Any, out: Any, places: np.ndarray, size: int
-    ) -> list[Any]:
-        self.num_segments += 1
-        self.highest = max(self.highest, int(places.max()))
-        return [lambda: None]
-
-
-@pytest.mark.parametrize("batch_size", [50, 2000])
-def test_segments_are_read_ahead_as_far_as_there_is_room(batch_size: int) -> None:
-    """With large batches the tokens of several segments leave at once."""
-    selection = TokenSelection(np.arange(6000), np.arange(5))
-    extent = EpochSizes(len(selection), 300, 1, batch_size, False)
-    order = EpochOrder(TokenBlocks.of(selection, 1, 1), extent, (0, 0), 0, True)
-    reader, held = ReaderThatCounts(), extent.held_tokens
-    with ThreadPoolExecutor(1) as threads:
-        pool = TokenPool(reader, selection, order, held, 2000, threads)  # type: ignore[arg-type]
-        num_tokens, kept, ahead = 0, np.zeros(0, np.int64), []
-        for number, (tokens, slots) in enumerate(pool.outputs(0)):
-            ahead.append(reader.num_segments - order.delay - number)
-            num_tokens += len(tokens)
-            kept = np.concatenate([kept, slots])
-            assert len(np.unique(kept)) == len(kept), "a slot is given twice"
-            if len(kept) >= batch_size:
-                pool.release(kept)
-                kept = kept[:0]
-    assert num_tokens == len(selection)
-    assert reader.highest < held, "more is held than is said"
-    middle = ahead[: -order.delay]
-    assert min(middle) >= 1
-    assert max(middle) >= (5 if batch_size == 2000 else 1)
-    assert max(middle) <= 1 + held / 300 - 16
-
-
 IN_A_NEW_PROCESS = """
 import json, sys
 from featx.torch import TokenDataset
-data = TokenDataset(sys.argv[1], "tokens", tokens="all", batch_size=64, memory=40_000, block=7,
+data = TokenDataset(sys.argv[1], "tokens", tokens="all", batch_size=64, memory=20_000, block=7,
                     drop_last=False)
 data.load_state_dict(json.loads(sys.argv[2]))
 print(json.dumps([[b["row"].tolist(), b["position"].tolist()] for b in data]))
@@ -401,8 +326,7 @@ def test_a_pickled_dataset_reads_the_same(root: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["take", "epoch"])
-@pytest.mark.parametrize("direct", [False, True])
-def test_a_flipped_bit_is_an_error(tmp_path: Path, run: MadeRun, way: str, direct: bool) -> None:
+def test_a_flipped_bit_is_an_error(tmp_path: Path, run: MadeRun, way: str) -> None:
     root = run.copied(tmp_path / "store", packed=True)
     path = root / "features.h5"
     pattern = run.features["tokens"][10, 5].tobytes()
@@ -421,19 +345,18 @@ def test_failed_rows_and_absent_positions_are_refused(root: Path) -> None:
     data = dataset(root)
     with pytest.raises(StoreError, match="row 3 is not ok"):
         data.take([4, 3], 0)
-    for rows, positions in (([200], [0]), ([-1], [0]), ([0], [T])):
+    for rows, positions in (([100], [0]), ([-1], [0]), ([0], [T])):
         with pytest.raises(IndexError, match="was asked for"):
             data.take(rows, positions)
     assert data.take([], []).shape == (0, C)
 
 
 def test_masks_choose_rows_and_positions(root: Path) -> None:
-    of_class, odd = np.arange(200) % 7 == 4, np.arange(T) % 2 == 1
+    of_class, odd = np.arange(100) % 7 == 4, np.arange(T) % 2 == 1
     data = dataset(root, rows=of_class, tokens=odd, drop_last=False)
-    by_number = dataset(
-        root, rows=np.flatnonzero(of_class), tokens=np.flatnonzero(odd), drop_last=False
-    )
-    expected = {(r, p) for r in np.flatnonzero(of_class) if r != 3 for p in np.flatnonzero(odd)}
+    rows, positions = np.flatnonzero(of_class), np.flatnonzero(odd)
+    by_number = dataset(root, rows=rows, tokens=positions, drop_last=False)
+    expected = {(row, position) for row in rows for position in positions}
     assert set(identities(data)) == set(identities(by_number)) == expected
     for row, position in (([True, False], [0, 0]), ([0.5], [0]), ([0], [1.0])):
         with pytest.raises(IndexError, match="expected integers"):
@@ -447,8 +370,6 @@ def test_a_state_of_something_else_is_refused(root: Path) -> None:
 
 
 def test_parts_that_are_packed_meanwhile(tmp_path: Path, run: MadeRun) -> None:
-    from made_store import pack_alone
-
     root = run.copied(tmp_path / "store")
     data = dataset(root)
     expected = list(data)
@@ -460,18 +381,13 @@ def test_parts_that_are_packed_meanwhile(tmp_path: Path, run: MadeRun) -> None:
     assert_equal_batches(list(pickle.loads(pickle.dumps(data))), expected)
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_parts_that_are_packed_before_jobs_read_them(
-    tmp_path: Path, run: MadeRun, direct: bool
-) -> None:
-    from made_store import pack_alone
-
+def test_parts_that_are_packed_before_jobs_read_them(tmp_path: Path, run: MadeRun) -> None:
     root = run.copied(tmp_path / "store")
     reader = TokenReader(featx.open(root), "tokens")
-    out = np.zeros((90 * T, C * 2), np.uint8)
-    rows, positions = np.divmod(np.arange(100 * T, 190 * T), T)
+    out = np.zeros((45 * T, C * 2), np.uint8)
+    rows, positions = np.divmod(np.arange(50 * T, 95 * T), T)
     places = np.random.default_rng(0).permutation(len(out))
-    tasks = reader.read_tasks(rows, positions, out, places, 10_000)
+    tasks = reader.read_tasks(rows, positions, out, places, 5_000)
     assert len(tasks) > 1
     pack_alone(root)
     for path in (root / "parts").glob("*.h5"):
@@ -488,14 +404,14 @@ def test_arguments_that_do_not_fit(root: Path) -> None:
         ({"tokens": "odd"}, "expected 'all'"),
         ({"tokens": [21]}, "tokens: expected numbers from 0 to 20, and got 21"),
         ({"tokens": [0.5]}, "tokens: expected a list of integers or a mask of 21"),
-        ({"rows": [True, False]}, "rows: expected a list of integers or a mask of 200"),
+        ({"rows": [True, False]}, "rows: expected a list of integers or a mask of 100"),
         ({"rows": [1.5]}, "array of float64"),
         ({"rows": [-1]}, "got -1"),
         ({"seed": -1}, "seed=-1"),
         ({"per_image": 22}, "1 to 21"),
         ({"rows": [3]}, "none of the rows is ok"),
         ({"rank": 1}, "rank=1"),
-        ({"world_size": 10**15}, "world_size=1000000000000000: expected at most 4158, the number"),
+        ({"world_size": 10**15}, "world_size=1000000000000000: expected at most 2058, the number"),
         ({"threads": 0}, "threads=0"),
         ({"batch_size": 1.5}, "batch_size=1.5: expected a whole number"),
         ({"order": "random"}, "'shuffled' or 'stored'"),
@@ -555,7 +471,7 @@ def test_an_epoch_is_a_whole_number(root: Path) -> None:
 
 
 def test_so_many_ranks_that_none_has_a_batch_are_refused_at_once(root: Path) -> None:
-    many = dataset(root, per_image=1, world_size=198, drop_last=True)
+    many = dataset(root, per_image=1, world_size=98, drop_last=True)
     with pytest.raises(ValueError, match="drop_last leaves such a batch out"):
         next(iter(many))
 

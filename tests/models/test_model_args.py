@@ -50,9 +50,13 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("name", "args"),
     [
         ("test_vit", {}),
-        ("test_vit", {"dynamic_img_size": True}),
+        pytest.param("test_vit", {"dynamic_img_size": True}, marks=pytest.mark.slow),
         ("test_efficientnet", {}),
-        ("swin_tiny_patch4_window7_224", {"depths": [1, 1, 1, 1], "embed_dim": 24}),
+        pytest.param(
+            "swin_tiny_patch4_window7_224",
+            {"depths": [1, 1, 1, 1], "embed_dim": 24},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_timm_is_fed_the_size_that_it_is_built_for(name: str, args: dict[str, Any]) -> None:

@@ -148,8 +148,8 @@ def test_rows_show_as_they_come(first: MadeRun, tmp_path: Path, packed: bool) ->
 
 STORIES = list(itertools.permutations(["layers", "rows", "more rows"]))
 TESTED_STORIES = [
-    *STORIES[1:3],
-    *(pytest.param(story, marks=pytest.mark.slow) for story in STORIES[:1] + STORIES[3:]),
+    STORIES[1],
+    *(pytest.param(story, marks=pytest.mark.slow) for story in STORIES[:1] + STORIES[2:]),
 ]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import with_path
+from conftest import slow_except, with_path
 from made_store import MadeRun, as_bfloat16, dataset_digests, make_run, temporary_files
 from system_calls import Calls, watched
 
@@ -51,7 +51,7 @@ def written(run: MadeRun, root: Path, batch: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("batch", [3, 4096])
+@pytest.mark.parametrize("batch", slow_except([3, 4096], 3))
 def test_the_bytes_are_those_of_a_part_built_in_memory(
     name: str, batch: int, tmp_path: Path
 ) -> None:

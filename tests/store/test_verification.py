@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import slow_except
 from made_store import MadeRun, edited, joined, make_added, make_grown, make_run, stored_sums
 
 from featx.errors import StoreError
@@ -220,7 +221,7 @@ IN_A_FILE: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "part"])
+@pytest.mark.parametrize("packed", slow_except([True, False], True))
 @pytest.mark.parametrize("kind", IN_A_FILE)
 def test_damage_in_a_file_is_found_and_named(
     run: MadeRun, tmp_path: Path, kind: str, packed: bool

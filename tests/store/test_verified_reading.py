@@ -19,7 +19,8 @@ from featx.store import FeatureStore
 from featx.store.filter_pipeline import Pipeline
 
 NUM_ROWS = 56
-CODECS = ["none", "gzip", "zstd"]
+WAYS = [("none", True), ("none", False), ("gzip", False), ("zstd", True)]
+"""Codec, and whether the store is packed."""
 
 
 @pytest.fixture(params=[True, False], ids=["packed", "parts"])
@@ -68,7 +69,7 @@ READS: list[Callable[[FeatureStore], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "packed"), WAYS)
 def test_a_flipped_value_is_refused(tmp_path: Path, codec: str, packed: bool) -> None:
     root = made(codec).copied(tmp_path, packed=packed)
     flip_value(root, 40)
@@ -82,7 +83,7 @@ def test_a_flipped_value_is_refused(tmp_path: Path, codec: str, packed: bool) ->
         assert f"job=verify store={root} verify.repair=true" in text
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "packed"), WAYS)
 def test_other_chunks_are_still_read(tmp_path: Path, codec: str, packed: bool) -> None:
     run = made(codec)
     root = run.copied(tmp_path, packed=packed)

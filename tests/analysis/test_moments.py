@@ -75,33 +75,6 @@ def assert_close(found: torch.Tensor, expected: np.ndarray, relative: float = 1e
 # The numbers
 
 
-@pytest.mark.parametrize("num_rows", [2, 7, 1000])
-def test_equal_numpy_on_the_whole_matrix(num_rows: int) -> None:
-    rows = made_rows(num_rows, 9)
-    x = rows.numpy()
-    moments = Moments.of(rows)
-    assert moments.count == num_rows
-    assert_close(moments.mean, x.mean(0))
-    for ddof in (0, 1):
-        assert_close(moments.covariance(ddof), np.cov(x, rowvar=False, ddof=ddof))
-        assert_close(moments.variance(ddof), x.var(0, ddof=ddof))
-        assert_close(moments.std(ddof), x.std(0, ddof=ddof))
-    assert_close(moments.second_moment, x.T @ x)
-    assert torch.equal(moments.scatter, moments.scatter.T)
-
-
-def test_the_diagonal_kind_holds_the_diagonal_of_the_full_one() -> None:
-    rows = made_rows(500, 9)
-    full, diagonal = Moments.of(rows), Moments.of(rows, kind="diagonal")
-    assert diagonal.scatter.shape == (9,)
-    assert torch.equal(diagonal.mean, full.mean)
-    assert_close(diagonal.scatter, full.scatter.diagonal().numpy())
-    assert_close(diagonal.variance(), full.variance().numpy())
-    assert_close(diagonal.second_moment, full.second_moment.diagonal().numpy())
-    with pytest.raises(ConfigError, match="kind='full'"):
-        diagonal.covariance()
-
-
 @pytest.mark.parametrize("kind", ["full", "diagonal"])
 def test_blocks_and_updates_and_merges_give_the_moments_of_all_rows(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +94,11 @@ def test_blocks_and_updates_and_merges_give_the_moments_of_all_rows(
         assert_close(moments.variance(), x.var(0, ddof=1))
         if kind == "full":
             assert_close(moments.covariance(), np.cov(x, rowvar=False))
+            assert_close(moments.covariance(0), np.cov(x, rowvar=False, ddof=0))
             assert torch.equal(moments.scatter, moments.scatter.T)
+        else:
+            with pytest.raises(ConfigError, match="kind='full'"):
+                moments.covariance()
 
 
 def exact(rows: torch.Tensor) -> tuple[list[Fraction], list[list[Fraction]]]:

@@ -18,6 +18,7 @@ from tiny_model import MODEL, extract, run_job, write_image, write_images
 import featx
 from featx.analysis.probe.heads import head_bytes, read_head
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.export.report.prediction_page import most_doubtful
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -105,6 +106,13 @@ def test_the_page_shows_the_most_doubtful_images_first(
     assert "bad.png" in text
     assert "1 of 42 images failed" in text
     assert "41 images, sorted by" in text
+
+
+def test_doubt_is_the_distance_of_the_two_largest_scores() -> None:
+    nan = float("nan")
+    scores = np.array([[0.5, 0.49, 0.01], [0.4, 0.1, 0.1], [nan] * 3, [0.9, 0.1, 0]], np.float32)
+    assert most_doubtful(scores).tolist() == [0, 1, 3]
+    assert most_doubtful(np.ones((2, 1), np.float32)).tolist() == [0, 1]
 
 
 def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from conftest import Completed, slow_except, with_path
 from made_store import make_run
 from object_server import RequestLog, num_parts, place, rows_of, upload
-from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_images
+from tiny_model import COMMAND, KEYS, TRUSTED, extract, run_job, write_image, write_images
 
 import featx as package
 from featx import jobs
@@ -159,8 +159,7 @@ def test_jobs_that_read_a_store(
     assert kept["accuracy"] == result["accuracy"]
     assert kept["store"] == out
     assert kept["head"]["file"] == "probe/conv.safetensors"
-    trusted = {key: KEYS["model"][key] for key in ("name", "library", "factory")}
-    sure = {"model": trusted, "data": str(images), "out": "predicted"}
+    sure = {"model": TRUSTED, "data": str(images), "out": "predicted"}
     assert run_job("predict", store=out, **sure) == 0
     assert Path("predicted/predictions.csv").read_text().count("\n") == 22
     capfd.readouterr()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from csv_rows import csv_rows
 from safetensors.numpy import load_file
-from tiny_model import MODEL, extract, run_job, write_image, write_images
+from tiny_model import TRUSTED, extract, run_job, write_image, write_images
 
 import featx
 from featx.analysis.probe.heads import head_bytes, read_head
@@ -58,8 +58,7 @@ def expected(store: featx.FeatureStore, layer: str) -> np.ndarray:
 
 def predict_job(**keys: Any) -> list[dict[str, str]]:
     code = keys.pop("code", 0)
-    trusted = {name: MODEL[name] for name in ("name", "library", "factory")}
-    keys = {"model": trusted, "out": "new", "device": "cpu", "store": "store", **keys}
+    keys = {"model": TRUSTED, "out": "new", "device": "cpu", "store": "store", **keys}
     assert run_job("predict", **keys) == code
     return csv_rows("new/predictions.csv")
 

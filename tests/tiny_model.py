@@ -20,6 +20,9 @@ MODEL = {
     "transform": {"resize": 32, "crop": 32},
 }
 
+TRUSTED = {key: MODEL[key] for key in ("name", "library", "factory")}
+"""The code of the model, for a job that reads the rest in the store."""
+
 KEYS = {
     "model": MODEL,
     "layers": ["conv"],
@@ -78,7 +81,7 @@ def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: An
     """The exit code of a job as the command runs it; its errors come through."""
     if job == "verify":
         # Code is imported only where the command names it.
-        keys = {"model": {key: MODEL[key] for key in ("name", "library", "factory")}, **keys}
+        keys = {"model": TRUSTED, **keys}
     node = job_options(job, json=json, show=show, **keys)
     config = from_composed(node)
     jobs.check(config)

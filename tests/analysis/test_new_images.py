@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image, write_images
+from tiny_model import MODEL, TRUSTED, extract, extract_in_steps, run_job, write_image, write_images
 from zoo import TwoStageConvNet
 
 import featx
@@ -148,8 +148,7 @@ def test_a_closed_embedder_says_so(store: featx.FeatureStore) -> None:
 
 
 def ask(**options: Any) -> int:
-    trusted = {name: MODEL[name] for name in ("name", "library", "factory")}
-    keys = {"store": "store", "device": "cpu", "layers": "pool", "model": trusted}
+    keys = {"store": "store", "device": "cpu", "layers": "pool", "model": TRUSTED}
     json_too = options.pop("json", False)
     return run_job("neighbors", json=json_too, **keys, neighbors=options)
 

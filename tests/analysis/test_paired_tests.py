@@ -67,17 +67,6 @@ def test_a_difference_that_all_resamples_share_has_no_interval(gains: list[int])
     assert bootstrapped_difference(np.array([2, 3]), np.array([2, 3])) is None
 
 
-def test_few_rows_are_not_told_apart_by_the_interval_alone() -> None:
-    found = compare(rows_with([True] * 6), rows_with([True] * 3 + [False] * 3))
-    assert found["interval"][0] > 0
-    assert found["p"] == 0.25
-    assert not found["told_apart"]
-    found = compare(rows_with([True]), rows_with([False]))
-    assert (found["interval"], found["p"], found["told_apart"]) == (None, 1, False)
-    found = compare(rows_with([True] * 10), rows_with([False] * 10))
-    assert (found["interval"], found["told_apart"]) == (None, True)
-
-
 def test_holm_gives_the_numbers_of_r() -> None:
     # p.adjust(p, "holm") of R 4.3
     assert holm([0.01, 0.02, 0.03, 0.04, 0.05]) == pytest.approx([0.05, 0.08, 0.09, 0.09, 0.09])

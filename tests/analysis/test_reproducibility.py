@@ -50,28 +50,21 @@ def assert_untouched(capsys: pytest.CaptureFixture[str], rows: int = 21, **keys:
     )
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"batch_size": 3, "part_rows": 8},  # neither the part nor the data set ends with a batch
-        pytest.param({"batch_size": 16, "part_rows": 32}, marks=pytest.mark.slow),
-        pytest.param({"decode": "reference"}, marks=pytest.mark.slow),
-        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
-        pytest.param({"dtype": "float32", "codec": "zstd"}, marks=pytest.mark.slow),
-        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"layers": {"conv": "avg", "deep": {"name": "grid", "size": 2}, "embedding": "none"}},
-            marks=pytest.mark.slow,
-        ),
-        {"layers": ["*"], "reduce": "flatten", "pack": True},
-        pytest.param(
-            {"layers": {"conv": {"name": "sample", "k": 3}, "embedding": "none"}},
-            marks=pytest.mark.slow,
-        ),
-        {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"},
-    ],
-    ids=lambda keys: "-".join(f"{key}={value}" for key, value in keys.items()),
-)
+AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
+UNEVEN = {"batch_size": 3, "part_rows": 8}
+"""Neither the part nor the data set ends with a whole batch."""
+
+WHOLE = {"layers": ["*"], "reduce": "flatten", "pack": True}
+
+SETTINGS: list[dict[str, Any]] = [
+    *(AUTO, UNEVEN, WHOLE, {"batch_size": 16, "part_rows": 32}, {"decode": "reference"}),
+    *({"dtype": "bfloat16"}, {"dtype": "float32", "codec": "zstd"}, {"precision": "bf16"}),
+    {"layers": {"conv": "avg", "deep": {"name": "grid", "size": 2}, "embedding": "none"}},
+    {"layers": {"conv": {"name": "sample", "k": 3}, "embedding": "none"}},
+]
+
+
+@pytest.mark.parametrize("keys", slow_except(SETTINGS, AUTO, UNEVEN, WHOLE), ids=str)
 def test_an_untouched_store_is_identical_in_every_row(
     photos: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any]
 ) -> None:

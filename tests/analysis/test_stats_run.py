@@ -332,7 +332,7 @@ def test_a_resume_keeps_the_threads_of_the_statistics(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unfinished", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("unfinished", [False, True])
 def test_other_settings_are_refused_with_the_difference(photos: Path, unfinished: bool) -> None:
     if unfinished:
         with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_model import MODEL, extract, run_job, write_image
+from tiny_model import TRUSTED, extract, run_job, write_image
 
 import featx
 from featx.base import csv_cell
@@ -49,8 +49,7 @@ def test_no_file_has_controls_or_formulas(store: featx.FeatureStore) -> None:
     run_job("duplicates", store="store")
     run_job("probe", store="store", device="cpu", probe={"shots": [2]})
     run_job("report", store="store", device="cpu", report={"tsne": False})
-    model = {key: MODEL[key] for key in ("name", "library", "factory")}
-    run_job("predict", store="store", data="photos", out="new", max_failures=1, model=model)
+    run_job("predict", store="store", data="photos", out="new", max_failures=1, model=TRUSTED)
     found = texts(".csv")
     names = {"failures", "neighbors", "duplicates", "few_shot", "predictions"}
     assert {Path(name).stem for name in found} == names

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import MODEL, extract, run_job, write_image
+from tiny_model import TRUSTED, extract, run_job, write_image
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -62,9 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         probe={"method": ["linear", "knn"], "shots": [2], "seeds": 2},
     )
     run_job("report", store=store, out=str(root / "report.html"), device="cpu")
-    trusted = {name: MODEL[name] for name in ("name", "library", "factory")}
     run_job(
-        "predict", store=store, data=str(root / "photos"), out=str(root), model=trusted,
+        "predict", store=store, data=str(root / "photos"), out=str(root), model=TRUSTED,
         device="cpu", max_failures=3,
     )  # fmt: skip
     return root

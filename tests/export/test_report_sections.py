@@ -20,8 +20,6 @@ import featx
 from featx.export.report.charts import (
     class_errors,
     confusion_map,
-    heat_map,
-    line_plot,
 )
 from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.layers import (
@@ -34,9 +32,7 @@ from featx.export.report.layers import (
 from featx.export.report.probe_results import Probes, probes_of
 from featx.export.report.provenance import reasons_of, speed_of
 from featx.export.report.similar_rows import (
-    hard_queries,
     neighbours_of,
-    random_queries,
     similar_pairs,
 )
 from featx.export.report.thumbnails import readable_part
@@ -190,24 +186,6 @@ def test_neighbours_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyPat
     assert not part["whole"]
 
 
-def test_random_queries_take_the_classes_in_turn() -> None:
-    labels = [0] * 30 + [1] * 2
-    store = store_of({"flat": np.ones((32, 2), np.float32)}, labels)
-    for seed in range(5):
-        rows = random_queries(store, np.arange(32), seed)
-        assert len(set(rows)) == 3
-        assert {labels[row] for row in rows[:2]} == {0, 1}
-
-
-def test_hard_queries_are_test_rows_with_few_neighbours_of_their_class() -> None:
-    rows = np.array([3, 5, 8, 9, 12, 20])
-    shares = np.array([0.1, 0.4, 0.0, np.nan, 0.9, 0.3])
-    every = np.ones(6, bool)
-    assert hard_queries(rows, shares, every) == [8, 3, 20]
-    assert hard_queries(rows, shares, np.array([True, True, False, True, True, False])) == [3, 5]
-    assert hard_queries(rows, None, every) == []
-
-
 def test_failures_are_grouped_by_reason() -> None:
     store = featx.open(make_run(21, failed=[0, 3, 4, 8, 11, 14]).write(Path("store")))
     found = {reason["status"]: reason for reason in reasons_of(store)}
@@ -287,16 +265,6 @@ def test_only_the_classes_with_most_errors_are_in_the_matrix() -> None:
     assert (first["name"], first["recall"], first["precision"]) == ("7", 8 / 12, 1)
     assert first["predicted"] == [("31", 4)]
     assert (second["name"], second["recall"], second["precision"]) == ("31", 1, 32 / 36)
-
-
-def test_labels_of_lines_do_not_overlap_and_long_names_are_cut() -> None:
-    curves = [(f"layer{i}", i == 0, [(0.5, 0.1), (0.9, 0.0)]) for i in range(4)]
-    found = line_plot(["1", "all"], curves, 0.1)
-    ends = sorted(line["label_y"] for line in found["lines"])
-    assert np.diff(ends).min() == pytest.approx(15)
-    assert found["lines"][0]["points"] == [(50.0, 122.0), (336.0, 35.6)]
-    assert found["lines"][0]["spreads"] == [(50.0, 143.6, 100.4)]
-    assert heat_map(["a" * 10 + "b" * 10], [""], {})["labels"] == ["a" * 8 + "…" + "b" * 7]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tiny_model import KEYS, MODEL, extract, run_job, write_images
+from tiny_model import KEYS, TRUSTED, extract, run_job, write_images
 
 from featx.config import (
     Config,
@@ -33,7 +33,6 @@ from featx.jobs import JOBS, Input, base, check, unread
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
-TRUSTED = {name: MODEL[name] for name in ("name", "library", "factory")}
 RUN = {**KEYS, "data": "photos", "part_rows": 32}
 
 

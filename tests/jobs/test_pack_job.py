@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", [pytest.param("none", marks=pytest.mark.slow), "zstd"])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_packed_later_is_what_is_packed_at_once(
     photos: Path, codec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from csv_rows import csv_rows
 from safetensors.numpy import load_file
-from tiny_model import MODEL, extract, run_job, write_image, write_images
+from tiny_model import TRUSTED, extract, run_job, write_image, write_images
 
 import featx
 from featx.analysis.probe.heads import head_bytes, read_head
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.export.report.prediction_page import most_doubtful
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -57,8 +58,7 @@ def expected(store: featx.FeatureStore, layer: str) -> np.ndarray:
 
 def predict_job(**keys: Any) -> list[dict[str, str]]:
     code = keys.pop("code", 0)
-    trusted = {name: MODEL[name] for name in ("name", "library", "factory")}
-    keys = {"model": trusted, "out": "new", "device": "cpu", "store": "store", **keys}
+    keys = {"model": TRUSTED, "out": "new", "device": "cpu", "store": "store", **keys}
     assert run_job("predict", **keys) == code
     return csv_rows("new/predictions.csv")
 
@@ -105,6 +105,13 @@ def test_the_page_shows_the_most_doubtful_images_first(
     assert "bad.png" in text
     assert "1 of 42 images failed" in text
     assert "41 images, sorted by" in text
+
+
+def test_doubt_is_the_distance_of_the_two_largest_scores() -> None:
+    nan = float("nan")
+    scores = np.array([[0.5, 0.49, 0.01], [0.4, 0.1, 0.1], [nan] * 3, [0.9, 0.1, 0]], np.float32)
+    assert most_doubtful(scores).tolist() == [0, 1, 3]
+    assert most_doubtful(np.ones((2, 1), np.float32)).tolist() == [0, 1]
 
 
 def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos: Path) -> None:

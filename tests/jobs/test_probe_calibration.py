@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import slow_except
 from probe_job import probe
 from probe_problem import blobs, write_store
 from safetensors.numpy import load_file
@@ -22,9 +23,7 @@ from featx.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 
-@pytest.mark.parametrize(
-    "factor", [0.4, *(pytest.param(each, marks=pytest.mark.slow) for each in (1.0, 5.0))]
-)
+@pytest.mark.parametrize("factor", slow_except([0.4, 1.0, 5.0], 0.4))
 def test_the_temperature_is_that_of_scipy_and_scikit_learn(factor: float) -> None:
     x, y = blobs(600, num_classes=4, signal=0.5)
     model = LogisticRegression(max_iter=2000).fit(x[:300], y[:300])

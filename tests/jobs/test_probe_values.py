@@ -138,42 +138,23 @@ def test_knn_averages_the_values_of_the_nearest_rows() -> None:
     assert [float(row["predicted"]) for row in rows] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("values", "task", "said"),
-    [
-        (np.arange(300) % 2 == 0, "classification", "column holds booleans"),
-        pytest.param(
-            np.arange(300) % 10,
-            "classification",
-            "column holds 10 different whole numbers",
-            marks=pytest.mark.slow,
-        ),
-        ((np.arange(300) % 10).astype(float), "classification", "holds 10 different whole numbers"),
-        pytest.param(
-            np.arange(300) // 10,
-            "classification",
-            "probe.task=regression predicts them as numbers",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            np.array(["a", "b", "c"])[Y],
-            "classification",
-            "column holds text",
-            marks=pytest.mark.slow,
-        ),
-        (AGE, "regression", "column holds fractional numbers"),
-    ],
-    ids=["booleans", "digits", "whole floats", "ages", "text", "fractional"],
-)
-def test_auto_never_takes_whole_numbers_as_numbers(
-    values: np.ndarray, task: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store_with(column=values)
-    found = probe(label_column="column")
-    assert found["task"] == task
-    assert said in found["task_reason"]
-    out = " ".join(capsys.readouterr().out.split())
-    assert f"task {task}: {found['task_reason']}" in out
+def test_auto_never_takes_whole_numbers_as_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = np.arange(300)
+    columns = {
+        "flags": (numbers % 2 == 0, "flags holds booleans"),
+        "digits": (numbers % 10, "digits holds 10 different whole numbers"),
+        "whole_floats": ((numbers % 10).astype(float), "holds 10 different whole numbers"),
+        "ages": (numbers // 10, "probe.task=regression predicts them as numbers"),
+        "texts": (np.array(["a", "b", "c"])[Y], "texts holds text"),
+        "shares": (AGE, "shares holds fractional numbers"),
+    }
+    store_with(**{name: values for name, (values, _) in columns.items()})
+    for name, (_, said) in columns.items():
+        found = probe(label_column=name)
+        assert found["task"] == ("regression" if name == "shares" else "classification")
+        assert said in found["task_reason"]
+        out = " ".join(capsys.readouterr().out.split())
+        assert f"task {found['task']}: {found['task_reason']}" in out
 
 
 def test_the_first_text_in_a_column_of_numbers_is_named() -> None:

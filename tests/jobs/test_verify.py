@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import Stored
+from conftest import Stored, slow_except
 from made_store import dataset_digests
 from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image
 
@@ -143,15 +143,7 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
     assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "flipped",
-        pytest.param("truncated", marks=pytest.mark.slow),
-        pytest.param("swapped", marks=pytest.mark.slow),
-        pytest.param("gone", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("how", slow_except(["flipped", "truncated", "swapped", "gone"], "flipped"))
 def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
     stored: Stored,
     capsys: pytest.CaptureFixture[str],
@@ -227,9 +219,9 @@ def raises_runtime_error(*args: Any) -> None:
     raise RuntimeError
 
 
-@pytest.mark.parametrize("pack", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pack", slow_except([True, False], True))
 @pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
-@pytest.mark.parametrize("how", ["lost", pytest.param("damaged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", slow_except(["lost", "damaged"], "lost"))
 def test_a_lost_manifest_or_listing_is_restored(
     stored: Stored, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]],
     name: str, pack: bool, how: str,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import make_image
+from conftest import make_image, slow_except
 from tiny_model import extract as extract_custom
 from tiny_model import write_image, write_images
 
@@ -266,13 +266,7 @@ def test_a_doubt_of_the_store_builds_the_model(would_build: Extract, doubt: str)
     assert would_build()
 
 
-@pytest.mark.parametrize(
-    "doubt",
-    [
-        each if each in ("rows cut", "summary lost") else pytest.param(each, marks=pytest.mark.slow)
-        for each in DOUBTS_OF_THE_STORE
-    ],
-)
+@pytest.mark.parametrize("doubt", slow_except(DOUBTS_OF_THE_STORE, "rows cut"))
 def test_after_a_doubt_of_the_store_it_is_known_again(extract_again: Extract, doubt: str) -> None:
     check_doubt(extract_again, DOUBTS_OF_THE_STORE[doubt])
 

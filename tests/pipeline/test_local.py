@@ -155,9 +155,7 @@ def test_one_that_did_not_come_up_is_replaced(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
     work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path, signum: int
 ) -> None:

@@ -403,19 +403,6 @@ def test_a_signal_ends_the_run_and_records_what_is_committed(pool: FakePool) -> 
     assert pool.graces == [5.0, 0.0]
 
 
-def test_a_report_is_the_same_after_its_way_through_a_file(tmp_path: Path) -> None:
-    error = WorkerError("ValueError", "a bug", "Traceback", "part 3 (rows 12 to 15)")
-    for report in (
-        WorkerReport(),
-        WorkerReport(
-            3, {"flat": 1}, {"model": 1.5}, 10, 20, {"truncated": 2}, "SIGTERM", "", error
-        ),
-    ):
-        (tmp_path / "report.json").write_text(report.to_json())
-        assert WorkerReport.read(tmp_path / "report.json") == report
-    assert WorkerReport.read(tmp_path / "none.json") is None
-
-
 def test_executors_register_themselves() -> None:
     assert EXECUTORS.names() == ("local", "ray", "slurm")
     assert EXECUTORS.get("ray").extra == "ray"

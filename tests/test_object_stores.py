@@ -167,7 +167,7 @@ def test_jobs_that_read_a_store(
     assert "in an object store" in capfd.readouterr().out
     assert run_job("export", store=out, out="exported", export={"format": "npy"}) == 0
     assert np.load("exported/features/conv.npy").tobytes() == package.open(out)["conv"][:].tobytes()
-    dataset = FeatureDataset(out, "conv")
+    dataset = FeatureDataset(out, "conv", dtype=None)
     assert dataset[3][0].numpy().tobytes() == package.open(out)["conv"][3].tobytes()
     for job in ("export", "neighbors", "duplicates", "cka", "report"):
         with pytest.raises(ConfigError, match=r"lies in an object store: say where with out=DIR"):

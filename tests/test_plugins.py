@@ -60,13 +60,13 @@ def test_an_installed_package_adds_a_source_and_a_format(installed: Path, tmp_pa
 
 
 def test_an_installed_package_adds_a_model_library(installed: Path, tmp_path: Path) -> None:
-    run = ("data=stripes", "model.weights=null", "layers=['3']", "out=store")
+    run = ("data=stripes", "model.weights=null", "layers=['1']", "out=store")
     done = run_featx(
         tmp_path, *run, "model=patches", "executor.workers=2", "part_rows=4", path=[installed]
     )
     assert done.returncode == 0, done.stderr
     store = featx.open(tmp_path / "store")
-    assert store["3"].shape == (8, 8)
+    assert store["1"].shape == (8, 8, 1, 1)
     assert store.attrs["model"] == "patches/patches16"
     done = run_featx(tmp_path, *run, "model=patches", "model.name=patches8", path=[installed])
     assert (done.returncode, "'patches/patches16'" in done.stderr) == (2, True), done.stderr
@@ -117,6 +117,8 @@ def test_without_the_package_its_store_says_what_is_missing(
 def test_the_docs_show_the_example() -> None:
     text = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```(?:python|toml)\n# ([\w/.]+)\n(.*?)^```", text, re.M | re.S)
-    assert len(shown) == 4
-    for path, block in shown:
+    *of_package, (test, _) = shown
+    assert len(of_package) == 4
+    assert test == "test_my_source.py"
+    for path, block in of_package:
         assert (EXAMPLE / path).read_text(encoding="utf-8") == block, path

@@ -80,7 +80,7 @@ def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[st
         manifest = _manifest(root)
         run_config = config_of_run(config, root, manifest, run)
         check_extraction(run_config, run.header.config, engine_spec(run_config.job.name), manifest)
-    is_to_pack = (root / layout.PACKED).exists() or _awaits_packing(root)
+    is_to_pack = not is_url(root) and ((root / layout.PACKED).exists() or _awaits_packing(root))
     runs = repair_files(report)
     manifest = _manifest(root)
     missing_of_run = missing_parts(root, manifest)
@@ -100,8 +100,6 @@ def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[st
 
 def _awaits_packing(root: Path) -> bool:
     """Return whether a repair of a packed store was killed before it packed the store again."""
-    if is_url(root) or (root / layout.PACKED).exists():
-        return False
     was_packed = layout.PACKED in DamageRecord.read(root).files
     return was_packed and from_saved(_manifest(root).runs[-1].header.config).pack is not False
 

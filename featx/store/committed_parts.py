@@ -148,10 +148,11 @@ class CommittedParts:
             remove_parts(self._disk)
         if problem is not None:
             self._keep_packed_rows(packed, problem, manifest, stored)
-        # features.h5 stays in the record until it is there again, so that a repair packs the store.
+        # features.h5 stays in the record until it is there again, so that a repair packs the store;
+        # an object store is not packed.
         awaits_packing = layout.PACKED in self._record.files and not self.num_packed_runs
         files = {layout.part_name(index) for index in self._lost}
-        if problem is not None or awaits_packing:
+        if (problem is not None or awaits_packing) and (packed.exists() or not is_url(packed)):
             files.add(layout.PACKED)
         self._write_record(frozenset(files))
 

@@ -59,7 +59,7 @@ def run_extraction(
     """
     if not known_rows_only and _has_only_failures(config):
         log_message(f"every row of {shown_path(parse_path(config.out))} failed: starting again.")
-        config = replace(config, overwrite=True)
+        config = replace(config, overwrite=True, refresh=False)
     output = FeatureOutput(config, config_yaml, known_rows_only, observe, source)
     return run_output(output, config_yaml, engine_spec)
 

@@ -147,19 +147,3 @@ def test_labels_of_xy_are_classes() -> None:
     _, y = extract("photos").xy("conv")
     assert sorted(set(y.tolist())) == [0, 1]
     assert len(y) == 6
-
-
-@pytest.mark.parametrize("refresh", [False, "auto"])
-def test_a_store_whose_rows_all_failed_is_begun_anew(
-    refresh: bool | str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    photos = write_images(Path("photos"), 2)
-    images = {path: path.read_bytes() for path in photos.rglob("*.png")}
-    for path in images:
-        path.write_bytes(b"no image")
-    assert not extract("photos", max_failures=1.0, refresh=refresh).ok.any()
-    for path, data in images.items():
-        path.write_bytes(data)
-    capsys.readouterr()
-    assert extract("photos", max_failures=1.0, refresh=refresh).ok.all()
-    assert "every row of store failed: starting again" in capsys.readouterr().err

@@ -140,12 +140,15 @@ def test_a_missing_folder_of_images_is_named(folder: Path) -> None:
         featx.extract(data=data, out=folder / "out")
 
 
-def test_a_store_in_which_every_row_failed_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refresh", [False, "auto"])
+def test_a_store_in_which_every_row_failed_is_started_again(
+    tmp_path: Path, refresh: bool | str
+) -> None:
     images = tmp_path / "images"
     images.mkdir()
     for i in range(3):
         (images / f"{i}.png").write_bytes(b"no image")
-    extract = {**KEYS, "data": images, "out": tmp_path / "out"}
+    extract = {**KEYS, "data": images, "out": tmp_path / "out", "refresh": refresh}
     assert not featx.extract(**extract).ok.any()  # type: ignore[arg-type]
     for i in range(3):
         Image.fromarray(np.full((40, 40, 3), i * 50, np.uint8)).save(images / f"{i}.png")

@@ -56,7 +56,7 @@ class Edge:
     consumers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=64))
 
 
-class WatchedView(NamedTuple):
+class _WatchedView(NamedTuple):
     """A view whose gradient is followed, until something is written to the memory behind it.
 
     Attributes:
@@ -114,7 +114,7 @@ def every_call(
             if on_gradient is None or not tensor.requires_grad:
                 continue
             base = tensor if tensor._base is None else tensor._base
-            views_of_base: list[WatchedView] = views.setdefault(base, [])  # type: ignore[no-untyped-call]
+            views_of_base: list[_WatchedView] = views.setdefault(base, [])  # type: ignore[no-untyped-call]
             while views_of_base and views_of_base[0].version != base._version:
                 view = views_of_base.pop(0)
                 tensor_hooks.add_to_written_view(
@@ -129,7 +129,7 @@ def every_call(
                 if tensor is not base:
                     offset = int(tensor.storage_offset() - base.storage_offset())
                     place = tensor.size(), tensor.stride(), offset
-                    view = WatchedView(edge, place, base._version, base.grad_fn)
+                    view = _WatchedView(edge, place, base._version, base.grad_fn)
                     views_of_base.append(view)
             yield edge
 

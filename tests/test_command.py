@@ -60,6 +60,13 @@ MISTAKES = [
     (["max_failures=-1"], "max_failures=-1: expected a share"),
     (["data=folder", "data.root=/a b/c=d,#[x]'é"], "/a b/c=d,#[x]'é does not exist"),
     (["data=/no/such/folder"], "data.root=/no/such/folder does not exist"),
+    (["data=s3://bucket/photos"], "data.root=s3://bucket/photos: data=folder reads from a disk"),
+    (
+        ["data=hdf5", "data.root=https://host/a.h5", "data.dataset=images"],
+        "data=hdf5 reads from a disk",
+    ),
+    (["data=cifar10"], "Nearest: torchvision."),
+    (["out=runs/photos.h5"], "Give out=runs/photos, or another folder."),
     (["data=folder", "data.root=1e5"], "data.root=1e5 does not exist"),
     (["reduce=mean"], "Nearest: avg"),
     (["data=photo"], "data=./photos"),

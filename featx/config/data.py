@@ -10,6 +10,7 @@ from annotated_types import Gt, Le, Len
 
 from featx.config.checks import Count, OneOrMore, OnlyWith, Positive, options
 from featx.errors import ConfigError
+from featx.storage import is_url
 
 OBJECT_SOURCE = "python"
 """Source of a data set that a Python program passes as an object; the command cannot name it."""
@@ -154,5 +155,15 @@ class DataConfig:
 
     @property
     def path(self) -> Path:
-        """data.root as a path, in which '~' is expanded."""
-        return Path(self.location).expanduser()
+        """data.root as a path, in which '~' is expanded.
+
+        Raises:
+            ConfigError: it is a URL.
+        """
+        path = Path(self.location).expanduser()
+        if is_url(self.location) and not path.exists():
+            raise ConfigError(
+                f"data.root={self.location}: data={self.name} reads from a disk. From S3 or the "
+                "web, featx reads tar shards: data=webdataset data.root=URL."
+            )
+        return path

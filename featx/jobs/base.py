@@ -176,6 +176,8 @@ def unread(config: Config, names: Collection[str]) -> dict[str, str]:
             sentences[option] = f"{option} has no effect with job={job.name}: {job.why}."
         else:
             sentences[option] = f"{option} has an effect {_readers_text(name)}."
+            if name == "store" and job.makes_store:
+                sentences[option] += f" job={job.name} writes its store to out=DIR."
     return sentences
 
 

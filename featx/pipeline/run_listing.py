@@ -23,11 +23,21 @@ from featx.store import (
 )
 from featx.types import Listing, Source
 
+_FILE_SUFFIXES = (".csv", ".h5", ".hdf5", ".npy", ".npz", ".parquet", ".pt", ".pth")
+"""Endings of files, which nobody expects of a folder."""
+
 
 def check_out(out: Path) -> None:
-    """Raise ConfigError if `out` exists and is not a folder."""
-    if out.exists() and not out.is_dir():
+    """Raise ConfigError if `out` is a file, or does not exist and is named like one."""
+    if out.is_dir():
+        return
+    if out.exists():
         raise ConfigError(f"out={out} is a file; expected a folder for the store.")
+    if out.suffix.lower() in _FILE_SUFFIXES:
+        raise ConfigError(
+            f"out={out} is named like a file, and a store is a folder, in which features.h5 holds "
+            f"the rows. Give out={out.with_suffix('')}, or another folder."
+        )
 
 
 def list_images(

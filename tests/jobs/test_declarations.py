@@ -244,6 +244,7 @@ def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
         ("predict", {"store": "store", "batch_size": "auto"}, "batch_size has no effect"),
         ("layers", {"reduce": "avg"}, "reduce has no effect with job=layers"),
         ("extract", {"probe": {"k": None}}, r"probe\.k has an effect with job=probe only"),
+        ("extract", {"store": "photos"}, "job=extract writes its store to out=DIR"),
     ],
 )
 def test_what_is_given_and_not_read_is_refused_also_with_its_default(

@@ -19,6 +19,10 @@ from featx.images.rgb_conversion import PixelScale
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+_RESIZES_CHANNELS_LAST = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+"""Whether torch resizes uint8 images of three channels as they lie in memory. This takes 0.5 to 0.8
+of the time of separate channels, with the same result; on other CPUs 1.2 to 1.4 times."""
+
 
 @dataclass(frozen=True)
 class Preprocess:
@@ -158,9 +162,11 @@ class Preprocess:
             within 1 of Pillow's, if both resize the same axis first (`_rows_first`); otherwise
             bicubic pixels at edges differ by up to 20.
         """
-        # These strides are channels-last for torch, which resizes such images in two thirds of the
-        # time; [None] behind `permute` would give the dimension of the batch another stride.
-        x = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+        if _RESIZES_CHANNELS_LAST:
+            # `permute` before [None] would give the batch dimension a stride that hides the layout.
+            x = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+        else:
+            x = torch.from_numpy(image).permute(2, 0, 1)[None]
         size = self._resized_size(x)
         if _rows_first(x, size):
             x = self._interpolate(x, (size[0], x.shape[3]))

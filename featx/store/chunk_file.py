@@ -248,11 +248,11 @@ class ChunkFile:
             require(chunks.stop == chunks.shape[0], f"rows of {path} never arrived")
             self.hdf5[f"{layout.CHECKSUMS}/{path}"] = chunks.sums
 
-    def content(self) -> memoryview:
+    def content(self) -> bytes:
         """Bytes of a file that is built in memory; raises RunError if it reads back differently."""
         self._close()
         assert isinstance(self._image, io.BytesIO)
-        return self._image.getbuffer()
+        return self._image.getvalue()  # which copies nothing
 
     def publish(self) -> bool:
         """Sync a file on a disk, read it back, and give it its name; see `UnfinishedFile.publish`.

@@ -29,7 +29,7 @@ _ROWS_AT_ONCE = 1 << 18
 """Rows whose states are read together."""
 
 
-def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
+def image_states_file(states: npt.NDArray[np.void]) -> bytes:
     """Content of images.h5: /size, /mtime_ns and /tag, (N,) int64 each."""
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
@@ -38,7 +38,7 @@ def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
             file.create_dataset(
                 name, data=states[name], compression="gzip", compression_opts=1, shuffle=True
             )
-    return buffer.getbuffer()
+    return buffer.getvalue()
 
 
 def write_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.void]) -> None:

@@ -91,7 +91,7 @@ def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
     file[f"{layout.CHECKSUMS}/{layout.CLASSES}"] = np.array([layout.checksum(values)], np.uint64)
 
 
-def listing_file(listing: Listing) -> memoryview:
+def listing_file(listing: Listing) -> bytes:
     """Content of samples.h5: /key, /label, /classes and /columns of all rows, with checksums."""
     with ChunkFile(Path(layout.LISTING)) as file:
         _fill(file, listing)

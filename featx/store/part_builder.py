@@ -115,7 +115,7 @@ class PartBuilder:
         if self.file is not None:
             self.file.discard()
 
-    def build(self, run: Run, listing: Listing, manifest: bytes) -> memoryview:
+    def build(self, run: Run, listing: Listing, manifest: bytes) -> bytes:
         """Build the HDF5 file in memory and check it.
 
         Args:

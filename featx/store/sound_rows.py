@@ -64,7 +64,7 @@ class SoundRows:
         edges = np.flatnonzero(np.diff(~self.good, prepend=False, append=False)) + self.part.start
         return [(first, last) for first, last in edges.reshape(-1, 2).tolist()]
 
-    def build(self, run: Run, listing: Listing, manifest: Manifest) -> memoryview:
+    def build(self, run: Run, listing: Listing, manifest: Manifest) -> bytes:
         """Build the file of the part, all rows of which are sound."""
         builder = PartBuilder(self.part, run.layers)
         builder.add(self.part.start, self.features, self.failures, self.images, self.damaged)

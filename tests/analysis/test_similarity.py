@@ -287,7 +287,7 @@ def exact_rsa(x: np.ndarray, y: np.ndarray) -> float:
     ranks = [
         scipy.stats.rankdata([each / max(d) for each in d]) for d in (distances(x), distances(y))
     ]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(np.array(ranks, float))[0, 1])
 
 
 class TestLayerSimilarity:

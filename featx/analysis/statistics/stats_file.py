@@ -97,7 +97,7 @@ class Contents(NamedTuple):
 
 def file_bytes(
     root: Mapping[str, Any], layers: Mapping[str, StatsLayer], contents: Contents
-) -> memoryview:
+) -> bytes:
     """Build a file in memory, and verify it by reading it back.
 
     Returns:
@@ -119,10 +119,10 @@ def file_bytes(
         for path, values in datasets.items():
             if not np.array_equal(file[path][()], values):
                 raise memory_mismatch_error(STATS_FILE, path)
-    data = buffer.getbuffer()
-    # The checksum is written last, into the user block, because it covers everything behind it.
-    data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
-    return data
+    with buffer.getbuffer() as data:
+        # The checksum is written last, into the user block, because it covers everything behind it.
+        data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
+    return buffer.getvalue()
 
 
 def _datasets(contents: Contents) -> dict[str, npt.NDArray[Any]]:

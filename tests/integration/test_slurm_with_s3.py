@@ -35,6 +35,12 @@ if os.environ.get("SLURMD_NODENAME") == "n2":
 """
 """sitecustomize of a node whose clock is wrong."""
 
+DATE = """#!/bin/sh
+[ "$SLURMD_NODENAME" = n2 ] || exec /bin/date "$@"
+exec /bin/date -d "@$(($(/bin/date +%s) + CLOCK_IS_OFF_BY))" "$@"
+"""
+"""The command `date` of such a node."""
+
 
 def is_whole(photos: Path) -> None:
     """Every row is that of a run to the disk."""
@@ -99,7 +105,10 @@ def test_a_node_whose_clock_is_wrong(
 ) -> None:
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(CLOCK)
+    (tmp_path / "clock" / "date").write_text(DATE)
+    (tmp_path / "clock" / "date").chmod(0o755)
     there = {**with_path(tmp_path / "clock", TESTS), "CLOCK_IS_OFF_BY": str(off_by_s)}
+    there["PATH"] = f"{tmp_path / 'clock'}{os.pathsep}{there['PATH']}"
     more = ("executor.workers=4", "executor.time_limit_min=4")
     with running_driver(*GIVEN, *more, pause_s=2, environment=there) as driver:
         assert driver.finish() == 0, driver.output

@@ -237,8 +237,8 @@ RUNS = {
         Step("job=export store=store export.format=npy out=exported", 2),
         COPIED,
         "job=verify store=store",
-        "$ $PYTHON -m flip store/features.h5 features/pool 6; rm photos/*/006.*",
-        Step(f"job=verify store=store verify.repair=true {FACTORY}", 2),
+        "$ $PYTHON -m flip store/features.h5 features/pool 6; rm photos/*/018.*",
+        f"job=verify store=store verify.repair=true {FACTORY}",
     ),
 }
 """Resumes, kills, executors, growth and damage."""

@@ -23,8 +23,7 @@ def num_cpus() -> int:
 def take_cpus(count: int | None) -> None:
     """Limit this process to `count` CPUs, because other processes of the run use the others.
 
-    Args:
-        count: number of CPUs; None removes the limit.
+    None removes the limit.
     """
     global _cpu_limit
     _cpu_limit = count
@@ -43,9 +42,6 @@ def free_memory(root: Path = Path("/")) -> float | None:
     """Bytes that this process may still allocate, or None outside Linux.
 
     It is the available memory of the machine, limited by the control groups of this process.
-
-    Args:
-        root: root of the file system, another one in tests.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()

@@ -60,12 +60,8 @@ class ModuleHooks:
     ) -> None:
         """Register hooks of one module.
 
-        Args:
-            module: the module.
-            before: called before each call.
-            after: called after each call.
-            first: whether they run before the hooks that the module has.
-            always: whether `after` is called also if the call raises an exception.
+        With `first` they run before the hooks that the module has; with `always`, `after` is called
+        also if the call raises an exception.
         """
         if before is not None:
             hook = _Hook(module, before)
@@ -89,15 +85,7 @@ class ModuleHooks:
         first: bool = False,
         always: bool = False,
     ) -> None:
-        """Register hooks of several modules, whose functions also take the name as first argument.
-
-        Args:
-            modules: dotted name -> module.
-            before: called with (name, module, args, kwargs).
-            after: called with (name, module, args, kwargs, output).
-            first: as for `add`.
-            always: as for `add`.
-        """
+        """Register hooks of several modules; their functions take the name as first argument."""
         try:
             for name, module in modules.items():
                 named = [each and functools.partial(each, name) for each in (before, after)]
@@ -193,14 +181,7 @@ def may_fire(handle: Any) -> bool:
 
 
 def refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
-    """Check that none of the modules is TorchScript.
-
-    Args:
-        modules: dotted name -> module; the name of the model itself is ''.
-
-    Raises:
-        ModelError: one of them is TorchScript.
-    """
+    """Raise ModelError if one of the modules is TorchScript; the name of the model itself is ''."""
     for name, module in modules.items():
         if isinstance(module, jit.ScriptModule):
             raise ModelError(

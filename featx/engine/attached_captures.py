@@ -90,7 +90,6 @@ class AttachedCaptures:
     """Captures of a model, and what its first forward pass with hooks has shown.
 
     Attributes:
-        points: the captures.
         order: their names in the order in which they fire; None if not yet known.
         operations: operations of the trace up to the last capture, which every pass must repeat;
             None if there is no trace or no operation.
@@ -122,12 +121,9 @@ class AttachedCaptures:
     ) -> CaptureHooks:
         """Return hooks that check each pass against the first one.
 
-        Args:
-            module: module that is hooked.
-            keep: function that is called with each captured tensor.
-            score: gradient target; None unless gradients are captured.
-            stop: whether a pass may end after the last capture; it never does if the control flow
-                follows the data.
+        `keep` is called with each captured tensor; `score` is None unless gradients are captured.
+        With `stop` a pass may end after the last capture, but never if the control flow follows the
+        data.
         """
         num_calls = self.num_calls if self.follows_data else None
         expected = Expected(self.order, self.operations, num_calls, stop and num_calls is None)
@@ -136,9 +132,7 @@ class AttachedCaptures:
     def score(self, target: str | int, labels: Callable[[], torch.Tensor | None]) -> Score | None:
         """Return the function that computes the gradient target; None without gradients.
 
-        Args:
-            target: gradient target.
-            labels: returns the (B,) int64 labels of the current batch, or None.
+        `labels` returns the (B,) int64 labels of the current batch, or None.
         """
         if not self.takes_gradients:
             return None
@@ -154,10 +148,7 @@ def attach_captures(
     """Decide captures: their row shapes, and where a pass may end.
 
     The rows of the trial images are checked to depend on their own image only; noise replaces
-    missing images.
-
-    Returns:
-        The captures, and a collector that expects their tensors.
+    missing images. The collector that is returned expects the tensors of the captures.
     """
     captures = AttachedCaptures(tuple(point for point, _ in chosen))
     if model.traced is not None:

@@ -35,13 +35,7 @@ _TRACE_BATCH, ATTACH_BATCH = 2, 3
 class DeviceModel:
     """A backbone on one device, without captures; a context manager.
 
-    Args:
-        backbone: model with its preprocessing.
-        device: device to which the model is moved.
-
     Attributes:
-        backbone: as given.
-        device: as given.
         module: module of the backbone, on the device.
         plain_modules: names of the modules whose fused attention `trace` has turned off.
         traced: forward pass that `trace` recorded last, or None.

@@ -40,18 +40,10 @@ def explain_missing_plain_path(point: CapturePoint, reduce: StoredReduce) -> str
 def plain_rows(
     model: DeviceModel, chosen: ChosenLayers, x: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Compute rows by the plain path of a model.
+    """Compute rows by the plain path of a model without hooks, from normalised float32 images.
 
-    Args:
-        model: model without hooks, as `attach_captures` leaves it.
-        chosen: captures that `explain_missing_plain_path` accepts, and the reduction of each.
-        x: (B, 3, H, W) normalised float32 images.
-
-    Returns:
-        dataset name -> (B, ...) float32 on the CPU.
-
-    Raises:
-        ModelError: the forward pass fails.
+    They are dataset name -> (B, ...) float32 on the CPU. `explain_missing_plain_path` must accept
+    the captures. Raises ModelError if the forward pass fails.
     """
     with model.named_failure(x), torch.no_grad(), _eval_mode(model.module):
         library = model.backbone.embedding

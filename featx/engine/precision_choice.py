@@ -35,12 +35,9 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class ChosenPrecision:
-    """The fastest precision whose rows stay close to fp32.
+    """The fastest precision whose rows stay close to fp32, and why it is taken, in words.
 
-    Attributes:
-        precision: 'fp32', 'bf16' or 'fp16'.
-        reason: why it is taken, in words.
-        measured: rows of the trial images and seconds per image at it; None if it was not measured.
+    `measured` has rows of the trial images and seconds per image at it; None if there are none.
     """
 
     precision: str

@@ -73,13 +73,7 @@ def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
 
 
 def describe_nonfinite(value: torch.Tensor, precision: str, store_dtype: torch.dtype) -> str:
-    """The reason why a row is not finite in the dtype of the store.
-
-    Args:
-        value: (n,) its values before the cast.
-        precision: precision in which they were computed.
-        store_dtype: dtype of the store.
-    """
+    """The reason why a row, (n,) before the cast, is not finite in the dtype of the store."""
     nonfinite = value[~torch.isfinite(value)]
     if len(nonfinite):
         return f"{nonfinite[0].item()} in {precision}"

@@ -39,10 +39,7 @@ class TrialImages:
     """Images of the data set that were loaded as the run will load them.
 
     Attributes:
-        rows: row of each image.
         images: (n, 3, H, W), uint8 in [0, 255] or normalised float32.
-        source: source of the images.
-        listing: rows of the run.
         is_reference: whether the run uses the library's own transform.
         sizes: with windows, (height, width) of each whole image; `images` are windows then.
     """
@@ -81,16 +78,9 @@ def take_plain_path(
     loader: Loader,
     trial: TrialImages,
 ) -> PlainPath:
-    """Send trial images through the library's own transform and forward pass.
+    """Send some trial images through the library's own transform and forward pass.
 
     The engine must have no settings configured yet, since these change its weights.
-
-    Args:
-        config: checked config.
-        engine: engine with its captures attached.
-        chosen: captures and the reduction of each; none for values that are no captures.
-        loader: loader of the run.
-        trial: trial images, of which some are taken.
     """
     why_not = {
         point.name: why
@@ -159,19 +149,12 @@ def compare_with_plain_path(
     specs: Sequence[LayerSpec],
     mode: str,
 ) -> Conformance | None:
-    """Compare the engine at the settings of the run with the plain path.
+    """Compare the engine at the settings of the run with the plain path; None if there is neither.
 
     Args:
-        engine: engine with all choices made.
         plain: what the library's own path gave; None if the run compares none.
         golden: differences to `model.golden`; None without it.
-        trial: trial images.
         trial_rows: rows of all trial images at these settings, if they are known.
-        specs: datasets of the run.
-        mode: option `conformance.mode`.
-
-    Returns:
-        The judgement; None if nothing was compared.
 
     Raises:
         ModelError: a promise is broken, and mode is strict.
@@ -263,15 +246,7 @@ def _engine_rows(
 
 
 def enforce(conformance: Conformance, mode: str) -> None:
-    """Refuse a run that breaks a promise, or log a warning.
-
-    Args:
-        conformance: judgement.
-        mode: option `conformance.mode`.
-
-    Raises:
-        ModelError: a promise is broken, and mode is strict.
-    """
+    """Log a warning if a run breaks a promise; raise ModelError if mode is strict."""
     for note in conformance.notes:
         log_message(f"note: {note}")
     if not conformance.broken:

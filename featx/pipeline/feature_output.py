@@ -75,7 +75,6 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     """The store in `out`.
 
     Args:
-        config: checked config.
         config_yaml: composed config as YAML, without secrets; the store keeps this text.
         known_rows_only: ignore images that the store does not contain yet, and warn about changed
             images instead of raising.

@@ -55,8 +55,7 @@ class FinishedRun:
     def digest(self, manifest: Manifest, listing: Listing) -> str | None:
         """Digest by which a later command recognises that its store is complete.
 
-        Returns:
-            hex digest; None if the config does not say all that decides the values.
+        None if the config does not say all that decides the values.
         """
         if not self._is_decided or self._weights is None:
             return None

@@ -33,11 +33,6 @@ class MetricsFile:
     """File with the metrics of one run, replaced as a whole at each write.
 
     Metrics whose value is not known yet are left out. Errors of the disk do not end the run.
-
-    Args:
-        path: the file.
-        store: value of the label `store`.
-        clock: returns seconds, as time.monotonic does.
     """
 
     def __init__(self, path: Path, store: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -96,8 +91,7 @@ class MetricsFile:
 def metrics_of(config: Config) -> Iterator[dict[str, Any]]:
     """Write the progress of a run to `log.metrics`, if that is given.
 
-    Yields:
-        an empty dict for the summary of the run.
+    Yields an empty dict for the summary of the run.
     """
     summary: dict[str, Any] = {}
     if config.log.metrics is None:

@@ -28,11 +28,7 @@ def fingerprint(
     listing: Listing,
     part_rows: int,
 ) -> dict[str, Any]:
-    """Every setting that changes values; a resume with another fingerprint is refused.
-
-    Returns:
-        name -> value; values are JSON types.
-    """
+    """Every setting that changes values, as JSON types; a resume with another one is refused."""
     backbone, policy, data = engine.backbone, decoding.policy, config.data
     jpeg = policy.jpeg
     return {

@@ -38,18 +38,9 @@ if TYPE_CHECKING:
 def check_images(context: RunContext, session: StoreSession, only_warn: bool) -> int:
     """Compare the images with those that the rows in the store were computed from.
 
-    Args:
-        context: run context.
-        session: write session of the store.
-        only_warn: warn about changed images instead of raising. A repair does so, as it refuses
-            nothing that it can fix.
-
-    Returns:
-        number of rows that refresh=true or auto computed again.
-
-    Raises:
-        StoreMismatchError: images have changed, and refresh was not given or could not compute all
-            layers of their rows.
+    Return the number of rows that refresh=true or auto computed again. A repair only warns about
+    changed images, as it refuses nothing that it can fix. Raises StoreMismatchError if images have
+    changed, and refresh was not given or could not compute all layers of their rows.
     """
     config, keys, num_recomputed = context.config, context.listing.keys, 0
     changes = _changes(context, session)
@@ -101,10 +92,8 @@ def _layers_options(runs: Sequence[Run]) -> list[str]:
 def has_mixed_rows(session: StoreSession) -> bool:
     """Return whether layers of a row were computed from different images, in different runs.
 
-    Then the parts are kept: failed images have been mended for some of the layers only.
-
-    Raises:
-        StoreMismatchError: such a row has not failed.
+    Then the parts are kept: failed images have been mended for some of the layers only. Raises
+    StoreMismatchError if such a row has not failed.
     """
     runs = session.manifest.runs
     mixed = rows_of_two_images(session.root, session.manifest).tolist() if len(runs) > 1 else []

@@ -34,13 +34,8 @@ _DIGITS = 8
 def describe_run(context: RunContext, output: str, layers: str = "") -> list[tuple[str, str]]:
     """Describe data, model, layers, device and output of a run, with the reason of each `auto`.
 
-    Args:
-        context: run context.
-        output: path and state of the output.
-        layers: lines that describe the layers; '' describes the datasets of a store.
-
-    Returns:
-        (name, text) of what a reader asks for.
+    `output` is path and state of the output; `layers` are lines that describe the layers, or ''
+    for the datasets of a store. Return (name, text) of what a reader asks for.
     """
     return [
         *describe_request(context),
@@ -203,10 +198,7 @@ def _origin(spec: LayerSpec) -> str:
 def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()) -> str:
     """Describe a finished run: its output, its bottleneck, and the next command.
 
-    Args:
-        summary: content of summary.json.
-        out: path or URL of the store.
-        using: lines of Python that use `store`, instead of the commands for features.
+    `using` are lines of Python that use `store`, instead of the commands for features.
     """
     shown = shown_path(parse_path(out))
     failures, warnings = parse_path(out) / layout.FAILURES_CSV, summary["decoder_warnings"]

@@ -33,14 +33,9 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[int]:
-    """Hold an exclusive lock on the store within the block.
+    """Hold an exclusive lock on the store within the block, and yield its file descriptor.
 
-    Args:
-        path: lock file.
-
-    Yields:
-        file descriptor that holds the lock. Processes that get it by `pass_fds` of subprocess hold
-        the lock as well; forked ones do not.
+    Processes that get it by `pass_fds` of subprocess hold the lock as well; forked ones do not.
 
     Raises:
         StoreLockedError: another process holds the lock; the message names it.

@@ -28,8 +28,7 @@ def is_url(text: str | os.PathLike[str]) -> bool:
 def parse_path(text: str | os.PathLike[str]) -> Path:
     """Parse the location of a store as users type it: a path, or s3://bucket/run.
 
-    Raises:
-        ConfigError: the URL has another scheme, or names no folder of a bucket.
+    Raises ConfigError if the URL has another scheme, or names no folder of a bucket.
     """
     if isinstance(text, S3Path):
         return text

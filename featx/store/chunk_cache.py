@@ -60,10 +60,6 @@ class DecodePool:
     """Threads that decode chunks, and the cache of decoded chunks, of one process.
 
     Use `decode_pool()` to get it.
-
-    Attributes:
-        pid: process id.
-        cache: decoded chunks.
     """
 
     def __init__(self) -> None:

@@ -96,15 +96,8 @@ def _split_by_pages(start: int, count: int) -> Iterator[tuple[int, int, int, int
 class _Chunks:
     """Chunks of a dataset that is being written in order.
 
-    Attributes:
-        dataset: dataset.
-        pipeline: its filters.
-        shape: its shape.
-        step: rows per chunk.
-        stop: row after the last one that arrived.
-        incomplete: rows of a chunk whose last row has not arrived.
-        sums: checksum of each chunk.
-        addresses: address of each chunk in the file; 0 if it has none yet.
+    `incomplete` holds rows of a chunk whose last row has not arrived. `addresses` are those of the
+    chunks in the file; 0 if they have none yet.
     """
 
     def __init__(self, dataset: h5py.Dataset) -> None:
@@ -144,14 +137,8 @@ class ChunkFile:
     memory; what HDF5 has laid out around them is written in the end. The bytes of a file that is
     built in memory are the same.
 
-    The rows of a dataset have to arrive in order.
-
-    Args:
-        path: final name, for messages.
-        target: temporary file on the disk; None builds the file in memory.
-
-    Attributes:
-        hdf5: the file, for attributes and small datasets.
+    The rows of a dataset have to arrive in order. `path` is the final name, for messages; without
+    a temporary file as `target`, the file is built in memory.
     """
 
     def __init__(self, path: Path, target: UnfinishedFile | None = None) -> None:
@@ -257,8 +244,7 @@ class ChunkFile:
     def publish(self) -> bool:
         """Sync a file on a disk, read it back, and give it its name; see `UnfinishedFile.publish`.
 
-        Raises:
-            RunError: the disk is full or fails, or the file reads back differently.
+        Raises RunError if the disk is full or fails, or the file reads back differently.
         """
         self._close()
         target = self._target

@@ -83,7 +83,6 @@ class ChunkReader:
         first_row: first row of the dataset in the store, for messages.
 
     Attributes:
-        dtype: numpy dtype of the values that are read; float32 for bfloat16.
         read_method: how rows are read: "map" or "file" (no filters), "decode" (whole chunks with
             filters) or "h5py".
     """

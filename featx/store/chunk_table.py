@@ -116,12 +116,8 @@ def chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
 class DatasetEntry:
     """Entry of a dataset in a chunk table.
 
-    Attributes:
-        shape: shape of the dataset.
-        dtype: name of a number type of stores, or a numpy dtype string.
-        chunk_rows: rows per chunk.
-        filters: number and parameters of each filter.
-        table: (chunks,) entries with `address`, `size`, filter `mask` and checksum `sum`.
+    `dtype` is a number type of stores, or a numpy dtype string. `table` has (chunks,) entries
+    with `address`, `size`, filter `mask` and checksum `sum`.
     """
 
     shape: tuple[int, ...]
@@ -138,12 +134,9 @@ class DatasetEntry:
 
 @dataclass(frozen=True)
 class FoundRows:
-    """Rows of one dataset of a damaged file.
+    """Rows of one dataset of a damaged file, (n, ...) as stored.
 
-    Attributes:
-        values: (n, ...) stored values.
-        good: (n,) bool, whether the row agrees with the checksum of its chunk; the values of other
-            rows are meaningless.
+    `good` tells whether a row agrees with the checksum of its chunk; others are meaningless.
     """
 
     values: npt.NDArray[Any]
@@ -164,14 +157,8 @@ class FoundRows:
 class DamagedFile:
     """Part or features.h5 from which every intact chunk can be read.
 
-    Args:
-        raw: file object for bytes.
-        file: h5py file, or None if HDF5 refuses the file.
-
-    Attributes:
-        fingerprint_sha256: SHA-256 that the file carries as its fingerprint, or None if unknown.
-        num_runs: number of runs that it holds.
-        start: first row of the file in the store.
+    `file` is None if HDF5 refuses the file. `start` is its first row in the store, and
+    `fingerprint_sha256` None if it is unknown.
     """
 
     def __init__(self, raw: RawBytes, file: h5py.File | None) -> None:
@@ -214,11 +201,7 @@ class DamagedFile:
         return self.fingerprint_sha256 == manifest.digest_of(num_runs)
 
     def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
-        """Read rows [start, stop) of a dataset.
-
-        Returns:
-            the rows, or None if their addresses are unknown.
-        """
+        """Read rows [start, stop) of a dataset; None if their addresses are unknown."""
         rows = None
         for read in (self._read_by_table, self._read_by_hdf5):
             with _suppress_damage():
@@ -314,10 +297,9 @@ def _read_chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> npt.NDArray[A
 
 
 def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] | None:
-    """Header and datasets of the last complete table in a file, or None.
+    """Header and datasets (path -> entry) of the last complete table in a file, or None.
 
-    Returns:
-        `fingerprint`, `num_runs` and `start` of the file, and path -> description of each dataset.
+    The header has `fingerprint`, `num_runs` and `start` of the file.
     """
     for header, body in _find_tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -333,9 +315,7 @@ def read_column_by_table(
 ) -> npt.NDArray[Any] | None:
     """Read a dataset of a file by its chunk table alone, a tenth of the time that HDF5 takes.
 
-    Returns:
-        the values, each chunk compared with its checksum; None if they differ, or if the file has
-        no such table.
+    Each chunk is compared with its checksum; None if one differs, or if the file has no such table.
     """
     for header, body in _find_tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):

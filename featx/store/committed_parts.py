@@ -38,13 +38,7 @@ logger = logging.getLogger(__name__)
 class CommittedParts:
     """Content of a store: committed parts, parts with lost rows, and failed rows.
 
-    Args:
-        disk: performs every write to the store.
-        is_dry: whether `survey` writes nothing.
-
-    Attributes:
-        indices: indices of the committed parts.
-        num_packed_runs: number of runs that features.h5 holds.
+    With `is_dry`, `survey` writes nothing. `indices` are those of the committed parts.
     """
 
     def __init__(self, disk: AtomicFolder, is_dry: bool = False) -> None:
@@ -70,10 +64,9 @@ class CommittedParts:
         return len(self._failed)
 
     def add_failures(self, failures: Sequence[Failure]) -> list[Failure]:
-        """Add failures; for a row that failed in several runs, the first failure is kept.
+        """Add failures, and return those of rows that had none before.
 
-        Returns:
-            The failures of rows that had none before.
+        For a row that failed in several runs, the first failure is kept.
         """
         new = [failure for failure in failures if failure.row not in self._failed]
         for failure in failures:
@@ -124,12 +117,8 @@ class CommittedParts:
         """Find the committed parts, and the rows that damaged files have lost.
 
         A damaged part of which all rows are sound is written again at once. The rows of a damaged
-        features.h5 become parts, and it is deleted when all of them exist.
-
-        Args:
-            manifest: manifest of the store.
-            listing: all rows; None if no file has them.
-            suspects: names of files that are damaged, besides those of damaged.json.
+        features.h5 become parts, and it is deleted when all of them exist. `listing` is None if no
+        file has all rows; `suspects` are damaged files besides those of damaged.json.
         """
         for known in (self._failed, self.indices, self._sources, self._lost):
             known.clear()
@@ -294,24 +283,14 @@ def _stored_listing(manifest: Manifest, listing: Listing) -> Listing | None:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Content of a features.h5 with all rows of a store.
-
-    Attributes:
-        failures: failed rows, in ascending order.
-        num_bytes: size of the file.
-    """
+    """Failed rows in ascending order, and size, of a features.h5 with all rows of a store."""
 
     failures: list[Failure]
     num_bytes: int
 
 
 def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
-    """Describe the content of features.h5; None unless it holds all rows of all runs.
-
-    Args:
-        root: folder of the store.
-        manifest: manifest of the store.
-    """
+    """Describe the content of features.h5; None unless it holds all rows of all runs."""
     path = root / layout.PACKED
     if not path.exists() or layout.PACKED in DamageRecord.read(root).files:
         return None

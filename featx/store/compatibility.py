@@ -22,17 +22,13 @@ _RUN_ENTRIES = ("layers", "part_rows", "codec", "dtype", *_ROW_ENTRIES)
 def merge_manifest(
     root: Path, before: Manifest, requested: Run, unfinished: Sequence[Run], grow: bool
 ) -> Manifest:
-    """Add a request to the runs of a store.
+    """Add a request to the runs of a store; return `before` if nothing is new.
 
     Args:
         root: folder of the store, for messages.
-        before: manifest of the store.
         requested: all rows and the requested layers, as a run of their own.
         unfinished: runs of the store that lack parts.
         grow: whether new rows may be added to the store.
-
-    Returns:
-        `before` if nothing is new, otherwise a manifest with one more run.
 
     Raises:
         StoreMismatchError: the request does not fit the store.
@@ -151,13 +147,7 @@ def growth_message(root: Path, new_rows: int) -> str:
 
 
 def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise StoreMismatchError if two mappings differ; the message names keys and both values.
-
-    Args:
-        root: folder of the store.
-        before: settings of the store.
-        now: settings that are requested.
-    """
+    """Raise StoreMismatchError if two mappings differ; the message names keys and both values."""
     changed = differences(before, now)
     if not changed:
         return

@@ -25,15 +25,7 @@ _NUM_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Segment:
-    """File with rows [start, stop) of some layers.
-
-    Attributes:
-        path: path of the file.
-        start: first row in the store.
-        stop: row after the last one.
-        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
-        layers: names of the datasets.
-    """
+    """File with rows [start, stop) of some layers, and the fingerprint that it must carry."""
 
     path: Path
     start: int
@@ -44,13 +36,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """Description of a dataset.
-
-    Attributes:
-        row_shape: shape of a row.
-        stored_dtype: name of the number type in the file, such as 'bfloat16'.
-        attrs: attributes of the dataset.
-    """
+    """Description of a dataset; `stored_dtype` is the type in the file, such as 'bfloat16'."""
 
     row_shape: tuple[int, ...]
     stored_dtype: str
@@ -70,11 +56,7 @@ class Contents:
         num_rows: number of rows of the listing, computed or not.
         complete: whether every row of every layer is there.
         segments: files with rows; those of earlier runs come first.
-        layers: dataset name -> description.
         columns: file with /key, /label and /columns of all rows.
-        column_names: names of the columns.
-        classes: names of the classes.
-        attrs: root attributes.
     """
 
     num_rows: int

@@ -27,14 +27,7 @@ _RULE = "border-bottom:1px solid rgba(128,128,128,.6)"
 
 
 class DescribedStore(Protocol):
-    """What a description needs of a `FeatureStore`.
-
-    Attributes:
-        root: folder or file of the store.
-        attrs: attributes of the store.
-        classes: names of the classes.
-        complete: whether all rows are there.
-    """
+    """What a description needs of a `FeatureStore`."""
 
     root: Path
     attrs: dict[str, Any]

@@ -37,12 +37,7 @@ from featx.types import (
 class Damage:
     """Problem found in a store.
 
-    Attributes:
-        path: path of the file.
-        what: description of the problem.
-        start: first row of the store that is affected.
-        stop: row after the last one; equal to `start` if no features are affected.
-        layer: only layer that is affected, or None for all.
+    Rows [start, stop) are affected, none if the two are equal; `layer` is None for all layers.
     """
 
     path: Path
@@ -57,13 +52,9 @@ class DamageReport:
     """Result of checking a store.
 
     Attributes:
-        root: folder or file that was checked.
-        num_rows: number of rows of the listing.
-        num_files: number of checked files.
         num_chunks: number of chunks that were compared with their checksums.
         num_bytes: size of these chunks when decoded, in bytes.
         missing: file names of missing parts.
-        damages: problems that were found.
         failures: row -> failure, of all files that were read.
     """
 

@@ -33,12 +33,8 @@ _ZSTD_LEVEL = 3
 class Pipeline:
     """Filters of a dataset, in the order in which they are applied when writing.
 
-    Args:
-        filters: number and parameters of each filter.
-        chunk_bytes: size of a decoded chunk; edge chunks have the same size.
-
     Attributes:
-        chunk_bytes: as above.
+        chunk_bytes: size of a decoded chunk; edge chunks have the same size.
         is_supported: whether all filters are known here; otherwise h5py must be used.
     """
 
@@ -70,11 +66,7 @@ class Pipeline:
         return data.tobytes()
 
     def decode(self, stored: Any, filter_mask: int = 0) -> Bytes:
-        """Decode a chunk.
-
-        Returns:
-            (chunk_bytes,) uint8.
-        """
+        """Decode a chunk to (chunk_bytes,) uint8."""
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(stored)
         if filter_mask >> len(self._filters):

@@ -17,11 +17,7 @@ from featx.types import TokenGeometry
 
 
 class LayerSource(Protocol):
-    """Store that the rows of a layer are read from: what `LayerArray` needs of a `FeatureStore`.
-
-    Attributes:
-        root: folder or file of the store.
-    """
+    """Store that the rows of a layer are read from: what `LayerArray` needs of a `FeatureStore`."""
 
     root: Path
     _contents: Contents
@@ -48,12 +44,7 @@ class LayerArray:
     An index is an int, a slice, a list or array of ints in any order with repeats, or a boolean
     mask; further axes may follow: `store["layer4"][10:20, :, 3]`.
 
-    Args:
-        store: open store.
-        name: name of the layer.
-
     Attributes:
-        name: name of the layer.
         dtype: numpy dtype of the values; float32 for bfloat16 layers.
         stored_dtype: number type in the file: 'float16', 'float32' or 'bfloat16'.
         shape: (N, ...).
@@ -86,9 +77,6 @@ class LayerArray:
 
         They follow from the keys and the attributes of the layer; nothing is read from its rows.
         Rows that failed have the positions that they would have had.
-
-        Args:
-            rows: slice, numbers, or a mask of rows of the store.
 
         Returns:
             (n, k) int64, increasing in each row; token [i, j] of the layer was at position [i, j].
@@ -169,14 +157,10 @@ class LayerArray:
 
 
 def row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
-    """Convert a row index to row numbers.
+    """Convert a row index to (n,) int64 in [0, length), and whether the index was a single int.
 
-    Returns:
-        (n,) int64 in [0, length), and whether the index was a single int.
-
-    Raises:
-        IndexError: an index is out of range, a mask has another length, or the type is not
-            supported.
+    Raises IndexError if an index is out of range, a mask has another length, or the type is not
+    supported.
     """
     if isinstance(index, slice):
         return np.arange(*index.indices(length), dtype=np.int64), False

@@ -23,13 +23,7 @@ from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 
 
 class LayerReader:
-    """Rows of all layers of a store whose files were found; absent rows are NaN.
-
-    Args:
-        root: folder or file of the store, for messages.
-        contents: its files.
-        handles: open files.
-    """
+    """Rows of all layers of a store whose files were found; absent rows are NaN."""
 
     def __init__(self, root: Path, contents: Contents, handles: Handles) -> None:
         self._root = root

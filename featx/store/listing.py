@@ -47,15 +47,7 @@ def listing_identity(listing: Listing) -> str:
 
 
 def content_tags_digest(listing: Listing, num_rows: int | None = None) -> str | None:
-    """SHA-256 over the content tags of the first rows.
-
-    Args:
-        listing: listing with or without content tags.
-        num_rows: number of rows; None for all.
-
-    Returns:
-        hexadecimal digest, or None if the listing has no content tags.
-    """
+    """SHA-256 over the content tags of the first rows, or all; None for a listing without tags."""
     if listing.content_tags is None:
         return None
     content_tags = np.ascontiguousarray(listing.content_tags[:num_rows].astype("<i8", copy=False))
@@ -108,9 +100,6 @@ def write_listing(
     """Write a listing as samples.h5; the values of a large one on a disk exist once in memory.
 
     Args:
-        disk: performs the write.
-        path: final name; its folder exists.
-        listing: all rows.
         replace: replace an existing file; otherwise an existing file is kept.
         streamed_bytes: least size of a listing that is not built in memory.
 
@@ -137,11 +126,7 @@ def _fill(file: ChunkFile, listing: Listing) -> None:
 
 
 def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
-    """Compare samples.h5 with a listing.
-
-    Returns:
-        number of rows in samples.h5, and the reason why the common rows differ, or None.
-    """
+    """Number of rows in samples.h5, and the reason why the common rows differ, or None."""
     try:
         with open_metadata(path) as file:
             keys, labels = file[layout.KEY], file[layout.LABEL]
@@ -172,8 +157,7 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
 def is_listing_of(path: Path, listing: Listing) -> bool:
     """Return whether samples.h5 is undamaged and has exactly the rows of a listing.
 
-    Raises:
-        StoreError: the file cannot be read now.
+    Raises StoreError if the file cannot be read now.
     """
     if not path.exists():
         return False
@@ -200,17 +184,9 @@ def _compare_rows(
 def read_listing(root: Path, num_rows: int, identity: str | None = None) -> Listing | None:
     """Read the first rows of the listing of a store from samples.h5, features.h5, or the parts.
 
-    Args:
-        root: folder of the store.
-        num_rows: number of rows.
-        identity: digest in the fingerprint. The first of these sources that matches it is used, or
-            else the first one with enough rows.
-
-    Returns:
-        the listing, or None if no source has enough rows.
-
-    Raises:
-        StoreError: a file cannot be read now.
+    The first of these sources with `identity`, the digest in the fingerprint, is used, or else the
+    first one with enough rows; None if there is none. Raises StoreError if a file cannot be read
+    now.
     """
     second_best = None
     for read, path in (
@@ -313,15 +289,8 @@ def merge_listing(root: Path, stored: Listing, listed: Listing) -> Listing:
     """Reorder a listing: rows of the store first, in its order, then new rows.
 
     Rows of the store keep their position, label and columns. New rows follow in bytewise order of
-    their keys, and new classes follow the known ones.
-
-    Args:
-        root: folder of the store, for messages.
-        stored: listing of the store.
-        listed: current listing of the data set, in bytewise order.
-
-    Raises:
-        StoreMismatchError: rows of the store are missing, or have another label or other columns.
+    their keys, as in `listed`, and new classes follow the known ones. Raises StoreMismatchError if
+    rows of the store are missing, or have another label or other columns.
     """
     _refuse_other_columns(root, stored, listed)
     before, now = row_values(stored), row_values(listed)

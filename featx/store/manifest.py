@@ -56,9 +56,7 @@ class Run:
 
     Attributes:
         header: settings and versions, as every part of the run records them.
-        layers: datasets that the run computes.
         grid: rows of the run and their division into parts.
-        codec: codec of its parts.
         resolved: name -> value of every `auto`.
         conformance: comparison with the model library's own path, as JSON types; empty if there was
             none.
@@ -111,11 +109,7 @@ class Run:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Run:
-        """Create a run from the result of `as_dict`.
-
-        Raises:
-            ValueError, TypeError, LookupError: the values are not valid.
-        """
+        """Create a run from the result of `as_dict`; raises ValueError, TypeError, LookupError."""
         missing = set(_REQUIRED) - set(values)
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
@@ -162,11 +156,7 @@ def _check_claims(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Runs of a store.
-
-    Attributes:
-        runs: runs in the order in which they were started; at least one.
-    """
+    """Runs of a store in the order in which they were started; at least one."""
 
     runs: tuple[Run, ...]
 
@@ -241,13 +231,7 @@ class Manifest:
     def from_json(cls, data: bytes, path: Path) -> Manifest:
         """Parse the content of featx.json.
 
-        Args:
-            data: content.
-            path: path of the file, for messages.
-
-        Raises:
-            DamagedManifestError: the content is not valid.
-            StoreError: it has another format.
+        Raises DamagedManifestError if it is not valid, and StoreError if it has another format.
         """
         try:
             values = json.loads(data)
@@ -278,8 +262,7 @@ def _check_numbering(runs: Sequence[Run]) -> None:
 def read_manifest(root: Path) -> Manifest | None:
     """Read featx.json of a store; None if there is no such file.
 
-    Raises:
-        StoreError: the file cannot be read, is damaged, or has a newer format.
+    Raises StoreError if the file cannot be read, is damaged, or has a newer format.
     """
     path = root / layout.MANIFEST
     try:
@@ -294,11 +277,8 @@ def read_manifest(root: Path) -> Manifest | None:
 def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     """Read the manifest of a store, from a copy if featx.json is lost or damaged.
 
-    Returns:
-        the manifest, or None if there is none, and whether featx.json itself is intact.
-
-    Raises:
-        StoreError: featx.json is damaged and there is no copy, or it has a newer format.
+    Return the manifest or None, and whether featx.json itself is intact. Raises StoreError if it is
+    damaged and there is no copy, or it has a newer format.
     """
     try:
         manifest = read_manifest(root)

@@ -47,15 +47,8 @@ def max_open_files() -> int:
 class OpenFile:
     """File open for reading, with those of its datasets that were checked.
 
-    Args:
-        path: path of the file.
-        verify: which chunks are compared with their checksums.
-
-    Attributes:
-        path: path of the file.
-        file: h5py file.
-        is_checked: whether the file was checked to belong to the run of the store.
-        num_readers: number of threads that are reading from it.
+    `is_checked` tells whether it was found to belong to the run of the store, and `num_readers` how
+    many threads are reading from it.
     """
 
     def __init__(self, path: Path, verify: Verify = "chunks") -> None:
@@ -176,11 +169,7 @@ class OpenFile:
 
 
 class Handles:
-    """Open files of this process; the least recently used ones are closed first.
-
-    Args:
-        verify: which chunks are compared with their checksums when they are read.
-    """
+    """Open files of this process; the least recently used ones are closed first."""
 
     def __init__(self, verify: Verify = "chunks") -> None:
         self.verify = verify

@@ -39,12 +39,7 @@ this size the copy takes minutes to hours and twice the disk."""
 
 
 def reason_to_keep_parts(stored_bytes: int, free_bytes: int) -> str | None:
-    """Say why pack=auto does not pack a store, or None if it does.
-
-    Args:
-        stored_bytes: bytes of the files to pack.
-        free_bytes: bytes that are free on the disk.
-    """
+    """Say why pack=auto does not pack a store, or None if it does."""
     if stored_bytes > LARGEST_PACKED_BYTES:
         return (
             f"they are {size_text(stored_bytes)}, and pack=auto packs up to "
@@ -65,13 +60,9 @@ def packed_size_bound(stored_bytes: int) -> int:
 
 
 def pack_parts(root: Path) -> None:
-    """Pack a store.
+    """Pack a store whose lock the caller holds.
 
-    Args:
-        root: folder of the store; the caller holds its lock.
-
-    Raises:
-        RunError: packing failed. The parts are kept; the next run repairs damaged ones.
+    Raises RunError if packing failed. The parts are kept; the next run repairs damaged ones.
     """
     stop = threading.Event()
     try:
@@ -91,10 +82,7 @@ def pack_parts(root: Path) -> None:
 
 
 def pack_store(root: Path) -> bool:
-    """Pack a finished store that was kept in parts, and delete the parts.
-
-    Returns:
-        whether there was anything to pack.
+    """Pack a finished store that was kept in parts, and delete the parts; False if it has none.
 
     Raises:
         StoreError: there is no store, or rows are missing.
@@ -127,9 +115,7 @@ def pack_store(root: Path) -> bool:
 def pack(root: Path, stop: threading.Event | None = None) -> None:
     """Create features.h5 from the files of a store and check every chunk of it.
 
-    Args:
-        root: folder of the store.
-        stop: once it is set, the copy ends with an error.
+    Once `stop` is set, the copy ends with an error.
     """
     manifest, _ = load_manifest(root)
     if manifest is None:

@@ -33,12 +33,6 @@ def check_rows_present(
 
     When files of a store vanish, the reader looks for them again, and rows that it cannot find read
     as NaN. A row that is ok never starts with NaN.
-
-    Args:
-        store: store that the rows were read from.
-        layer: name of the layer.
-        rows: (n,) rows of the store that were ok when it was opened.
-        values: (n, ...) values read from these rows.
     """
     if not values.size:
         return
@@ -78,13 +72,8 @@ class FeatureStore:
 
     A store can be pickled and used in forked processes; each process opens its own files.
 
-    Args:
-        path: as for `featx.open`.
-        verify: as for `featx.open`.
-
     Attributes:
         root: absolute path of the folder or file.
-        layers: names of the layers.
         complete: whether every row of the listing is there.
         classes: names of the classes; `labels` are indices into them.
         columns: names of the columns that the data set has; see `column`.
@@ -323,9 +312,6 @@ class FeatureStore:
         """Features and labels of all ok rows, as scikit-learn takes them.
 
         Rows without a label are left out, unless no row has one: y is -1 then.
-
-        Args:
-            layer: name of the layer.
 
         Returns:
             X (n, D) float32 with flattened features, and y (n,) int64.

@@ -26,11 +26,7 @@ from featx.types import Listing
 def runs_to_extract(report: DamageReport) -> list[Run]:
     """Runs of which rows have to be extracted to repair a store; writes nothing.
 
-    Args:
-        report: result of `check_store` for a folder.
-
-    Raises:
-        StoreError: there is no store, or a file cannot be read now.
+    Raises StoreError if there is no store, or a file cannot be read now.
     """
     manifest, listing = _manifest_and_listing(report.root)
     lost = _survey(CommittedParts(open_folder(report.root), True), report, manifest, listing)
@@ -40,9 +36,6 @@ def runs_to_extract(report: DamageReport) -> list[Run]:
 
 def repair_files(report: DamageReport) -> list[Run]:
     """Write again what other files of a store have, too: manifest, listing, columns of parts.
-
-    Args:
-        report: result of `check_store` for a folder.
 
     Returns:
         runs of which rows have to be extracted.

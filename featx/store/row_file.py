@@ -23,15 +23,7 @@ from featx.types import Failure, LayerSpec, Listing, Part
 
 @dataclass(frozen=True)
 class RowFile:
-    """File of a store with rows: a part, or features.h5.
-
-    Attributes:
-        start: first row in the store.
-        stop: row after the last one.
-        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
-        runs: runs of which it holds rows.
-        part: index of the part, or None for features.h5.
-    """
+    """File of a store with rows: a part, or features.h5, whose part is None."""
 
     start: int
     stop: int
@@ -68,13 +60,10 @@ class RowFile:
         return {**header, "codec": self.runs[0].codec, **part}
 
     def problem(self, file: h5py.File) -> str | None:
-        """Check by its attributes, shapes and dtypes whether a file is this one.
+        """Reason why, by its attributes, shapes and dtypes, a file is not this one, or None.
 
         The fingerprint covers listing and layers, so what remains to check is which rows the file
         holds and whether it is complete.
-
-        Returns:
-            description of what is wrong, or None.
         """
         attrs = file.attrs  # h5py opens the root group at every access
         if attrs["fingerprint"] != self.fingerprint_sha256:

@@ -54,14 +54,11 @@ class StoreSession:
     """Period in which one process writes to a store, under an exclusive lock.
 
     Args:
-        root: folder of the store.
         requested: all rows and the requested layers, as a run of their own.
         listing: all rows; rows that the store has are in the store's order.
         grow: whether new rows may be added to the store.
 
     Attributes:
-        root: folder of the store.
-        listing: all rows.
         disk: performs every write to the store.
         lock: file descriptor that holds the lock, within `hold`.
         manifest: manifest of the store, including this run.
@@ -82,8 +79,7 @@ class StoreSession:
     def hold(self, overwrite: bool = False) -> Iterator[StoreSession]:
         """Lock the store, start it or check that the runs match, and find the committed parts.
 
-        Args:
-            overwrite: delete the existing store first.
+        With `overwrite`, the existing store is deleted first.
 
         Raises:
             StoreLockedError: another process is writing to the store.
@@ -194,19 +190,16 @@ class StoreSession:
     def committed_by_others(
         self, parts: Sequence[Part]
     ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Select the parts that other processes have committed; yields each with its failures.
+        """Yield the parts that other processes have committed, each with its failures.
 
-        Raises:
-            RunError: the file of a part is not valid.
+        Raises RunError if the file of a part is not valid.
         """
         return parts_committed_by_others(self.root, self.manifest, parts)
 
     def unpack(self) -> None:
         """Turn the rows of features.h5 into parts again, if it exists.
 
-        Raises:
-            StoreError: features.h5 is damaged.
-            RunError: the disk is full or fails; features.h5 stays.
+        Raises StoreError if it is damaged; it stays if the disk is full or fails (RunError).
         """
         if self._parts.num_packed_runs:
             unpack_store(self.root, self.manifest, self.listing)
@@ -227,8 +220,7 @@ class StoreSession:
     def read_part(self, part: Part) -> SoundRows:
         """Read a part; rows that it has lost have no meaning.
 
-        Raises:
-            StoreError: a part that has lost no rows so far is damaged.
+        Raises StoreError if a part that has lost no rows so far is damaged.
         """
         rows = self._parts.sound_rows(part, self.manifest, self.listing)
         is_whole = rows is not None and bool(rows.good.all())

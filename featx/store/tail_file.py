@@ -34,12 +34,6 @@ class TailFile:
     """File whose end is read as it is opened; a small part is read completely.
 
     So four system calls read the chunk table of a part: open, fstat, pread and close.
-
-    Args:
-        path: path of the file.
-
-    Attributes:
-        size: size of the file in bytes when it was opened.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -30,10 +30,7 @@ class TokenReader:
     Each chunk is compared with its checksum when a token of it is read first, unless verify=False.
 
     Attributes:
-        num_tokens: tokens of a row.
-        channels: numbers of a token.
         dtype: name of the number type: 'float16', 'float32' or 'bfloat16'.
-        token_bytes: bytes of a token.
         chunk_rows: rows of a chunk.
         reads_whole_chunks: whether a token costs the decoding of its chunk.
         reads_whole_rows: whether a token costs the reading of its row, as in maps (C, H, W).
@@ -73,10 +70,8 @@ class TokenReader:
     def take(self, rows: Rows, positions: Rows) -> npt.NDArray[Any]:
         """Read tokens in any order with repeats, (n, channels) as stored (bfloat16 as uint16).
 
-        Raises:
-            IndexError: a row or a position is out of range.
-            StoreError: a row is not in the store, or a chunk differs from its checksum.
-            OSError: a file cannot be read now.
+        Raises IndexError if a row or a position is out of range, StoreError if a row is not in the
+        store or a chunk differs from its checksum, and OSError if a file cannot be read now.
         """
         out = np.empty((len(rows), self.token_bytes), np.uint8)
         order = np.lexsort((positions, rows))

@@ -38,14 +38,10 @@ from featx.types import Listing
 
 
 def check_store(root: Path) -> DamageReport:
-    """Check everything in a store.
+    """Check everything in a store, or in a features.h5 alone.
 
-    Args:
-        root: folder of a store, or a features.h5 alone.
-
-    Raises:
-        StoreError: there is no store, it has a newer format, or cannot be read now; or a single
-            file is no features.h5.
+    Raises StoreError if there is no store, it has a newer format, or cannot be read now; or if a
+    single file is no features.h5.
     """
     layout.running_checksum()  # without xxhash nothing would be compared
     report = DamageReport(root)

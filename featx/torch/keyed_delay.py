@@ -35,12 +35,8 @@ _BLOCKS, _DELAYS, _OUTPUT = range(3)
 class EpochSizes:
     """Sizes that determine the order of an epoch.
 
-    Attributes:
-        num_tokens: tokens of all ranks.
-        segment_tokens: largest number of tokens of a segment, but for the size of a block.
-        world_size: number of ranks.
-        batch_size: tokens of a batch.
-        drop_last: leave out a last batch with fewer tokens.
+    `num_tokens` are those of all ranks. `segment_tokens` is the largest number of tokens of a
+    segment, but for the size of a block.
     """
 
     num_tokens: int
@@ -76,14 +72,9 @@ class EpochSizes:
 
 
 class EpochOrder:
-    """Order of one epoch for one rank.
+    """Order of one epoch for one rank, by seed and epoch as `key`.
 
-    Args:
-        blocks: division of the tokens.
-        sizes: sizes of the order.
-        key: seed and epoch.
-        rank: number of this process among `sizes.world_size`.
-        shuffled: permute blocks and tokens; otherwise everything is in the order of the store.
+    Unless shuffled, everything is in the order of the store.
     """
 
     def __init__(

@@ -294,8 +294,7 @@ class TokenDataset(IterableDataset[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """State after the batches so far, for `load_state_dict`: the rest of the epoch follows.
 
-        Raises:
-            ValueError: a worker process reads, whose state this process does not know.
+        Raises ValueError if a worker process reads, whose state this process does not know.
         """
         reader = int(self._shared[1])
         if reader and reader != os.getpid():
@@ -318,9 +317,8 @@ class TokenDataset(IterableDataset[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume after the batches that were given when the state was taken.
 
-        Raises:
-            ValueError: the state is of another store or of other arguments. At the start of an
-                epoch, `rank` and `world_size` may differ.
+        Raises ValueError if the state is of another store or of other arguments. At the start of an
+        epoch, `rank` and `world_size` may differ.
         """
         names = ("epoch", "batches", "segment", "offset")
         if not isinstance(state, Mapping) or not {"arguments", *names} <= {*state}:

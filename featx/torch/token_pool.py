@@ -24,13 +24,8 @@ _MIN_READ_BYTES, _MAX_READ_BYTES = 512 << 10, 1 << 20
 class TokenPool:
     """Tokens that are read and not yet in a batch, for one pass over the output segments.
 
-    Args:
-        reader: reads the tokens.
-        selection: tokens of the epoch.
-        order: order of the epoch.
-        num_slots: number of tokens that are held at most.
-        num_ahead: number of tokens of later segments at which reading ahead ends.
-        threads: reads tokens while batches are used.
+    At most `num_slots` tokens are held. Reading ahead, in the threads, ends at `num_ahead` tokens
+    of later segments.
     """
 
     def __init__(

@@ -54,9 +54,7 @@ _SAMPLED_KEYS = 4096
 class TokenSelection:
     """Tokens of an epoch; token i is position i % k of row i // k, k positions a row.
 
-    Attributes:
-        rows: (n,) ascending rows of the store.
-        positions: (k,) ascending positions of every row, or (n, k) of each row.
+    `rows` are (n,) ascending; `positions` (k,) ascending for every row, or (n, k) of each row.
     """
 
     rows: Ints
@@ -81,10 +79,8 @@ class TokenSelection:
 class TokenBlocks:
     """Division of a selection into blocks of adjacent tokens, which are read together.
 
-    Attributes:
-        edges: (g + 1,) first row of each group of rows, as indices into the rows of the selection.
-        pieces: blocks of each group.
-        per_row: tokens of a row.
+    `edges` are (g + 1,) first row of each group of rows, as indices into the rows of the selection;
+    `pieces` the blocks of each group.
     """
 
     edges: Ints

@@ -45,15 +45,11 @@ class WorkerReport:
     """Report of a worker: first without its measurements when it is ready, at last with them.
 
     Attributes:
-        num_parts: number of parts that it committed.
         underflow_rows: layer -> number of underflow rows in these parts.
         seconds: stage -> busy seconds; without parts that were interrupted, as for what follows.
-        bytes_read: bytes of encoded images.
-        peak_memory_mib: peak memory of the largest process.
         decoder_warnings: warning of a decoder -> number of images.
         ended_by: what ended it before all was done: TIME_LIMIT or the name of a signal.
         activity: what it did until then, as text.
-        error: exception that ended it, or None.
     """
 
     num_parts: int = 0

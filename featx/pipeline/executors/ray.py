@@ -55,12 +55,7 @@ class RayOptions(ExecutorConfig):
 
 
 def check(config: Config) -> None:
-    """Check that Ray is installed and that its cluster answers.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-        ConfigError: no cluster answers at executor.address.
-    """
+    """Check that Ray is installed and that its cluster answers at executor.address."""
     ray = ray_module()
     address = _options(config).address
     if address is None:

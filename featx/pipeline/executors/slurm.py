@@ -119,9 +119,8 @@ def _options(config: Config) -> SlurmOptions:
 def check(config: Config) -> None:
     """Check that Slurm, its controller and the partition are available.
 
-    Raises:
-        ConfigError: this machine has no Slurm, or the cluster no such partition.
-        RunError: the controller does not answer.
+    Raises ConfigError if this machine has no Slurm, or the cluster no such partition, and RunError
+    if the controller does not answer.
     """
     if _options(config).mode == "local":
         return

@@ -59,15 +59,8 @@ class WorkerPool(ABC):
     """Workers of a run; all methods run in the main thread of the driver.
 
     The folder is one that all workers see; the pool uses a new folder in it. The kind is what a
-    worker is called: worker, actor or task.
-
-    Attributes:
-        spec: worker spec with what the pool adds to it.
-        session: as given.
-        workers: numbers of the workers that have been started and have not ended.
-        lost: numbers of the workers that have been replaced.
-        progress: progress bar of the run; set by `run`.
-        heartbeat: heartbeat of the driver.
+    worker is called: worker, actor or task. `workers` are the numbers of those that have been
+    started and have not ended; `lost` those of workers that have been replaced.
     """
 
     progress: Progress

@@ -206,7 +206,6 @@ class CudaSettings:
         allow_tf32: of cuDNN and of matrix products, by the first names; None if torch cannot say.
         fp32_precision: of cuDNN's convolutions, its recurrent networks and matrix products, by the
             second names; None leaves what the first names have set.
-        deterministic: whether cuDNN uses deterministic algorithms only.
         benchmark: whether cuDNN chooses algorithms by timing them.
         reduced_sums: whether products in fp16 and in bf16 may add partial sums in that precision.
     """
@@ -224,7 +223,6 @@ _matmul: Any = torch.backends.cuda.matmul
 
 
 def _cuda_now() -> CudaSettings:
-    """Present settings of CUDA."""
     owners = _cudnn.conv, _cudnn.rnn, _matmul
     return CudaSettings(
         (_allows_tf32(_cudnn), _allows_tf32(_matmul)),
@@ -247,7 +245,6 @@ def _allows_tf32(owner: Any) -> bool | None:
 
 
 def _set_cuda(settings: CudaSettings) -> None:
-    """Set what `CudaSettings` holds."""
     owners = _cudnn.conv, _cudnn.rnn, _matmul
     with warnings.catch_warnings():
         # torch 2.9 and 2.10 call the first names deprecated.

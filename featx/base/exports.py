@@ -32,7 +32,6 @@ def lazy_exports(
     names = sorted(module_of)
 
     def get(name: str) -> object:
-        """Import an exported name."""
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(module_of[name])
@@ -82,6 +81,5 @@ def declared_function(name: str) -> Callable[..., Any]:
 
 
 def _import_name(place: str) -> Any:
-    """Return what 'module:attribute' names."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

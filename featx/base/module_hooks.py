@@ -132,13 +132,8 @@ class TensorHooks:
         """Register a hook for the gradient of a view as it was before a write in place.
 
         A hook on the view itself is lost: autograd rewrites the history of its base, by a node
-        whose gradient holds that of the view.
-
-        Args:
-            base: tensor of which it is a view.
-            node: `grad_fn` of the base before the write.
-            place: size and strides of the view, and its offset in the base.
-            function: called with each gradient.
+        whose gradient holds that of the view. `node` is `grad_fn` of the base before the write;
+        `place` holds size and strides of the view, and its offset in the base.
         """
         written: Any = base.grad_fn
         while written is not None and (inputs := written.next_functions):

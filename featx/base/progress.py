@@ -134,7 +134,6 @@ class Progress:
             log_message(text)
 
     def _notify(self) -> None:
-        """Call the listener, if there is one."""
         if self._listener is not None:
             self._listener(self.now())
 

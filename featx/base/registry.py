@@ -179,7 +179,6 @@ class Registry(Generic[MemberT]):
         return () if self._group is None else tuple(entry_points(group=self._group))
 
     def _load(self, entry: EntryPoint) -> None:
-        """Load the member of an entry point."""
         owner = entry.dist.name if entry.dist is not None else entry.value
         try:
             member = entry.load()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from featx.layers import (
     Expected,
     Keep,
     OutputCollector,
-    Trace,
     bound_reduction,
     check_calls,
     check_positions,
@@ -36,46 +35,6 @@ from featx.layers import (
     reads_positions,
     target_values,
 )
-
-
-def check_gradients_arrive(
-    points: Sequence[CapturePoint], fired: Sequence[str], target: str | int
-) -> None:
-    """Check that the gradient of the target arrives at each captured gradient."""
-    silent = [point.name for point in points if point.is_gradient and point.name not in fired]
-    if silent:
-        raise LayerError(
-            f"{', '.join(silent)}: target={target} has no gradient there, because the output of "
-            "the model does not depend on it."
-        )
-
-
-def check_fired(points: Sequence[CapturePoint], fired: Sequence[str]) -> None:
-    """Check that each capture fired exactly once."""
-    expected = [point.name for point in points]
-    if sorted(fired) != sorted(expected):
-        raise RunError(
-            f"a second forward pass fired {list(fired)}, expected {expected} from the trace. The "
-            "model runs different layers for different batches, so its rows are not reproducible."
-        )
-
-
-def calls_in_trace(traced: Trace, modules: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """(name, capture) of each hooked module -> number of its calls in the trace."""
-    return {key: len(traced.by_module[traced.names[key[0]]]) for key in modules}
-
-
-def check_batch_dimension(point: CapturePoint, value: torch.Tensor, batch_size: int) -> None:
-    """Check that the first dimension of a captured tensor is the batch."""
-    shape = tuple(value.shape)
-    if shape[:1] != (batch_size,):
-        raise LayerError(
-            f"{point.name} has shape {shape} for a batch of {batch_size}: its first dimension is "
-            "not the batch, so it has no row per image. Choose a layer around it."
-        )
-    if point.capture == "attention":
-        check_weights(point.name, value)
-
 
 _COMPARED_BYTES = 64 * 2**20
 """Bytes of float32 values by which two passes are compared, which bounds the number of images; at
@@ -185,12 +144,23 @@ def _check_calls(
     captures: AttachedCaptures,
     target: str | int,
 ) -> None:
-    """Check that every capture fired, as often as in the trace, and that gradients arrived."""
-    fired = captures.order or ()
-    check_gradients_arrive(captures.points, fired, target)
-    if model.traced is not None:
-        check_calls(captures.num_calls, calls_in_trace(model.traced, captures.num_calls))
-    check_fired(captures.points, fired)
+    """Check that every capture fired once, modules as in the trace, and that gradients arrived."""
+    fired, points = captures.order or (), captures.points
+    silent = [point.name for point in points if point.is_gradient and point.name not in fired]
+    if silent:
+        raise LayerError(
+            f"{', '.join(silent)}: target={target} has no gradient there, because the output of "
+            "the model does not depend on it."
+        )
+    if (traced := model.traced) is not None:
+        counts = {key: len(traced.by_module[traced.names[key[0]]]) for key in captures.num_calls}
+        check_calls(captures.num_calls, counts)
+    expected = [point.name for point in points]
+    if sorted(fired) != sorted(expected):
+        raise RunError(
+            f"a second forward pass fired {list(fired)}, expected {expected} from the trace. The "
+            "model runs different layers for different batches, so its rows are not reproducible."
+        )
 
 
 def _expect_rows(
@@ -205,8 +175,16 @@ def _expect_rows(
     """
     maps = []
     for point, reduce in chosen:
-        check_batch_dimension(point, values[point.name], ATTACH_BATCH)
-        rows = model.row_layout(point, values[point.name])
+        value = values[point.name]
+        shape = tuple(value.shape)
+        if shape[:1] != (ATTACH_BATCH,):
+            raise LayerError(
+                f"{point.name} has shape {shape} for a batch of {ATTACH_BATCH}: its first "
+                "dimension is not the batch, so it has no row per image. Choose a layer around it."
+            )
+        if point.capture == "attention":
+            check_weights(point.name, value)
+        rows = model.row_layout(point, value)
         collector.expect(point, rows.shape, bound_reduction(reduce, rows))
         if reads_positions(reduce) and not has_known_positions(rows):
             maps.append((point, map_view(reduce.name, rows)))

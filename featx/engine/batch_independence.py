@@ -35,20 +35,6 @@ _READERS = frozenset({"tolist", "numpy", "__array__"})
 """Methods of a tensor that read its values without an operation that a dispatch mode sees."""
 
 
-def regrouped(
-    x: torch.Tensor, black: torch.Tensor, random_image: torch.Tensor
-) -> list[torch.Tensor]:
-    """Two batches in which the first image of `x` is the last one, among other neighbours.
-
-    The first batch surrounds it with copies of itself, the second with images that change any
-    statistic of a batch. No other image of `x` is in them: if a model only permutes its rows,
-    another image could otherwise stand at the compared position and hide the fault.
-    """
-    among_copies = x[:1].repeat(len(x), 1, 1, 1)
-    among_others = torch.stack([*([random_image, black] * len(x))[: len(x) - 1], x[0]])
-    return [among_copies, among_others]
-
-
 def moved_batch(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Make a batch that holds two of the images at other positions, among other images.
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from featx.base import exact_cuda, kept_freed_memory
-from featx.engine.batch_independence import regrouped
 from featx.engine.compute import COMPUTE_DTYPES
 from featx.errors import FeatxError, ModelError
 from featx.layers import (
@@ -153,10 +152,18 @@ class DeviceModel:
         return torch.cat([self.normalise(spread_images), noise])[:ATTACH_BATCH]
 
     def regroup(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The batches of `regroup` for `x`, with a black image and one of random 0 and 255."""
+        """Two batches in which the first image of `x` is the last one, among other neighbours.
+
+        The first batch surrounds it with copies of itself, the second with images that change any
+        statistic of a batch: a black one, and one of random 0 and 255. No other image of `x` is in
+        them: if a model only permutes its rows, another image could otherwise stand at the compared
+        position and hide the fault.
+        """
         shape = self.backbone.preprocess.shape
         generator = torch.Generator().manual_seed(1)
         random_image = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
         pixels = torch.stack([torch.zeros_like(random_image), random_image])
         black, random_image = self.normalise(pixels)
-        return regrouped(x, black, random_image)
+        among_copies = x[:1].repeat(len(x), 1, 1, 1)
+        among_others = torch.stack([*([random_image, black] * len(x))[: len(x) - 1], x[0]])
+        return [among_copies, among_others]

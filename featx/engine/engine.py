@@ -464,7 +464,6 @@ class Engine(DeviceModel):
         return TimedRows(rows or {}, fastest / len(images))
 
     def _pass(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows of a batch on the device."""
         x = self._input(images)
         # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
         named = contextlib.nullcontext() if self.compute.compile else self.named_failure(x)

@@ -47,7 +47,8 @@ def plain_rows(
     """
     with model.named_failure(x), torch.no_grad(), _eval_mode(model.module):
         library = model.backbone.embedding
-        if library is not None and _are_embeddings(chosen):
+        are_embeddings = all(p.name == "embedding" and r.name in _UNCHANGED for p, r in chosen)
+        if library is not None and are_embeddings:
             rows = {"embedding": library.compute(x.clone())}
         else:
             values = _capture_values(model.module, chosen, x)
@@ -57,11 +58,6 @@ def plain_rows(
                 if (value := values.get(point.name)) is not None
             }
     return {name: value.float().cpu() for name, value in rows.items()}
-
-
-def _are_embeddings(chosen: ChosenLayers) -> bool:
-    """Return whether the embedding without a reduction is the only requested layer."""
-    return all(point.name == "embedding" and r.name in _UNCHANGED for point, r in chosen)
 
 
 def _capture_values(

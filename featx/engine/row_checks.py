@@ -37,12 +37,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have equal shapes, dtypes and bytes; NaN equals the same NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_as_bytes(a), _as_bytes(b))
-
-
-def _as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as a flat uint8 tensor."""
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:

@@ -231,7 +231,6 @@ def named_keys(keys: Iterable[bytes], count: int) -> str:
 
 
 def _images_of_runs(root: Path, manifest: Manifest) -> list[ImagesOfRun]:
-    """Image checksums of each run, as recorded in the store."""
     stored = stored_image_checksums(root, manifest)
     return [
         ImagesOfRun(run.grid.first_row, checksums, computed)

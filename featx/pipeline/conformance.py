@@ -181,7 +181,6 @@ def _max_levels(compared: Compared) -> float:
 
 
 def _broken_pixels(compared: Compared, reduced: Sequence[int]) -> list[str]:
-    """The broken promise about pixels, as a sentence."""
     pixels = compared.pixels
     if pixels is None:
         return []
@@ -201,7 +200,6 @@ def _broken_pixels(compared: Compared, reduced: Sequence[int]) -> list[str]:
 
 
 def _broken_forward(compared: Compared) -> list[str]:
-    """The broken promise about the forward pass, as a sentence."""
     limit = FORWARD[compared.precision]
     errors = {name: float(x.errors.max()) for name, x in compared.forward.items()}
     far = {name: error for name, error in errors.items() if error > limit}
@@ -251,7 +249,6 @@ def _notes(compared: Compared, reduced: Sequence[int]) -> list[str]:
 
 
 def _as_dict(compared: Compared, num_reduced: int) -> dict[str, Any]:
-    """The differences as JSON types."""
     pixels = compared.pixels
     levels = None
     if pixels is not None and compared.keys:
@@ -270,7 +267,6 @@ def _as_dict(compared: Compared, num_reduced: int) -> dict[str, Any]:
 
 
 def _line(compared: Compared) -> str:
-    """The differences as one line of text."""
     parts = []
     if compared.pixels is not None:
         parts.append(f"pixels within {float(compared.pixels.largest.max()):.0f} of 255")

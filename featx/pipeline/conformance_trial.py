@@ -108,21 +108,15 @@ def take_plain_path(
 def _library_pixels(
     config: Config, loader: Loader, trial: TrialImages
 ) -> tuple[list[int], torch.Tensor]:
-    """Send some trial images through the library's own transform."""
-    numbers = _spaced_numbers(len(trial.rows), config.conformance.images)
+    """Send some trial images, at even distances, through the library's own transform."""
+    num_images, num_wanted = len(trial.rows), config.conformance.images
+    numbers = sorted({i * num_images // num_wanted for i in range(num_wanted) if num_images})
     if trial.is_reference:
         return numbers, trial.images[numbers]
     loaded = list(loader.each([trial.rows[i] for i in numbers], by_library=True))
     numbers = [i for i, x in zip(numbers, loaded, strict=True) if x is not None]
     pixels = [x for x in loaded if x is not None]
     return numbers, torch.stack(pixels) if pixels else trial.images[:0].float()
-
-
-def _spaced_numbers(num_images: int, num_wanted: int) -> list[int]:
-    """Numbers of at most `num_wanted` of some images, at even distances."""
-    if not num_images:
-        return []
-    return sorted({i * num_images // num_wanted for i in range(num_wanted)})
 
 
 def _plain_rows(
@@ -175,7 +169,6 @@ def _compared(
     trial_rows: Mapping[str, torch.Tensor] | None,
     specs: Sequence[LayerSpec],
 ) -> Compared:
-    """Compare pixels and rows of the engine with those of the plain path."""
     rows = _engine_rows(engine, plain, trial, trial_rows)
     # A class index or a count jumps where pixels hardly differ.
     integer_layers = {spec.name for spec in specs if "int" in spec.compute_dtype}

@@ -11,11 +11,11 @@ from featx.errors import StoreError, StoreMismatchError, counted
 from featx.pipeline.executors import check_executor, run_distributed
 from featx.pipeline.feature_output import FeatureOutput, Observe
 from featx.pipeline.finished_run import command_digest
-from featx.pipeline.loop import RunObserver, run_parts
+from featx.pipeline.loop import run_parts
 from featx.pipeline.metrics_file import metrics_of
 from featx.pipeline.output import Output
 from featx.pipeline.row_failures import exit_code, failures_text
-from featx.pipeline.run_context import EngineSpec, RunContext, build_run_context
+from featx.pipeline.run_context import EngineSpec, build_run_context
 from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
 from featx.storage import is_url, parse_path
 from featx.store import (
@@ -181,7 +181,10 @@ def _run(
         if config.is_distributed:
             outcome = run_distributed(context, session, output.for_workers(), config_yaml)
         else:
-            outcome = _compute_here(context, output, observer)
+            disk = session.disk
+            with Heartbeat(disk, str(context.engine.device)) as heartbeat:
+                metrics = run_parts(context, output, disk, observer, heartbeat)
+                outcome = RunOutcome(metrics, output.underflow_rows, peak_memory_mib())
         summary = output.finish(outcome)
         failures = session.failures
         observer.run_finished()
@@ -197,16 +200,6 @@ def _run(
             level="warning",
         )
     return summary
-
-
-def _compute_here(
-    context: RunContext, output: Output[Any, Any], observer: RunObserver
-) -> RunOutcome:
-    """Compute the missing parts in this process: executor=local without workers."""
-    disk = output.write_session.disk
-    with Heartbeat(disk, str(context.engine.device)) as heartbeat:
-        metrics = run_parts(context, output, disk, observer, heartbeat)
-        return RunOutcome(metrics, output.underflow_rows, peak_memory_mib())
 
 
 def store_exit_code(config: Config, summary: dict[str, Any]) -> int:

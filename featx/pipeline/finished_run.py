@@ -81,13 +81,8 @@ class FinishedRun:
         """
         config, out = self._config, parse_path(self._config.out)
         changes_store = config.overwrite or config.grow or config.retry_failed
-        if (
-            changes_store
-            or config.refresh is True
-            or config.tensorboard
-            or config.profile
-            or is_url(out)
-        ):
+        writes_more = config.refresh is True or config.tensorboard or config.profile
+        if changes_store or writes_more or is_url(out):
             return None
         manifest, is_intact = load_manifest(out)
         recorded = _recorded(out)

@@ -214,7 +214,6 @@ def run_parts(
 def _take(
     part_rows: PartRows, batch: Batch, computed: Callable[[], Rows], observer: RunObserver
 ) -> int:
-    """Add the rows of a batch to its part; return how many of them failed."""
     rows = computed()
     part_rows.add(batch, rows)
     observer.batch_computed(batch, rows.features, rows.failures)
@@ -222,7 +221,6 @@ def _take(
 
 
 def _commit(sink: PartSink[PartRowsT], rows: PartRowsT, heartbeat: Heartbeat | None) -> None:
-    """Commit a part, and record that in the heartbeat."""
     sink.commit(rows)
     if heartbeat is not None:
         heartbeat.record_commit(rows.part)
@@ -300,7 +298,6 @@ class _Commits:
             pending.result()
 
     def _run_commit(self, commit: Callable[[], object]) -> None:
-        """Commit a part in the thread, and measure the seconds."""
         from featx.pipeline.profiler_trace import span
 
         started_at = time.perf_counter()

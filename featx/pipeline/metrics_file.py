@@ -42,7 +42,8 @@ class MetricsFile:
                 "that node_exporter reads (--collector.textfile.directory)."
             )
         self._path = path
-        self._label = _escaped(store)
+        # Escaped as the text format of Prometheus requires.
+        self._label = store.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self._clock = clock
         self._written_at: float | None = None
         self._values: dict[str, float] = {}
@@ -74,7 +75,6 @@ class MetricsFile:
         self._write()
 
     def _write(self) -> None:
-        """Replace the file."""
         lines = []
         for name, (kind, text) in _METRICS.items():
             if name in self._values:
@@ -105,11 +105,6 @@ def metrics_of(config: Config) -> Iterator[dict[str, Any]]:
             yield summary
     finally:
         file.end(summary.get("rows"))
-
-
-def _escaped(value: str) -> str:
-    """Escape the value of a label as the text format of Prometheus requires."""
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _number(value: float) -> str:

@@ -168,21 +168,17 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that the finished output has."""
         return self.write_session.num_rows
 
     @property
     def num_committed(self) -> int:
-        """Number of rows in committed parts."""
         return self.write_session.num_committed
 
     @property
     def num_failed(self) -> int:
-        """Number of failed rows in committed parts."""
         return self.write_session.num_failed
 
     def missing(self) -> list[Part]:
-        """Parts that are still to be computed, in order."""
         return self.write_session.missing()
 
     @abstractmethod

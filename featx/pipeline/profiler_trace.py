@@ -61,7 +61,6 @@ class Timeline:
             )
 
     def step(self) -> None:
-        """Mark the end of a batch."""
         self._num_batches += 1
         self._profile.step()
 

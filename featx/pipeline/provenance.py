@@ -87,7 +87,6 @@ def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> St
 
 
 def _versions(backbone: Backbone) -> Mapping[str, str]:
-    """Versions of the libraries that may change values."""
     return {name: _version_of(name) for name in (*_VERSIONED, *backbone.packages)}
 
 

@@ -254,7 +254,7 @@ def build_run_context(
     # From here on torch is needed, which takes seconds to import.
     log_step("importing PyTorch ...")
     from featx.base import choose_devices, cpu_threads
-    from featx.engine import AutoSettings, attach_windows, batch_parallelism
+    from featx.engine import TRIAL_IMAGES, AutoSettings, attach_windows, batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
     from featx.pipeline.conformance_trial import compare_with_plain_path, take_plain_path
     from featx.pipeline.golden_check import check_golden
@@ -288,7 +288,11 @@ def build_run_context(
         log_step("trying the settings on some images ...")
         decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, resume_state)
         loader = stack.enter_context(Loader(source, listing, decoding, engine.device))
-        count = num_trial_images(len(listing), config.conformance.images)
+        # The trial passes over 16 images take longer than all passes of a run of 20. So a short run
+        # measures on fewer images: a quarter of its own, as long as that is enough for the
+        # comparison with the library's own path.
+        fewest = max(_FEWEST_TRIAL_IMAGES, config.conformance.images)
+        count = min(TRIAL_IMAGES, max(fewest, len(listing) // 4))
         trial = _load_trial_images(loader, source, listing, decoding, count)
         engine.trial_images = trial.images
         windows = None
@@ -370,18 +374,6 @@ def _refuse_missing_images(source: Source, listing: Listing) -> None:
 def _spread_rows(num_rows: int, count: int) -> npt.NDArray[np.int64]:
     """Return some rows, spread evenly over the data set."""
     return np.unique(np.linspace(0, num_rows - 1, count).astype(np.int64))
-
-
-def num_trial_images(num_rows: int, num_compared: int) -> int:
-    """Number of trial images of a run, 8 to 16.
-
-    The trial passes over 16 images take longer than all passes of a run of 20. So a short run
-    measures on fewer images: a quarter of its own, as long as that is enough for the comparison
-    with the library's own path.
-    """
-    from featx.engine import TRIAL_IMAGES
-
-    return min(TRIAL_IMAGES, max(_FEWEST_TRIAL_IMAGES, num_compared, num_rows // 4))
 
 
 def _load_trial_images(

@@ -37,9 +37,13 @@ def describe_run(context: RunContext, output: str, layers: str = "") -> list[tup
     `output` is path and state of the output; `layers` are lines that describe the layers, or ''
     for the datasets of a store. Return (name, text) of what a reader asks for.
     """
+    layers = layers or layers_text(context)
+    left_out = [("left out", "\n".join(context.left_out))] if context.left_out else []
     return [
         *describe_request(context),
-        *_layer_rows(context, layers or layers_text(context)),
+        ("layers" if "\n" in layers else "layer", layers),
+        *left_out,
+        *_unreduced_rows(context),
         *describe_computation(context),
         ("output", f"{output}, parts of {counted(context.part_rows, 'row')}"),
     ]
@@ -61,20 +65,19 @@ def describe_request(context: RunContext) -> list[tuple[str, str]]:
     if has_transform or context.windows is not None:
         rows.append(("transform", header.transform))
     elif isinstance(config.model, UnpreparedModelConfig):
-        rows.append(("transform", assumed_text(header.transform)))
+        rows.append(
+            (
+                "transform",
+                f"{header.transform}: assumed, because the model brings none; "
+                "model.transform.resize, crop, mean and std state another (in Python "
+                "model_transform_resize=... and so on)",
+            )
+        )
     if context.windows is not None:
         rows.append(("windows", context.windows.describe(context.engine.compute.batch_size)))
     if config.decode != "fast":
         rows.append(("decode", config.decode))
     return rows
-
-
-def assumed_text(transform: str) -> str:
-    """Describe the transform of a model that brings none, and how to state another."""
-    return (
-        f"{transform}: assumed, because the model brings none; model.transform.resize, crop, mean "
-        "and std state another (in Python model_transform_resize=... and so on)"
-    )
 
 
 def describe_computation(context: RunContext) -> list[tuple[str, str]]:
@@ -149,13 +152,6 @@ def _doubts(context: RunContext) -> list[tuple[str, str]]:
     return rows
 
 
-def _layer_rows(context: RunContext, layers: str) -> list[tuple[str, str]]:
-    """Rows of the layers, and of those that a preset asks for and that cannot be stored."""
-    name = "layers" if "\n" in layers else "layer"
-    left_out = [("left out", "\n".join(context.left_out))] if context.left_out else []
-    return [(name, layers), *left_out, *_unreduced_rows(context)]
-
-
 def _unreduced_rows(context: RunContext) -> list[tuple[str, str]]:
     """Return a note on vectors, which a reduction over positions leaves as they are."""
     vectors = context.engine.vector_names
@@ -182,7 +178,6 @@ def layers_text(context: RunContext) -> str:
 
 
 def _shape_text(spec: LayerSpec) -> str:
-    """Return '1280 values' or '512x7x7'."""
     if len(spec.shape) == 1:
         return counted(spec.shape[0], "value")
     return "x".join(map(str, spec.shape)) or "1 value"
@@ -233,7 +228,6 @@ def _verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _start_text(seconds: Mapping[str, float]) -> str:
-    """Seconds from the listing to the end of the first batch, by step."""
     steps = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
     return f"{sum(seconds.values()):.1f} s: {steps}"
 

@@ -65,14 +65,9 @@ def exclusive_lock(path: Path) -> Iterator[int]:
                 f"{path.parent} cannot be locked: {error.strerror}. Choose an out=DIR on a disk "
                 "that has file locks."
             ) from error
-        holder_text = json.dumps(
-            {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            }
-        )
-        _write_holder(descriptor, holder_text)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        values = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        _write_holder(descriptor, json.dumps(values))
         # Names that a killed holder created may not be synced yet, and this run relies on them.
         sync_entries(path.parent, path.parent)
         yield descriptor

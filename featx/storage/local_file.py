@@ -36,7 +36,6 @@ class RawFile:
         size: size of the file in bytes when it was opened.
         mapped: (size,) uint8 view of the mapped file, or None if it is not mapped; it is mapped
             only on a local file system.
-        address: address of the first mapped byte, or 0.
     """
 
     def __init__(self, descriptor: int, may_map: bool) -> None:
@@ -48,7 +47,6 @@ class RawFile:
         if may_map and self.size and is_local(status.st_dev):
             pages = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ)
             self.mapped = np.frombuffer(pages, np.uint8)
-        self.address = 0 if self.mapped is None else self.mapped.ctypes.data
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # `os` may already be gone at the end of the interpreter, so the function is an argument.

@@ -192,7 +192,6 @@ def read(
 
 
 def head(bucket: str, key: str) -> ObjectMetadata:
-    """Metadata of an object."""
     return _metadata(request("head_object", Bucket=bucket, Key=key), "ContentLength")
 
 
@@ -202,7 +201,6 @@ def write(bucket: str, key: str, data: bytes | memoryview, **condition: str) -> 
 
 
 def delete(bucket: str, key: str, **condition: str) -> None:
-    """Delete an object, if it exists."""
     try:
         request("delete_object", Bucket=bucket, Key=key, **condition)
     except FileNotFoundError:
@@ -226,7 +224,6 @@ def list_objects(
 
 
 def _metadata(answer: dict[str, Any], size: str) -> ObjectMetadata:
-    """Metadata from an answer; `size` names its entry with the size."""
     return ObjectMetadata(
         int(answer[size]), str(answer["ETag"]), answer["LastModified"].timestamp()
     )

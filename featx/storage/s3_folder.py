@@ -52,11 +52,9 @@ class S3Folder(AtomicFolder):
         return with_retries(path, lambda: _write_object(path, data, IfNoneMatch="*"))
 
     def create(self, path: Path, text: str) -> bool:
-        """Create an object as `publish` does."""
         return self.publish(path, text.encode())
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
-        """Create or replace an object, completely or not at all."""
         with_retries(path, lambda: _write_object(path, data))
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
@@ -85,12 +83,10 @@ class S3Folder(AtomicFolder):
         """Do nothing: objects cannot grow, and the end of a run writes failures.csv completely."""
 
     def write_best_effort(self, path: Path, text: str) -> None:
-        """Create or replace an object that only informs people; errors are ignored."""
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
             _write_object(path, text.encode())
 
     def remove_best_effort(self, path: Path) -> None:
-        """Delete an object written by `write_best_effort`."""
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
             s3_client.delete(*_bucket_and_key(path))
 
@@ -156,6 +152,5 @@ def _write_object(path: Path, data: bytes | memoryview, **condition: str) -> boo
 
 
 def _bucket_and_key(path: Path) -> tuple[str, str]:
-    """Bucket and key of a path."""
     assert isinstance(path, S3Path), f"{path} is no object"
     return path.bucket, path.key

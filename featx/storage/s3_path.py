@@ -139,7 +139,6 @@ class S3Path(PosixPath):
 
 
 def _as_stat(metadata: ObjectMetadata) -> os.stat_result:
-    """Metadata of an object as os.stat_result."""
     inode = zlib.crc32(metadata.etag.encode())
     times = (int(metadata.modified),) * 3
     values = (stat.S_IFREG | 0o444, inode, 0, 1, 0, 0, metadata.size, *times)

@@ -40,9 +40,6 @@ class PositionedFile(io.RawIOBase):
         self._position = base + offset
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
 
 class ReservedFile(PositionedFile):
     """File object for h5py over reserved space, so that writes cannot run out of it.
@@ -72,10 +69,6 @@ class ReservedFile(PositionedFile):
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-    def pread(self, size: int, address: int) -> bytes:
-        """Read bytes at an address without moving the position."""
-        return os.pread(self._descriptor, size, address)
 
     def write(self, data: Any) -> int:
         """Write at the position; after a failed write, pretend to succeed and write nothing."""

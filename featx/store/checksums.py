@@ -20,14 +20,8 @@ def row_datasets(file: h5py.File) -> list[str]:
     """Paths of all datasets with one entry per row: those of the listing, then the features."""
     features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
     columns = [f"{layout.COLUMNS}/{name}" for name in file.get(layout.COLUMNS, ())]
-    return [
-        layout.KEY,
-        layout.LABEL,
-        layout.STATUS,
-        layout.IMAGE_CHECKSUM,
-        *columns,
-        *features,
-    ]
+    fixed = (layout.KEY, layout.LABEL, layout.STATUS, layout.IMAGE_CHECKSUM)
+    return [*fixed, *columns, *features]
 
 
 def chunks_with_verdict(
@@ -79,7 +73,6 @@ def good_chunks(
 
 
 def failures_agree(file: h5py.File) -> bool:
-    """Return whether /failures agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.FAILURES}"
     columns = [
         open_plain_dataset(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS
@@ -88,7 +81,6 @@ def failures_agree(file: h5py.File) -> bool:
 
 
 def classes_agree(file: h5py.File) -> bool:
-    """Return whether /classes agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.CLASSES}"
     values = open_plain_dataset(file, layout.CLASSES)[:]
     return layout.agrees(open_plain_dataset(file, path)[:], values)

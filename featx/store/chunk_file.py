@@ -111,7 +111,6 @@ class _Chunks:
         self.addresses = np.zeros(len(self.sums), np.uint64)
 
     def offset(self, number: int) -> tuple[int, ...]:
-        """Position of a chunk in the dataset."""
         return (number * self.step, *(0,) * len(self.shape[1:]))
 
     def complete(self, rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
@@ -264,7 +263,6 @@ class ChunkFile:
         return encoded
 
     def _write(self, path: str, number: int, data: Any, mask: int = 0) -> None:
-        """Write a chunk as stored."""
         chunks = self._chunks[path]
         chunks.sums[number] = checksum = layout.checksum(data)
         if self._target is None:
@@ -278,7 +276,6 @@ class ChunkFile:
         self._write_at(path, int(chunks.addresses[number]), data, checksum)
 
     def _write_at(self, path: str, address: int, data: Any, checksum: int) -> None:
-        """Write bytes of a dataset to the disk."""
         assert self._target is not None
         self._target.write(data, address)
         self._extents[address] = len(data), checksum, path
@@ -301,7 +298,6 @@ class ChunkFile:
                     raise memory_mismatch_error(self._path, path)
 
     def _pread(self, size: int, address: int) -> bytes:
-        """Read bytes that HDF5 has written."""
         self._image.seek(address)
         return self._image.read(size) or b""
 

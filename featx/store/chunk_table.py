@@ -26,7 +26,7 @@ from featx.store.checksums import chunks_with_verdict, failures_agree, row_datas
 from featx.store.dtypes import NAMES, dtype_name, raw_dtype
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import dataset_filters, open_metadata, open_raw
-from featx.store.manifest import Manifest, num_runs_of
+from featx.store.manifest import num_runs_of
 from featx.types import with_features
 
 MAGIC = b"featx chunk table 2\n"
@@ -128,7 +128,6 @@ class DatasetEntry:
 
     @property
     def raw_dtype(self) -> np.dtype[Any]:
-        """numpy dtype of the stored values."""
         return raw_dtype(self.dtype) if self.dtype in NAMES else np.dtype(self.dtype)
 
 
@@ -193,13 +192,6 @@ class DamagedFile:
                     damaged.num_runs = num_runs_of(file)
             yield damaged
 
-    def holds_runs_of(self, manifest: Manifest) -> bool:
-        """Return whether this is the features.h5 of the first runs of a store."""
-        num_runs = self.num_runs
-        if num_runs > len(manifest.runs):
-            return False
-        return self.fingerprint_sha256 == manifest.digest_of(num_runs)
-
     def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
         """Read rows [start, stop) of a dataset; None if their addresses are unknown."""
         rows = None
@@ -241,7 +233,6 @@ class DamagedFile:
         return rows.values if rows is not None and rows.good.all() else None
 
     def _read_by_table(self, name: str, start: int, stop: int) -> FoundRows | None:
-        """Read rows by the chunk table."""
         entry = self._entries.get(name)
         if entry is None or stop > entry.shape[0]:
             return None
@@ -259,7 +250,6 @@ class DamagedFile:
         return FoundRows(values, good)
 
     def _read_by_hdf5(self, name: str, start: int, stop: int) -> FoundRows | None:
-        """Read rows by HDF5."""
         if self._file is None or stop > len(self._file[name]):
             return None
         step = self._file[name].chunks[0]
@@ -376,7 +366,6 @@ def _first_chunks(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]
 
 
 def _entry_of(about: dict[str, Any], body: bytes, first_chunk: int) -> DatasetEntry:
-    """Description of a dataset with its chunks."""
     offset = 8 + int.from_bytes(body[:8], "little") + first_chunk * CHUNK.itemsize
     table = np.frombuffer(body, CHUNK, about["chunks"], offset)
     filters = [(number, tuple(values)) for number, values in about["filters"]]
@@ -397,6 +386,5 @@ def _find_magic(raw: RawBytes) -> Iterator[int]:
 
 
 def has_chunk_table(path: Path) -> bool:
-    """Return whether a file contains a complete chunk table."""
     with contextlib.closing(open_raw(path)) as raw:
         return find_table(raw) is not None

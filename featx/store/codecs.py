@@ -22,7 +22,6 @@ CODECS: Registry[Codec] = Registry("codec", "featx.store.codecs")
 
 
 def filters(codec: str) -> dict[str, Any]:
-    """Return the keyword arguments of h5py's `create_dataset` for a codec."""
     return CODECS.get(codec).filters()
 
 

@@ -14,12 +14,7 @@ from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run, num_runs_of
-from featx.store.part_files import (
-    DamageRecord,
-    inspect_parts,
-    part_names,
-    part_path,
-)
+from featx.store.part_files import DamageRecord, inspect_parts, part_names, part_path
 from featx.store.result_files import read_failures
 from featx.store.row_file import RowFile
 from featx.store.sound_rows import (
@@ -60,7 +55,6 @@ class CommittedParts:
 
     @property
     def num_failed(self) -> int:
-        """Number of failed rows known so far."""
         return len(self._failed)
 
     def add_failures(self, failures: Sequence[Failure]) -> list[Failure]:
@@ -79,11 +73,9 @@ class CommittedParts:
         return [part for part in run.parts() if part.index not in known]
 
     def damaged_parts(self, run: Run) -> list[Part]:
-        """Parts of a run that have lost rows."""
         return [part for part in run.parts() if part.index in self._lost]
 
     def lacks_rows(self, run: Run) -> bool:
-        """Return whether any row of a run is missing or lost."""
         return bool(self.missing_parts(run) or self.damaged_parts(run))
 
     def lost_rows(self, part: Part) -> list[int]:
@@ -126,7 +118,9 @@ class CommittedParts:
         self._suspects = {*suspects, *map(layout.part_name, self._record.lost)}
         if self._record.lost:
             self._suspects |= self._record.files & {layout.PACKED}
-        stored = None if listing is None else _stored_listing(manifest, listing)
+        # The listing with which the store was started, or None if this run has another one.
+        stored = None if listing is None else listing.head(manifest.num_rows)
+        stored = stored if matches_manifest(stored, manifest) else None
         packed, problem = self._root / layout.PACKED, None
         self.num_packed_runs = 0
         if packed.exists():
@@ -182,7 +176,13 @@ class CommittedParts:
         """Say what is wrong with a file that is known or recorded to be damaged, or None."""
         if path.name in self._suspects:
             return "it is damaged"
-        return _chunk_problem(path) if path.name in self._record.files else None
+        try:
+            if path.name in self._record.files:
+                with open_metadata(path) as file:
+                    check_chunks(file)
+        except (StoreError, *layout.UNREADABLE) as error:
+            return damage_text(path, error)
+        return None
 
     def _survey_packed(self, path: Path, manifest: Manifest) -> str | None:
         """Check features.h5 and record its runs; return what is wrong with it, or None."""
@@ -203,8 +203,9 @@ class CommittedParts:
             return
         runs: Sequence[Run] = ()
         with contextlib.suppress(IsADirectoryError), open_damaged(path) as file:
-            if file.holds_runs_of(manifest):
-                runs = manifest.runs[: file.num_runs]
+            count = file.num_runs
+            if count <= len(manifest.runs) and file.fingerprint_sha256 == manifest.digest_of(count):
+                runs = manifest.runs[:count]
             if runs and not self._is_dry:
                 self._disk.make_folder(self._root / layout.PARTS)
             reasons = Reasons(file, self._root)
@@ -261,24 +262,7 @@ class CommittedParts:
 
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
-    """Number of rows in some ranges."""
     return sum(stop - start for start, stop in ranges)
-
-
-def _chunk_problem(path: Path) -> str | None:
-    """Compare all chunks of a file with their checksums; return what is wrong, or None."""
-    try:
-        with open_metadata(path) as file:
-            check_chunks(file)
-    except (StoreError, *layout.UNREADABLE) as error:
-        return damage_text(path, error)
-    return None
-
-
-def _stored_listing(manifest: Manifest, listing: Listing) -> Listing | None:
-    """Listing with which the store was started, or None if this run has another one."""
-    known = listing.head(manifest.num_rows)
-    return known if matches_manifest(known, manifest) else None
 
 
 @dataclass(frozen=True)

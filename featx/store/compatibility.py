@@ -98,7 +98,6 @@ def _refuse_other_settings(root: Path, before: Manifest, requested: Run, grows: 
 
 
 def _run_settings(run: Run) -> dict[str, Any]:
-    """All settings of a run."""
     settings = run.header.fingerprint
     return {
         **settings,
@@ -110,8 +109,12 @@ def _run_settings(run: Run) -> dict[str, Any]:
 
 
 def _layers_settings(run: Run, names: Iterable[str]) -> dict[str, Any]:
-    """Settings of some layers of a run."""
-    return {f"layer {name}": _layer_settings(run, name) for name in names}
+    """Settings of a run that change the values of one of some layers only."""
+    specs, entries = {spec.name: spec for spec in run.layers}, run.header.fingerprint
+    return {
+        f"layer {name}": {**asdict(specs[name]), "fingerprint_entry": entries.get(f"layer.{name}")}
+        for name in names
+    }
 
 
 def _shared_settings(run: Run, keys: Sequence[str]) -> dict[str, Any]:
@@ -127,14 +130,7 @@ def _shared_settings(run: Run, keys: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _layer_settings(run: Run, name: str) -> dict[str, Any]:
-    """Settings that change the values of one layer only."""
-    spec = next(spec for spec in run.layers if spec.name == name)
-    return {**asdict(spec), "fingerprint_entry": run.header.fingerprint.get(f"layer.{name}")}
-
-
 def _name_list(names: Iterable[str]) -> str:
-    """Names as a sorted list for messages."""
     return f"[{','.join(sorted(names))}]"
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from featx.base import printable, shown_path, size_text
 from featx.errors import StoreError, counted
-from featx.store.layer_array import LayerArray
 from featx.types import Status, with_features
+
+if TYPE_CHECKING:
+    from featx.store.reader import FeatureStore
 
 MAX_LAYERS = 12
 """Number of layers that a description lists."""
@@ -26,32 +26,7 @@ _CELL = "padding:.2em 1.2em .2em 0;text-align"
 _RULE = "border-bottom:1px solid rgba(128,128,128,.6)"
 
 
-class DescribedStore(Protocol):
-    """What a description needs of a `FeatureStore`."""
-
-    root: Path
-    attrs: dict[str, Any]
-    classes: tuple[str, ...]
-    complete: bool
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of the layers."""
-
-    @property
-    def status(self) -> npt.NDArray[np.uint8]:
-        """(N,) uint8: `featx.types.Status` of each row."""
-
-    @property
-    def num_rows_present(self) -> int:
-        """Number of rows that the store holds so far, failed ones included."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, layer: str) -> LayerArray: ...
-
-
-def describe_text(store: DescribedStore) -> str:
+def describe_text(store: FeatureStore) -> str:
     """Return a few lines of at most about 80 columns: rows, layers, model and weights."""
     listed = store.layers[:MAX_LAYERS]
     shapes = [str(store[name].shape) for name in listed]
@@ -65,7 +40,7 @@ def describe_text(store: DescribedStore) -> str:
     return "\n".join([*lines, f"  {', '.join(_model(store))}"])
 
 
-def describe_html(store: DescribedStore) -> str:
+def describe_html(store: FeatureStore) -> str:
     """Return the same as a table, with the size of each layer and the reasons of failures.
 
     It has inline styles only, no script and no fixed colours, so it is readable in light and dark
@@ -110,7 +85,7 @@ def describe_html(store: DescribedStore) -> str:
     )
 
 
-def _states(store: DescribedStore) -> list[str]:
+def _states(store: FeatureStore) -> list[str]:
     """Return what is known about the rows, such as '486 rows', '8 failed', 'complete'."""
     parts = [counted(len(store), "row")]
     try:
@@ -127,7 +102,7 @@ def _states(store: DescribedStore) -> list[str]:
     return [*parts, "complete" if store.complete else there]
 
 
-def _failures_by_reason(store: DescribedStore) -> str:
+def _failures_by_reason(store: FeatureStore) -> str:
     """Return the number of failed rows for each reason, the most frequent first; '' if none."""
     try:
         values, counts = np.unique(store.status, return_counts=True)
@@ -140,19 +115,18 @@ def _failures_by_reason(store: DescribedStore) -> str:
     return ", ".join(f"{count} {label}" for label, count in by_reason.most_common())
 
 
-def _reduction(store: DescribedStore, layer: str) -> str:
+def _reduction(store: FeatureStore, layer: str) -> str:
     """Return the name of the reduction, and the capture if that is no output; '' for neither."""
     attrs = store[layer].attrs
     names = (str(attrs.get("capture", "")), str(attrs.get("reduce", "")))
     return " ".join(name for name in names if name not in ("", "output", "none"))
 
 
-def _model(store: DescribedStore) -> list[str]:
+def _model(store: FeatureStore) -> list[str]:
     """Return the names of the model and of its weights, as far as the store has them."""
     values = [str(store.attrs.get(name, "")) for name in ("model", "weights")]
     return [name for name in values if name] or ["unknown model"]
 
 
 def _faint(text: str) -> str:
-    """Return text that is drawn less strongly."""
     return f'<span style="opacity:.7">{text}</span>'

@@ -70,7 +70,6 @@ def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
 
 
 def nan(name: str) -> np.generic:
-    """Quiet NaN as a scalar of `raw_dtype(name)`."""
     if name == "bfloat16":
         return np.uint16(0x7FC0)
     value: np.generic = raw_dtype(name).type(np.nan)

@@ -17,20 +17,10 @@ from featx.store.chunk_table import has_chunk_table
 from featx.store.dtypes import dtype_name, from_raw
 from featx.store.hdf5_files import check_hard_links, damage_text, open_hdf5, open_plain_dataset
 from featx.store.layout import geometry_values
-from featx.store.listing import (
-    column_names,
-    is_column_type,
-    row_values,
-    same_values,
-)
+from featx.store.listing import column_names, is_column_type, row_values, same_values
 from featx.store.result_files import read_failures
 from featx.store.row_file import RowFile
-from featx.types import (
-    Failure,
-    Listing,
-    Status,
-    with_features,
-)
+from featx.types import Failure, Listing, Status, with_features
 
 
 @dataclass(frozen=True)
@@ -155,7 +145,8 @@ def _check_columns(
     for name in (*kinds, *column_paths):
         dataset = open_plain_dataset(file, name)
         kind = kinds.get(name)
-        is_valid = is_column_type(dataset.dtype) if kind is None else kind in _kinds(dataset)
+        found = dataset.dtype
+        is_valid = is_column_type(found) if kind is None else kind in (found.kind, found)
         if dataset.shape != (num_rows,) or not is_valid:
             wanted = kind or "bytes, bool, int64 or float64"
             raise StoreError(
@@ -193,11 +184,6 @@ def _check_columns(
         what = f"row {first} has status {status[row]}, which no row of a file can have"
         report.damages.append(Damage(path, what, first, first + 1))
     return status
-
-
-def _kinds(dataset: h5py.Dataset) -> tuple[Any, ...]:
-    """Kind and dtype of a dataset; either may be what is expected."""
-    return dataset.dtype.kind, dataset.dtype
 
 
 def _check_failures(
@@ -276,6 +262,5 @@ def _check_layer(
 
 
 def _count_chunk(report: DamageReport, values: npt.NDArray[Any]) -> None:
-    """Count a chunk that was compared."""
     report.num_chunks += 1
     report.num_bytes += values.nbytes

@@ -109,7 +109,17 @@ def _encode(number: int, values: tuple[int, ...], data: Bytes) -> Bytes:
 
 def _decode(number: int, values: tuple[int, ...], data: Bytes, size: int) -> Bytes:
     if number == _DEFLATE:
-        return _inflate(data, size)
+        stream = zlib.decompressobj()
+        try:
+            # With room for one more byte, an exact stream reaches its end and a longer one shows.
+            inflated = stream.decompress(data.data, size + 1)
+        except zlib.error as error:
+            raise StoreError(f"the gzip stream is damaged ({error})") from error
+        if len(inflated) > size:
+            raise StoreError(f"the gzip stream holds more than the {size} bytes of a chunk")
+        if not stream.eof or stream.unused_data:
+            raise StoreError("the gzip stream does not end where the chunk does")
+        return _flat(inflated)
     if number == _SHUFFLE:
         whole = len(data) - len(data) % values[0]
         planes = data[:whole].reshape(values[0], -1).T
@@ -121,20 +131,6 @@ def _decode(number: int, values: tuple[int, ...], data: Bytes, size: int) -> Byt
     if library.ZSTD_decompress(decoded.ctypes.data, size, data.ctypes.data, len(data)) != size:
         raise StoreError(f"the zstd frame is damaged, or not of {size} bytes")
     return decoded
-
-
-def _inflate(data: Bytes, size: int) -> Bytes:
-    stream = zlib.decompressobj()
-    try:
-        # With room for one more byte, an exact stream reaches its end and a longer one shows.
-        decoded = stream.decompress(data.data, size + 1)
-    except zlib.error as error:
-        raise StoreError(f"the gzip stream is damaged ({error})") from error
-    if len(decoded) > size:
-        raise StoreError(f"the gzip stream holds more than the {size} bytes of a chunk")
-    if not stream.eof or stream.unused_data:
-        raise StoreError("the gzip stream does not end where the chunk does")
-    return _flat(decoded)
 
 
 @functools.cache

@@ -66,7 +66,6 @@ class ErrorRecordingFile(io.FileIO):
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes."""
         return os.fstat(self.fileno()).st_size
 
     def pread(self, size: int, address: int) -> bytes:
@@ -141,19 +140,16 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     # file[path], is_virtual and external would look up the path and the settings once each: a
     # command opens hundreds of datasets.
     found = h5py.h5o.open(file.id, path.encode())
-    plain = isinstance(found, h5py.h5d.DatasetID)
-    reason = ""
-    settings = found.get_create_plist() if plain else None
-    if settings is None:
-        reason = "it is no dataset"
-    elif settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count():
-        reason = (
-            f"it is {'external' if settings.get_external_count() else 'virtual'}, so its values "
-            "lie in other files, and read as zeros if those are missing. Copy it into a file of "
-            f"its own, in Python as new[{path!r}] = old[{path!r}][:]"
+    refused = f"{file.filename}: /{path} is no plain dataset; refused: "
+    if not isinstance(found, h5py.h5d.DatasetID):
+        raise StoreError(f"{refused}it is no dataset.")
+    settings = found.get_create_plist()
+    if settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count():
+        raise StoreError(
+            f"{refused}it is {'external' if settings.get_external_count() else 'virtual'}, so its "
+            "values lie in other files, and read as zeros if those are missing. Copy it into a "
+            f"file of its own, in Python as new[{path!r}] = old[{path!r}][:]."
         )
-    if settings is None or reason:
-        raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused: {reason}.")
     dataset = h5py.Dataset(found, readonly=file.mode == "r")
     size = dataset.size * found.get_type().get_size()  # a bfloat16 reads as float32
     stored = found.get_storage_size()

@@ -233,11 +233,6 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
     return alive
 
 
-def clear_heartbeat(disk: AtomicFolder, name: str) -> None:
-    """Delete the heartbeat file of a process that has ended, by its `heartbeat_name`."""
-    disk.remove_best_effort(disk.root / layout.WORKERS / name)
-
-
 def heartbeat_name(pid: int) -> str:
     """Name of the heartbeat file of a process on this machine, or in this container."""
     space = pid_namespace()
@@ -257,7 +252,6 @@ def pid_namespace() -> int | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Return whether no process with this pid exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import sampled_positions, size_text
 from featx.errors import StoreError
-from featx.store.contents import Contents
 from featx.store.layout import geometry_of
 from featx.types import TokenGeometry
 
-
-class LayerSource(Protocol):
-    """Store that the rows of a layer are read from: what `LayerArray` needs of a `FeatureStore`."""
-
-    root: Path
-    _contents: Contents
-
-    @property
-    def key_bytes(self) -> npt.NDArray[np.bytes_]:
-        """(N,) fixed-length bytes: keys as the file system gives them."""
-
-    def __len__(self) -> int: ...
-
-    def _chunk_rows(self, layer: str) -> int:
-        """Return the rows per chunk in the first file of a layer."""
-
-    def _read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Read rows of a layer in any order; absent rows are NaN."""
-
-    def _read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Read rows [start, stop) of a layer; absent rows are NaN."""
+if TYPE_CHECKING:
+    from featx.store.reader import FeatureStore
 
 
 class LayerArray:
@@ -50,7 +29,7 @@ class LayerArray:
         shape: (N, ...).
     """
 
-    def __init__(self, store: LayerSource, name: str) -> None:
+    def __init__(self, store: FeatureStore, name: str) -> None:
         self._store = store
         self.name = name
         info = store._contents.layers[name]
@@ -108,7 +87,8 @@ class LayerArray:
     @property
     def chunk_rows(self) -> int:
         """Rows per chunk of the file; slices aligned to it read no chunk twice."""
-        return self._store._chunk_rows(self.name)
+        store = self._store
+        return store._retry_if_packed(lambda: store._layer_reader.chunk_rows(self.name))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -121,7 +101,6 @@ class LayerArray:
         )
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
-        """Read the selected rows; returns an array in memory."""
         if type(index) is int and -len(self) <= index < len(self):
             start = index % len(self)
             row: npt.NDArray[Any] = self._store._read_range(self.name, start, start + 1)[0]
@@ -137,7 +116,8 @@ class LayerArray:
             else:
                 first, *rest = rest
         rows, single = row_indices(first, len(self))
-        read = self._store._read(self.name, rows)
+        store = self._store
+        read = store._retry_if_packed(lambda: store._layer_reader.read(self.name, rows))
         if not rest:
             return read[0] if single else read
         if single:
@@ -150,7 +130,6 @@ class LayerArray:
         return chosen
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Read all rows."""
         if copy is False:
             raise ValueError("the rows are on disk; an array of them is always a copy")
         return self[:] if dtype is None else self[:].astype(dtype)

@@ -93,7 +93,6 @@ def is_damage(error: Exception) -> bool:
 
 
 def part_name(index: int) -> str:
-    """File name of a part in the folder parts/."""
     return f"part-{index:06d}.h5"
 
 
@@ -103,7 +102,6 @@ def power_of_two_at_most(value: float) -> int:
 
 
 def power_of_two_at_least(value: int) -> int:
-    """Smallest power of two that is not below `value`."""
     return 1 << max(0, (value - 1).bit_length())
 
 
@@ -182,7 +180,6 @@ def status_names() -> str:
 
 
 def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool) -> dict[str, Any]:
-    """Root attributes of a part or of features.h5."""
     return {
         "featx_format": FORMAT,
         "fingerprint": fingerprint_sha256,
@@ -197,7 +194,6 @@ def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool
 
 
 def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
-    """Attributes of a dataset in /features."""
     return {
         "layer": spec.layer,
         "capture": spec.capture,

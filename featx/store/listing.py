@@ -117,7 +117,6 @@ def write_listing(
 
 
 def _fill(file: ChunkFile, listing: Listing) -> None:
-    """Write all of samples.h5."""
     file.hdf5.attrs["featx_format"] = layout.FORMAT
     make_groups(file.hdf5, listing)
     for path, values in row_values(listing).items():
@@ -248,7 +247,6 @@ def is_column_type(dtype: np.dtype[Any]) -> bool:
 
 
 def column_names(file: h5py.File) -> tuple[str, ...]:
-    """Names of the columns in samples.h5, a part or features.h5."""
     return tuple(file.get(layout.COLUMNS, ()))
 
 
@@ -280,7 +278,6 @@ def _read_from_parts(root: Path, num_rows: int) -> Listing | None:
 
 
 def _read_classes(file: h5py.File) -> tuple[str, ...]:
-    """Names of the classes in a file."""
     names: list[bytes] = file[layout.CLASSES][:].tolist()
     return tuple(name.decode("utf-8", "surrogateescape") for name in names)
 
@@ -347,8 +344,9 @@ def merge_listing(root: Path, stored: Listing, listed: Listing) -> Listing:
 
 def _refuse_other_columns(root: Path, stored: Listing, listed: Listing) -> None:
     """Raise StoreMismatchError if the columns have other names or types."""
+    words = {"S": "text", "b": "booleans", "i": "whole numbers", "f": "numbers"}
     before, now = (
-        {name: _column_type(values) for name, values in listing.columns.items()}
+        {name: words[values.dtype.kind] for name, values in listing.columns.items()}
         for listing in (stored, listed)
     )
     if before != now:
@@ -360,11 +358,6 @@ def _refuse_other_columns(root: Path, stored: Listing, listed: Listing) -> None:
             f"{root} has other columns (data.columns): it has {was}; the data set now gives "
             f"{is_now}. Give those of the store to resume it, or choose out=DIR for a new one."
         )
-
-
-def _column_type(values: npt.NDArray[Any]) -> str:
-    """Type of a column in words."""
-    return {"S": "text", "b": "booleans", "i": "whole numbers", "f": "numbers"}[values.dtype.kind]
 
 
 def _refuse_changed_column(

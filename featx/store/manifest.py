@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +87,7 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types for featx.json: its top level or, for later runs, an entry of `additions`."""
+        tokens = {name: geometry_values(geometry) for name, geometry in self.tokens.items()}
         return {
             "fingerprint": dict(self.header.fingerprint),
             "fingerprint_sha256": self.digest,
@@ -98,14 +99,9 @@ class Run:
             "layers": [asdict(spec) for spec in self.layers],
             "resolved": dict(self.resolved),
             **({_CONFORMANCE: dict(self.conformance)} if self.conformance else {}),
-            **({_TOKENS: self._token_entries} if self.tokens else {}),
+            **({_TOKENS: tokens} if tokens else {}),
             **{name: getattr(self.header, name) for name in _HEADER},
         }
-
-    @property
-    def _token_entries(self) -> dict[str, Any]:
-        """Places of tokens as JSON types."""
-        return {name: geometry_values(geometry) for name, geometry in self.tokens.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Run:
@@ -218,10 +214,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """Content of featx.json."""
         first, *others = self.runs
-        values = {
-            "featx_format": layout.FORMAT,
-            **first.as_dict(),
-        }
+        values = {"featx_format": layout.FORMAT, **first.as_dict()}
         if others:
             values["additions"] = [run.as_dict() for run in others]
         values[_CHECKSUM] = digest(values)
@@ -240,7 +233,9 @@ class Manifest:
                 raise ValueError("it differs from its own sha256")
             if version == layout.FORMAT:
                 runs = [Run.from_dict(run) for run in (values, *values.get("additions", []))]
-                _check_numbering(runs)
+                counts = itertools.accumulate([len(run.grid) for run in runs], initial=0)
+                if any(run.grid.first_part != n for run, n in zip(runs, counts, strict=False)):
+                    raise ValueError("its parts are not numbered consecutively")
                 return cls(tuple(runs))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise DamagedManifestError(
@@ -250,13 +245,6 @@ class Manifest:
             ) from error
         layout.check_version(path, version)
         raise AssertionError("unreachable")
-
-
-def _check_numbering(runs: Sequence[Run]) -> None:
-    """Raise ValueError unless the parts of all runs are numbered consecutively."""
-    counts = itertools.accumulate([len(run.grid) for run in runs], initial=0)
-    if any(run.grid.first_part != count for run, count in zip(runs, counts, strict=False)):
-        raise ValueError("its parts are not numbered consecutively")
 
 
 def read_manifest(root: Path) -> Manifest | None:
@@ -292,13 +280,19 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     return copy, copy is None
 
 
+def require_manifest(root: Path) -> Manifest:
+    """Read the manifest of a store as `load_manifest`; raise StoreError if there is none."""
+    manifest, _ = load_manifest(root)
+    if manifest is None:
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    return manifest
+
+
 def num_runs_of(packed: h5py.File) -> int:
-    """Number of runs that a features.h5 holds."""
     return len(_read_copy(packed).runs) if layout.MANIFEST_COPY in packed.attrs else 1
 
 
 def _read_copy(file: h5py.File) -> Manifest:
-    """Manifest that a part or features.h5 carries."""
     return Manifest.from_json(bytes(file.attrs[layout.MANIFEST_COPY]), Path(file.filename))
 
 

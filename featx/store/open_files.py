@@ -31,17 +31,9 @@ from featx.store.hdf5_files import (
 )
 
 _MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
-"""Limits on the number of open files: see `max_open_files`. Each takes three descriptors, those of
-HDF5, of `RawFile` and of its memory map, however many layers are read."""
-
-
-def max_open_files() -> int:
-    """Number of files that a process keeps open for a store, or for the tokens of a layer.
-
-    It is _MAX_OPEN_FILES, or 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(4, min(_MAX_OPEN_FILES, limit // _SHARE_OF_LIMIT))
+"""Largest number of open files, or 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
+Each takes three descriptors, those of HDF5, of `RawFile` and of its memory map, however many layers
+are read."""
 
 
 class OpenFile:
@@ -61,10 +53,6 @@ class OpenFile:
         self._datasets: dict[str, h5py.Dataset] = {}
         self._rows: dict[str, ChunkReader] = {}
         self._raw_file: RawFile | None = None
-
-    def names(self) -> list[str]:
-        """Names of the datasets in /features."""
-        return list(self.file[layout.FEATURES])
 
     def column_names(self) -> tuple[str, ...]:
         """Names of the datasets in /columns, which only some stores have."""
@@ -159,7 +147,6 @@ class OpenFile:
         return self._rows[path]
 
     def close(self) -> None:
-        """Close the file and all of its readers."""
         for rows in self._rows.values():
             rows.close()
         self._rows.clear()
@@ -180,7 +167,8 @@ class Handles:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._files: OrderedDict[Path, OpenFile] = OrderedDict()
-        self._max_open = max_open_files()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_open = max(4, min(_MAX_OPEN_FILES, limit // _SHARE_OF_LIMIT))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"verify": self.verify}

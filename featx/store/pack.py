@@ -24,7 +24,7 @@ from featx.store.hdf5_files import damage_text, dataset_filters, open_hdf5, open
 from featx.store.heartbeat import refuse_other_writers
 from featx.store.image_states import read_image_checksums
 from featx.store.listing import read_listing, row_values, same_values
-from featx.store.manifest import Manifest, load_manifest, num_runs_of
+from featx.store.manifest import Manifest, num_runs_of, require_manifest
 from featx.store.part_files import DamageRecord, clear_leftovers, part_path
 from featx.store.result_files import read_failures
 from featx.store.row_file import RowFile
@@ -88,9 +88,7 @@ def pack_store(root: Path) -> bool:
         StoreError: there is no store, or rows are missing.
         RunError: the disk is full or fails; the parts are kept.
     """
-    manifest, _ = load_manifest(root)
-    if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    manifest = require_manifest(root)
     disk = AtomicFolder(root)
     with exclusive_lock(root / layout.LOCK):
         # Slurm tasks without a driver write without this lock.
@@ -117,9 +115,7 @@ def pack(root: Path, stop: threading.Event | None = None) -> None:
 
     Once `stop` is set, the copy ends with an error.
     """
-    manifest, _ = load_manifest(root)
-    if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST}.")
+    manifest = require_manifest(root)
     sources = _source_files(root, manifest)
     if [path.name for path, _ in sources] == [layout.PACKED]:
         return
@@ -147,7 +143,6 @@ def pack(root: Path, stop: threading.Event | None = None) -> None:
 
 
 def _removed_meanwhile(root: Path) -> StoreError:
-    """Error for a source that another process has removed."""
     return StoreError(
         f"a file of {root} was removed while it was being packed: another process writes the "
         "store, on a file system without locks. Give the same command again."
@@ -208,8 +203,6 @@ def _record_damaged(disk: AtomicFolder, sources: list[Path]) -> str:
 
 
 class _Packer:
-    """Packed file that is being filled."""
-
     def __init__(
         self, manifest: Manifest, listing: Listing, file: ChunkFile, stop: threading.Event
     ) -> None:
@@ -222,7 +215,6 @@ class _Packer:
         self._failures: dict[int, Failure] = {}
 
     def copy(self, sources: list[tuple[Path, RowFile]]) -> None:
-        """Write the whole file."""
         row_file = RowFile.packed(self._manifest, len(self._manifest.runs))
         row_file.create(self._file, self._listing)
         for path, source in sources:

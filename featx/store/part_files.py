@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from featx.errors import RunError, StoreError
+from featx.errors import StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
@@ -27,22 +27,16 @@ _END_OF_FILE = 28
 
 
 def part_path(root: Path, index: int) -> Path:
-    """Path of the part with this index."""
     return root / layout.PARTS / layout.part_name(index)
 
 
 def part_names(root: Path) -> set[str]:
     """File names of the parts in a store."""
-    return names_in(root, layout.PART_GLOB)
-
-
-def names_in(root: Path, pattern: str) -> set[str]:
-    """Names in the folder of parts that a pattern matches."""
     folder = root / layout.PARTS
     if is_url(root):
-        return {path.name for path in folder.glob(pattern)}
+        return {path.name for path in folder.glob(layout.PART_GLOB)}
     try:
-        return set(fnmatch.filter(os.listdir(folder), pattern))
+        return set(fnmatch.filter(os.listdir(folder), layout.PART_GLOB))
     except (FileNotFoundError, NotADirectoryError):
         return set()
 
@@ -105,21 +99,6 @@ def publish_part(
     if problem is not None:
         raise StoreError(f"{path} was written by another process and is not valid: {problem}.")
     return failures
-
-
-def parts_committed_by_others(
-    root: Path, manifest: Manifest, parts: Sequence[Part]
-) -> Iterator[tuple[Part, Sequence[Failure]]]:
-    """Select the parts whose files exist; yields each with its failures."""
-    names = part_names(root)
-    present = [part for part in parts if layout.part_name(part.index) in names]
-    for part, problem, failures in inspect_parts(root, manifest, present):
-        if problem is not None:
-            path = part_path(root, part.index)
-            raise RunError(
-                f"{path} is not a valid part: {problem}. Give the same command again to compute it."
-            )
-        yield part, failures
 
 
 def inspect_parts(
@@ -261,6 +240,5 @@ def leftover_bytes(root: Path) -> int:
 
 
 def _leftovers(root: Path) -> Iterator[Path]:
-    """Paths of temporary files."""
     for folder in _FOLDERS:
         yield from root.glob(f"{folder}/{TEMPORARY_PREFIX}*" if folder else f"{TEMPORARY_PREFIX}*")

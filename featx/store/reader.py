@@ -118,7 +118,6 @@ class FeatureStore:
         return describe_text(self)
 
     def _repr_html_(self) -> str:
-        """Return the description that notebooks show."""
         return describe_html(self)
 
     def show(
@@ -168,7 +167,8 @@ class FeatureStore:
     @property
     def num_rows_present(self) -> int:
         """Number of rows that the store holds so far, failed ones included."""
-        return self._layer_reader.num_present(self.layers[0])
+        segments, _ = self._layer_reader._segments_of(self.layers[0])
+        return sum(segment.stop - segment.start for segment in segments)
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -208,7 +208,6 @@ class FeatureStore:
         return self._retry_if_packed(self._read_status)
 
     def _read_status(self) -> npt.NDArray[np.uint8]:
-        """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
         for segment, statuses in self._layer_reader.statuses():
             before = status[segment.start : segment.stop]
@@ -225,7 +224,6 @@ class FeatureStore:
         return self._retry_if_packed(self._read_image_checksums)
 
     def _read_image_checksums(self) -> npt.NDArray[np.uint64]:
-        """Combine the checksums of all files; see `image_checksums`."""
         checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
         for segment in self._contents.segments:
             with self._layer_reader.open(segment) as opened:
@@ -394,14 +392,5 @@ class FeatureStore:
                 ) from error
             return read()
 
-    def _read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Read rows of a layer in any order; absent rows are NaN."""
-        return self._retry_if_packed(lambda: self._layer_reader.read(layer, rows))
-
     def _read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Read rows [start, stop) of a layer, (n, ...); absent rows are NaN."""
         return self._retry_if_packed(lambda: self._layer_reader.read_range(layer, start, stop))
-
-    def _chunk_rows(self, layer: str) -> int:
-        """Rows per chunk in the first file of a layer."""
-        return self._retry_if_packed(lambda: self._layer_reader.chunk_rows(layer))

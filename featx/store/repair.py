@@ -16,7 +16,7 @@ from featx.store.committed_parts import CommittedParts
 from featx.store.file_checks import DamageReport
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.listing import read_listing, write_listing
-from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
+from featx.store.manifest import Manifest, Run, num_runs_of, require_manifest
 from featx.store.part_files import clear_leftovers, part_path
 from featx.store.result_files import failures_csv
 from featx.store.sound_rows import Reasons, matches_manifest, open_damaged, sound_rows
@@ -67,10 +67,7 @@ def repair_files(report: DamageReport) -> list[Run]:
 
 
 def _manifest_and_listing(root: Path) -> tuple[Manifest, Listing | None]:
-    """Read the manifest and the listing of a store."""
-    manifest, _ = load_manifest(root)
-    if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    manifest = require_manifest(root)
     return manifest, read_listing(root, manifest.num_rows, manifest.listing_identity)
 
 

@@ -45,7 +45,6 @@ class SoundRows:
 
     @classmethod
     def of_none(cls, part: Part, run: Run) -> SoundRows:
-        """Rows of a part of which none is there."""
         features = {
             spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
             for spec in run.layers

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from featx.errors import StoreError, counted
+from featx.errors import counted
 from featx.store import layout
 from featx.store.heartbeat import HeartbeatRecord, read_heartbeats
-from featx.store.manifest import Run, load_manifest
+from featx.store.manifest import Run, require_manifest
 from featx.store.session import missing_parts
 
 WINDOW_S = 300.0
@@ -72,9 +72,7 @@ def store_status(root: Path) -> StoreStatus:
 
     Raises StoreError if there is no store.
     """
-    manifest, _ = load_manifest(root)
-    if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    manifest = require_manifest(root)
     missing = [part for _, parts in missing_parts(root, manifest) for part in parts]
     rows = sum(run.grid.num_rows for run in manifest.runs)
     rows_left, parts_left = sum(map(len, missing)), len({part.index for part in missing})

@@ -47,18 +47,12 @@ class TailFile:
             raise
 
     def pread(self, size: int, address: int) -> bytes:
-        """Read bytes at an address."""
         if address < self._start:
             return os.pread(self._descriptor, size, address)
         first = address - self._start
         return self._tail[first : first + size]
 
-    def fileno(self) -> int:
-        """File descriptor."""
-        return self._descriptor
-
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 

@@ -87,7 +87,13 @@ class TokenReader:
         """
         if not len(rows):
             return
-        self._check_range(rows, positions)
+        for what, values, stop in (
+            ("row", rows, len(self._store)),
+            ("position", positions, self.num_tokens),
+        ):
+            if values.min() < 0 or values.max() >= stop:
+                wrong = values[(values < 0) | (values >= stop)][0]
+                raise IndexError(f"{self._layer} has {stop} {what}s; {what} {wrong} was asked for")
         read = self._read_rows if self.reads_whole_rows else partial(self._read_tokens, mapped)
         self._store._retry_if_packed(lambda: read(rows, positions, out, out_indices))
 
@@ -104,15 +110,6 @@ class TokenReader:
             partial(self.read_into, rows[part], positions[part], out, out_indices[part])
             for part in parts
         ]
-
-    def _check_range(self, rows: Rows, positions: Rows) -> None:
-        for what, values, stop in (
-            ("row", rows, len(self._store)),
-            ("position", positions, self.num_tokens),
-        ):
-            if values.min() < 0 or values.max() >= stop:
-                wrong = values[(values < 0) | (values >= stop)][0]
-                raise IndexError(f"{self._layer} has {stop} {what}s; {what} {wrong} was asked for")
 
     def _read_tokens(
         self, mapped: bool, rows: Rows, positions: Rows, out: Bytes, out_indices: Rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 from collections import OrderedDict
@@ -74,9 +75,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
     @property
     def row_bytes(self) -> int:
         """Size of one feature in bytes."""
-        return (
-            int(np.prod(self._features.shape[1:], dtype=np.int64)) * self._features.dtype.itemsize
-        )
+        return math.prod(self._features.shape[1:]) * self._features.dtype.itemsize
 
     def keep_blocks(self, block_rows: int, num_blocks: int) -> None:
         """Read whole blocks of rows from now on, and keep the last ones in memory.
@@ -108,7 +107,6 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         return list(zip(self._read(rows), self._labels[rows].tolist(), strict=True))
 
     def _read(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Read features by row of the store."""
         read = self._features[rows] if self._block_cache is None else self._block_cache.read(rows)
         # Checked after the read, because another run may replace the store at any time until then.
         if self.store.attrs.get("fingerprint") != self._fingerprint:
@@ -223,7 +221,6 @@ class _BlockCache:
         self._cached: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the cached blocks."""
         return {**self.__dict__, "_cached": OrderedDict()}
 
     def read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
@@ -239,7 +236,6 @@ class _BlockCache:
         return out
 
     def _block(self, number: int) -> npt.NDArray[Any]:
-        """Return a block from the cache or from the store."""
         block = self._cached.pop(number, None)
         if block is None:
             start = number * self._block_rows

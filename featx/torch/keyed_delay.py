@@ -47,7 +47,6 @@ class EpochSizes:
 
     @property
     def num_segments(self) -> int:
-        """Number of segments of a rank."""
         return max(1, math.ceil(self.num_tokens / self.world_size / self.segment_tokens))
 
     @property
@@ -101,7 +100,6 @@ class EpochOrder:
 
     @cached_property
     def rank_tokens(self) -> list[int]:
-        """Number of tokens of the blocks of each rank."""
         world_size = self._sizes.world_size
         found = np.zeros(world_size, np.int64)
         # An epoch of 10^9 tokens has 10^7 blocks, so their bounds are not all held at once.

@@ -344,12 +344,10 @@ class TokenDataset(IterableDataset[Batch]):
         self._is_started = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without open files."""
         return {**self.__dict__, "_open": None}
 
     @cached_property
     def _ok(self) -> npt.NDArray[np.bool_]:
-        """(N,) whether a row holds features."""
         return self.store.ok
 
     @property
@@ -361,7 +359,6 @@ class TokenDataset(IterableDataset[Batch]):
 
     @property
     def _held_tokens(self) -> int:
-        """Number of tokens that are held at most."""
         return self._sizes.held_tokens + self._read_ahead_tokens
 
     @cached_property
@@ -390,7 +387,6 @@ class TokenDataset(IterableDataset[Batch]):
         return self._open[1]
 
     def _epoch_order(self, epoch: int) -> EpochOrder:
-        """Order of an epoch."""
         shuffled = self._order == "shuffled"
         return EpochOrder(self._blocks, self._sizes, (self.seed, epoch), self.rank, shuffled)
 
@@ -436,7 +432,6 @@ class TokenDataset(IterableDataset[Batch]):
                 pool.close()
 
     def _batch(self, tokens: Ints, values: npt.NDArray[np.uint8], reader: TokenReader) -> Batch:
-        """Batch of some tokens."""
         rows, positions = self._selection.locate(tokens)
         yx = np.full((len(rows), 2), -1, np.int32)
         if self._geometry is not None:

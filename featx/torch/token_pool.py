@@ -114,8 +114,10 @@ class TokenPool:
         return number, tokens[wanted], delay[wanted]
 
     def _begin(self, number: int, tokens: Ints, delay: Ints) -> None:
-        """Read tokens of a segment."""
-        slots = self._allocate(len(tokens))
+        if (missing := len(tokens) - self._num_free) > 0:
+            self._grow(missing)
+        self._num_free -= len(tokens)
+        slots = self._free[self._num_free : self._num_free + len(tokens)].copy()
         # A stable sort of small integers takes linear time.
         order = np.argsort(delay.astype(np.uint8), kind="stable")
         delays, by_output, slots_by_output = delay[order], tokens[order], slots[order]
@@ -137,13 +139,6 @@ class TokenPool:
             for future in self._reading[0][2]:
                 future.result()
             self._reading.popleft()
-
-    def _allocate(self, count: int) -> Ints:
-        """Take free slots."""
-        if count > self._num_free:
-            self._grow(count - self._num_free)
-        self._num_free -= count
-        return self._free[self._num_free : self._num_free + count].copy()
 
     def _grow(self, more: int) -> None:
         """Add slots, which a run of chance may need once in 10^15 segments."""

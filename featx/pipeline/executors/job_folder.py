@@ -73,7 +73,6 @@ class WorkerReport:
         self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
 
     def to_json(self) -> str:
-        """Report as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -87,12 +86,10 @@ class WorkerReport:
 
 
 def ready_path(spec: WorkerSpec, number: int) -> Path:
-    """Path of the report of a worker that computes."""
     return spec.folder / f"ready-{number}.json"
 
 
 def result_path(spec: WorkerSpec, number: int) -> Path:
-    """Path of the last report of a worker."""
     return spec.folder / f"result-{number}.json"
 
 
@@ -166,7 +163,6 @@ def _claimed_indices(spec: WorkerSpec) -> set[int]:
 
 
 def _claim_path(spec: WorkerSpec, part: Part) -> Path:
-    """Path of the claim of a part."""
     return spec.folder / CLAIMS / str(part.index)
 
 

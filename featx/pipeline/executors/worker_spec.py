@@ -34,12 +34,10 @@ class WorkerSpec:
     Attributes:
         driver: name of the heartbeat file of the driver.
         config: config of the run; each worker puts its own device into it.
-        config_yaml: composed config as YAML, without secrets.
         source: data set, or None if it cannot be pickled and the worker opens that of the config.
         output: what is computed and where it is committed, as `Output.for_workers` returns it.
         fingerprint: fingerprint of the driver; that of the worker must be equal.
         cpus: number of CPUs of the worker for reading and decoding.
-        num_workers: number of workers that share the parts.
         folder: folder that driver and workers share, for claims and reports.
         kind: what a worker is called: worker, actor or task.
         outlives_driver: whether a worker continues when its driver dies.

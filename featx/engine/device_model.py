@@ -71,20 +71,16 @@ class DeviceModel:
         fused = needs_plain_attention(self.module, requests)
         self._settings.enter_context(plain_attention(self.module, fused))
         self.plain_modules += fused
-        x = self.noise(_TRACE_BATCH)
+        x, backbone = self.noise(_TRACE_BATCH), self.backbone
         with self.named_failure(x):
             self.traced = trace_forward(self.module, x)
-        if "embedding" in requests:
-            library = self.backbone.embedding
-            with self.named_failure(x):
-                self.traced = with_evidence(self.traced, self.module, x, library)
+            if "embedding" in requests:
+                self.traced = with_evidence(self.traced, self.module, x, backbone.embedding)
                 if is_exposed(self.traced):  # with_evidence has just added the module
                     traced = trace_forward(self.module, x)
-                    self.traced = with_evidence(traced, self.module, x, library)
-        if any(request.partition(":")[0] == "stages" for request in requests):
-            with self.named_failure(x):
-                stages = self.backbone.stages
-                self.traced = with_stages(self.traced, self.module, x, stages)
+                    self.traced = with_evidence(traced, self.module, x, backbone.embedding)
+            if any(request.partition(":")[0] == "stages" for request in requests):
+                self.traced = with_stages(self.traced, self.module, x, backbone.stages)
         return self.traced
 
     @contextlib.contextmanager

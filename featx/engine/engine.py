@@ -321,11 +321,8 @@ class Engine(DeviceModel):
             return "gradients are taken"
         if self._collector.needs_keys:
             return "tokens are sampled by the key of each image"
-        return (
-            "operations are captured"
-            if any(point.operation for point in self._captures.points)
-            else None
-        )
+        has_operations = any(point.operation for point in self._captures.points)
+        return "operations are captured" if has_operations else None
 
     def run(
         self,

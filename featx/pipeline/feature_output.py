@@ -207,11 +207,9 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         return describe_run(self.context, f"{shown_path(self.root)}, {state}")
 
     def observer(self) -> RunObserver:
-        return (
-            RunObserver()
-            if self._observe is None
-            else self._observe(self.context, self.write_session)
-        )
+        if self._observe is None:
+            return RunObserver()
+        return self._observe(self.context, self.write_session)
 
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""

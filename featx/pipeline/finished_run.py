@@ -94,23 +94,25 @@ class FinishedRun:
         packed = None if entry is None else read_packed(out, manifest)
         if entry is None or packed is None or not _has_same_images(out, manifest, source, listing):
             return None
+        failures, num_bytes = packed
         header = manifest.runs[-1].header
         state = f"{len(listing)} of {len(listing)} rows are there already"
-        settings = [
-            ("data", data_text(config, listing)),
-            ("model", f"{header.model}, weights {header.weights}"),
-            ("output", f"{shown_path(out)}, {state}"),
-        ]
-        announce(settings)
-        if packed.failures:
-            log_message(failures_text(packed.failures))
+        announce(
+            [
+                ("data", data_text(config, listing)),
+                ("model", f"{header.model}, weights {header.weights}"),
+                ("output", f"{shown_path(out)}, {state}"),
+            ]
+        )
+        if failures:
+            log_message(failures_text(failures))
         figures = RunMetrics(seconds={}, images_per_second=None, bytes_read=0, bottleneck=None)
         return {
             **entry,
             **figures.as_dict(),
             "rows": len(listing),
-            "failures": len(packed.failures),
-            "bytes": packed.num_bytes,
+            "failures": len(failures),
+            "bytes": num_bytes,
             "underflow_rows": {},
             "peak_memory_mib": peak_memory_mib(),
         }

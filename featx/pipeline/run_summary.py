@@ -129,11 +129,8 @@ def _parallel_text(context: RunContext) -> list[str]:
     choice = context.choices.get("threads", context.choices.get("streams", ""))
     why = f" ({choice.partition(' (')[2]}" if " (" in choice else ""
     if parallelism.threads is None:
-        return (
-            [f"{counted(parallelism.replicas, 'stream')}{why}"]
-            if "streams" in context.choices
-            else []
-        )
+        has_streams = "streams" in context.choices
+        return [f"{counted(parallelism.replicas, 'stream')}{why}"] if has_streams else []
     threads = counted(parallelism.threads, "thread")
     if parallelism.replicas > 1:
         return [f"{parallelism.replicas} parallel batches with {threads} each{why}"]

@@ -143,10 +143,8 @@ class FoundRows:
 
     def complete(self, other: FoundRows | None) -> FoundRows:
         """Replace bad rows by those that were read by another method."""
-        if other is None or (other.values.shape, other.values.dtype) != (
-            self.values.shape,
-            self.values.dtype,
-        ):
+        shape, dtype = self.values.shape, self.values.dtype
+        if other is None or (other.values.shape, other.values.dtype) != (shape, dtype):
             return self
         values = self.values.copy()
         values[~self.good] = other.values[~self.good]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from featx.errors import StoreError
@@ -265,23 +264,15 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Failed rows in ascending order, and size, of a features.h5 with all rows of a store."""
-
-    failures: list[Failure]
-    num_bytes: int
-
-
-def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
-    """Describe the content of features.h5; None unless it holds all rows of all runs."""
+def read_packed(root: Path, manifest: Manifest) -> tuple[list[Failure], int] | None:
+    """Failed rows and size in bytes of a features.h5 that holds all rows of all runs, or None."""
     path = root / layout.PACKED
     if not path.exists() or layout.PACKED in DamageRecord.read(root).files:
         return None
     num_runs, failures, problem = _inspect_packed(path, manifest)
     if problem is not None or num_runs != len(manifest.runs):
         return None
-    return PackedRows(sorted(failures, key=lambda failure: failure.row), path.stat().st_size)
+    return sorted(failures, key=lambda failure: failure.row), path.stat().st_size
 
 
 def _inspect_packed(path: Path, manifest: Manifest) -> tuple[int, Sequence[Failure], str | None]:

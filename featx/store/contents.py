@@ -67,6 +67,12 @@ class Contents:
     classes: tuple[str, ...]
     attrs: dict[str, Any]
 
+    @property
+    def num_rows_present(self) -> int:
+        """Number of rows that the store holds so far, failed ones included."""
+        layer = next(iter(self.layers), "")
+        return sum(each.stop - each.start for each in self.segments if layer in each.layers)
+
 
 def find_contents(root: Path, handles: Handles) -> Contents:
     if not root.exists():

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import sampled_positions, size_text
 from featx.errors import StoreError
+from featx.store.contents import Contents
+from featx.store.layer_reader import LayerReader
 from featx.store.layout import geometry_of
 from featx.types import TokenGeometry
 
-if TYPE_CHECKING:
-    from featx.store.reader import FeatureStore
+T = TypeVar("T")
+
+
+class LayerSource(Protocol):
+    """What `LayerArray` needs of a `FeatureStore`, which makes it."""
+
+    root: Path
+    _contents: Contents
+    _layer_reader: LayerReader
+
+    @property
+    def key_bytes(self) -> npt.NDArray[np.bytes_]: ...
+    def __len__(self) -> int: ...
+    def _retry_if_packed(self, read: Callable[[], T]) -> T: ...
 
 
 class LayerArray:
@@ -29,7 +44,7 @@ class LayerArray:
         shape: (N, ...).
     """
 
-    def __init__(self, store: FeatureStore, name: str) -> None:
+    def __init__(self, store: LayerSource, name: str) -> None:
         self._store = store
         self.name = name
         info = store._contents.layers[name]
@@ -103,11 +118,11 @@ class LayerArray:
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
         if type(index) is int and -len(self) <= index < len(self):
             start = index % len(self)
-            row: npt.NDArray[Any] = self._store._read_range(self.name, start, start + 1)[0]
+            row: npt.NDArray[Any] = self._read_range(start, start + 1)[0]
             return row
         if type(index) is slice and index.step in (None, 1):
             start, stop, _ = index.indices(len(self))
-            return self._store._read_range(self.name, start, max(start, stop))
+            return self._read_range(start, max(start, stop))
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         if isinstance(first, tuple) or first is Ellipsis:
             if len(rest) < self.ndim:
@@ -128,6 +143,10 @@ class LayerArray:
             first = slice(None)
         chosen: npt.NDArray[Any] = read[(first, *rest)]
         return chosen
+
+    def _read_range(self, start: int, stop: int) -> npt.NDArray[Any]:
+        store, name = self._store, self.name
+        return store._retry_if_packed(lambda: store._layer_reader.read_range(name, start, stop))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if copy is False:

@@ -82,10 +82,8 @@ class OpenFile:
         values: npt.NDArray[Any] | None = None
         if sums is not None and dataset.chunks and len(dataset):
             chunks = [(rows, good) for _, rows, good in compared_chunks(dataset, sums)]
-            values, is_good = (
-                np.concatenate([rows for rows, _ in chunks]),
-                all(g for _, g in chunks),
-            )
+            values = np.concatenate([rows for rows, _ in chunks])
+            is_good = all(good for _, good in chunks)
         else:
             if dataset.dtype.kind == "S" and self._remote_file is None:
                 values = map_values(dataset, self.file.id.get_vfd_handle())

@@ -17,7 +17,7 @@ from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
 from featx.store.chunk_reader import Verify, check_verify
-from featx.store.contents import find_contents
+from featx.store.contents import Contents, find_contents
 from featx.store.description import describe_html, describe_text
 from featx.store.layer_array import LayerArray
 from featx.store.layer_reader import LayerReader
@@ -115,10 +115,18 @@ class FeatureStore:
         return self._contents.num_rows
 
     def __repr__(self) -> str:
-        return describe_text(self)
+        return describe_text(self.root, *self._described())
 
     def _repr_html_(self) -> str:
-        return describe_html(self)
+        return describe_html(self.root, *self._described())
+
+    def _described(self) -> tuple[Contents, npt.NDArray[np.uint8] | None]:
+        """Contents, and the status of all rows or None; a damaged store is described, too."""
+        try:
+            status = self.status  # first, as it may find that parts were packed
+        except StoreError:
+            return self._contents, None
+        return self._contents, status
 
     def show(
         self, rows: int | Sequence[int] = 10, data: str | os.PathLike[str] | None = None
@@ -167,8 +175,7 @@ class FeatureStore:
     @property
     def num_rows_present(self) -> int:
         """Number of rows that the store holds so far, failed ones included."""
-        segments, _ = self._layer_reader._segments_of(self.layers[0])
-        return sum(segment.stop - segment.start for segment in segments)
+        return self._contents.num_rows_present
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -241,21 +248,17 @@ class FeatureStore:
 
     @cached_property
     def failures(self) -> list[dict[str, Any]]:
-        """Failed rows in ascending order, each with row, key, status (a word), error and
-        message.
-        """
-        failures = []
-        for row, error, message in self._retry_if_packed(self._read_failures):
-            failures.append(
-                {
-                    "row": row,
-                    "key": name_text(bytes(self.key_bytes[row])),
-                    "status": self._status_label(row),
-                    "error": error.decode("utf-8", "replace"),
-                    "message": message.decode("utf-8", "replace"),
-                }
-            )
-        return sorted(failures, key=lambda failure: failure["row"])
+        """Failed rows in ascending order: row, key, status (a word), error, message of each."""
+        return [
+            {
+                "row": row,
+                "key": name_text(bytes(self.key_bytes[row])),
+                "status": self._status_label(row),
+                "error": error.decode("utf-8", "replace"),
+                "message": message.decode("utf-8", "replace"),
+            }
+            for row, error, message in sorted(self._retry_if_packed(self._read_failures))
+        ]
 
     def _status_label(self, row: int) -> str:
         """Status of a row in words; raises StoreError for a number that is no status."""
@@ -391,6 +394,3 @@ class FeatureStore:
                     f"{self.root} has lost rows since it was opened: {error.filename} is missing."
                 ) from error
             return read()
-
-    def _read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
-        return self._retry_if_packed(lambda: self._layer_reader.read_range(layer, start, stop))

@@ -376,17 +376,14 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
     with contextlib.suppress(*layout.UNREADABLE), open_metadata(root / layout.PACKED) as file:
         num_packed = num_runs_of(file)
     names = part_names(root)
-    parts_of_runs = [
-        (
-            run,
-            [
-                gap
-                for part in run.parts()
-                for gap in record.gaps(
-                    part, number < num_packed or layout.part_name(part.index) in names
-                )
-            ],
-        )
-        for number, run in enumerate(manifest.runs)
-    ]
-    return [(run, parts) for run, parts in parts_of_runs if parts]
+    found = []
+    for number, run in enumerate(manifest.runs):
+        is_packed = number < num_packed
+        parts = [
+            gap
+            for part in run.parts()
+            for gap in record.gaps(part, is_packed or layout.part_name(part.index) in names)
+        ]
+        if parts:
+            found.append((run, parts))
+    return found

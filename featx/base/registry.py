@@ -158,11 +158,8 @@ class Registry(Generic[MemberT]):
     def _import_one(self, name: str) -> None:
         """Import the module or the entry point of this name, if there is one."""
         home = importlib.import_module(self.package)
-        if (
-            name.isidentifier()
-            and hasattr(home, "__path__")
-            and importlib.util.find_spec(f"{self.package}.{name}") is not None
-        ):
+        may_be_module = name.isidentifier() and hasattr(home, "__path__")
+        if may_be_module and importlib.util.find_spec(f"{self.package}.{name}") is not None:
             importlib.import_module(f"{self.package}.{name}")
         if name in self._members:
             return

@@ -199,13 +199,12 @@ class PartWorker:
             self._context, self, heartbeat=self._heartbeat, progress=SilentProgress()
         )
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
-        warnings = dict(figures.decoder_warnings)
         self._report.add(
             WorkerReport(
                 seconds=seconds,
                 bytes_read=figures.bytes_read or 0,
                 peak_memory_mib=peak_memory_mib(),
-                decoder_warnings=warnings,
+                decoder_warnings=dict(figures.decoder_warnings),
             )
         )
 

@@ -61,7 +61,6 @@ limit of arenas, which glibc fixes for good, is left alone there."""
 
 
 def _configure(parameters: Mapping[int, int]) -> None:
-    """Set parameters of glibc's malloc."""
     mallopt = None
     if sys.platform.startswith("linux"):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

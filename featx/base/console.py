@@ -19,11 +19,8 @@ from featx.errors import RunError
 def print_result(text: str = "") -> None:
     """Print a line of the command's result on stdout; a closed pipe (`| head`) is no error.
 
-    Args:
-        text: the line; its control characters are escaped.
-
-    Raises:
-        RunError: stdout cannot be written, for example on a full disk.
+    Its control characters are escaped. Raises RunError if stdout cannot be written, for example on
+    a full disk.
     """
     try:
         print(printable(text, kept="\n\t"), flush=True)
@@ -85,12 +82,10 @@ def json_line(level: str, **values: Any) -> str:
 
 
 def log_message(text: str, level: str = "info") -> None:
-    """Print a message about the run on stderr.
+    """Print a message about the run on stderr; its control characters are escaped.
 
-    Args:
-        text: message, without a line break at its end; its control characters are escaped.
-        level: 'info', 'warning' or 'error'. JSON lines have it as a value; in text, a warning
-            begins with 'warning: '.
+    The level is 'info', 'warning' or 'error'. JSON lines have it as a value; in text, a warning
+    begins with 'warning: '.
     """
     if _as_json:
         if not (text := text.strip()):
@@ -138,11 +133,7 @@ def announcements(are_printed: bool) -> Iterator[None]:
 
 
 def announce(settings: Sequence[tuple[str, str]]) -> None:
-    """Print the settings of a run before it starts, as text or JSON.
-
-    Args:
-        settings: (name, value) of each.
-    """
+    """Print the settings (name, value) of a run before it starts, as text or JSON."""
     if not _announces.get():
         # How images become pixels, where the model does not say it, is never left out.
         for name, text in settings:

@@ -17,13 +17,9 @@ from featx.errors import ConfigError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that the option `device` means.
+    """The device that the option `device` means: 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'.
 
-    Args:
-        name: 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'.
-
-    Raises:
-        ConfigError: the device does not exist on this machine.
+    Raises ConfigError if the device does not exist on this machine.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -53,13 +49,8 @@ def choose_devices(
 ) -> list[torch.device]:
     """The device of each worker, for the options `device` and `executor` of executor=local.
 
-    Args:
-        name: as for `choose_device`.
-        gpus: numbers of the GPUs, one worker each, or None.
-        workers: number of workers, or None for one; without effect if `gpus` is given.
-
-    Raises:
-        ConfigError: a device does not exist on this machine.
+    `gpus` are the numbers of GPUs, one worker each; without them, `workers` counts (None for one).
+    Raises ConfigError if a device does not exist on this machine.
     """
     if gpus is not None:
         return [choose_device(f"cuda:{number}") for number in gpus]
@@ -91,9 +82,6 @@ class OwnStream:
 
     Memory of a tensor made on a stream is reused for that stream once the tensor is freed. If
     another stream reads the tensor and may still do so when it is freed, call `record_use`.
-
-    Args:
-        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,8 +105,7 @@ class OwnStream:
 def record_use(values: Mapping[str, torch.Tensor]) -> None:
     """Keep the memory of tensors until the current stream of this thread has finished with them.
 
-    Args:
-        values: tensors of another stream, which are already computed.
+    They are tensors of another stream, which are already computed.
     """
     for value in values.values():
         if value.is_cuda:
@@ -134,13 +121,9 @@ def synchronise(device: torch.device) -> None:
 
 
 def to_cpu(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy tensors to the CPU.
+    """Copy tensors of a device to the CPU.
 
     On CUDA, all copies go to page-locked memory asynchronously, with one wait at the end.
-
-    Args:
-        values: tensors.
-        device: device of the tensors.
     """
     if device.type != "cuda":
         return [value.cpu() for value in values]
@@ -157,9 +140,6 @@ class DeviceTimer:
 
     On CUDA, events on the stream of the calling thread take the time, without synchronisation.
     On other devices the block ends when its work has ended.
-
-    Args:
-        device: device of the work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -226,7 +206,6 @@ class CudaSettings:
         allow_tf32: of cuDNN and of matrix products, by the first names; None if torch cannot say.
         fp32_precision: of cuDNN's convolutions, its recurrent networks and matrix products, by the
             second names; None leaves what the first names have set.
-        deterministic: whether cuDNN uses deterministic algorithms only.
         benchmark: whether cuDNN chooses algorithms by timing them.
         reduced_sums: whether products in fp16 and in bf16 may add partial sums in that precision.
     """
@@ -244,7 +223,6 @@ _matmul: Any = torch.backends.cuda.matmul
 
 
 def _cuda_now() -> CudaSettings:
-    """Present settings of CUDA."""
     owners = _cudnn.conv, _cudnn.rnn, _matmul
     return CudaSettings(
         (_allows_tf32(_cudnn), _allows_tf32(_matmul)),
@@ -267,7 +245,6 @@ def _allows_tf32(owner: Any) -> bool | None:
 
 
 def _set_cuda(settings: CudaSettings) -> None:
-    """Set what `CudaSettings` holds."""
     owners = _cudnn.conv, _cudnn.rnn, _matmul
     with warnings.catch_warnings():
         # torch 2.9 and 2.10 call the first names deprecated.

@@ -19,9 +19,7 @@ def lazy_exports(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of a package.
 
-    Args:
-        package: `__name__` of the package.
-        file: `__file__` of the package; the stub is in the same folder.
+    The arguments are its `__name__` and `__file__`; the stub is in the same folder.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
@@ -34,7 +32,6 @@ def lazy_exports(
     names = sorted(module_of)
 
     def get(name: str) -> object:
-        """Import an exported name."""
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(module_of[name])
@@ -53,9 +50,8 @@ _FUNCTIONS: dict[str, str] = {}
 def declare_families(registries: Mapping[str, str]) -> None:
     """Declare where the registries are; nothing is imported.
 
-    Args:
-        registries: option that selects a member, such as 'data' or 'export.format' -> registry as
-            'module:attribute', such as 'featx.sources.registry:SOURCES'.
+    An option that selects a member, such as 'data' or 'export.format', stands for
+    'module:attribute', such as 'featx.sources.registry:SOURCES'.
     """
     _REGISTRIES.update(registries)
 
@@ -66,14 +62,7 @@ def family_options() -> tuple[str, ...]:
 
 
 def family(option: str) -> Registry[Member]:
-    """Return the registry of a family.
-
-    Args:
-        option: option that selects a member, such as 'data'.
-
-    Raises:
-        FeatxError: no family is declared for this option.
-    """
+    """Return the registry of the family whose option, such as 'data', selects a member."""
     if option not in _REGISTRIES:
         raise FeatxError(f"no family is declared for {option}; known: {', '.join(_REGISTRIES)}.")
     registry: Registry[Member] = _import_name(_REGISTRIES[option])
@@ -81,11 +70,7 @@ def family(option: str) -> Registry[Member]:
 
 
 def declare_functions(functions: Mapping[str, str]) -> None:
-    """Declare where functions are that lower packages offer; nothing is imported.
-
-    Args:
-        functions: name -> 'module:attribute'.
-    """
+    """Declare where functions ('module:attribute') of higher packages are; nothing is imported."""
     _FUNCTIONS.update(functions)
 
 
@@ -96,6 +81,5 @@ def declared_function(name: str) -> Callable[..., Any]:
 
 
 def _import_name(place: str) -> Any:
-    """Return what 'module:attribute' names."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -13,7 +13,6 @@ def import_extra(module: str, what: str, title: str, extra: str) -> Any:
     """Import and return a module of an optional package.
 
     Args:
-        module: name of the module.
         what: what needs the package, such as 'export.format=zarr'.
         title: name of the package for people.
         extra: extra of featx that installs it.
@@ -28,17 +27,7 @@ def import_extra(module: str, what: str, title: str, extra: str) -> Any:
 
 
 def require_extra(package: str, what: str, title: str, extra: str) -> None:
-    """Check that an optional package is installed, without importing it.
-
-    Args:
-        package: name of the package in Python.
-        what: as for `import_extra`.
-        title: as for `import_extra`.
-        extra: as for `import_extra`.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Raise MissingExtraError if an optional package is not installed, without importing it."""
     if importlib.util.find_spec(package) is None:
         raise _missing(what, title, extra)
 

@@ -18,14 +18,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
 
     The result is empty exactly if the digests are equal. A missing entry has the value 'not there'.
     """
-    pairs = [
+    return [
         (key, before.get(key, "not there"), now.get(key, "not there"))
         for key in sorted(set(before) | set(now))
-    ]
-    return [
-        (key, old, new)
-        for key, old, new in pairs
-        if key not in before or key not in now or _canonical(old) != _canonical(new)
+        if key not in before or key not in now or _canonical(before[key]) != _canonical(now[key])
     ]
 
 

@@ -12,19 +12,16 @@ _cpu_limit: int | None = None
 
 def num_cpus() -> int:
     """Number of CPUs that this process may use, from its affinity, its quota and `take_cpus`."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    quota = cpu_quota()
-    limits = [allowed, *([] if quota is None else [int(quota)])]
-    return max(1, min(limits) if _cpu_limit is None else min(*limits, _cpu_limit))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    allowed = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    limits = (allowed, cpu_quota(), _cpu_limit)
+    return max(1, min(int(limit) for limit in limits if limit is not None))
 
 
 def take_cpus(count: int | None) -> None:
     """Limit this process to `count` CPUs, because other processes of the run use the others.
 
-    Args:
-        count: number of CPUs; None removes the limit.
+    None removes the limit.
     """
     global _cpu_limit
     _cpu_limit = count
@@ -43,16 +40,20 @@ def free_memory(root: Path = Path("/")) -> float | None:
     """Bytes that this process may still allocate, or None outside Linux.
 
     It is the available memory of the machine, limited by the control groups of this process.
-
-    Args:
-        root: root of the file system, another one in tests.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
-    free_of_groups = _limits_of_groups(root, "memory", _free_bytes_v2, _free_bytes_v1)
+    free_of_groups = _limits_of_groups(
+        root,
+        "memory",
+        lambda group: _free_bytes(group, "memory.max", "memory.current", "inactive_file"),
+        lambda group: _free_bytes(
+            group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        ),
+    )
     return max(0.0, min([1024.0 * int(available.split()[1]), *free_of_groups]))
 
 
@@ -114,18 +115,6 @@ def _quota_v1(group: Path) -> float | None:
         return None if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return None
-
-
-def _free_bytes_v2(group: Path) -> float | None:
-    """Free bytes of one group in control groups version 2, or None."""
-    return _free_bytes(group, "memory.max", "memory.current", "inactive_file")
-
-
-def _free_bytes_v1(group: Path) -> float | None:
-    """Free bytes of one group in control groups version 1, or None."""
-    return _free_bytes(
-        group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    )
 
 
 def _free_bytes(group: Path, limit: str, used: str, dropped: str) -> float | None:

@@ -60,12 +60,8 @@ class ModuleHooks:
     ) -> None:
         """Register hooks of one module.
 
-        Args:
-            module: the module.
-            before: called before each call.
-            after: called after each call.
-            first: whether they run before the hooks that the module has.
-            always: whether `after` is called also if the call raises an exception.
+        With `first` they run before the hooks that the module has; with `always`, `after` is called
+        also if the call raises an exception.
         """
         if before is not None:
             hook = _Hook(module, before)
@@ -89,15 +85,7 @@ class ModuleHooks:
         first: bool = False,
         always: bool = False,
     ) -> None:
-        """Register hooks of several modules, whose functions also take the name as first argument.
-
-        Args:
-            modules: dotted name -> module.
-            before: called with (name, module, args, kwargs).
-            after: called with (name, module, args, kwargs, output).
-            first: as for `add`.
-            always: as for `add`.
-        """
+        """Register hooks of several modules; their functions take the name as first argument."""
         try:
             for name, module in modules.items():
                 named = [each and functools.partial(each, name) for each in (before, after)]
@@ -144,13 +132,8 @@ class TensorHooks:
         """Register a hook for the gradient of a view as it was before a write in place.
 
         A hook on the view itself is lost: autograd rewrites the history of its base, by a node
-        whose gradient holds that of the view.
-
-        Args:
-            base: tensor of which it is a view.
-            node: `grad_fn` of the base before the write.
-            place: size and strides of the view, and its offset in the base.
-            function: called with each gradient.
+        whose gradient holds that of the view. `node` is `grad_fn` of the base before the write;
+        `place` holds size and strides of the view, and its offset in the base.
         """
         written: Any = base.grad_fn
         while written is not None and (inputs := written.next_functions):
@@ -193,14 +176,7 @@ def may_fire(handle: Any) -> bool:
 
 
 def refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
-    """Check that none of the modules is TorchScript.
-
-    Args:
-        modules: dotted name -> module; the name of the model itself is ''.
-
-    Raises:
-        ModelError: one of them is TorchScript.
-    """
+    """Raise ModelError if one of the modules is TorchScript; the name of the model itself is ''."""
     for name, module in modules.items():
         if isinstance(module, jit.ScriptModule):
             raise ModelError(

@@ -7,12 +7,9 @@ from pathlib import Path
 
 
 def shipped_folder(name: str) -> Path:
-    """Path of a folder that is installed with featx.
+    """Path of a folder that is installed with featx: 'conf' or 'data'.
 
     In a wheel it is inside the package; in a checkout and an editable install, next to it.
-
-    Args:
-        name: 'conf' or 'data'.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "_shipped" / name
@@ -20,11 +17,7 @@ def shipped_folder(name: str) -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """Folder of featx in the user's cache, `$XDG_CACHE_HOME/featx/NAME`; it may not exist.
-
-    Args:
-        name: its name.
-    """
+    """Folder of featx in the user's cache, `$XDG_CACHE_HOME/featx/NAME`; it may not exist."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "featx" / name
 
@@ -32,8 +25,7 @@ def cache_folder(name: str) -> Path:
 def shown_path(path: str | Path) -> str:
     """Return a path relative to the current folder if that is shorter, else the absolute path.
 
-    Args:
-        path: path of the machine, or a URL, which stays as it is.
+    A URL stays as it is.
     """
     text = str(path)
     if "://" in text:

@@ -36,11 +36,6 @@ class ProcessSetting(Generic[T]):
     Users enter and leave in any order and from any thread: the first saves the value, and the last
     restores it. A saved value per user would go wrong if users overlap without nesting, as two
     engines do that are opened and closed in the same order.
-
-    Args:
-        get: function that returns the present value.
-        set_value: function that sets a value.
-        value: the value while there is any user.
     """
 
     def __init__(self, get: Callable[[], T], set_value: Callable[[T], None], value: T) -> None:
@@ -90,9 +85,6 @@ def signal_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None
 
     Signal handlers exist only in the main thread; in other threads nothing is installed. A signal
     that is ignored, as SIGHUP under nohup, stays ignored.
-
-    Args:
-        handlers: number of the signal -> handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -151,10 +143,8 @@ def end_process(code: int) -> NoReturn:
     The interpreter is not finalised. Threads may still compute, and a thread that requests the
     interpreter's lock during finalisation would abort the process with "terminate called without an
     active exception". It also saves about a second. With FEATX_DEBUG=1 the interpreter exits as
-    usual, for debuggers and profilers.
-
-    Args:
-        code: exit code; 1 replaces 0 if stdout cannot be written, for example on a full disk.
+    usual, for debuggers and profilers. Exit code 1 replaces 0 if stdout cannot be written, for
+    example on a full disk.
     """
     if os.environ.get("FEATX_DEBUG") == "1":
         sys.exit(code)
@@ -197,9 +187,6 @@ def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies, even while no Python code can run.
 
     Only Linux can do that; elsewhere a parent that is dead already ends this process.
-
-    Args:
-        parent: process id of the parent.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -26,7 +26,6 @@ class RunProgress:
     """Progress of a run at one moment.
 
     Attributes:
-        total: number of images of the run.
         done: number of finished images, also those of earlier processes.
         failures: number of images that failed since this process began.
         images_per_second: images since this process began, by its time; 0 before the first.
@@ -65,9 +64,7 @@ def progress_listener(listener: Callable[[RunProgress], None] | None) -> Iterato
 class Progress:
     """Shows images per second, time left, failures and the bottleneck of a run.
 
-    Args:
-        total: number of images of the run.
-        done: number of images that are already finished.
+    `done` of the `total` images are already finished.
     """
 
     def __init__(self, total: int, done: int) -> None:
@@ -106,12 +103,8 @@ class Progress:
     ) -> None:
         """Add a finished batch.
 
-        Args:
-            images: number of images.
-            failures: number of images that failed.
-            waited_s: seconds for which the device waited for images; None if workers computed.
-            is_earlier: whether they were computed before the clock was started, so that they do
-                not count for the speed.
+        The device waited `waited_s` for images; None if workers computed. Images that were computed
+        before the clock was started (`is_earlier`) do not count for the speed.
         """
         self._done += images
         if is_earlier:
@@ -141,7 +134,6 @@ class Progress:
             log_message(text)
 
     def _notify(self) -> None:
-        """Call the listener, if there is one."""
         if self._listener is not None:
             self._listener(self.now())
 
@@ -183,8 +175,7 @@ class SilentProgress:
 class CountProgress:
     """Shows the count, speed and time left of something other than images.
 
-    Args:
-        unit: what is counted: "B" for bytes, otherwise a plural such as "rows".
+    The unit is "B" for bytes, otherwise a plural such as "rows".
     """
 
     def __init__(self, unit: str) -> None:

@@ -53,17 +53,13 @@ def for_options(
     """Let a function of one member be called with the options of any member of its family.
 
     A registry calls the functions of all its members in one way, while each member declares its own
-    options. The returned function checks the type of its first argument.
+    options. The returned function raises a FeatxError if its first argument is no instance of
+    `options`.
 
     Args:
         member: option and name of the member for the message, such as 'data=folder'.
-        options: dataclass of the member's options.
         function: function whose first argument are such options.
         maker: name of the function that makes the options of any member, for the message.
-
-    Returns:
-        A function with the same further arguments. It raises a FeatxError if the first argument is
-        no instance of `options`.
     """
 
     def call(config: object, /, *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
@@ -88,10 +84,6 @@ class Registry(Generic[MemberT]):
             that registers all members of a small family.
         entry_points: group of the entry points by which other distributions add members, such as
             'featx.sources', or None if the family is closed.
-
-    Attributes:
-        option: option that selects a member.
-        package: package of the members, or the module that registers all of them.
     """
 
     def __init__(self, option: str, package: str, entry_points: str | None = None) -> None:
@@ -104,8 +96,7 @@ class Registry(Generic[MemberT]):
     def register(self, member: MemberT) -> MemberT:
         """Add a member; called once by the module that defines it.
 
-        Raises:
-            FeatxError: another member has this name.
+        Raises FeatxError if another member has this name.
         """
         known = self._members.get(member.name)
         if known is not None and known != member:
@@ -116,8 +107,8 @@ class Registry(Generic[MemberT]):
     def get(self, name: str) -> MemberT:
         """Return a member; imports no other member than this one where that can be avoided.
 
-        Raises:
-            ConfigError: no member has this name, or the package that adds it cannot be imported.
+        Raises ConfigError if no member has this name, or the package that adds it cannot be
+        imported.
         """
         if name not in self._members:
             self._import_one(name)
@@ -133,16 +124,9 @@ class Registry(Generic[MemberT]):
         return self._members[name]
 
     def select(self, name: str, values: Mapping[str, object]) -> MemberT:
-        """Return the member that the options of a group select.
+        """Return the member that the values of all options of a group select.
 
-        It is that of the name, unless a family overrides this method.
-
-        Args:
-            name: value of the option that selects the member.
-            values: values of all options of the group.
-
-        Raises:
-            ConfigError: as for `get`.
+        It is that of the name, unless a family overrides this method; raises as `get`.
         """
         return self.get(name)
 
@@ -174,11 +158,8 @@ class Registry(Generic[MemberT]):
     def _import_one(self, name: str) -> None:
         """Import the module or the entry point of this name, if there is one."""
         home = importlib.import_module(self.package)
-        if (
-            name.isidentifier()
-            and hasattr(home, "__path__")
-            and importlib.util.find_spec(f"{self.package}.{name}") is not None
-        ):
+        may_be_module = name.isidentifier() and hasattr(home, "__path__")
+        if may_be_module and importlib.util.find_spec(f"{self.package}.{name}") is not None:
             importlib.import_module(f"{self.package}.{name}")
         if name in self._members:
             return
@@ -195,7 +176,6 @@ class Registry(Generic[MemberT]):
         return () if self._group is None else tuple(entry_points(group=self._group))
 
     def _load(self, entry: EntryPoint) -> None:
-        """Load the member of an entry point."""
         owner = entry.dist.name if entry.dist is not None else entry.value
         try:
             member = entry.load()

@@ -23,15 +23,9 @@ _COMMAND = "python -m featx "
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a result.
+    """A table of a result, with a title above and notes below.
 
-    Attributes:
-        header: names of the columns.
-        rows: cells as text.
-        left: number of columns that are flush left.
-        title: line above the table, or ''.
-        notes: lines below it.
-        best: index of the row of the answer, which a page marks.
+    `left` columns are flush left; `best` is the index of the row of the answer, which a page marks.
     """
 
     header: Sequence[str]
@@ -66,13 +60,8 @@ def table(
 ) -> str:
     """Format rows as aligned columns; the first `left` columns flush left, the others flush right.
 
-    Args:
-        header: names of the columns; a name may have several lines.
-        rows: cells as text.
-        left: number of columns that are flush left.
-        width: largest number of characters in a line. A first cell that does not fit beside the
-            other columns gets a line of its own, since names have to stay whole. None sets no
-            limit.
+    A name in the header may have several lines. A first cell that does not fit into `width` beside
+    the other columns gets a line of its own, since names have to stay whole.
     """
     depth = max((name.count("\n") for name in header), default=0)
     split = [("\n" * (depth - name.count("\n")) + name).split("\n") for name in header]
@@ -98,10 +87,8 @@ def table(
 def facts(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
     """Format (name, value) pairs as aligned lines; further lines of a value are indented.
 
-    Args:
-        rows: the pairs; an empty name continues the value of the pair before.
-        width: largest number of characters in a line. Longer lines are broken between words, and
-            commands so that a shell still reads them as one.
+    An empty name continues the value of the pair before. Lines longer than `width` are broken
+    between words, and commands so that a shell still reads them as one.
     """
     indent = max(len(name) for name, _ in rows) + 2
     lines = []
@@ -163,11 +150,8 @@ def name_bytes(name: str | bytes | os.PathLike[str]) -> bytes:
 def printable(text: str | bytes, kept: str = "") -> str:
     """Text without characters that move a cursor, change colours or hide other characters.
 
-    They become escapes as in Python: a byte of a name that is no UTF-8 becomes '\\xff'.
-
-    Args:
-        text: name or message of any origin; undecodable bytes are surrogates.
-        kept: control characters that stay.
+    They become escapes as in Python, unless they are in `kept`: a byte of a name that is no UTF-8,
+    in the text a surrogate, becomes '\\xff'.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8", "surrogateescape")
@@ -188,10 +172,8 @@ def printable(text: str | bytes, kept: str = "") -> str:
 def csv_cell(text: str) -> str:
     """Text for a cell of a CSV file, which is valid UTF-8 and no formula of a spreadsheet.
 
-    A text that begins with =, +, -, @ or ' gets a ' in front, unless it is a number.
-
-    Args:
-        text: name or message of any origin; undecodable bytes are surrogates.
+    A text that begins with =, +, -, @ or ' gets a ' in front, unless it is a number. Undecodable
+    bytes are surrogates in the text.
     """
     text = printable(text)
     if not text.startswith(("=", "+", "-", "@", "'")):
@@ -209,10 +191,9 @@ def csv_line(cells: Iterable[Any]) -> list[Any]:
 
 
 def csv_bytes(lines: Iterable[Iterable[Any]]) -> bytes:
-    """CSV file that pandas and spreadsheets read; see `csv_cell`.
+    """CSV file that pandas and spreadsheets read, the header first; see `csv_cell`.
 
-    Args:
-        lines: cells of each line, the header first. Floats are read back without a difference.
+    Floats are read back without a difference.
     """
     buffer = io.StringIO()
     csv.writer(buffer).writerows(map(csv_line, lines))

@@ -15,22 +15,13 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 def sampled_positions(
     keys: Sequence[bytes], seed: int, num_positions: int, k: int
 ) -> npt.NDArray[np.int64]:
-    """Choose k of n positions for each key, without replacement.
+    """Choose k of n positions for each of B keys, without replacement: (B, k) int64, increasing.
 
     The chosen positions are those of the k smallest values of m(h + (i + 1) 0x9E3779B97F4A7C15)
     modulo 2^64, for i from 0 to n - 1, with ties in the order of i. m is the output function of
     splitmix64 (G. L. Steele, D. Lea, C. H. Flood, Fast Splittable Pseudorandom Number Generators,
     OOPSLA 2014), and h is the first 8 bytes, little-endian, of the SHA-256 of the seed (8 bytes,
     little-endian) followed by the key. A smaller k gives a subset of the positions of a larger one.
-
-    Args:
-        keys: keys of B images.
-        seed: number from 0 to 2^64 - 1.
-        num_positions: the number n.
-        k: number of positions to choose, at most n.
-
-    Returns:
-        (B, k) int64, increasing in each row.
     """
     start = seed.to_bytes(8, "little")
     hashed = [hashlib.sha256(start + key).digest()[:8] for key in keys]

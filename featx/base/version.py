@@ -6,11 +6,10 @@ __version__ = "0.1.0"
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a package, or None if it is not installed.
+    """Return the version of a package as pip knows it, or None if it is not installed.
 
-    Args:
-        name: name of a package as pip knows it. That of featx is `__version__`, which is right in a
-            clone that was installed as another version as well.
+    That of featx is `__version__`, which is right in a clone that was installed as another version
+    as well.
     """
     if name == "featx":
         return __version__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from featx.layers import (
     Expected,
     Keep,
     OutputCollector,
-    Trace,
     bound_reduction,
     check_calls,
     check_positions,
@@ -36,46 +35,6 @@ from featx.layers import (
     reads_positions,
     target_values,
 )
-
-
-def check_gradients_arrive(
-    points: Sequence[CapturePoint], fired: Sequence[str], target: str | int
-) -> None:
-    """Check that the gradient of the target arrives at each captured gradient."""
-    silent = [point.name for point in points if point.is_gradient and point.name not in fired]
-    if silent:
-        raise LayerError(
-            f"{', '.join(silent)}: target={target} has no gradient there, because the output of "
-            "the model does not depend on it."
-        )
-
-
-def check_fired(points: Sequence[CapturePoint], fired: Sequence[str]) -> None:
-    """Check that each capture fired exactly once."""
-    expected = [point.name for point in points]
-    if sorted(fired) != sorted(expected):
-        raise RunError(
-            f"a second forward pass fired {list(fired)}, expected {expected} from the trace. The "
-            "model runs different layers for different batches, so its rows are not reproducible."
-        )
-
-
-def calls_in_trace(traced: Trace, modules: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """(name, capture) of each hooked module -> number of its calls in the trace."""
-    return {key: len(traced.by_module[traced.names[key[0]]]) for key in modules}
-
-
-def check_batch_dimension(point: CapturePoint, value: torch.Tensor, batch_size: int) -> None:
-    """Check that the first dimension of a captured tensor is the batch."""
-    shape = tuple(value.shape)
-    if shape[:1] != (batch_size,):
-        raise LayerError(
-            f"{point.name} has shape {shape} for a batch of {batch_size}: its first dimension is "
-            "not the batch, so it has no row per image. Choose a layer around it."
-        )
-    if point.capture == "attention":
-        check_weights(point.name, value)
-
 
 _COMPARED_BYTES = 64 * 2**20
 """Bytes of float32 values by which two passes are compared, which bounds the number of images; at
@@ -90,7 +49,6 @@ class AttachedCaptures:
     """Captures of a model, and what its first forward pass with hooks has shown.
 
     Attributes:
-        points: the captures.
         order: their names in the order in which they fire; None if not yet known.
         operations: operations of the trace up to the last capture, which every pass must repeat;
             None if there is no trace or no operation.
@@ -122,12 +80,9 @@ class AttachedCaptures:
     ) -> CaptureHooks:
         """Return hooks that check each pass against the first one.
 
-        Args:
-            module: module that is hooked.
-            keep: function that is called with each captured tensor.
-            score: gradient target; None unless gradients are captured.
-            stop: whether a pass may end after the last capture; it never does if the control flow
-                follows the data.
+        `keep` is called with each captured tensor; `score` is None unless gradients are captured.
+        With `stop` a pass may end after the last capture, but never if the control flow follows the
+        data.
         """
         num_calls = self.num_calls if self.follows_data else None
         expected = Expected(self.order, self.operations, num_calls, stop and num_calls is None)
@@ -136,9 +91,7 @@ class AttachedCaptures:
     def score(self, target: str | int, labels: Callable[[], torch.Tensor | None]) -> Score | None:
         """Return the function that computes the gradient target; None without gradients.
 
-        Args:
-            target: gradient target.
-            labels: returns the (B,) int64 labels of the current batch, or None.
+        `labels` returns the (B,) int64 labels of the current batch, or None.
         """
         if not self.takes_gradients:
             return None
@@ -154,10 +107,7 @@ def attach_captures(
     """Decide captures: their row shapes, and where a pass may end.
 
     The rows of the trial images are checked to depend on their own image only; noise replaces
-    missing images.
-
-    Returns:
-        The captures, and a collector that expects their tensors.
+    missing images. The collector that is returned expects the tensors of the captures.
     """
     captures = AttachedCaptures(tuple(point for point, _ in chosen))
     if model.traced is not None:
@@ -194,12 +144,23 @@ def _check_calls(
     captures: AttachedCaptures,
     target: str | int,
 ) -> None:
-    """Check that every capture fired, as often as in the trace, and that gradients arrived."""
-    fired = captures.order or ()
-    check_gradients_arrive(captures.points, fired, target)
-    if model.traced is not None:
-        check_calls(captures.num_calls, calls_in_trace(model.traced, captures.num_calls))
-    check_fired(captures.points, fired)
+    """Check that every capture fired once, modules as in the trace, and that gradients arrived."""
+    fired, points = captures.order or (), captures.points
+    silent = [point.name for point in points if point.is_gradient and point.name not in fired]
+    if silent:
+        raise LayerError(
+            f"{', '.join(silent)}: target={target} has no gradient there, because the output of "
+            "the model does not depend on it."
+        )
+    if (traced := model.traced) is not None:
+        counts = {key: len(traced.by_module[traced.names[key[0]]]) for key in captures.num_calls}
+        check_calls(captures.num_calls, counts)
+    expected = [point.name for point in points]
+    if sorted(fired) != sorted(expected):
+        raise RunError(
+            f"a second forward pass fired {list(fired)}, expected {expected} from the trace. The "
+            "model runs different layers for different batches, so its rows are not reproducible."
+        )
 
 
 def _expect_rows(
@@ -214,8 +175,16 @@ def _expect_rows(
     """
     maps = []
     for point, reduce in chosen:
-        check_batch_dimension(point, values[point.name], ATTACH_BATCH)
-        rows = model.row_layout(point, values[point.name])
+        value = values[point.name]
+        shape = tuple(value.shape)
+        if shape[:1] != (ATTACH_BATCH,):
+            raise LayerError(
+                f"{point.name} has shape {shape} for a batch of {ATTACH_BATCH}: its first "
+                "dimension is not the batch, so it has no row per image. Choose a layer around it."
+            )
+        if point.capture == "attention":
+            check_weights(point.name, value)
+        rows = model.row_layout(point, value)
         collector.expect(point, rows.shape, bound_reduction(reduce, rows))
         if reads_positions(reduce) and not has_known_positions(rows):
             maps.append((point, map_view(reduce.name, rows)))

@@ -59,8 +59,6 @@ class AutoSettings:
     """Chooses the value of every option that is `auto` and concerns the engine.
 
     Args:
-        config: configuration of the run.
-        engine: engine with its captures attached.
         images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32; n may
             be 0.
         num_rows: number of rows that the run computes.
@@ -140,13 +138,9 @@ class AutoSettings:
     def part_rows(self, most_rows: float, seconds: float) -> int:
         """Number of rows per part: from the option, the resume state or the measured speed.
 
-        Args:
-            most_rows: largest number of rows by the size of a part in bytes; a part holds one batch
-                in any case.
-            seconds: seconds of work that a part should take.
-
-        Raises:
-            ConfigError: the option `part_rows` is smaller than the batch size.
+        `most_rows` is a limit by the size of a part in bytes, though a part holds one batch in any
+        case; `seconds` is the work that it should take. Raises ConfigError if the option is smaller
+        than the batch size.
         """
         batch_size = 1 if self._has_windows else self._engine.compute.batch_size
         if self._config.part_rows != "auto":
@@ -295,14 +289,7 @@ class AutoSettings:
                 self.choices["batch_size"] = f"{size} (what fits)"
 
     def make_batch(self, size: int) -> torch.Tensor:
-        """A batch of `size` images: the trial images, repeated, or grey images.
-
-        Args:
-            size: number of images B.
-
-        Returns:
-            (B, 3, H, W), the dtype of the images; uint8 if there are none.
-        """
+        """A batch (size, 3, H, W) of the trial images, repeated, or of grey uint8 images."""
         if len(self._images) == 0:
             shape = (size, *self._engine.backbone.preprocess.shape)
             return torch.full(shape, 127, dtype=torch.uint8)

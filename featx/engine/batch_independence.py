@@ -35,29 +35,11 @@ _READERS = frozenset({"tolist", "numpy", "__array__"})
 """Methods of a tensor that read its values without an operation that a dispatch mode sees."""
 
 
-def regrouped(
-    x: torch.Tensor, black: torch.Tensor, random_image: torch.Tensor
-) -> list[torch.Tensor]:
-    """Batches in which the first image of `x` is the last one, among other neighbours.
-
-    The first batch surrounds it with copies of itself, the second with images that change any
-    statistic of a batch. No other image of `x` is in them: if a model only permutes its rows,
-    another image could otherwise stand at the compared position and hide the fault.
-
-    Returns:
-        Two batches of shape (B, 3, H, W).
-    """
-    among_copies = x[:1].repeat(len(x), 1, 1, 1)
-    among_others = torch.stack([*([random_image, black] * len(x))[: len(x) - 1], x[0]])
-    return [among_copies, among_others]
-
-
 def moved_batch(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Make a batch that holds two of the images at other positions, among other images.
 
-    Returns:
-        The batch, of the same size, and pairs (position in `images`, position in the batch) of the
-        images in both.
+    It has the same size. The pairs are (position in `images`, position in the batch) of the images
+    in both.
     """
     num = len(images)
     positions = list(range(0, num, max(2, num // 2)))[:2]
@@ -93,17 +75,10 @@ def check_among_copies(forward: Forward, images: torch.Tensor) -> None:
 def check_row(
     name: str, row: torch.Tensor, other: torch.Tensor, rounding: float = 0.0, scale: float = 1.0
 ) -> None:
-    """Compare a row with the row of the same image in another batch.
+    """Raise ModelError if the rows of an image in two batches differ by more than the tolerance.
 
-    Args:
-        name: name of the dataset, for the message.
-        row: values of the image in one batch, of any shape.
-        other: values of the same image in another batch, of the same shape.
-        rounding: absolute tolerance that is always allowed, in the unit of the row.
-        scale: factor on the tolerance of `row_tolerance`, which is added to `rounding`.
-
-    Raises:
-        ModelError: the rows differ by more than the tolerance.
+    `rounding` is an absolute tolerance, in the unit of the row, to which that of `row_tolerance` is
+    added, times `scale`. The name is that of the dataset, for the message.
     """
     row, other = row.cpu().double(), other.cpu().double()  # MPS has no float64
     tolerance = scale * row_tolerance(row) + rounding
@@ -120,9 +95,8 @@ def check_row(
 class MovedRows:
     """Compares the rows of a batch with those of the batch that `moved_batch` makes of it.
 
-    Args:
-        precision: 'fp32', 'fp16' or 'bf16', the precision of the forward passes.
-        positions: pairs (position in the first batch, position in every later batch).
+    `precision` is that of the forward passes; `positions` are pairs (position in the first batch,
+    position in every later batch).
     """
 
     def __init__(self, precision: str, positions: list[tuple[int, int]]) -> None:
@@ -148,9 +122,6 @@ class BufferSnapshot:
 
     Create it after a first forward pass: buffers that are filled in that pass, such as tables of
     positions, are then not reported.
-
-    Args:
-        module: module whose buffers are copied.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -158,11 +129,7 @@ class BufferSnapshot:
         self._before = {name: x.detach().clone() for name, x in module.named_buffers()}
 
     def check(self) -> None:
-        """Compare the buffers with the copies.
-
-        Raises:
-            ModelError: a buffer has changed.
-        """
+        """Compare the buffers with the copies; raise ModelError if one has changed."""
         changed = [
             name
             for name, now in self._module.named_buffers()
@@ -177,12 +144,9 @@ class BufferSnapshot:
 
 
 class ValueReads(ObservingMode):  # type: ignore[no-untyped-call]
-    """Detects forward passes whose Python code reads tensor values.
+    """Detects forward passes whose Python code reads tensor values, as `has_reads`.
 
     The control flow of such a pass may depend on the images. Enter the mode by `watch`.
-
-    Attributes:
-        has_reads: whether any value was read.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,6 @@ def decide(
     memory_before: int | None,
     make_batch: Callable[[int], torch.Tensor],
 ) -> BatchParallelism:
-    """Choose threads and replicas for a run."""
     if cpus is None:
         return _decide_on_device(engine, make_batch)
     room = room_for_batches(memory_before, resident_memory(), cpus)

@@ -30,7 +30,6 @@ class Compute:
 
     Attributes:
         precision: 'fp32', 'bf16' or 'fp16', by autocast.
-        compile: whether torch.compile is used.
         channels_last: whether images and convolution weights are in channels-last memory format.
         batch_size: images per forward pass; the last batch is padded to it.
         fold_batchnorm: whether BatchNorm is folded into the convolutions before it.
@@ -49,13 +48,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class Formats:
-    """Faster settings that `Engine.formats` found to give the values of the plain ones.
+    """Faster settings of `Compute` that `Engine.formats` found to give the same values.
 
-    Attributes:
-        channels_last: as in `Compute`.
-        fold_batchnorm: as in `Compute`.
-        values: dataset name -> (n, ...) rows of the images in fp32 with these settings, in the
-            dtype of the store and on the device; None unless all images were computed.
+    `values` are dataset name -> (n, ...) rows of the images in fp32 with these settings, in the
+    dtype of the store and on the device; None unless all images were computed.
     """
 
     channels_last: bool
@@ -65,11 +61,9 @@ class Formats:
 
 @dataclass(frozen=True)
 class TimedRows:
-    """Rows of a batch, and the time of a pass.
+    """Rows of a batch, and the seconds per image of the fastest pass.
 
-    Attributes:
-        rows: dataset name -> (B, ...) on the CPU, in the dtype of the store.
-        seconds_per_image: seconds per image of the fastest pass.
+    `rows` are dataset name -> (B, ...) on the CPU, in the dtype of the store.
     """
 
     rows: Mapping[str, torch.Tensor]
@@ -99,14 +93,10 @@ def spec_of(
     compute_dtype: torch.dtype,
     bound_args: Mapping[str, float | str] | None = None,
 ) -> LayerSpec:
-    """Description of the rows of one dataset.
+    """Description of the rows of one dataset, (B, ...) in the dtype of the store.
 
-    Args:
-        point: capture that is stored.
-        reduce: reduction of the capture.
-        value: (B, ...) rows in the dtype of the store.
-        compute_dtype: dtype in which the layer computed them.
-        bound_args: parameters of the reduction that follow from the layer.
+    `compute_dtype` is that in which the layer computed them; `bound_args` are parameters of the
+    reduction that follow from the layer.
     """
     return LayerSpec(
         name=point.name,

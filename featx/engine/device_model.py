@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from featx.base import exact_cuda, kept_freed_memory
-from featx.engine.batch_independence import regrouped
 from featx.engine.compute import COMPUTE_DTYPES
 from featx.errors import FeatxError, ModelError
 from featx.layers import (
@@ -35,13 +34,7 @@ _TRACE_BATCH, ATTACH_BATCH = 2, 3
 class DeviceModel:
     """A backbone on one device, without captures; a context manager.
 
-    Args:
-        backbone: model with its preprocessing.
-        device: device to which the model is moved.
-
     Attributes:
-        backbone: as given.
-        device: as given.
         module: module of the backbone, on the device.
         plain_modules: names of the modules whose fused attention `trace` has turned off.
         traced: forward pass that `trace` recorded last, or None.
@@ -78,20 +71,16 @@ class DeviceModel:
         fused = needs_plain_attention(self.module, requests)
         self._settings.enter_context(plain_attention(self.module, fused))
         self.plain_modules += fused
-        x = self.noise(_TRACE_BATCH)
+        x, backbone = self.noise(_TRACE_BATCH), self.backbone
         with self.named_failure(x):
             self.traced = trace_forward(self.module, x)
-        if "embedding" in requests:
-            library = self.backbone.embedding
-            with self.named_failure(x):
-                self.traced = with_evidence(self.traced, self.module, x, library)
+            if "embedding" in requests:
+                self.traced = with_evidence(self.traced, self.module, x, backbone.embedding)
                 if is_exposed(self.traced):  # with_evidence has just added the module
                     traced = trace_forward(self.module, x)
-                    self.traced = with_evidence(traced, self.module, x, library)
-        if any(request.partition(":")[0] == "stages" for request in requests):
-            with self.named_failure(x):
-                stages = self.backbone.stages
-                self.traced = with_stages(self.traced, self.module, x, stages)
+                    self.traced = with_evidence(traced, self.module, x, backbone.embedding)
+            if any(request.partition(":")[0] == "stages" for request in requests):
+                self.traced = with_stages(self.traced, self.module, x, backbone.stages)
         return self.traced
 
     @contextlib.contextmanager
@@ -159,10 +148,18 @@ class DeviceModel:
         return torch.cat([self.normalise(spread_images), noise])[:ATTACH_BATCH]
 
     def regroup(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The batches of `regroup` for `x`, with a black image and one of random 0 and 255."""
+        """Two batches in which the first image of `x` is the last one, among other neighbours.
+
+        The first batch surrounds it with copies of itself, the second with images that change any
+        statistic of a batch: a black one, and one of random 0 and 255. No other image of `x` is in
+        them: if a model only permutes its rows, another image could otherwise stand at the compared
+        position and hide the fault.
+        """
         shape = self.backbone.preprocess.shape
         generator = torch.Generator().manual_seed(1)
         random_image = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
         pixels = torch.stack([torch.zeros_like(random_image), random_image])
         black, random_image = self.normalise(pixels)
-        return regrouped(x, black, random_image)
+        among_copies = x[:1].repeat(len(x), 1, 1, 1)
+        among_others = torch.stack([*([random_image, black] * len(x))[: len(x) - 1], x[0]])
+        return [among_copies, among_others]

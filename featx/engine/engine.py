@@ -51,8 +51,6 @@ class Engine(DeviceModel):
     `configure_compute` and `specs` (see `featx.analysis.attribution.attributor`).
 
     Args:
-        backbone: model with its preprocessing.
-        device: device to which the model is moved.
         store_dtype: dtype of the rows: 'float32', 'float16' or 'bfloat16'.
         target: gradient target, used only if gradients are captured.
 
@@ -107,9 +105,6 @@ class Engine(DeviceModel):
         The rows of `trial_images` are checked to depend on their own image only; noise replaces
         missing images.
 
-        Args:
-            chosen: captures and the reduction of each.
-
         Raises:
             LayerError: the first dimension of a captured tensor is not the batch, or a store cannot
                 hold its values.
@@ -125,10 +120,8 @@ class Engine(DeviceModel):
     def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
         """Fix how features are computed; another call replaces the settings.
 
-        Args:
-            compute: the settings.
-            cast_once: whether to cast weights once if proven to be equal. Without it the values are
-                the same, and the forward passes of the proof are saved.
+        Weights are cast once if that is proven to be equal. Without `cast_once` the values are the
+        same, and the forward passes of the proof are saved.
         """
         self._prepare_weights(compute, cast_once)
         hooks = self._hooks_of(self._collector.keep, stop=not compute.compile)
@@ -185,12 +178,8 @@ class Engine(DeviceModel):
     def formats(self, images: torch.Tensor, fold_batchnorm: bool = True) -> Formats:
         """Find the faster settings that give the values of the plain ones.
 
-        Channels-last and folding are tried together on images of the data set, and one by one if
-        that fails.
-
-        Args:
-            images: (n, 3, H, W) uint8 or normalised float32; noise is used if n is 0.
-            fold_batchnorm: whether BatchNorm may be folded.
+        Channels-last and folding are tried together on images of the data set, (n, 3, H, W) uint8
+        or normalised float32, and one by one if that fails. Noise is used if n is 0.
         """
         has_convolutions = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
         layouts = [True, False] if has_convolutions else [False]
@@ -269,16 +258,11 @@ class Engine(DeviceModel):
 
     @contextlib.contextmanager
     def replicas(self, count: int) -> Iterator[list[Engine]]:
-        """Engines over the same module that compute the same values in parallel.
+        """Yield engines over the same module that compute the same values in parallel.
 
-        Replicas share everything but hooks, captured values, measured seconds and streams. Do not
-        call `configure_compute` on this engine inside the block.
-
-        Args:
-            count: number of replicas.
-
-        Yields:
-            The replicas. Each may be used by one thread at a time.
+        Replicas share everything but hooks, captured values, measured seconds and streams. Each may
+        be used by one thread at a time. Do not call `configure_compute` on this engine inside the
+        block.
         """
         require(self.can_be_replicated, "an engine that cannot be replicated is replicated")
         synchronise(self.device)  # other streams do not wait for copies of weights
@@ -337,11 +321,8 @@ class Engine(DeviceModel):
             return "gradients are taken"
         if self._collector.needs_keys:
             return "tokens are sampled by the key of each image"
-        return (
-            "operations are captured"
-            if any(point.operation for point in self._captures.points)
-            else None
-        )
+        has_operations = any(point.operation for point in self._captures.points)
+        return "operations are captured" if has_operations else None
 
     def run(
         self,
@@ -349,20 +330,7 @@ class Engine(DeviceModel):
         labels: torch.Tensor | None = None,
         keys: Sequence[bytes] = (),
     ) -> dict[str, torch.Tensor]:
-        """Compute the features of one batch and copy them to the CPU.
-
-        Args:
-            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
-            labels: (B,) int64 for gradient targets that need them, otherwise None.
-            keys: as for `rows`.
-
-        Returns:
-            dataset name -> (B, ...) in the dtype of the store.
-
-        Raises:
-            ModelError: the forward pass fails.
-            RunError: the forward pass differs from the earlier ones.
-        """
+        """Compute the features of one batch and copy them to the CPU, by dataset; see `rows`."""
         return self.rows(images, labels, keys=keys).features
 
     def rows(
@@ -414,11 +382,7 @@ class Engine(DeviceModel):
     def module_and_input(self, images: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor]]:
         """The module and a batch as `run` feeds it, at its precision, for custom forward passes.
 
-        Args:
-            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
-
-        Yields:
-            The module, and the normalised batch in the memory format of the run.
+        The batch is yielded normalised and in the memory format of the run.
         """
         x = self._input(images.to(self.device))
         with self.named_failure(x), torch.no_grad(), self._autocast():
@@ -434,23 +398,14 @@ class Engine(DeviceModel):
     ) -> str:
         """The reason why a stored row is not finite, from its values before the cast.
 
-        Args:
-            images: (B, 3, H, W) batch that holds the row.
-            labels: (B,) int64, or None.
-            row: position of the row in the batch.
-            name: name of the dataset.
-            keys: as for `rows`.
+        `row` is its position in the batch of images; see `rows`.
         """
         with self._collector.keep_float32() as store_dtype:
             value = self.run(images, labels, keys)[name][row].flatten()
         return describe_nonfinite(value, self.compute.precision, store_dtype)
 
     def specs(self, chosen: ChosenLayers) -> list[LayerSpec]:
-        """Shapes and dtypes of the rows of each dataset, from one pass with the current settings.
-
-        Args:
-            chosen: captures and the reduction of each, as given to `attach_captures`.
-        """
+        """Shapes and dtypes of the rows of each dataset, by one pass with the current settings."""
         x = self._input(self.noise(ATTACH_BATCH))
         with self.named_failure(x), torch.no_grad(), self._autocast():
             values = self._hooks.forward(x)
@@ -486,9 +441,6 @@ class Engine(DeviceModel):
             known_rows: result of `run` for these images if it was called before with the same
                 settings; then there is no warm-up pass.
 
-        Returns:
-            The rows of the images, and the seconds per image of the fastest pass.
-
         Raises:
             ModelError: the row of an image depends on its position or on other images.
         """
@@ -509,7 +461,6 @@ class Engine(DeviceModel):
         return TimedRows(rows or {}, fastest / len(images))
 
     def _pass(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows of a batch on the device."""
         x = self._input(images)
         # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
         named = contextlib.nullcontext() if self.compute.compile else self.named_failure(x)

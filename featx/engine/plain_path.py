@@ -40,22 +40,15 @@ def explain_missing_plain_path(point: CapturePoint, reduce: StoredReduce) -> str
 def plain_rows(
     model: DeviceModel, chosen: ChosenLayers, x: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Compute rows by the plain path of a model.
+    """Compute rows by the plain path of a model without hooks, from normalised float32 images.
 
-    Args:
-        model: model without hooks, as `attach_captures` leaves it.
-        chosen: captures that `explain_missing_plain_path` accepts, and the reduction of each.
-        x: (B, 3, H, W) normalised float32 images.
-
-    Returns:
-        dataset name -> (B, ...) float32 on the CPU.
-
-    Raises:
-        ModelError: the forward pass fails.
+    They are dataset name -> (B, ...) float32 on the CPU. `explain_missing_plain_path` must accept
+    the captures. Raises ModelError if the forward pass fails.
     """
     with model.named_failure(x), torch.no_grad(), _eval_mode(model.module):
         library = model.backbone.embedding
-        if library is not None and _are_embeddings(chosen):
+        are_embeddings = all(p.name == "embedding" and r.name in _UNCHANGED for p, r in chosen)
+        if library is not None and are_embeddings:
             rows = {"embedding": library.compute(x.clone())}
         else:
             values = _capture_values(model.module, chosen, x)
@@ -65,11 +58,6 @@ def plain_rows(
                 if (value := values.get(point.name)) is not None
             }
     return {name: value.float().cpu() for name, value in rows.items()}
-
-
-def _are_embeddings(chosen: ChosenLayers) -> bool:
-    """Return whether the embedding without a reduction is the only requested layer."""
-    return all(point.name == "embedding" and r.name in _UNCHANGED for point, r in chosen)
 
 
 def _capture_values(

@@ -35,12 +35,9 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class ChosenPrecision:
-    """The fastest precision whose rows stay close to fp32.
+    """The fastest precision whose rows stay close to fp32, and why it is taken, in words.
 
-    Attributes:
-        precision: 'fp32', 'bf16' or 'fp16'.
-        reason: why it is taken, in words.
-        measured: rows of the trial images and seconds per image at it; None if it was not measured.
+    `measured` has rows of the trial images and seconds per image at it; None if there are none.
     """
 
     precision: str
@@ -88,7 +85,7 @@ class _Measurement:
                 reasons.append(f"{precision} {slower:.1f} times slower")
                 continue
             self._measure(precision)
-            cosine = row_cosines(self._rows(precision), self._rows("fp32"))
+            cosine = row_cosines(self._measured[precision].rows, self._measured["fp32"].rows)
             if cosine >= MIN_COSINE:
                 if best == "fp32":
                     self._repeat_unless_faster(precision)
@@ -157,9 +154,6 @@ class _Measurement:
 
     def _configure(self, precision: str, cast_once: bool = True) -> None:
         self._engine.configure_compute(replace(self._compute, precision=precision), cast_once)
-
-    def _rows(self, precision: str) -> Mapping[str, torch.Tensor]:
-        return self._measured[precision].rows
 
     def _gain(self, precision: str, other: str) -> float:
         """Return the speed of a precision as a multiple of another one's."""

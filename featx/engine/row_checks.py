@@ -37,12 +37,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have equal shapes, dtypes and bytes; NaN equals the same NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_as_bytes(a), _as_bytes(b))
-
-
-def _as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as a flat uint8 tensor."""
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
@@ -73,13 +68,7 @@ def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
 
 
 def describe_nonfinite(value: torch.Tensor, precision: str, store_dtype: torch.dtype) -> str:
-    """The reason why a row is not finite in the dtype of the store.
-
-    Args:
-        value: (n,) its values before the cast.
-        precision: precision in which they were computed.
-        store_dtype: dtype of the store.
-    """
+    """The reason why a row, (n,) before the cast, is not finite in the dtype of the store."""
     nonfinite = value[~torch.isfinite(value)]
     if len(nonfinite):
         return f"{nonfinite[0].item()} in {precision}"

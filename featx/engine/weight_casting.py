@@ -33,11 +33,9 @@ Captured = Sequence[Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class CastableWeights:
-    """The parameters that may be cast once.
+    """Names of the parameters that may be cast once.
 
-    Attributes:
-        names: names of the parameters, as in `Module.named_parameters`.
-        doubt: reason why there are none although autocast casts some; otherwise empty.
+    `doubt` is the reason why there are none although autocast casts some; otherwise empty.
     """
 
     names: tuple[str, ...] = ()
@@ -146,14 +144,9 @@ Passes = Callable[[Sequence[torch.Tensor]], Captured]
 class PreparedWeights:
     """Prepares the weights of one model with given captures, and remembers what was proven.
 
-    Args:
-        model: model without hooks, with weights as they were loaded.
-        captures: captures that were attached to it.
-        needs_gradients: whether backward passes go through the module.
-
-    Attributes:
-        cast: the parameters that are cast once with the current settings.
-        pairs: the pairs of modules that can be folded; None until `foldable` is called.
+    The model has no hooks, and its weights are as they were loaded. `cast` are the parameters that
+    are cast once with the current settings; `pairs` the pairs of modules that can be folded, None
+    until `foldable` is called.
     """
 
     def __init__(
@@ -186,12 +179,8 @@ class PreparedWeights:
     def prepare(self, compute: Compute, passes: Passes | None) -> Iterator[None]:
         """Fold, lay out and cast the weights until the block ends.
 
-        The memory format stays afterwards.
-
-        Args:
-            compute: the settings.
-            passes: forward passes at the precision of `compute`, by which casting is proven to
-                change nothing; None to let autocast cast in each pass.
+        The memory format stays afterwards. `passes` are forward passes at the precision of
+        `compute`, by which casting is proven to change nothing; None lets autocast cast each time.
         """
         module = self._model.module
         with contextlib.ExitStack() as stack:

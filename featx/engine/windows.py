@@ -58,13 +58,10 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class _WindowedLayer:
-    """A captured layer.
+    """A captured layer, and the reduction of its map of the whole image.
 
-    Attributes:
-        point: capture point.
-        reduce: reduction of the map of the whole image.
-        shape: (C, rows, columns) of the map of a window.
-        stride: pixels of a position along each axis.
+    `shape` is (C, rows, columns) of the map of a window; `stride` are the pixels of a position
+    along each axis.
     """
 
     point: CapturePoint
@@ -90,7 +87,6 @@ class Windows:
         size: height and width of a window in pixels.
         step: pixels from one window to the next along each axis.
         align: pixels of which the place of every window is a multiple; a choice of the run.
-        layers: layers and the reductions of their blended maps.
         image_sizes: sizes of some images of the data set, for the shapes of the rows.
         store_dtype: dtype of the rows.
     """
@@ -150,14 +146,10 @@ class Windows:
         return [[*range(0, length - side, step), length - side] for length, side, step in axes]
 
     def set_specs(self, of_windows: Iterable[LayerSpec]) -> list[LayerSpec]:
-        """Fix and return the datasets of the run.
+        """Fix and return the datasets of the run, from those of the maps of windows.
 
-        Args:
-            of_windows: datasets of the maps of windows.
-
-        Raises:
-            ReduceError: a reduction does not fit, or the images have several sizes and it gives
-                rows of several shapes.
+        Raises ReduceError if a reduction does not fit, or the images have several sizes and it
+        gives rows of several shapes.
         """
         dtypes = {spec.name: getattr(torch, spec.compute_dtype) for spec in of_windows}
         self.specs = [self._spec(layer, dtypes[layer.point.name]) for layer in self.layers]
@@ -221,15 +213,9 @@ class Windows:
         }
 
     def rows(self, engine: Engine, image: torch.Tensor, keys: Sequence[bytes]) -> BatchRows:
-        """Compute the row of an image, as `Engine.rows` does those of a batch.
+        """Compute the row of an image (C, H, W), as `Engine.rows` does those of a batch.
 
-        Args:
-            engine: engine of the run, or a replica of it.
-            image: (C, H, W), uint8 or normalised float32.
-            keys: key of the image.
-
-        Raises:
-            ImageFault: the size of the image does not give a row of the shape of the store.
+        Raises ImageFault if the size of the image does not give a row of the shape of the store.
         """
         values = self._values(engine, image, keys)
         collector = OutputCollector(self.store_dtype)
@@ -281,10 +267,7 @@ class Windows:
         """Send the windows of an image through the model, and blend the maps of each layer.
 
         No more windows than a batch are cut at once. The last batch is filled up, so that all have
-        one shape.
-
-        Yields:
-            name of a layer, and (1, C, rows, columns) float32 on the device.
+        one shape. The maps are (1, C, rows, columns) float32 on the device.
         """
         blended = {
             layer.point.name: torch.zeros(
@@ -342,16 +325,9 @@ def attach_windows(
 ) -> Windows:
     """Attach the captures of the maps of windows to an engine, and place the windows.
 
-    Args:
-        engine: engine for float32 rows.
-        chosen: captures, and the reductions of the blended maps.
-        store_dtype: dtype of the rows: 'float32', 'float16' or 'bfloat16'.
-        image_sizes: sizes of some images of the data set.
-        resume_state: resume state, which may keep an alignment.
-
-    Raises:
-        LayerError: a capture has no map.
-        ReduceError: a layer has no map, or one whose positions are no whole number of pixels.
+    The engine is one for float32 rows, the reductions are those of the blended maps, and the resume
+    state may keep an alignment. Raises LayerError if a capture has no map, and ReduceError if a
+    layer has no map, or one whose positions are no whole number of pixels.
     """
     for point, _ in chosen:
         if point.capture not in _CAPTURES:

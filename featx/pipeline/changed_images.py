@@ -44,10 +44,8 @@ _SHOWN = 10
 class ImagesOfRun:
     """Images from which a run computed its rows.
 
-    Attributes:
-        first_row: first row of the run in the listing.
-        checksums: (n,) uint64 checksum of each row's image; UNKNOWN_IMAGE if none was recorded.
-        computed: (n,) bool, whether the row has been computed.
+    `first_row` is that of the run in the listing. `checksums` are (n,) uint64, UNKNOWN_IMAGE if
+    none was recorded; `computed` is (n,) bool.
     """
 
     first_row: int
@@ -98,10 +96,7 @@ def image_changes(
     """Compare the images of a store with those its rows were computed from.
 
     Args:
-        source: data set that reads the images.
         keys: (N,) keys of the rows of the store.
-        root: folder of the store.
-        manifest: manifest of the store.
         present: (N,) bool, which keys the data set contains; None for all.
         read_all: compare the bytes of all images if the data set knows no states; otherwise such
             images are not compared.
@@ -124,13 +119,7 @@ def compare_images(
 ) -> ImageChanges:
     """Compare the images of a data set with those that runs computed their rows from.
 
-    Args:
-        source, keys, present, read_all: as for `image_changes`.
-        runs: images of each run, at least one run.
-        states_file: file with the states of the images at the last comparison.
-
-    Raises:
-        RunError: the file system of the images keeps failing.
+    `states_file` has the states of the images at the last comparison; see `image_changes`.
     """
     now_ns = time.time_ns()  # taken before any state is read
     states = _current_states(source, keys, present)
@@ -194,13 +183,9 @@ def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
 def changed_images_text(
     path: Path, keys: npt.NDArray[np.bytes_], rows: Sequence[int], what: str
 ) -> str:
-    """Message for images that differ from those that a result was computed from.
+    """Message for images that differ from those that a result in `path` was computed from.
 
-    Args:
-        path: folder of the result, a store or statistics.
-        keys: keys of all rows.
-        rows: rows whose images have changed.
-        what: what refresh=true does, a clause that starts with "computes".
+    `what` says what refresh=true does: a clause that starts with "computes".
     """
     return (
         f"{changed_text(len(rows))} since {path} was computed from them: "
@@ -246,7 +231,6 @@ def named_keys(keys: Iterable[bytes], count: int) -> str:
 
 
 def _images_of_runs(root: Path, manifest: Manifest) -> list[ImagesOfRun]:
-    """Image checksums of each run, as recorded in the store."""
     stored = stored_image_checksums(root, manifest)
     return [
         ImagesOfRun(run.grid.first_row, checksums, computed)

@@ -45,12 +45,7 @@ row that is nearly zero says nothing."""
 
 @dataclass(frozen=True)
 class PixelDifferences:
-    """Differences between the pixels of two paths, in levels of 255.
-
-    Attributes:
-        largest: (n,) largest difference of a pixel of each image.
-        mean: (n,) mean difference of each image.
-    """
+    """Largest and mean difference of the pixels of each image on two paths, in levels of 255."""
 
     largest: torch.Tensor
     mean: torch.Tensor
@@ -58,12 +53,7 @@ class PixelDifferences:
 
 @dataclass(frozen=True)
 class RowDifferences:
-    """Differences between the rows of two paths in one layer.
-
-    Attributes:
-        errors: (n,) relative L2 difference of each image.
-        cosines: (n,) cosine of each image.
-    """
+    """Relative L2 difference and cosine of each image, between the rows of a layer on two paths."""
 
     errors: torch.Tensor
     cosines: torch.Tensor
@@ -82,9 +72,6 @@ class Compared:
     """Images that went both ways.
 
     Attributes:
-        keys: key of each image, for messages.
-        precision: precision of the engine.
-        interpolation: interpolation of the transform.
         pixels: differences of the pixels; None if the run uses the library's own.
         forward: layer -> differences on the same pixels, of the first images.
         end_to_end: layer -> differences on the pixels of each path.
@@ -119,11 +106,7 @@ class Conformance:
     notes: tuple[str, ...] = ()
 
     def with_golden(self, comparison: Mapping[str, Any]) -> Conformance:
-        """Return the judgement with the differences to a golden file.
-
-        Args:
-            comparison: differences as JSON types.
-        """
+        """Return the judgement with the differences to a golden file, as JSON types."""
         text = f"{comparison['compared']} of model.golden within {comparison['error']:.1e}"
         line = f"{self.line}\n{text}" if self.line else text
         return replace(self, differences={**self.differences, "golden": comparison}, line=line)
@@ -198,7 +181,6 @@ def _max_levels(compared: Compared) -> float:
 
 
 def _broken_pixels(compared: Compared, reduced: Sequence[int]) -> list[str]:
-    """The broken promise about pixels, as a sentence."""
     pixels = compared.pixels
     if pixels is None:
         return []
@@ -218,7 +200,6 @@ def _broken_pixels(compared: Compared, reduced: Sequence[int]) -> list[str]:
 
 
 def _broken_forward(compared: Compared) -> list[str]:
-    """The broken promise about the forward pass, as a sentence."""
     limit = FORWARD[compared.precision]
     errors = {name: float(x.errors.max()) for name, x in compared.forward.items()}
     far = {name: error for name, error in errors.items() if error > limit}
@@ -268,7 +249,6 @@ def _notes(compared: Compared, reduced: Sequence[int]) -> list[str]:
 
 
 def _as_dict(compared: Compared, num_reduced: int) -> dict[str, Any]:
-    """The differences as JSON types."""
     pixels = compared.pixels
     levels = None
     if pixels is not None and compared.keys:
@@ -287,7 +267,6 @@ def _as_dict(compared: Compared, num_reduced: int) -> dict[str, Any]:
 
 
 def _line(compared: Compared) -> str:
-    """The differences as one line of text."""
     parts = []
     if compared.pixels is not None:
         parts.append(f"pixels within {float(compared.pixels.largest.max()):.0f} of 255")

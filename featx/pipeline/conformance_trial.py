@@ -39,10 +39,7 @@ class TrialImages:
     """Images of the data set that were loaded as the run will load them.
 
     Attributes:
-        rows: row of each image.
         images: (n, 3, H, W), uint8 in [0, 255] or normalised float32.
-        source: source of the images.
-        listing: rows of the run.
         is_reference: whether the run uses the library's own transform.
         sizes: with windows, (height, width) of each whole image; `images` are windows then.
     """
@@ -81,16 +78,9 @@ def take_plain_path(
     loader: Loader,
     trial: TrialImages,
 ) -> PlainPath:
-    """Send trial images through the library's own transform and forward pass.
+    """Send some trial images through the library's own transform and forward pass.
 
     The engine must have no settings configured yet, since these change its weights.
-
-    Args:
-        config: checked config.
-        engine: engine with its captures attached.
-        chosen: captures and the reduction of each; none for values that are no captures.
-        loader: loader of the run.
-        trial: trial images, of which some are taken.
     """
     why_not = {
         point.name: why
@@ -118,21 +108,15 @@ def take_plain_path(
 def _library_pixels(
     config: Config, loader: Loader, trial: TrialImages
 ) -> tuple[list[int], torch.Tensor]:
-    """Send some trial images through the library's own transform."""
-    numbers = _spaced_numbers(len(trial.rows), config.conformance.images)
+    """Send some trial images, at even distances, through the library's own transform."""
+    num_images, num_wanted = len(trial.rows), config.conformance.images
+    numbers = sorted({i * num_images // num_wanted for i in range(num_wanted) if num_images})
     if trial.is_reference:
         return numbers, trial.images[numbers]
     loaded = list(loader.each([trial.rows[i] for i in numbers], by_library=True))
     numbers = [i for i, x in zip(numbers, loaded, strict=True) if x is not None]
     pixels = [x for x in loaded if x is not None]
     return numbers, torch.stack(pixels) if pixels else trial.images[:0].float()
-
-
-def _spaced_numbers(num_images: int, num_wanted: int) -> list[int]:
-    """Numbers of at most `num_wanted` of some images, at even distances."""
-    if not num_images:
-        return []
-    return sorted({i * num_images // num_wanted for i in range(num_wanted)})
 
 
 def _plain_rows(
@@ -159,19 +143,12 @@ def compare_with_plain_path(
     specs: Sequence[LayerSpec],
     mode: str,
 ) -> Conformance | None:
-    """Compare the engine at the settings of the run with the plain path.
+    """Compare the engine at the settings of the run with the plain path; None if there is neither.
 
     Args:
-        engine: engine with all choices made.
         plain: what the library's own path gave; None if the run compares none.
         golden: differences to `model.golden`; None without it.
-        trial: trial images.
         trial_rows: rows of all trial images at these settings, if they are known.
-        specs: datasets of the run.
-        mode: option `conformance.mode`.
-
-    Returns:
-        The judgement; None if nothing was compared.
 
     Raises:
         ModelError: a promise is broken, and mode is strict.
@@ -192,7 +169,6 @@ def _compared(
     trial_rows: Mapping[str, torch.Tensor] | None,
     specs: Sequence[LayerSpec],
 ) -> Compared:
-    """Compare pixels and rows of the engine with those of the plain path."""
     rows = _engine_rows(engine, plain, trial, trial_rows)
     # A class index or a count jumps where pixels hardly differ.
     integer_layers = {spec.name for spec in specs if "int" in spec.compute_dtype}
@@ -263,15 +239,7 @@ def _engine_rows(
 
 
 def enforce(conformance: Conformance, mode: str) -> None:
-    """Refuse a run that breaks a promise, or log a warning.
-
-    Args:
-        conformance: judgement.
-        mode: option `conformance.mode`.
-
-    Raises:
-        ModelError: a promise is broken, and mode is strict.
-    """
+    """Log a warning if a run breaks a promise; raise ModelError if mode is strict."""
     for note in conformance.notes:
         log_message(f"note: {note}")
     if not conformance.broken:

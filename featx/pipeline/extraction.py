@@ -11,11 +11,11 @@ from featx.errors import StoreError, StoreMismatchError, counted
 from featx.pipeline.executors import check_executor, run_distributed
 from featx.pipeline.feature_output import FeatureOutput, Observe
 from featx.pipeline.finished_run import command_digest
-from featx.pipeline.loop import RunObserver, run_parts
+from featx.pipeline.loop import run_parts
 from featx.pipeline.metrics_file import metrics_of
 from featx.pipeline.output import Output
 from featx.pipeline.row_failures import exit_code, failures_text
-from featx.pipeline.run_context import EngineSpec, RunContext, build_run_context
+from featx.pipeline.run_context import EngineSpec, build_run_context
 from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
 from featx.storage import is_url, parse_path
 from featx.store import (
@@ -43,11 +43,8 @@ def run_extraction(
     """Start or resume the store of a config and complete it; reports progress on stderr.
 
     Args:
-        config: checked config.
         config_yaml: composed config as YAML, without secrets; the store keeps this text.
-        engine_spec: how to build the engine that computes the rows.
         known_rows_only: ignore images that the store does not contain yet.
-        observe: creates the observer of the run.
         source: data set given as a Python object; None opens the data set of the config.
 
     Returns:
@@ -81,11 +78,7 @@ def _has_only_failures(config: Config) -> bool:
 
 
 def kept_text(out: str) -> str:
-    """Describe how many rows of the store of an interrupted run are kept.
-
-    Args:
-        out: path or URL of the store.
-    """
+    """Describe how many rows of the store of an interrupted run are kept."""
     path = parse_path(out)
     if is_url(path):
         return "stopped; the complete parts are kept, and the same command resumes."
@@ -109,15 +102,8 @@ def check_extraction(
     """Check that rows which a store has lost can be extracted; nothing is written.
 
     Images are listed, the model is built, and its settings are compared with those of the store.
-
-    Args:
-        config: checked config, as for `run_extraction` with `known_rows_only`.
-        config_yaml: composed config as YAML, without secrets.
-        engine_spec: how to build the engine that computes the rows.
-        manifest: manifest of the store.
-
-    Raises:
-        FeatxError: the images, the model or the weights are not those of the store, or not there.
+    Raises FeatxError if the images, the model or the weights are not those of the store, or not
+    there.
     """
     output = FeatureOutput(config, known_rows_only=True)
     with build_run_context(config, config_yaml, engine_spec, output) as context:
@@ -133,11 +119,6 @@ def run_output(
     and deleted when everything is complete. A killed process leaves it behind, and the same command
     then resumes instead of deleting what it has computed. A finished output has no marker, and is
     deleted.
-
-    Args:
-        output: output of the run.
-        config_yaml: composed config as YAML, without secrets.
-        engine_spec: how to build the engine that computes the rows.
 
     Returns:
         summary of the run.
@@ -200,7 +181,10 @@ def _run(
         if config.is_distributed:
             outcome = run_distributed(context, session, output.for_workers(), config_yaml)
         else:
-            outcome = _compute_here(context, output, observer)
+            disk = session.disk
+            with Heartbeat(disk, str(context.engine.device)) as heartbeat:
+                metrics = run_parts(context, output, disk, observer, heartbeat)
+                outcome = RunOutcome(metrics, output.underflow_rows, peak_memory_mib())
         summary = output.finish(outcome)
         failures = session.failures
         observer.run_finished()
@@ -218,23 +202,8 @@ def _run(
     return summary
 
 
-def _compute_here(
-    context: RunContext, output: Output[Any, Any], observer: RunObserver
-) -> RunOutcome:
-    """Compute the missing parts in this process: executor=local without workers."""
-    disk = output.write_session.disk
-    with Heartbeat(disk, str(context.engine.device)) as heartbeat:
-        metrics = run_parts(context, output, disk, observer, heartbeat)
-        return RunOutcome(metrics, output.underflow_rows, peak_memory_mib())
-
-
 def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
-    """Exit code of an extraction: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr.
-
-    Args:
-        config: config of the run.
-        summary: content of summary.json.
-    """
+    """Exit code of an extraction: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr."""
     failures = parse_path(config.out) / layout.FAILURES_CSV
     return exit_code(
         config,

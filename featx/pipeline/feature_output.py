@@ -58,29 +58,20 @@ Observe = Callable[[RunContext, StoreSession], RunObserver]
 
 
 class FeaturePart:
-    """Features of a part that is being computed."""
-
     def __init__(self, builder: PartBuilder) -> None:
         self.part = builder.part
         self.builder = builder
         self.underflow_rows: Counter[str] = Counter()
 
     def add(self, batch: Batch, rows: Rows) -> None:
-        """Add the next batch."""
         self.builder.add(batch.start, rows.features, rows.failures, rows.checksums, rows.damaged)
         self.underflow_rows += rows.underflow_rows
 
 
 class FeatureOutput(Output[FeaturePart, StoreSession]):
-    """The store in `out`.
+    """The store in `out`; see `run_extraction`.
 
-    Args:
-        config: checked config.
-        config_yaml: composed config as YAML, without secrets; the store keeps this text.
-        known_rows_only: ignore images that the store does not contain yet, and warn about changed
-            images instead of raising.
-        observe: creates the observer of the run.
-        source: data set given as a Python object; None opens the data set of the config.
+    With `known_rows_only` changed images lead to a warning instead of an error.
     """
 
     # In workers:
@@ -162,16 +153,10 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         return part_bytes / max(1, row_bytes), seconds
 
     def begin(self) -> dict[str, Any] | None:
-        """Recognise a store that the same command has completed."""
-        self._check_folders()
-        check_out(self.root)
-        if not self._is_recognised:
-            return None
-        self._finished = FinishedRun(self.config)
-        return self._finished.summary(self.list_images)
+        """Recognise a store that the same command has completed.
 
-    def _check_folders(self) -> None:
-        """Refuse grow=true in an object store, and images in a folder of the data set."""
+        Refuses grow=true in an object store, and images in a folder of the data set.
+        """
         if self.config.grow and is_url(self.root):
             raise ConfigError(
                 f"grow=true needs a store on a disk, and {self.root} lies in an object store: "
@@ -186,6 +171,11 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
                     f"out={self.config.out} is data.root as well, and heat maps and sprites would "
                     "become images of the data set. Choose another folder; below data.root is fine."
                 )
+        check_out(self.root)
+        if not self._is_recognised:
+            return None
+        self._finished = FinishedRun(self.config)
+        return self._finished.summary(self.list_images)
 
     @contextlib.contextmanager
     def open(self, context: RunContext) -> Iterator[None]:
@@ -212,18 +202,14 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
             )
 
     def describe(self) -> list[tuple[str, str]]:
-        """Describe the run before it starts."""
         done = self.num_committed
         state = f"{done} of {self.num_rows} rows are there already" if done else "new"
         return describe_run(self.context, f"{shown_path(self.root)}, {state}")
 
     def observer(self) -> RunObserver:
-        """Return the observer of the job."""
-        return (
-            RunObserver()
-            if self._observe is None
-            else self._observe(self.context, self.write_session)
-        )
+        if self._observe is None:
+            return RunObserver()
+        return self._observe(self.context, self.write_session)
 
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""
@@ -234,18 +220,15 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
             self._num_recomputed += retry_failed_rows(*arguments)
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
-        """Compute the features of a batch."""
         return compute_rows(self.context, engine, batch)
 
     def begin_part(self, part: Part) -> FeaturePart:
-        """Begin a part of the store."""
         specs, listing = self.context.specs, self.context.listing
         if self.session is not None:
             return FeaturePart(self.session.begin_part(part, specs))
         return FeaturePart(begin_part(self._disk, part, specs, self._manifest, listing))
 
     def commit(self, rows: FeaturePart) -> Sequence[Failure]:
-        """Commit a part to the store."""
         self.underflow_rows += rows.underflow_rows
         if self.session is not None:
             return self.session.commit(rows.builder)
@@ -305,11 +288,9 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
             )
 
     def stored_listing(self, num_rows: int, identity: str) -> Listing | None:
-        """Read the listing from the store; None if no file holds so many rows."""
         return read_listing(self.root, num_rows, identity)
 
     def uncommitted(self, parts: Sequence[Part]) -> list[Part]:
-        """Select the parts that no process has committed yet."""
         there = part_names(self.root)
         return [part for part in parts if layout.part_name(part.index) not in there]
 

@@ -55,8 +55,7 @@ class FinishedRun:
     def digest(self, manifest: Manifest, listing: Listing) -> str | None:
         """Digest by which a later command recognises that its store is complete.
 
-        Returns:
-            hex digest; None if the config does not say all that decides the values.
+        None if the config does not say all that decides the values.
         """
         if not self._is_decided or self._weights is None:
             return None
@@ -82,13 +81,8 @@ class FinishedRun:
         """
         config, out = self._config, parse_path(self._config.out)
         changes_store = config.overwrite or config.grow or config.retry_failed
-        if (
-            changes_store
-            or config.refresh is True
-            or config.tensorboard
-            or config.profile
-            or is_url(out)
-        ):
+        writes_more = config.refresh is True or config.tensorboard or config.profile
+        if changes_store or writes_more or is_url(out):
             return None
         manifest, is_intact = load_manifest(out)
         recorded = _recorded(out)
@@ -100,23 +94,25 @@ class FinishedRun:
         packed = None if entry is None else read_packed(out, manifest)
         if entry is None or packed is None or not _has_same_images(out, manifest, source, listing):
             return None
+        failures, num_bytes = packed
         header = manifest.runs[-1].header
         state = f"{len(listing)} of {len(listing)} rows are there already"
-        settings = [
-            ("data", data_text(config, listing)),
-            ("model", f"{header.model}, weights {header.weights}"),
-            ("output", f"{shown_path(out)}, {state}"),
-        ]
-        announce(settings)
-        if packed.failures:
-            log_message(failures_text(packed.failures))
+        announce(
+            [
+                ("data", data_text(config, listing)),
+                ("model", f"{header.model}, weights {header.weights}"),
+                ("output", f"{shown_path(out)}, {state}"),
+            ]
+        )
+        if failures:
+            log_message(failures_text(failures))
         figures = RunMetrics(seconds={}, images_per_second=None, bytes_read=0, bottleneck=None)
         return {
             **entry,
             **figures.as_dict(),
             "rows": len(listing),
-            "failures": len(packed.failures),
-            "bytes": packed.num_bytes,
+            "failures": len(failures),
+            "bytes": num_bytes,
             "underflow_rows": {},
             "peak_memory_mib": peak_memory_mib(),
         }

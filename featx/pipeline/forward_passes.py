@@ -28,11 +28,8 @@ class Passes(Generic[ComputedT]):
     """Forward passes of a run, one at a time or in parallel; a context manager.
 
     One engine computes a batch from end to end with its own number of threads, so the values of a
-    batch do not depend on the batches that are computed at the same time.
-
-    Args:
-        context: run context.
-        compute: computes the result of a batch with an engine.
+    batch do not depend on the batches that are computed at the same time. `compute` is called with
+    an engine and a batch.
     """
 
     def __init__(self, context: RunContext, compute: Callable[[Engine, Batch], ComputedT]) -> None:
@@ -67,17 +64,11 @@ class Passes(Generic[ComputedT]):
     def each(
         self, batches: Iterable[tuple[Part, Batch]]
     ) -> Iterator[tuple[Part, Batch, Callable[[], ComputedT]]]:
-        """Iterate over the batches in order.
+        """Yield each part and batch in order, with a function that returns the result of the batch.
 
-        With parallel passes, one batch more than there are engines is submitted, so that no engine
-        is idle while the caller takes a batch.
-
-        Args:
-            batches: parts with their batches.
-
-        Yields:
-            part, batch, and a function that returns the result of the batch: it computes the batch,
-            or waits for the thread that does.
+        It computes the batch, or waits for the thread that does. With parallel passes, one batch
+        more than there are engines is submitted, so that no engine is idle while the caller takes a
+        batch.
         """
         for part, batch in batches:
             if self._pool is None:

@@ -28,11 +28,7 @@ _CHUNK = 4
 
 
 def check_golden(engine: Engine, chosen: ChosenLayers, path: str) -> dict[str, Any]:
-    """Compare a model and its transform with a golden file.
-
-    Returns:
-        The differences as JSON types.
-    """
+    """Compare a model and its transform with a golden file; the differences are JSON types."""
     golden = read_golden(path)
     levels = _pixel_levels(engine, golden, path)
     shape = tuple(golden.expected.shape)

@@ -31,10 +31,7 @@ class RunObserver:
     """Base class of observers; every method does nothing until a subclass overrides it.
 
     Batches and parts are reported only if the process of the command computes them, not for
-    workers.
-
-    Attributes:
-        wants_parts: whether the run waits for the commit of each part in order to report it.
+    workers. `wants_parts` tells whether the run waits for each commit in order to report it.
     """
 
     wants_parts = False
@@ -42,21 +39,13 @@ class RunObserver:
     def batch_computed(
         self, batch: Batch, features: Mapping[str, npt.NDArray[Any]], failures: Sequence[Failure]
     ) -> None:
-        """Called after each batch.
+        """Called after each batch of n rows, which padding follows.
 
-        Args:
-            batch: n rows of the run, followed by padding.
-            features: dataset name -> (n, ...) array in the store's dtype.
-            failures: failed rows of the batch.
+        `features` are (n, ...) arrays in the store's dtype, by the names of the datasets.
         """
 
     def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
-        """Called after each committed part.
-
-        Args:
-            part: part that was committed.
-            seconds: stage -> busy seconds of the run so far.
-        """
+        """Called after each committed part, with the busy seconds of each stage of the run."""
 
     def run_finished(self) -> None:
         """Called when the run has ended without an error, while the model is still loaded."""
@@ -79,10 +68,8 @@ PartRowsT = TypeVar("PartRowsT", bound=PartRows)
 class PartSink(Protocol[PartRowsT]):
     """Parts that a run has to compute, how their rows are computed, and where they are committed.
 
-    `PartRowsT` is the type of the rows of one part.
-
-    Attributes:
-        seconds: busy seconds so far of stages that only this sink has; stage -> seconds.
+    `PartRowsT` is the type of the rows of one part. `seconds` are the busy seconds so far of stages
+    that only this sink has.
     """
 
     seconds: Mapping[str, float]
@@ -130,15 +117,10 @@ def run_parts(
     """Compute and commit the missing parts.
 
     Args:
-        context: run context.
-        sink: computes the rows and commits the parts.
         disk: folder for the profiler trace of profile=true, or None if there is no folder.
         observer: notified of each batch and each committed part.
         heartbeat: records the part that is computed, and each commit.
         progress: notified of each batch; None shows a progress bar on stderr.
-
-    Returns:
-        measurements of the run.
 
     Raises:
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
@@ -232,7 +214,6 @@ def run_parts(
 def _take(
     part_rows: PartRows, batch: Batch, computed: Callable[[], Rows], observer: RunObserver
 ) -> int:
-    """Add the rows of a batch to its part; return how many of them failed."""
     rows = computed()
     part_rows.add(batch, rows)
     observer.batch_computed(batch, rows.features, rows.failures)
@@ -240,7 +221,6 @@ def _take(
 
 
 def _commit(sink: PartSink[PartRowsT], rows: PartRowsT, heartbeat: Heartbeat | None) -> None:
-    """Commit a part, and record that in the heartbeat."""
     sink.commit(rows)
     if heartbeat is not None:
         heartbeat.record_commit(rows.part)
@@ -318,7 +298,6 @@ class _Commits:
             pending.result()
 
     def _run_commit(self, commit: Callable[[], object]) -> None:
-        """Commit a part in the thread, and measure the seconds."""
         from featx.pipeline.profiler_trace import span
 
         started_at = time.perf_counter()

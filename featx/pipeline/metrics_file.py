@@ -33,11 +33,6 @@ class MetricsFile:
     """File with the metrics of one run, replaced as a whole at each write.
 
     Metrics whose value is not known yet are left out. Errors of the disk do not end the run.
-
-    Args:
-        path: the file.
-        store: value of the label `store`.
-        clock: returns seconds, as time.monotonic does.
     """
 
     def __init__(self, path: Path, store: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +42,8 @@ class MetricsFile:
                 "that node_exporter reads (--collector.textfile.directory)."
             )
         self._path = path
-        self._label = _escaped(store)
+        # Escaped as the text format of Prometheus requires.
+        self._label = store.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self._clock = clock
         self._written_at: float | None = None
         self._values: dict[str, float] = {}
@@ -79,7 +75,6 @@ class MetricsFile:
         self._write()
 
     def _write(self) -> None:
-        """Replace the file."""
         lines = []
         for name, (kind, text) in _METRICS.items():
             if name in self._values:
@@ -96,8 +91,7 @@ class MetricsFile:
 def metrics_of(config: Config) -> Iterator[dict[str, Any]]:
     """Write the progress of a run to `log.metrics`, if that is given.
 
-    Yields:
-        an empty dict for the summary of the run.
+    Yields an empty dict for the summary of the run.
     """
     summary: dict[str, Any] = {}
     if config.log.metrics is None:
@@ -111,11 +105,6 @@ def metrics_of(config: Config) -> Iterator[dict[str, Any]]:
             yield summary
     finally:
         file.end(summary.get("rows"))
-
-
-def _escaped(value: str) -> str:
-    """Escape the value of a label as the text format of Prometheus requires."""
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _number(value: float) -> str:

@@ -34,10 +34,7 @@ PARTS_PER_LIMIT = 8
 class Session(Protocol):
     """Write session of the process of the command: what is committed, and what is missing.
 
-    Attributes:
-        root: folder of the store or statistics.
-        disk: performs every write to the folder.
-        lock: file descriptor that holds the lock of the folder.
+    `disk` performs every write to the folder; `lock` is the descriptor that holds its lock.
     """
 
     root: Path
@@ -89,16 +86,10 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
         source: data set given as a Python object; None opens the data set of the config.
 
     Attributes:
-        config: as given.
-        source: as given.
-        root: folder of the output.
-        dtype: name of the dtype in which the engine returns values, such as 'float16'.
-        settings: entries of the fingerprint that only this kind of output has.
         marker: path of the file that a run with overwrite=true leaves while it is not finished.
         context: run context, from `open` or, in workers, `join` on.
         session: write session, within `open`; None in workers.
         datasets: names of the datasets to compute, in workers.
-        seconds: busy seconds so far of stages that only this kind of output has.
         underflow_rows: layer -> number of underflow rows committed by this process.
     """
 
@@ -130,20 +121,16 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
     def begin(self) -> dict[str, Any] | None:
         """Refuse impossible requests, and read what the folder holds.
 
-        Returns:
-            the summary if nothing is left to do, as far as that is known without the model.
-
-        Raises:
-            FeatxError: the request cannot be fulfilled, or the data set does not fit the output.
+        Return the summary if nothing is left to do, as far as that is known without the model.
+        Raises FeatxError if the data set does not fit the output.
         """
 
     @abstractmethod
     def open(self, context: RunContext) -> AbstractContextManager[None]:
         """Lock the folder, delete what overwrite=true and killed processes leave, find the parts.
 
-        Raises:
-            StoreLockedError: another process writes to the folder.
-            StoreMismatchError: the output was started with other settings.
+        Raises StoreLockedError if another process writes to the folder, and StoreMismatchError if
+        the output was started with other settings.
         """
 
     @abstractmethod
@@ -158,8 +145,7 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
     def update_rows(self) -> None:
         """Compare the images with the output, and compute or discard rows that must change.
 
-        Raises:
-            StoreMismatchError: images have changed, and refresh=true was not given.
+        Raises StoreMismatchError if images have changed, and refresh=true was not given.
         """
 
     @abstractmethod
@@ -182,21 +168,17 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that the finished output has."""
         return self.write_session.num_rows
 
     @property
     def num_committed(self) -> int:
-        """Number of rows in committed parts."""
         return self.write_session.num_committed
 
     @property
     def num_failed(self) -> int:
-        """Number of failed rows in committed parts."""
         return self.write_session.num_failed
 
     def missing(self) -> list[Part]:
-        """Parts that are still to be computed, in order."""
         return self.write_session.missing()
 
     @abstractmethod
@@ -234,12 +216,10 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
 
 
 def seconds_of_part(work_s: float, limit_s: float | None = None) -> float:
-    """Seconds of work that a part should take.
+    """Seconds of work that a part should take in a run of `work_s` seconds.
 
-    Args:
-        work_s: seconds of work of the whole run.
-        limit_s: time limit of a process in seconds, or None if there is none. A process also loads
-            the model within this limit, and loses the rows of a part that it cannot finish.
+    `limit_s` is the time limit of a process in seconds, if there is one. A process also loads the
+    model within this limit, and loses the rows of a part that it cannot finish.
     """
     seconds = min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
     return seconds if limit_s is None else min(seconds, limit_s / PARTS_PER_LIMIT)

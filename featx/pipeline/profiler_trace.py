@@ -26,11 +26,8 @@ class Timeline:
     """Records a few batches of a run; a context manager around the loop.
 
     All threads are recorded: the model, and the commit of a part. Images are read and decoded by
-    other processes, for which the loop waits in the span "wait for images".
-
-    Args:
-        disk: folder that receives the trace file, `layout.TRACE`.
-        device: device that computes.
+    other processes, for which the loop waits in the span "wait for images". The folder receives the
+    trace file, `layout.TRACE`.
     """
 
     def __init__(self, disk: AtomicFolder, device: torch.device) -> None:
@@ -64,7 +61,6 @@ class Timeline:
             )
 
     def step(self) -> None:
-        """Mark the end of a batch."""
         self._num_batches += 1
         self._profile.step()
 

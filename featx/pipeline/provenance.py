@@ -28,11 +28,7 @@ def fingerprint(
     listing: Listing,
     part_rows: int,
 ) -> dict[str, Any]:
-    """Every setting that changes values; a resume with another fingerprint is refused.
-
-    Returns:
-        name -> value; values are JSON types.
-    """
+    """Every setting that changes values, as JSON types; a resume with another one is refused."""
     backbone, policy, data = engine.backbone, decoding.policy, config.data
     jpeg = policy.jpeg
     return {
@@ -91,7 +87,6 @@ def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> St
 
 
 def _versions(backbone: Backbone) -> Mapping[str, str]:
-    """Versions of the libraries that may change values."""
     return {name: _version_of(name) for name in (*_VERSIONED, *backbone.packages)}
 
 

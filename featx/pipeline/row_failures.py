@@ -34,7 +34,6 @@ class Rows:
     Attributes:
         features: dataset name -> (n, ...) array in the store's dtype (bfloat16 as uint16 bits), or
             float32 tensor on the device for statistics.
-        failures: failed rows of the batch.
         underflow_rows: layer -> number of underflow rows: their largest magnitude is below 6.1e-5,
             the smallest normal float16.
         checksums: (n,) checksums of the encoded images, or None if the batch has none.
@@ -51,13 +50,7 @@ class Rows:
 def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
     """Compute the features of one batch, without padding; find non-finite and underflow rows.
 
-    Args:
-        context: run context.
-        engine: engine of the run, or a replica of it.
-        batch: n rows, followed by padding.
-
-    Raises:
-        NonFiniteError: a feature is NaN or infinite, and nonfinite=error.
+    Raises NonFiniteError if a feature is NaN or infinite, and nonfinite=error.
     """
     from featx.engine import stored_bits
 
@@ -84,14 +77,8 @@ def failures_of(
 ) -> list[Failure]:
     """Collect the failed rows of a batch: unreadable images and non-finite features.
 
-    Args:
-        context: run context.
-        engine: engine that computed the batch.
-        batch: n rows, followed by padding.
-        finite: dataset name -> (B,) whether a row has neither NaN nor infinity.
-
-    Raises:
-        NonFiniteError: a feature is NaN or infinite, and nonfinite=error.
+    `finite` tells for each dataset, (B,), whether a row has neither NaN nor infinity. Raises
+    NonFiniteError if one has, and nonfinite=error.
     """
     failures = list(batch.failures)
     failed = {failure.row for failure in failures}
@@ -160,12 +147,7 @@ def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) 
     """Exit code of a run: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr.
 
     The latter stands for more failures than max_failures allows, and for runs without any good row.
-
-    Args:
-        config: config of the run.
-        num_rows: number of images.
-        num_failed: number of failed images.
-        what_became: sentence on the failed rows, which ends the message.
+    `what_became` is a sentence on the failed rows, which ends the message.
     """
     allowed = config.allowed_failures(num_rows)
     if num_failed <= allowed and num_failed < num_rows:

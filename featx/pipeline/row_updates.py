@@ -28,7 +28,7 @@ from featx.pipeline.changed_images import (
 from featx.pipeline.loop import run_parts
 from featx.pipeline.row_failures import Rows, compute_rows
 from featx.pipeline.run_context import RunContext
-from featx.store import PartBuilder, Run, StoreSession
+from featx.store import PartBuilder, Run, StoreSession, layout, write_image_states
 from featx.types import NO_IMAGE, Batch, Failure, Part, Status
 
 if TYPE_CHECKING:
@@ -38,18 +38,9 @@ if TYPE_CHECKING:
 def check_images(context: RunContext, session: StoreSession, only_warn: bool) -> int:
     """Compare the images with those that the rows in the store were computed from.
 
-    Args:
-        context: run context.
-        session: write session of the store.
-        only_warn: warn about changed images instead of raising. A repair does so, as it refuses
-            nothing that it can fix.
-
-    Returns:
-        number of rows that refresh=true or auto computed again.
-
-    Raises:
-        StoreMismatchError: images have changed, and refresh was not given or could not compute all
-            layers of their rows.
+    Return the number of rows that refresh=true or auto computed again. A repair only warns about
+    changed images, as it refuses nothing that it can fix. Raises StoreMismatchError if images have
+    changed, and refresh was not given or could not compute all layers of their rows.
     """
     config, keys, num_recomputed = context.config, context.listing.keys, 0
     changes = _changes(context, session)
@@ -66,10 +57,12 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
         )
     if config.refresh and (config.refresh is True or len(changes.rows)):
         log_message(f"{changed_text(len(changes.rows))} since their rows were computed")
-        rows = _rows_of_requested_runs(session, changes)
+        pairs = zip(session.manifest.runs, changes.changed, strict=True)
+        of_runs = [rows.tolist() for run, rows in pairs if session.has_requested_layers(run)]
+        rows = sorted(set().union(*of_runs))
         num_recomputed = len(rows)
         if num_recomputed:
-            _recompute(context, session, rows.tolist(), "refresh")
+            _recompute(context, session, rows, "refresh")
             changes = _changes(context, session)
     failed = {failure.row for failure in session.failures}
     changed_failures = [row for row in changes.rows.tolist() if row in failed]
@@ -101,10 +94,8 @@ def _layers_options(runs: Sequence[Run]) -> list[str]:
 def has_mixed_rows(session: StoreSession) -> bool:
     """Return whether layers of a row were computed from different images, in different runs.
 
-    Then the parts are kept: failed images have been mended for some of the layers only.
-
-    Raises:
-        StoreMismatchError: such a row has not failed.
+    Then the parts are kept: failed images have been mended for some of the layers only. Raises
+    StoreMismatchError if such a row has not failed.
     """
     runs = session.manifest.runs
     mixed = rows_of_two_images(session.root, session.manifest).tolist() if len(runs) > 1 else []
@@ -132,18 +123,8 @@ def _changes(context: RunContext, session: StoreSession) -> ImageChanges:
         read_all=context.config.refresh is True,
     )
     if changes.states is not None:
-        session.write_image_states(changes.states)
+        write_image_states(session.disk, session.root / layout.IMAGES, changes.states)
     return changes
-
-
-def _rows_of_requested_runs(session: StoreSession, changes: ImageChanges) -> npt.NDArray[np.int64]:
-    """Changed rows of the runs that compute the requested layers."""
-    pairs = zip(session.manifest.runs, changes.changed, strict=True)
-    return np.unique(
-        np.concatenate(
-            [[], *(rows for run, rows in pairs if session.has_requested_layers(run))]
-        ).astype(np.int64)
-    )
 
 
 def compute_lost_rows(context: RunContext, session: StoreSession) -> int:
@@ -197,7 +178,6 @@ def _recompute(
 
 
 def _replace_rows(context: RunContext, session: StoreSession, rows: Sequence[int]) -> None:
-    """Compute rows and replace them in their parts."""
     run_parts(context, _RowReplacement(context, session, rows))
     session.survey_again()
 
@@ -214,7 +194,6 @@ class _NewRows:
         self._requested = requested
 
     def add(self, batch: Batch, rows: Rows) -> None:
-        """Keep the requested rows of the batch."""
         for row in self._requested.intersection(range(batch.start, batch.start + batch.count)):
             place = row - batch.start
             self.features[row] = {name: values[place] for name, values in rows.features.items()}
@@ -248,7 +227,6 @@ class _RowReplacement:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the batches that are computed."""
         return sum(len(span) for span in self._spans)
 
     def missing(self) -> list[Part]:
@@ -256,12 +234,10 @@ class _RowReplacement:
         return self._spans
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
-        """Compute the features of a batch; other rows than the requested ones do not count."""
         rows = compute_rows(self._context, engine, batch)
         return replace(rows, failures=[f for f in rows.failures if f.row in self._rows])
 
     def begin_part(self, part: Part) -> _NewRows:
-        """Begin a batch."""
         return _NewRows(part, self._rows)
 
     def commit(self, rows: _NewRows) -> None:
@@ -296,18 +272,14 @@ class _RowReplacement:
             for row, values in new.features.items():
                 for name, value in values.items():
                     stored[name][row - part.start] = value
+            # A row that the store has lost cannot be computed without its image.
             failures += [
-                _lost_for_good(failure) if failure.row in had_image else failure
+                replace(failure, status=Status.DAMAGED_AND_IMAGE_GONE)
+                if failure.status == Status.MISSING and failure.row in had_image
+                else failure
                 for failure in new.failures
             ]
             damaged |= new.damaged
         builder = PartBuilder(part, self._context.specs)
         builder.add(part.start, stored, failures, images, damaged)
         self._session.replace(builder)
-
-
-def _lost_for_good(failure: Failure) -> Failure:
-    """Failure of a row that the store has lost, and that cannot be computed without its image."""
-    if failure.status != Status.MISSING:
-        return failure
-    return replace(failure, status=Status.DAMAGED_AND_IMAGE_GONE)

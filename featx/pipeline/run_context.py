@@ -80,9 +80,8 @@ class EngineSpec:
 class RunTarget(Protocol):
     """Rows and layers that a run must compute, and what is known of its settings.
 
-    Attributes:
-        dtype: name of the dtype in which the engine returns values, such as 'float16'.
-        settings: entries of the fingerprint that only this kind of run has.
+    `dtype` names that in which the engine returns values, such as 'float16'; `settings` are entries
+    of the fingerprint that only this kind of run has.
     """
 
     dtype: str
@@ -104,18 +103,10 @@ class RunTarget(Protocol):
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """Limits for the size of a part.
+        """Largest number of rows per part, and the seconds of work that a part should take.
 
-        Args:
-            engine: engine with captures attached.
-            specs: datasets that a row consists of.
-            work_s: seconds that the model takes for all rows.
-
-        Returns:
-            largest number of rows per part, and the seconds of work that a part should take.
-
-        Raises:
-            FeatxError: the target cannot be computed from these layers.
+        `work_s` are the seconds that the model takes for all rows. Raises FeatxError if the target
+        cannot be computed from these layers.
         """
 
 
@@ -124,16 +115,12 @@ class RunContext:
     """A run with all choices made.
 
     Attributes:
-        config: checked config of the run.
-        source: open data set that reads encoded images.
         listing: rows of the run, in the order of the store.
-        decoding: how images are decoded, resized and normalised.
         loader: loader of the images of the run; its decoders end with the context.
         engine: engine with the captures of the run attached.
         engine_spec: how the engine was built; workers build theirs from it.
         windows: windows in which an image of its own size goes through the engine; None if images
             have the size of its input.
-        specs: one entry per dataset that is computed.
         header: fingerprint, config and versions that every file of the run records.
         part_rows: rows per part; the last part may have fewer.
         model_s: seconds per image for the model, measured on trial images.
@@ -208,11 +195,7 @@ class RunContext:
     def labels_of(self, batch: Batch) -> torch.Tensor | None:
         """Class indices of a batch for gradients of `target=label` or `target=loss`.
 
-        Args:
-            batch: batch of B rows, padding included.
-
-        Returns:
-            (B,) int64 tensor on the CPU with 0 in padding rows, or None for other targets.
+        They are (B,) int64 on the CPU with 0 in padding rows, or None for other targets.
         """
         if self.config.target not in ("label", "loss"):
             return None
@@ -224,14 +207,9 @@ class RunContext:
         return labels
 
     def compute(self, engine: Engine, batch: Batch) -> BatchRows:
-        """Compute the rows of a batch, those of padding included.
+        """Compute the rows of a batch, those of padding included; with windows it has one image.
 
-        Args:
-            engine: engine of the run, or a replica of it.
-            batch: batch of B rows; with windows one image.
-
-        Raises:
-            ImageFault: the only image of the batch does not fit the windows of the run.
+        Raises ImageFault if that does not fit the windows of the run.
         """
         keys = self.keys_of(batch)
         if self.windows is None:
@@ -241,14 +219,7 @@ class RunContext:
         return self.windows.rows(engine, batch.images[0], keys)
 
     def explain(self, engine: Engine, batch: Batch, row: int, name: str) -> str:
-        """The reason why a row of a batch is not finite in a layer.
-
-        Args:
-            engine: engine that computed it.
-            batch: batch that holds the row.
-            row: its position in the batch.
-            name: name of the dataset.
-        """
+        """The reason why a row, given by its position in the batch, is not finite in a layer."""
         keys = self.keys_of(batch)
         if self.windows is None:
             return engine.explain(batch.images, self.labels_of(batch), row, name, keys)
@@ -266,19 +237,9 @@ def build_run_context(
 ) -> Iterator[RunContext]:
     """List the images, build the backbone, find the layers and decide every `auto`.
 
-    The model is back in its original state when the context ends, also after an exception.
-
-    Args:
-        config: checked config.
-        config_yaml: composed config as YAML, without secrets; the store keeps this text.
-        spec: how to build the engine that computes the rows.
-        target: run target.
-
-    Yields:
-        the run context.
-
-    Raises:
-        FeatxError: the config cannot be run. Nothing has been written.
+    The model is back in its original state when the context ends, also after an exception. Raises
+    FeatxError if the config cannot be run; nothing has been written then. The store keeps
+    `config_yaml`, the composed config without secrets.
     """
     timer = StepTimer()
     source, listing = target.list_images()
@@ -293,7 +254,7 @@ def build_run_context(
     # From here on torch is needed, which takes seconds to import.
     log_step("importing PyTorch ...")
     from featx.base import choose_devices, cpu_threads
-    from featx.engine import AutoSettings, attach_windows, batch_parallelism
+    from featx.engine import TRIAL_IMAGES, AutoSettings, attach_windows, batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
     from featx.pipeline.conformance_trial import compare_with_plain_path, take_plain_path
     from featx.pipeline.golden_check import check_golden
@@ -327,7 +288,11 @@ def build_run_context(
         log_step("trying the settings on some images ...")
         decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, resume_state)
         loader = stack.enter_context(Loader(source, listing, decoding, engine.device))
-        count = num_trial_images(len(listing), config.conformance.images)
+        # The trial passes over 16 images take longer than all passes of a run of 20. So a short run
+        # measures on fewer images: a quarter of its own, as long as that is enough for the
+        # comparison with the library's own path.
+        fewest = max(_FEWEST_TRIAL_IMAGES, config.conformance.images)
+        count = min(TRIAL_IMAGES, max(fewest, len(listing) // 4))
         trial = _load_trial_images(loader, source, listing, decoding, count)
         engine.trial_images = trial.images
         windows = None
@@ -409,18 +374,6 @@ def _refuse_missing_images(source: Source, listing: Listing) -> None:
 def _spread_rows(num_rows: int, count: int) -> npt.NDArray[np.int64]:
     """Return some rows, spread evenly over the data set."""
     return np.unique(np.linspace(0, num_rows - 1, count).astype(np.int64))
-
-
-def num_trial_images(num_rows: int, num_compared: int) -> int:
-    """Number of trial images of a run, 8 to 16.
-
-    The trial passes over 16 images take longer than all passes of a run of 20. So a short run
-    measures on fewer images: a quarter of its own, as long as that is enough for the comparison
-    with the library's own path.
-    """
-    from featx.engine import TRIAL_IMAGES
-
-    return min(TRIAL_IMAGES, max(_FEWEST_TRIAL_IMAGES, num_compared, num_rows // 4))
 
 
 def _load_trial_images(

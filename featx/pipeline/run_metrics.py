@@ -20,11 +20,7 @@ LONG_RUN_S = 5.0
 
 
 class StepTimer:
-    """Measures steps that follow each other.
-
-    Attributes:
-        seconds: step -> seconds, in the order of the steps.
-    """
+    """Measures the seconds of steps that follow each other, in their order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -74,13 +70,7 @@ class RunMetrics:
 
 @dataclass
 class RunOutcome:
-    """Outcome of a run.
-
-    Attributes:
-        metrics: measurements of the run.
-        underflow_rows: layer -> number of underflow rows.
-        peak_memory_mib: peak memory of the largest worker in MiB.
-    """
+    """Outcome of a run: underflow rows by layer, and the peak memory of the largest worker."""
 
     metrics: RunMetrics
     underflow_rows: Counter[str]

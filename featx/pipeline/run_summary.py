@@ -34,17 +34,16 @@ _DIGITS = 8
 def describe_run(context: RunContext, output: str, layers: str = "") -> list[tuple[str, str]]:
     """Describe data, model, layers, device and output of a run, with the reason of each `auto`.
 
-    Args:
-        context: run context.
-        output: path and state of the output.
-        layers: lines that describe the layers; '' describes the datasets of a store.
-
-    Returns:
-        (name, text) of what a reader asks for.
+    `output` is path and state of the output; `layers` are lines that describe the layers, or ''
+    for the datasets of a store. Return (name, text) of what a reader asks for.
     """
+    layers = layers or layers_text(context)
+    left_out = [("left out", "\n".join(context.left_out))] if context.left_out else []
     return [
         *describe_request(context),
-        *_layer_rows(context, layers or layers_text(context)),
+        ("layers" if "\n" in layers else "layer", layers),
+        *left_out,
+        *_unreduced_rows(context),
         *describe_computation(context),
         ("output", f"{output}, parts of {counted(context.part_rows, 'row')}"),
     ]
@@ -66,20 +65,19 @@ def describe_request(context: RunContext) -> list[tuple[str, str]]:
     if has_transform or context.windows is not None:
         rows.append(("transform", header.transform))
     elif isinstance(config.model, UnpreparedModelConfig):
-        rows.append(("transform", assumed_text(header.transform)))
+        rows.append(
+            (
+                "transform",
+                f"{header.transform}: assumed, because the model brings none; "
+                "model.transform.resize, crop, mean and std state another (in Python "
+                "model_transform_resize=... and so on)",
+            )
+        )
     if context.windows is not None:
         rows.append(("windows", context.windows.describe(context.engine.compute.batch_size)))
     if config.decode != "fast":
         rows.append(("decode", config.decode))
     return rows
-
-
-def assumed_text(transform: str) -> str:
-    """Describe the transform of a model that brings none, and how to state another."""
-    return (
-        f"{transform}: assumed, because the model brings none; model.transform.resize, crop, mean "
-        "and std state another (in Python model_transform_resize=... and so on)"
-    )
 
 
 def describe_computation(context: RunContext) -> list[tuple[str, str]]:
@@ -131,11 +129,8 @@ def _parallel_text(context: RunContext) -> list[str]:
     choice = context.choices.get("threads", context.choices.get("streams", ""))
     why = f" ({choice.partition(' (')[2]}" if " (" in choice else ""
     if parallelism.threads is None:
-        return (
-            [f"{counted(parallelism.replicas, 'stream')}{why}"]
-            if "streams" in context.choices
-            else []
-        )
+        has_streams = "streams" in context.choices
+        return [f"{counted(parallelism.replicas, 'stream')}{why}"] if has_streams else []
     threads = counted(parallelism.threads, "thread")
     if parallelism.replicas > 1:
         return [f"{parallelism.replicas} parallel batches with {threads} each{why}"]
@@ -152,13 +147,6 @@ def _doubts(context: RunContext) -> list[tuple[str, str]]:
         shown = ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else "")
         rows.append(("attention", f"fused attention is off for this run in {shown} ({len(plain)})"))
     return rows
-
-
-def _layer_rows(context: RunContext, layers: str) -> list[tuple[str, str]]:
-    """Rows of the layers, and of those that a preset asks for and that cannot be stored."""
-    name = "layers" if "\n" in layers else "layer"
-    left_out = [("left out", "\n".join(context.left_out))] if context.left_out else []
-    return [(name, layers), *left_out, *_unreduced_rows(context)]
 
 
 def _unreduced_rows(context: RunContext) -> list[tuple[str, str]]:
@@ -187,7 +175,6 @@ def layers_text(context: RunContext) -> str:
 
 
 def _shape_text(spec: LayerSpec) -> str:
-    """Return '1280 values' or '512x7x7'."""
     if len(spec.shape) == 1:
         return counted(spec.shape[0], "value")
     return "x".join(map(str, spec.shape)) or "1 value"
@@ -203,10 +190,7 @@ def _origin(spec: LayerSpec) -> str:
 def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()) -> str:
     """Describe a finished run: its output, its bottleneck, and the next command.
 
-    Args:
-        summary: content of summary.json.
-        out: path or URL of the store.
-        using: lines of Python that use `store`, instead of the commands for features.
+    `using` are lines of Python that use `store`, instead of the commands for features.
     """
     shown = shown_path(parse_path(out))
     failures, warnings = parse_path(out) / layout.FAILURES_CSV, summary["decoder_warnings"]
@@ -241,7 +225,6 @@ def _verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _start_text(seconds: Mapping[str, float]) -> str:
-    """Seconds from the listing to the end of the first batch, by step."""
     steps = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
     return f"{sum(seconds.values()):.1f} s: {steps}"
 

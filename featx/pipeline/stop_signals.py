@@ -16,11 +16,7 @@ GRACE_S = 5.0
 
 
 class Interrupted(ShortTraceback, KeyboardInterrupt):
-    """Raised when a signal ends the run; complete parts are committed.
-
-    Attributes:
-        signum: number of the signal.
-    """
+    """Raised when a signal ends the run; complete parts are committed."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -30,8 +26,7 @@ class Interrupted(ShortTraceback, KeyboardInterrupt):
 class StopRequest:
     """Whether a signal has asked the run to stop; true in a condition once one has arrived.
 
-    Attributes:
-        signum: number of the first signal, or None before it arrives.
+    `signum` is the first signal, None before it arrives.
     """
 
     def __init__(self) -> None:
@@ -53,9 +48,6 @@ def stop_signals() -> Iterator[StopRequest]:
 
     A second signal, or GRACE_S seconds, raises Interrupted at once. Signal handlers exist only in
     the main thread; in other threads nothing is installed.
-
-    Yields:
-        whether a signal has arrived, and which.
     """
     stop = StopRequest()
 

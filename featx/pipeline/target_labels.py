@@ -25,14 +25,12 @@ _HOW = (
 def target_labels(
     target: str | int | None, listing: Listing, backbone: Backbone
 ) -> npt.NDArray[np.int64]:
-    """Return the model's class of every row, for the targets 'label' and 'loss'.
+    """Return (N,) int64, the model's class of every row, for the targets 'label' and 'loss'.
 
     Classes whose names are all whole numbers are the model's classes of these numbers. Others are
     matched by name with the model's classes: in any case, with blanks for underscores, by any of
-    the synonyms between commas, or by the identifier of a class (n01440764).
-
-    Returns:
-        (N,) int64 classes of the model; the labels themselves for other targets.
+    the synonyms between commas, or by the identifier of a class (n01440764). For other targets
+    the labels themselves are returned.
     """
     labels = listing.labels
     if target not in ("label", "loss"):

@@ -53,11 +53,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def with_retries(path: Path, write: Callable[[], T]) -> T:
-    """Call `write`; retry it after each of RETRY_WAITS_S if it fails with an error that may pass.
-
-    Returns:
-        result of `write`.
-    """
+    """Call `write`; retry it after each of RETRY_WAITS_S if its error may pass."""
     for wait_s in (*RETRY_WAITS_S, None):
         try:
             return write()

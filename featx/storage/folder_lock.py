@@ -33,14 +33,9 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[int]:
-    """Hold an exclusive lock on the store within the block.
+    """Hold an exclusive lock on the store within the block, and yield its file descriptor.
 
-    Args:
-        path: lock file.
-
-    Yields:
-        file descriptor that holds the lock. Processes that get it by `pass_fds` of subprocess hold
-        the lock as well; forked ones do not.
+    Processes that get it by `pass_fds` of subprocess hold the lock as well; forked ones do not.
 
     Raises:
         StoreLockedError: another process holds the lock; the message names it.
@@ -70,14 +65,9 @@ def exclusive_lock(path: Path) -> Iterator[int]:
                 f"{path.parent} cannot be locked: {error.strerror}. Choose an out=DIR on a disk "
                 "that has file locks."
             ) from error
-        holder_text = json.dumps(
-            {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            }
-        )
-        _write_holder(descriptor, holder_text)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        values = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        _write_holder(descriptor, json.dumps(values))
         # Names that a killed holder created may not be synced yet, and this run relies on them.
         sync_entries(path.parent, path.parent)
         yield descriptor

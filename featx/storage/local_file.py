@@ -32,14 +32,10 @@ class RawFile:
     Both are closed when the last reader drops the object: a descriptor that is closed earlier could
     be reused for another file while a reader still uses its number.
 
-    Args:
-        descriptor: file descriptor that HDF5 uses.
-        may_map: whether the file may be mapped, if its file system is local.
-
     Attributes:
         size: size of the file in bytes when it was opened.
-        mapped: (size,) uint8 view of the mapped file, or None if it is not mapped.
-        address: address of the first mapped byte, or 0.
+        mapped: (size,) uint8 view of the mapped file, or None if it is not mapped; it is mapped
+            only on a local file system.
     """
 
     def __init__(self, descriptor: int, may_map: bool) -> None:
@@ -51,7 +47,6 @@ class RawFile:
         if may_map and self.size and is_local(status.st_dev):
             pages = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ)
             self.mapped = np.frombuffer(pages, np.uint8)
-        self.address = 0 if self.mapped is None else self.mapped.ctypes.data
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # `os` may already be gone at the end of the interpreter, so the function is an argument.
@@ -69,13 +64,7 @@ class RawFile:
         return np.ndarray(shape, f"V{width}", self.mapped.data, strides=(1,))
 
     def read_into(self, buffer: Bytes, address: int, label: str) -> None:
-        """Fill `buffer` with the bytes that start at `address`.
-
-        Args:
-            buffer: (n,) uint8 array.
-            address: address of the first byte.
-            label: name of what is read, for messages.
-        """
+        """Fill `buffer` with the bytes that start at `address`; the label is for messages."""
         if self.mapped is None:
             self.pread_into(buffer, address, label)
             return
@@ -98,12 +87,7 @@ class RawFile:
 
 @functools.cache
 def is_local(device: int, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Return whether a device number belongs to a known local file system; False if unknown.
-
-    Args:
-        device: number of the device, as from `os.stat`.
-        mounts: list of the mounts of this process, another one in tests.
-    """
+    """Return whether a device number belongs to a known local file system; False if unknown."""
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:

@@ -39,12 +39,7 @@ from featx.storage.unfinished_file import (
 class AtomicFolder:
     """Folder of one store; performs every write to it.
 
-    Args:
-        root: folder of the store.
-
-    Attributes:
-        root: folder of the store.
-        has_locks: whether `lock` keeps all other writers out.
+    `has_locks` tells whether `lock` keeps all other writers out.
     """
 
     has_locks = True
@@ -56,11 +51,8 @@ class AtomicFolder:
         """Create a folder and its parents; each is synced before the next one is created.
 
         If the folder exists, a process that was killed may have created it or put files into it
-        without syncing them, so it is synced here.
-
-        Raises:
-            StoreError: a folder cannot be created.
-            RunError: the disk is full or fails.
+        without syncing them, so it is synced here. Raises StoreError if a folder cannot be created,
+        and RunError if the disk is full or fails.
         """
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
         there = new[-1].parent if new else path
@@ -79,17 +71,10 @@ class AtomicFolder:
             sync_entries(folder.parent if new else folder, folder)
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
-        """Create a file, complete or not at all.
+        """Create a file, complete or not at all; its folder exists.
 
-        Args:
-            path: final name; its folder exists.
-            data: content.
-
-        Returns:
-            whether the file was created. If not, the name was taken, and the existing file is kept.
-
-        Raises:
-            RunError: the disk is full or fails; nothing is left behind.
+        Return whether it was created. If not, the name was taken, and the existing file is kept.
+        Raises RunError if the disk is full or fails; nothing is left behind.
         """
         return self._write(path, data, replace=False)
 
@@ -105,8 +90,7 @@ class AtomicFolder:
     def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Replace the content of a file, completely or not at all.
 
-        Raises:
-            RunError: the disk is full or fails; the old content is still there.
+        Raises RunError if the disk is full or fails; the old content is still there.
         """
         self._write(path, data, replace=True)
 
@@ -119,15 +103,9 @@ class AtomicFolder:
         self._write(path, data, replace=True, has_lock=False)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
-        """Replace the content of a file if it holds `before`; on a disk the lock guarantees that.
+        """Replace the content of a file if it holds `before`; return whether it did.
 
-        Args:
-            path: file to replace.
-            before: content that the caller has read.
-            data: new content.
-
-        Returns:
-            whether the file held `before` and was replaced; always True on a disk.
+        On a disk the lock guarantees that it does.
         """
         self.replace(path, data)
         return True
@@ -135,9 +113,7 @@ class AtomicFolder:
     def append(self, path: Path, text: str) -> None:
         """Append text to a file that can be rebuilt from the store, so it is not synced.
 
-        Args:
-            path: file, created if it does not exist.
-            text: text; surrogates from undecodable keys become their original bytes.
+        Surrogates from undecodable keys become their original bytes.
         """
         with (
             storage_errors(path),
@@ -165,18 +141,10 @@ class AtomicFolder:
 
     @contextlib.contextmanager
     def reserve_file(self, path: Path, size: int, replace: bool = False) -> Iterator[ReservedFile]:
-        """File of limited size whose space is reserved first; published when the block succeeds.
+        """File for h5py whose space is reserved first; published when the block succeeds.
 
-        Args:
-            path: final name.
-            size: largest size in bytes.
-            replace: replace an existing file; otherwise an existing file is kept.
-
-        Yields:
-            file object for h5py.
-
-        Raises:
-            RunError: the disk is full or fails; nothing is left behind.
+        `size` is its largest size in bytes. Unless `replace`, an existing file is kept. Raises
+        RunError if the disk is full or fails; nothing is left behind.
         """
         with self._new_file(path, replace) as temporary:
             file = ReservedFile(temporary.descriptor, size)
@@ -206,8 +174,7 @@ class AtomicFolder:
     def stream_file(self, path: Path) -> Iterator[BinaryIO]:
         """File of any size, written sequentially; it replaces `path` when the block succeeds.
 
-        Raises:
-            RunError: the disk is full or fails; the old content is still there.
+        Raises RunError if the disk is full or fails; the old content is still there.
         """
         with (
             self._new_file(path, replace=True, has_lock=False) as temporary,
@@ -217,13 +184,9 @@ class AtomicFolder:
 
     @contextlib.contextmanager
     def fill_folder(self, path: Path) -> Iterator[Path]:
-        """Folder that the block fills; it gets its final name when the block succeeds.
+        """Temporary folder that the block fills; it gets its final name when the block succeeds.
 
-        Yields:
-            path of the temporary folder.
-
-        Raises:
-            RunError: the disk is full or fails, or `path` is a folder with files.
+        Raises RunError if the disk is full or fails, or `path` is a folder with files.
         """
         temporary = temporary_name(path)
         with storage_errors(path):
@@ -327,12 +290,7 @@ def names_aside(path: Path, folder: Path) -> Iterator[Path]:
 
 
 def memory_mismatch_error(path: Path | str, dataset: str) -> RunError:
-    """Error for an HDF5 file in memory whose content differs from what was written to it.
-
-    Args:
-        path: file that was to be written.
-        dataset: path of the dataset that differs.
-    """
+    """Error for an HDF5 file in memory of which a dataset differs from what was written to it."""
     return RunError(
         f"{path} was not written: reading /{dataset} back from memory gives other values. The "
         "cause is this machine's memory or a library (h5py, hdf5plugin). Nothing committed is "
@@ -341,12 +299,7 @@ def memory_mismatch_error(path: Path | str, dataset: str) -> RunError:
 
 
 def disk_mismatch_error(path: Path, what: str) -> RunError:
-    """Error for a file that gives back other bytes than were written to it.
-
-    Args:
-        path: file that was to be written.
-        what: part of it that differs.
-    """
+    """Error for a file of which a part, `what`, gives back other bytes than were written to it."""
     return RunError(
         f"{path} was not written: reading {what} back from the disk gives other bytes. Nothing "
         "committed is lost. Check the disk and the memory of this machine, and give the same "

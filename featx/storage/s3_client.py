@@ -68,10 +68,8 @@ class InvalidRangeError(OSError):
 class ObjectMetadata:
     """Metadata of an object at one moment.
 
-    Attributes:
-        size: size in bytes.
-        etag: entity tag; changes with the content.
-        modified: time of the last write in seconds since 1970, by the clock of the server.
+    `etag` changes with the content; `modified` is the time of the last write in seconds since 1970,
+    by the clock of the server.
     """
 
     size: int
@@ -80,11 +78,7 @@ class ObjectMetadata:
 
 
 def request(operation: str, **parameters: Any) -> dict[str, Any]:
-    """Perform one request.
-
-    Returns:
-        the answer; its `Body` is read completely, as bytes.
-    """
+    """Perform one request; the `Body` of the answer is read completely, as bytes."""
     s3 = client(os.getpid())  # raises an error with the name of a missing extra
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -177,10 +171,9 @@ def threads(process: int) -> ThreadPoolExecutor:
 def read(
     bucket: str, key: str, byte_range: tuple[int, int] | None = None, etag: str | None = None
 ) -> tuple[bytes, ObjectMetadata]:
-    """Read an object, or the bytes [start, stop) of it as far as they exist.
+    """Read an object, or its bytes [start, stop) as far as they exist.
 
-    Returns:
-        the bytes, and the metadata of the whole object.
+    The metadata is that of the whole object.
     """
     conditions = {} if etag is None else {"IfMatch": etag}
     if byte_range is not None:
@@ -199,7 +192,6 @@ def read(
 
 
 def head(bucket: str, key: str) -> ObjectMetadata:
-    """Metadata of an object."""
     return _metadata(request("head_object", Bucket=bucket, Key=key), "ContentLength")
 
 
@@ -209,7 +201,6 @@ def write(bucket: str, key: str, data: bytes | memoryview, **condition: str) -> 
 
 
 def delete(bucket: str, key: str, **condition: str) -> None:
-    """Delete an object, if it exists."""
     try:
         request("delete_object", Bucket=bucket, Key=key, **condition)
     except FileNotFoundError:
@@ -219,11 +210,7 @@ def delete(bucket: str, key: str, **condition: str) -> None:
 def list_objects(
     bucket: str, prefix: str, max_keys: int | None = None
 ) -> Iterator[tuple[str, ObjectMetadata]]:
-    """List the keys that begin with a prefix, in bytewise order.
-
-    Yields:
-        key and metadata of each object.
-    """
+    """Yield the keys that begin with a prefix, in bytewise order, with their metadata."""
     parameters: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
     if max_keys is not None:
         parameters["MaxKeys"] = max_keys
@@ -237,7 +224,6 @@ def list_objects(
 
 
 def _metadata(answer: dict[str, Any], size: str) -> ObjectMetadata:
-    """Metadata from an answer; `size` names its entry with the size."""
     return ObjectMetadata(
         int(answer[size]), str(answer["ETag"]), answer["LastModified"].timestamp()
     )

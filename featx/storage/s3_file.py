@@ -47,12 +47,10 @@ class S3File(PositionedFile):
     """Object as it was when it was opened; reads fail if it has been replaced since.
 
     Args:
-        path: path of the object.
         prefetched_blocks: numbers of blocks to fetch now, besides the first one, as far as the
             object has them.
 
     Attributes:
-        size: size in bytes.
         mapped: always None, as for a RawFile that is not mapped.
         error: error of the last failed read, which HDF5 may replace by its own.
         used_blocks: numbers of the blocks that were read.
@@ -136,15 +134,10 @@ class S3File(PositionedFile):
     pread_into = read_into
 
     def read_ranges_into(self, ranges: Iterable[tuple[Bytes, int]], label: str) -> None:
-        """Fill several buffers, each with the bytes that start at its address.
+        """Fill several buffers, (n,) uint8, each with the bytes that start at its address.
 
-        Args:
-            ranges: (buffer, address) in any order; each buffer is a (n,) uint8 array.
-            label: name of what is read, for messages.
-
-        Raises:
-            StoreError: the object ends before the last byte.
-            OSError: the object cannot be read now, or was replaced.
+        The label is for messages. Raises StoreError if the object ends before the last byte, and
+        OSError if it cannot be read now, or was replaced.
         """
         ranges = list(ranges)
         end = max((address + len(buffer) for buffer, address in ranges), default=0)
@@ -199,14 +192,8 @@ def prefetch_files(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | Non
 
     h5py lets only one thread at a time into HDF5, also while that thread waits for bytes. So
     upcoming objects are fetched concurrently here, each with the blocks that the previous one
-    needed.
-
-    Args:
-        paths: paths of the files.
-
-    Yields:
-        for each file, a function that returns the open object or raises why it cannot be opened;
-        None for files on a disk.
+    needed. Yields for each file a function that returns the open object or raises why it cannot be
+    opened; None for files on a disk.
     """
     objects = [path for path in paths if isinstance(path, S3Path)]
     if len(objects) < len(paths):

@@ -44,20 +44,17 @@ class S3Folder(AtomicFolder):
         """Do nothing: a folder is only a common prefix of keys."""
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
-        """Create an object, completely or not at all.
+        """Create an object, completely or not at all; return whether it was created.
 
-        Returns:
-            whether the object was created. If not, the name was taken and the existing object is
-            kept; it may be our own if the answer to the first request was lost.
+        If not, the name was taken and the existing object is kept; it may be our own if the answer
+        to the first request was lost.
         """
         return with_retries(path, lambda: _write_object(path, data, IfNoneMatch="*"))
 
     def create(self, path: Path, text: str) -> bool:
-        """Create an object as `publish` does."""
         return self.publish(path, text.encode())
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
-        """Create or replace an object, completely or not at all."""
         with_retries(path, lambda: _write_object(path, data))
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
@@ -65,11 +62,7 @@ class S3Folder(AtomicFolder):
         self.replace(path, data)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
-        """Replace the content of an object if it still holds `before`.
-
-        Returns:
-            false if the object holds something else by now, otherwise True.
-        """
+        """Replace the content of an object if it still holds `before`; return whether it did."""
 
         def compare_and_swap() -> bool:
             found, metadata = s3_client.read(*_bucket_and_key(path))
@@ -90,12 +83,10 @@ class S3Folder(AtomicFolder):
         """Do nothing: objects cannot grow, and the end of a run writes failures.csv completely."""
 
     def write_best_effort(self, path: Path, text: str) -> None:
-        """Create or replace an object that only informs people; errors are ignored."""
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
             _write_object(path, text.encode())
 
     def remove_best_effort(self, path: Path) -> None:
-        """Delete an object written by `write_best_effort`."""
         with s3_outage.without_waiting(), contextlib.suppress(OSError):
             s3_client.delete(*_bucket_and_key(path))
 
@@ -124,10 +115,8 @@ class S3Folder(AtomicFolder):
     def lock(self, path: Path) -> Iterator[int]:
         """Check that the server honours conditional writes; other writers are not kept out.
 
-        Within the block, requests wait for a server that does not answer.
-
-        Yields:
-            file descriptor that child processes can inherit like that of a lock; it locks nothing.
+        Within the block, requests wait for a server that does not answer. The file descriptor can
+        be inherited by child processes like that of a lock; it locks nothing.
         """
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
         _write_object(path, json.dumps(holder).encode(), IfNoneMatch="*")
@@ -163,6 +152,5 @@ def _write_object(path: Path, data: bytes | memoryview, **condition: str) -> boo
 
 
 def _bucket_and_key(path: Path) -> tuple[str, str]:
-    """Bucket and key of a path."""
     assert isinstance(path, S3Path), f"{path} is no object"
     return path.bucket, path.key

@@ -32,9 +32,7 @@ class Outage:
 
     Attributes:
         limits: seconds that requests wait, of each `waiting_limit` that runs now.
-        is_stopped: whether no request waits any longer.
         first_failure: time of the first failed request since the last answer, or None.
-        last_report: time of the last report, or None.
         is_reported: whether the outage since `first_failure` was reported.
     """
 
@@ -64,15 +62,9 @@ def record_answer() -> None:
 
 
 def wait(error: ObjectStoreError, since: float, pause_s: float) -> bool:
-    """Pause before a request is repeated, if this thread waits within `waiting_limit` at all.
+    """Pause before a request that fails since `since` is repeated, if this thread waits at all.
 
-    Args:
-        error: why the request failed.
-        since: time of its first failure.
-        pause_s: seconds to wait.
-
-    Returns:
-        whether to repeat the request; false as soon as the limit is over.
+    Return whether to repeat it; false as soon as the limit of `waiting_limit` is over.
     """
     outage, now = _outage, time.monotonic()
     limit_s = (outage.limits or [0.0])[-1] if _waits.get() else 0.0

@@ -28,8 +28,7 @@ def is_url(text: str | os.PathLike[str]) -> bool:
 def parse_path(text: str | os.PathLike[str]) -> Path:
     """Parse the location of a store as users type it: a path, or s3://bucket/run.
 
-    Raises:
-        ConfigError: the URL has another scheme, or names no folder of a bucket.
+    Raises ConfigError if the URL has another scheme, or names no folder of a bucket.
     """
     if isinstance(text, S3Path):
         return text
@@ -140,7 +139,6 @@ class S3Path(PosixPath):
 
 
 def _as_stat(metadata: ObjectMetadata) -> os.stat_result:
-    """Metadata of an object as os.stat_result."""
     inode = zlib.crc32(metadata.etag.encode())
     times = (int(metadata.modified),) * 3
     values = (stat.S_IFREG | 0o444, inode, 0, 1, 0, 0, metadata.size, *times)

@@ -22,11 +22,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, er
 
 
 class PositionedFile(io.RawIOBase):
-    """File object with a position, from which a subclass reads, and at which it may write.
-
-    Attributes:
-        size: logical size in bytes.
-    """
+    """File object with a position, from which a subclass reads, and at which it may write."""
 
     def __init__(self, size: int = 0) -> None:
         super().__init__()
@@ -44,9 +40,6 @@ class PositionedFile(io.RawIOBase):
         self._position = base + offset
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
 
 class ReservedFile(PositionedFile):
     """File object for h5py over reserved space, so that writes cannot run out of it.
@@ -55,12 +48,7 @@ class ReservedFile(PositionedFile):
     never sees a failed write, since it crashes on that when it closes the file: the first error is
     kept, further writes are dropped, and `finish` raises it.
 
-    Args:
-        descriptor: file descriptor of an empty file, open for reading and writing.
-        size: bytes to reserve.
-
-    Raises:
-        OSError: the disk has less free space.
+    The descriptor is that of an empty file. Raises OSError if the disk has less free space.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -81,10 +69,6 @@ class ReservedFile(PositionedFile):
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-    def pread(self, size: int, address: int) -> bytes:
-        """Read bytes at an address without moving the position."""
-        return os.pread(self._descriptor, size, address)
 
     def write(self, data: Any) -> int:
         """Write at the position; after a failed write, pretend to succeed and write nothing."""
@@ -124,16 +108,7 @@ class TemporaryFile:
     """New file under a temporary name in the folder of its final one, open for any access.
 
     It is deleted at the end of a `with` block unless it got its final name, by the process that
-    created it and not by a forked child.
-
-    Args:
-        path: final name.
-
-    Attributes:
-        descriptor: its file descriptor.
-
-    Raises:
-        OSError: the file cannot be created.
+    created it and not by a forked child. Raises OSError if the file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,9 +126,7 @@ class TemporaryFile:
     def publish(self, replace: bool, check: Callable[[], None] | None = None) -> bool:
         """Sync the file, check it, and give it its final name; see `take_name`.
 
-        Args:
-            replace: replace an existing file; otherwise an existing file is kept.
-            check: compares the file, past the page cache, with what was written.
+        `check` compares the file, past the page cache, with what was written.
         """
         os.fsync(self.descriptor)
         if check is not None:
@@ -209,16 +182,9 @@ class UnfinishedFile:
     """Temporary file in the folder of its final name, open for writing at any address.
 
     It is deleted if it is not published: by `discard`, or when the object is collected or the
-    interpreter ends. Made by `AtomicFolder.begin_file`.
-
-    Args:
-        path: final name.
-        replace: replace an existing file; otherwise an existing file is kept.
-        reserved_bytes: bytes that the file gets now; those that are not written are released when
-            it is published.
-
-    Raises:
-        OSError: the file cannot be created, or the disk has less free space.
+    interpreter ends. Made by `AtomicFolder.begin_file`; reserved bytes that are not written are
+    released when it is published. Raises OSError if the file cannot be created, or the disk has
+    less free space.
     """
 
     def __init__(self, path: Path, replace: bool, reserved_bytes: int = 0) -> None:
@@ -241,8 +207,7 @@ class UnfinishedFile:
     def write(self, data: bytes | memoryview, address: int) -> None:
         """Write bytes at an address; an error that may pass is retried.
 
-        Raises:
-            RunError: the disk is full or fails.
+        Raises RunError if the disk is full or fails.
         """
         with_retries(self.path, lambda: write_all(self._descriptor, data, address))
         self._size = max(self._size, address + len(data))
@@ -255,8 +220,7 @@ class UnfinishedFile:
     def read_into(self, buffer: memoryview, address: int) -> int:
         """Read bytes at an address into a buffer; return their number, less at the end of the file.
 
-        Raises:
-            RunError: the disk fails.
+        Raises RunError if the disk fails.
         """
         done = 0
         with storage_errors(self.path, "reading back"):
@@ -268,21 +232,13 @@ class UnfinishedFile:
         return done
 
     def publish(self, check: Callable[[], None]) -> bool:
-        """Sync the file, check it, and give it its final name.
+        """Sync the file, check it, and give it its final name; return whether it got that.
 
         A failed sync is final: the kernel may drop what it could not write, and report success
-        from then on.
-
-        Args:
-            check: compares the file with what was written, by `read_into`, which reads past the
-                page cache then; raises an error if it differs.
-
-        Returns:
-            whether the file got its name. If not, the name was taken, and the existing file is
-            kept.
-
-        Raises:
-            RunError: the disk is full or fails; nothing is left behind.
+        from then on. If the name was taken, the existing file is kept. `check` compares the file
+        with what was written, by `read_into`, which reads past the page cache then; it raises an
+        error if the file differs. Raises RunError if the disk is full or fails; nothing is left
+        behind.
         """
         with storage_errors(self.path):
             try:
@@ -298,8 +254,7 @@ class UnfinishedFile:
     def discard(self) -> None:
         """Close the file and delete its temporary name, once; its final name stays.
 
-        Raises:
-            RunError: the disk fails.
+        Raises RunError if the disk fails.
         """
         with storage_errors(self.path):
             self._discard()

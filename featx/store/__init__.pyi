@@ -16,7 +16,6 @@ from .heartbeat import DRIVER as DRIVER
 from .heartbeat import Heartbeat as Heartbeat
 from .heartbeat import HeartbeatRecord as HeartbeatRecord
 from .heartbeat import QueueState as QueueState
-from .heartbeat import clear_heartbeat as clear_heartbeat
 from .heartbeat import clear_heartbeats as clear_heartbeats
 from .heartbeat import heartbeat_name as heartbeat_name
 from .heartbeat import read_heartbeats as read_heartbeats

@@ -20,24 +20,16 @@ def row_datasets(file: h5py.File) -> list[str]:
     """Paths of all datasets with one entry per row: those of the listing, then the features."""
     features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
     columns = [f"{layout.COLUMNS}/{name}" for name in file.get(layout.COLUMNS, ())]
-    return [
-        layout.KEY,
-        layout.LABEL,
-        layout.STATUS,
-        layout.IMAGE_CHECKSUM,
-        *columns,
-        *features,
-    ]
+    fixed = (layout.KEY, layout.LABEL, layout.STATUS, layout.IMAGE_CHECKSUM)
+    return [*fixed, *columns, *features]
 
 
 def chunks_with_verdict(
     file: h5py.File, path: str, first_row: int = 0
 ) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
-    """Read a dataset chunk by chunk and compare each stored chunk with its checksum.
+    """Yield of each chunk its first row, its rows as stored, and whether they have their checksum.
 
-    Yields:
-        first row of the chunk, its rows as stored (bfloat16 as uint16; zeros if they are lost), and
-        whether they are good.
+    bfloat16 rows are uint16; lost ones are zeros.
     """
     sums = open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
     yield from compared_chunks(open_plain_dataset(file, path), sums, first_row)
@@ -73,11 +65,7 @@ def compared_chunks(
 def good_chunks(
     file: h5py.File, path: str, first_row: int = 0
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Read a dataset chunk by chunk.
-
-    Yields:
-        first row of the chunk, and its rows as stored.
-    """
+    """Yield the first row and the rows as stored of each chunk."""
     for start, rows, good in chunks_with_verdict(file, path, first_row):
         if not good:
             raise StoreError(f"/{path} differs from its checksum at row {start}.")
@@ -85,7 +73,6 @@ def good_chunks(
 
 
 def failures_agree(file: h5py.File) -> bool:
-    """Return whether /failures agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.FAILURES}"
     columns = [
         open_plain_dataset(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS
@@ -94,7 +81,6 @@ def failures_agree(file: h5py.File) -> bool:
 
 
 def classes_agree(file: h5py.File) -> bool:
-    """Return whether /classes agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.CLASSES}"
     values = open_plain_dataset(file, layout.CLASSES)[:]
     return layout.agrees(open_plain_dataset(file, path)[:], values)

@@ -32,7 +32,6 @@ class DecodedChunks:
         self._bytes = 0
 
     def get(self, dataset_key: object, number: int) -> npt.NDArray[np.uint8] | None:
-        """Chunk `number` of a dataset, or None if it is not cached."""
         with self._lock:
             rows = self._chunks.get((dataset_key, number))
             if rows is not None:
@@ -50,7 +49,6 @@ class DecodedChunks:
                 self._bytes -= len(self._chunks.popitem(last=False)[1])
 
     def drop(self, dataset_key: object) -> None:
-        """Drop all chunks of a dataset."""
         with self._lock:
             for key in [key for key in self._chunks if key[0] is dataset_key]:
                 self._bytes -= len(self._chunks.pop(key))
@@ -60,10 +58,6 @@ class DecodePool:
     """Threads that decode chunks, and the cache of decoded chunks, of one process.
 
     Use `decode_pool()` to get it.
-
-    Attributes:
-        pid: process id.
-        cache: decoded chunks.
     """
 
     def __init__(self) -> None:

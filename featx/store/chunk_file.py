@@ -96,15 +96,8 @@ def _split_by_pages(start: int, count: int) -> Iterator[tuple[int, int, int, int
 class _Chunks:
     """Chunks of a dataset that is being written in order.
 
-    Attributes:
-        dataset: dataset.
-        pipeline: its filters.
-        shape: its shape.
-        step: rows per chunk.
-        stop: row after the last one that arrived.
-        incomplete: rows of a chunk whose last row has not arrived.
-        sums: checksum of each chunk.
-        addresses: address of each chunk in the file; 0 if it has none yet.
+    `incomplete` holds rows of a chunk whose last row has not arrived. `addresses` are those of the
+    chunks in the file; 0 if they have none yet.
     """
 
     def __init__(self, dataset: h5py.Dataset) -> None:
@@ -118,7 +111,6 @@ class _Chunks:
         self.addresses = np.zeros(len(self.sums), np.uint64)
 
     def offset(self, number: int) -> tuple[int, ...]:
-        """Position of a chunk in the dataset."""
         return (number * self.step, *(0,) * len(self.shape[1:]))
 
     def complete(self, rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
@@ -144,14 +136,8 @@ class ChunkFile:
     memory; what HDF5 has laid out around them is written in the end. The bytes of a file that is
     built in memory are the same.
 
-    The rows of a dataset have to arrive in order.
-
-    Args:
-        path: final name, for messages.
-        target: temporary file on the disk; None builds the file in memory.
-
-    Attributes:
-        hdf5: the file, for attributes and small datasets.
+    The rows of a dataset have to arrive in order. `path` is the final name, for messages; without
+    a temporary file as `target`, the file is built in memory.
     """
 
     def __init__(self, path: Path, target: UnfinishedFile | None = None) -> None:
@@ -257,8 +243,7 @@ class ChunkFile:
     def publish(self) -> bool:
         """Sync a file on a disk, read it back, and give it its name; see `UnfinishedFile.publish`.
 
-        Raises:
-            RunError: the disk is full or fails, or the file reads back differently.
+        Raises RunError if the disk is full or fails, or the file reads back differently.
         """
         self._close()
         target = self._target
@@ -278,7 +263,6 @@ class ChunkFile:
         return encoded
 
     def _write(self, path: str, number: int, data: Any, mask: int = 0) -> None:
-        """Write a chunk as stored."""
         chunks = self._chunks[path]
         chunks.sums[number] = checksum = layout.checksum(data)
         if self._target is None:
@@ -292,7 +276,6 @@ class ChunkFile:
         self._write_at(path, int(chunks.addresses[number]), data, checksum)
 
     def _write_at(self, path: str, address: int, data: Any, checksum: int) -> None:
-        """Write bytes of a dataset to the disk."""
         assert self._target is not None
         self._target.write(data, address)
         self._extents[address] = len(data), checksum, path
@@ -315,7 +298,6 @@ class ChunkFile:
                     raise memory_mismatch_error(self._path, path)
 
     def _pread(self, size: int, address: int) -> bytes:
-        """Read bytes that HDF5 has written."""
         self._image.seek(address)
         return self._image.read(size) or b""
 

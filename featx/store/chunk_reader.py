@@ -73,19 +73,11 @@ class ChunkReader:
 
     A chunk is compared once: bits flip on the disk, and later reads come from memory.
 
-    Args:
-        dataset: dataset of a file open for reading, which stays open until `close`.
-        path: path of the file, for messages.
-        file: file to read from, which readers may share: that of h5py for one in an object store.
-            None opens the file of the dataset once more.
-        sums: (chunks,) `layout.checksum` of each stored chunk; None compares nothing.
-        all_rows: compare each chunk of which a row is read, not only those of larger reads.
-        first_row: first row of the dataset in the store, for messages.
-
-    Attributes:
-        dtype: numpy dtype of the values that are read; float32 for bfloat16.
-        read_method: how rows are read: "map" or "file" (no filters), "decode" (whole chunks with
-            filters) or "h5py".
+    The file of the dataset stays open until `close`. Readers may share `file`, that of h5py for one
+    in an object store; None opens the file once more. With `all_rows`, each chunk of which a row is
+    read is compared with `sums`, not only those of larger reads. `first_row` is that of the dataset
+    in the store, for messages. `read_method` is "map" or "file" (no filters), "decode" (whole
+    chunks with filters) or "h5py".
     """
 
     def __init__(
@@ -184,12 +176,8 @@ class ChunkReader:
                 copied = decoded[begin : begin + size].copy()
                 return copied.view(self.dtype).reshape(count, *self._row_shape)
         out = np.empty((count, *self._row_shape), self.dtype)
-        self.read_range(first, out)
+        self.read(np.arange(first, first + count), out, np.arange(count))
         return out
-
-    def read_range(self, first: int, out: npt.NDArray[Any]) -> None:
-        """Read len(out) consecutive rows into a contiguous array; raises the errors of `read`."""
-        self.read(np.arange(first, first + len(out)), out, np.arange(len(out)))
 
     def read(self, rows: Rows, out: npt.NDArray[Any], out_indices: Rows) -> None:
         """Read row rows[i] into out[out_indices[i]]."""
@@ -362,7 +350,6 @@ class ChunkReader:
         return data
 
     def _stored_chunk(self, file: RawFile | S3File, chunk: int, mapped: bool) -> Bytes:
-        """Bytes of a chunk as they lie in the file."""
         address = self._addresses(file)[chunk : chunk + 1]
         self._check_known(np.array([chunk]), address)
         begin, size = int(address[0]), int(self._size[chunk])
@@ -514,7 +501,6 @@ class ChunkReader:
         return first, min(first + self._chunk_rows, self._num_rows)
 
     def _unreadable(self, start: int, stop: int, error: Exception) -> StoreError:
-        """Error for rows that cannot be read."""
         begin = self._first_row
         return StoreError(
             f"{self._label}: rows {begin + start} to {begin + stop - 1} cannot be read ({error}). "
@@ -529,7 +515,6 @@ def consecutive_ranges(is_joined: Mask) -> Iterator[tuple[int, int]]:
 
 
 def _is_mapped(file: RawFile | S3File | None) -> TypeGuard[RawFile]:
-    """Return whether the file is mapped into memory."""
     return file is not None and file.mapped is not None
 
 

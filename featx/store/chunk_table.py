@@ -26,7 +26,7 @@ from featx.store.checksums import chunks_with_verdict, failures_agree, row_datas
 from featx.store.dtypes import NAMES, dtype_name, raw_dtype
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import dataset_filters, open_metadata, open_raw
-from featx.store.manifest import Manifest, num_runs_of
+from featx.store.manifest import num_runs_of
 from featx.types import with_features
 
 MAGIC = b"featx chunk table 2\n"
@@ -116,12 +116,8 @@ def chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
 class DatasetEntry:
     """Entry of a dataset in a chunk table.
 
-    Attributes:
-        shape: shape of the dataset.
-        dtype: name of a number type of stores, or a numpy dtype string.
-        chunk_rows: rows per chunk.
-        filters: number and parameters of each filter.
-        table: (chunks,) entries with `address`, `size`, filter `mask` and checksum `sum`.
+    `dtype` is a number type of stores, or a numpy dtype string. `table` has (chunks,) entries
+    with `address`, `size`, filter `mask` and checksum `sum`.
     """
 
     shape: tuple[int, ...]
@@ -132,18 +128,14 @@ class DatasetEntry:
 
     @property
     def raw_dtype(self) -> np.dtype[Any]:
-        """numpy dtype of the stored values."""
         return raw_dtype(self.dtype) if self.dtype in NAMES else np.dtype(self.dtype)
 
 
 @dataclass(frozen=True)
 class FoundRows:
-    """Rows of one dataset of a damaged file.
+    """Rows of one dataset of a damaged file, (n, ...) as stored.
 
-    Attributes:
-        values: (n, ...) stored values.
-        good: (n,) bool, whether the row agrees with the checksum of its chunk; the values of other
-            rows are meaningless.
+    `good` tells whether a row agrees with the checksum of its chunk; others are meaningless.
     """
 
     values: npt.NDArray[Any]
@@ -151,10 +143,8 @@ class FoundRows:
 
     def complete(self, other: FoundRows | None) -> FoundRows:
         """Replace bad rows by those that were read by another method."""
-        if other is None or (other.values.shape, other.values.dtype) != (
-            self.values.shape,
-            self.values.dtype,
-        ):
+        shape, dtype = self.values.shape, self.values.dtype
+        if other is None or (other.values.shape, other.values.dtype) != (shape, dtype):
             return self
         values = self.values.copy()
         values[~self.good] = other.values[~self.good]
@@ -164,14 +154,8 @@ class FoundRows:
 class DamagedFile:
     """Part or features.h5 from which every intact chunk can be read.
 
-    Args:
-        raw: file object for bytes.
-        file: h5py file, or None if HDF5 refuses the file.
-
-    Attributes:
-        fingerprint_sha256: SHA-256 that the file carries as its fingerprint, or None if unknown.
-        num_runs: number of runs that it holds.
-        start: first row of the file in the store.
+    `file` is None if HDF5 refuses the file. `start` is its first row in the store, and
+    `fingerprint_sha256` None if it is unknown.
     """
 
     def __init__(self, raw: RawBytes, file: h5py.File | None) -> None:
@@ -206,19 +190,8 @@ class DamagedFile:
                     damaged.num_runs = num_runs_of(file)
             yield damaged
 
-    def holds_runs_of(self, manifest: Manifest) -> bool:
-        """Return whether this is the features.h5 of the first runs of a store."""
-        num_runs = self.num_runs
-        if num_runs > len(manifest.runs):
-            return False
-        return self.fingerprint_sha256 == manifest.digest_of(num_runs)
-
     def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
-        """Read rows [start, stop) of a dataset.
-
-        Returns:
-            the rows, or None if their addresses are unknown.
-        """
+        """Read rows [start, stop) of a dataset; None if their addresses are unknown."""
         rows = None
         for read in (self._read_by_table, self._read_by_hdf5):
             with _suppress_damage():
@@ -258,7 +231,6 @@ class DamagedFile:
         return rows.values if rows is not None and rows.good.all() else None
 
     def _read_by_table(self, name: str, start: int, stop: int) -> FoundRows | None:
-        """Read rows by the chunk table."""
         entry = self._entries.get(name)
         if entry is None or stop > entry.shape[0]:
             return None
@@ -276,7 +248,6 @@ class DamagedFile:
         return FoundRows(values, good)
 
     def _read_by_hdf5(self, name: str, start: int, stop: int) -> FoundRows | None:
-        """Read rows by HDF5."""
         if self._file is None or stop > len(self._file[name]):
             return None
         step = self._file[name].chunks[0]
@@ -314,10 +285,9 @@ def _read_chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> npt.NDArray[A
 
 
 def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] | None:
-    """Header and datasets of the last complete table in a file, or None.
+    """Header and datasets (path -> entry) of the last complete table in a file, or None.
 
-    Returns:
-        `fingerprint`, `num_runs` and `start` of the file, and path -> description of each dataset.
+    The header has `fingerprint`, `num_runs` and `start` of the file.
     """
     for header, body in _find_tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -333,9 +303,7 @@ def read_column_by_table(
 ) -> npt.NDArray[Any] | None:
     """Read a dataset of a file by its chunk table alone, a tenth of the time that HDF5 takes.
 
-    Returns:
-        the values, each chunk compared with its checksum; None if they differ, or if the file has
-        no such table.
+    Each chunk is compared with its checksum; None if one differs, or if the file has no such table.
     """
     for header, body in _find_tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -396,7 +364,6 @@ def _first_chunks(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]
 
 
 def _entry_of(about: dict[str, Any], body: bytes, first_chunk: int) -> DatasetEntry:
-    """Description of a dataset with its chunks."""
     offset = 8 + int.from_bytes(body[:8], "little") + first_chunk * CHUNK.itemsize
     table = np.frombuffer(body, CHUNK, about["chunks"], offset)
     filters = [(number, tuple(values)) for number, values in about["filters"]]
@@ -417,6 +384,5 @@ def _find_magic(raw: RawBytes) -> Iterator[int]:
 
 
 def has_chunk_table(path: Path) -> bool:
-    """Return whether a file contains a complete chunk table."""
     with contextlib.closing(open_raw(path)) as raw:
         return find_table(raw) is not None

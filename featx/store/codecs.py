@@ -12,11 +12,7 @@ from featx.errors import MissingExtraError
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Member):
-    """A codec as it is registered.
-
-    Attributes:
-        filters: makes the keyword arguments of h5py's `create_dataset`.
-    """
+    """A codec as it is registered; `filters` makes keyword arguments of h5py's `create_dataset`."""
 
     filters: Callable[[], dict[str, Any]]
 
@@ -26,16 +22,11 @@ CODECS: Registry[Codec] = Registry("codec", "featx.store.codecs")
 
 
 def filters(codec: str) -> dict[str, Any]:
-    """Return the keyword arguments of h5py's `create_dataset` for a codec."""
     return CODECS.get(codec).filters()
 
 
 def require_filters(numbers: Iterable[int]) -> None:
-    """Load the filters of a dataset; a missing one is no damage.
-
-    Raises:
-        MissingExtraError: HDF5 does not have one of them, also not from hdf5plugin.
-    """
+    """Load the filters of a dataset; a missing one (MissingExtraError) is no damage."""
     import h5py  # here, as the names of codecs are listed without h5py
 
     missing = [number for number in numbers if not h5py.h5z.filter_avail(number)]

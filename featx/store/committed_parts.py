@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from featx.errors import StoreError
@@ -14,12 +13,7 @@ from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run, num_runs_of
-from featx.store.part_files import (
-    DamageRecord,
-    inspect_parts,
-    part_names,
-    part_path,
-)
+from featx.store.part_files import DamageRecord, inspect_parts, part_names, part_path
 from featx.store.result_files import read_failures
 from featx.store.row_file import RowFile
 from featx.store.sound_rows import (
@@ -38,13 +32,7 @@ logger = logging.getLogger(__name__)
 class CommittedParts:
     """Content of a store: committed parts, parts with lost rows, and failed rows.
 
-    Args:
-        disk: performs every write to the store.
-        is_dry: whether `survey` writes nothing.
-
-    Attributes:
-        indices: indices of the committed parts.
-        num_packed_runs: number of runs that features.h5 holds.
+    With `is_dry`, `survey` writes nothing. `indices` are those of the committed parts.
     """
 
     def __init__(self, disk: AtomicFolder, is_dry: bool = False) -> None:
@@ -66,14 +54,12 @@ class CommittedParts:
 
     @property
     def num_failed(self) -> int:
-        """Number of failed rows known so far."""
         return len(self._failed)
 
     def add_failures(self, failures: Sequence[Failure]) -> list[Failure]:
-        """Add failures; for a row that failed in several runs, the first failure is kept.
+        """Add failures, and return those of rows that had none before.
 
-        Returns:
-            The failures of rows that had none before.
+        For a row that failed in several runs, the first failure is kept.
         """
         new = [failure for failure in failures if failure.row not in self._failed]
         for failure in failures:
@@ -86,11 +72,9 @@ class CommittedParts:
         return [part for part in run.parts() if part.index not in known]
 
     def damaged_parts(self, run: Run) -> list[Part]:
-        """Parts of a run that have lost rows."""
         return [part for part in run.parts() if part.index in self._lost]
 
     def lacks_rows(self, run: Run) -> bool:
-        """Return whether any row of a run is missing or lost."""
         return bool(self.missing_parts(run) or self.damaged_parts(run))
 
     def lost_rows(self, part: Part) -> list[int]:
@@ -124,12 +108,8 @@ class CommittedParts:
         """Find the committed parts, and the rows that damaged files have lost.
 
         A damaged part of which all rows are sound is written again at once. The rows of a damaged
-        features.h5 become parts, and it is deleted when all of them exist.
-
-        Args:
-            manifest: manifest of the store.
-            listing: all rows; None if no file has them.
-            suspects: names of files that are damaged, besides those of damaged.json.
+        features.h5 become parts, and it is deleted when all of them exist. `listing` is None if no
+        file has all rows; `suspects` are damaged files besides those of damaged.json.
         """
         for known in (self._failed, self.indices, self._sources, self._lost):
             known.clear()
@@ -137,7 +117,9 @@ class CommittedParts:
         self._suspects = {*suspects, *map(layout.part_name, self._record.lost)}
         if self._record.lost:
             self._suspects |= self._record.files & {layout.PACKED}
-        stored = None if listing is None else _stored_listing(manifest, listing)
+        # The listing with which the store was started, or None if this run has another one.
+        stored = None if listing is None else listing.head(manifest.num_rows)
+        stored = stored if matches_manifest(stored, manifest) else None
         packed, problem = self._root / layout.PACKED, None
         self.num_packed_runs = 0
         if packed.exists():
@@ -193,7 +175,13 @@ class CommittedParts:
         """Say what is wrong with a file that is known or recorded to be damaged, or None."""
         if path.name in self._suspects:
             return "it is damaged"
-        return _chunk_problem(path) if path.name in self._record.files else None
+        try:
+            if path.name in self._record.files:
+                with open_metadata(path) as file:
+                    check_chunks(file)
+        except (StoreError, *layout.UNREADABLE) as error:
+            return damage_text(path, error)
+        return None
 
     def _survey_packed(self, path: Path, manifest: Manifest) -> str | None:
         """Check features.h5 and record its runs; return what is wrong with it, or None."""
@@ -214,8 +202,9 @@ class CommittedParts:
             return
         runs: Sequence[Run] = ()
         with contextlib.suppress(IsADirectoryError), open_damaged(path) as file:
-            if file.holds_runs_of(manifest):
-                runs = manifest.runs[: file.num_runs]
+            count = file.num_runs
+            if count <= len(manifest.runs) and file.fingerprint_sha256 == manifest.digest_of(count):
+                runs = manifest.runs[:count]
             if runs and not self._is_dry:
                 self._disk.make_folder(self._root / layout.PARTS)
             reasons = Reasons(file, self._root)
@@ -272,53 +261,18 @@ class CommittedParts:
 
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
-    """Number of rows in some ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
-def _chunk_problem(path: Path) -> str | None:
-    """Compare all chunks of a file with their checksums; return what is wrong, or None."""
-    try:
-        with open_metadata(path) as file:
-            check_chunks(file)
-    except (StoreError, *layout.UNREADABLE) as error:
-        return damage_text(path, error)
-    return None
-
-
-def _stored_listing(manifest: Manifest, listing: Listing) -> Listing | None:
-    """Listing with which the store was started, or None if this run has another one."""
-    known = listing.head(manifest.num_rows)
-    return known if matches_manifest(known, manifest) else None
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Content of a features.h5 with all rows of a store.
-
-    Attributes:
-        failures: failed rows, in ascending order.
-        num_bytes: size of the file.
-    """
-
-    failures: list[Failure]
-    num_bytes: int
-
-
-def read_packed(root: Path, manifest: Manifest) -> PackedRows | None:
-    """Describe the content of features.h5; None unless it holds all rows of all runs.
-
-    Args:
-        root: folder of the store.
-        manifest: manifest of the store.
-    """
+def read_packed(root: Path, manifest: Manifest) -> tuple[list[Failure], int] | None:
+    """Failed rows and size in bytes of a features.h5 that holds all rows of all runs, or None."""
     path = root / layout.PACKED
     if not path.exists() or layout.PACKED in DamageRecord.read(root).files:
         return None
     num_runs, failures, problem = _inspect_packed(path, manifest)
     if problem is not None or num_runs != len(manifest.runs):
         return None
-    return PackedRows(sorted(failures, key=lambda failure: failure.row), path.stat().st_size)
+    return sorted(failures, key=lambda failure: failure.row), path.stat().st_size
 
 
 def _inspect_packed(path: Path, manifest: Manifest) -> tuple[int, Sequence[Failure], str | None]:

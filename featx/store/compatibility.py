@@ -22,17 +22,13 @@ _RUN_ENTRIES = ("layers", "part_rows", "codec", "dtype", *_ROW_ENTRIES)
 def merge_manifest(
     root: Path, before: Manifest, requested: Run, unfinished: Sequence[Run], grow: bool
 ) -> Manifest:
-    """Add a request to the runs of a store.
+    """Add a request to the runs of a store; return `before` if nothing is new.
 
     Args:
         root: folder of the store, for messages.
-        before: manifest of the store.
         requested: all rows and the requested layers, as a run of their own.
         unfinished: runs of the store that lack parts.
         grow: whether new rows may be added to the store.
-
-    Returns:
-        `before` if nothing is new, otherwise a manifest with one more run.
 
     Raises:
         StoreMismatchError: the request does not fit the store.
@@ -102,7 +98,6 @@ def _refuse_other_settings(root: Path, before: Manifest, requested: Run, grows: 
 
 
 def _run_settings(run: Run) -> dict[str, Any]:
-    """All settings of a run."""
     settings = run.header.fingerprint
     return {
         **settings,
@@ -114,8 +109,12 @@ def _run_settings(run: Run) -> dict[str, Any]:
 
 
 def _layers_settings(run: Run, names: Iterable[str]) -> dict[str, Any]:
-    """Settings of some layers of a run."""
-    return {f"layer {name}": _layer_settings(run, name) for name in names}
+    """Settings of a run that change the values of one of some layers only."""
+    specs, entries = {spec.name: spec for spec in run.layers}, run.header.fingerprint
+    return {
+        f"layer {name}": {**asdict(specs[name]), "fingerprint_entry": entries.get(f"layer.{name}")}
+        for name in names
+    }
 
 
 def _shared_settings(run: Run, keys: Sequence[str]) -> dict[str, Any]:
@@ -131,14 +130,7 @@ def _shared_settings(run: Run, keys: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _layer_settings(run: Run, name: str) -> dict[str, Any]:
-    """Settings that change the values of one layer only."""
-    spec = next(spec for spec in run.layers if spec.name == name)
-    return {**asdict(spec), "fingerprint_entry": run.header.fingerprint.get(f"layer.{name}")}
-
-
 def _name_list(names: Iterable[str]) -> str:
-    """Names as a sorted list for messages."""
     return f"[{','.join(sorted(names))}]"
 
 
@@ -151,13 +143,7 @@ def growth_message(root: Path, new_rows: int) -> str:
 
 
 def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise StoreMismatchError if two mappings differ; the message names keys and both values.
-
-    Args:
-        root: folder of the store.
-        before: settings of the store.
-        now: settings that are requested.
-    """
+    """Raise StoreMismatchError if two mappings differ; the message names keys and both values."""
     changed = differences(before, now)
     if not changed:
         return

@@ -25,15 +25,7 @@ _NUM_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Segment:
-    """File with rows [start, stop) of some layers.
-
-    Attributes:
-        path: path of the file.
-        start: first row in the store.
-        stop: row after the last one.
-        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
-        layers: names of the datasets.
-    """
+    """File with rows [start, stop) of some layers, and the fingerprint that it must carry."""
 
     path: Path
     start: int
@@ -44,13 +36,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """Description of a dataset.
-
-    Attributes:
-        row_shape: shape of a row.
-        stored_dtype: name of the number type in the file, such as 'bfloat16'.
-        attrs: attributes of the dataset.
-    """
+    """Description of a dataset; `stored_dtype` is the type in the file, such as 'bfloat16'."""
 
     row_shape: tuple[int, ...]
     stored_dtype: str
@@ -58,7 +44,6 @@ class LayerInfo:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """numpy dtype that readers get."""
         return memory_dtype(self.stored_dtype)
 
 
@@ -70,11 +55,7 @@ class Contents:
         num_rows: number of rows of the listing, computed or not.
         complete: whether every row of every layer is there.
         segments: files with rows; those of earlier runs come first.
-        layers: dataset name -> description.
         columns: file with /key, /label and /columns of all rows.
-        column_names: names of the columns.
-        classes: names of the classes.
-        attrs: root attributes.
     """
 
     num_rows: int
@@ -86,9 +67,14 @@ class Contents:
     classes: tuple[str, ...]
     attrs: dict[str, Any]
 
+    @property
+    def num_rows_present(self) -> int:
+        """Number of rows that the store holds so far, failed ones included."""
+        layer = next(iter(self.layers), "")
+        return sum(each.stop - each.start for each in self.segments if layer in each.layers)
+
 
 def find_contents(root: Path, handles: Handles) -> Contents:
-    """Find what a store holds."""
     if not root.exists():
         raise StoreError(no_store_at(root))
     if root.is_file():
@@ -117,7 +103,6 @@ def no_store_at(root: Path) -> str:
 
 
 def _stores_in(folder: Path) -> list[str]:
-    """Names of the stores in a folder of this machine."""
     if is_url(folder):
         return []
     return sorted(each.parent.name for each in folder.glob(f"*/{layout.MANIFEST}"))
@@ -133,7 +118,6 @@ def _packed_state(root: Path) -> tuple[int, int] | None:
 
 
 def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
-    """Contents of a folder, with or without a features.h5."""
     manifest, _ = load_manifest(root)
     packed = None
     if is_packed:
@@ -172,7 +156,10 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
     Only this number is taken from the manifest; everything that describes rows has checksums.
     """
     with handles.use(path) as opened:
-        attrs = {name: _python_value(value) for name, value in opened.file.attrs.items()}
+        attrs = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in opened.file.attrs.items()
+        }
         if "featx_format" not in attrs:
             raise StoreError(f"{path} is an HDF5 file, but not a featx store.")
         layout.check_version(path, int(attrs["featx_format"]))
@@ -187,21 +174,21 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
                     "rows."
                 )
         check_hard_links(opened.file, layout.FEATURES)
-        layers = {name: _layer_info(opened, name, num_rows) for name in opened.names()}
+        names = list(opened.file[layout.FEATURES])
+        layers = {name: _layer_info(opened, name, num_rows) for name in names}
         classes = opened.texts(layout.CLASSES)
-        names = opened.column_names()
+        column_names = opened.column_names()
         num_runs: int | None = None
         with contextlib.suppress(DamagedManifestError):
             num_runs = num_runs_of(opened.file)
         attrs.pop(layout.MANIFEST_COPY, None)
     segment = Segment(path, 0, num_rows, str(attrs.get("fingerprint")), frozenset(layers))
     complete = bool(attrs.get("complete", False))
-    contents = Contents(num_rows, complete, (segment,), layers, path, names, classes, attrs)
+    contents = Contents(num_rows, complete, (segment,), layers, path, column_names, classes, attrs)
     return contents, num_runs
 
 
 def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
-    """Description of a dataset in a features.h5."""
     dataset = opened.dataset(f"{layout.FEATURES}/{name}")
     if dataset.shape[:1] != (num_rows,) or dataset.dtype.kind != "f":
         raise StoreError(
@@ -270,8 +257,3 @@ def _segments(root: Path, run: Run, file_names: set[str]) -> list[Segment]:
         for name, part in names
         if name in file_names
     ]
-
-
-def _python_value(value: Any) -> Any:
-    """Python number in place of a numpy scalar."""
-    return value.item() if isinstance(value, np.generic) else value

@@ -58,13 +58,8 @@ def dtype_name(dataset: h5py.Dataset) -> str:
 def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     """Convert stored bits to the values that a reader gets; exact, NaN keeps its bits.
 
-    Args:
-        array: array of dtype `raw_dtype(name)`.
-        name: name of the number type.
-
-    Returns:
-        array of the same shape and dtype `memory_dtype(name)`: a copy for bfloat16, otherwise
-        `array`.
+    An array of dtype `raw_dtype(name)` becomes one of `memory_dtype(name)`: a copy for bfloat16,
+    otherwise the array itself.
     """
     require(array.dtype == raw_dtype(name), f"{array.dtype} are no raw bits of {name}")
     if name != "bfloat16":
@@ -75,7 +70,6 @@ def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
 
 
 def nan(name: str) -> np.generic:
-    """Quiet NaN as a scalar of `raw_dtype(name)`."""
     if name == "bfloat16":
         return np.uint16(0x7FC0)
     value: np.generic = raw_dtype(name).type(np.nan)

@@ -17,32 +17,17 @@ from featx.store.chunk_table import has_chunk_table
 from featx.store.dtypes import dtype_name, from_raw
 from featx.store.hdf5_files import check_hard_links, damage_text, open_hdf5, open_plain_dataset
 from featx.store.layout import geometry_values
-from featx.store.listing import (
-    column_names,
-    is_column_type,
-    row_values,
-    same_values,
-)
+from featx.store.listing import column_names, is_column_type, row_values, same_values
 from featx.store.result_files import read_failures
 from featx.store.row_file import RowFile
-from featx.types import (
-    Failure,
-    Listing,
-    Status,
-    with_features,
-)
+from featx.types import Failure, Listing, Status, with_features
 
 
 @dataclass(frozen=True)
 class Damage:
     """Problem found in a store.
 
-    Attributes:
-        path: path of the file.
-        what: description of the problem.
-        start: first row of the store that is affected.
-        stop: row after the last one; equal to `start` if no features are affected.
-        layer: only layer that is affected, or None for all.
+    Rows [start, stop) are affected, none if the two are equal; `layer` is None for all layers.
     """
 
     path: Path
@@ -57,13 +42,9 @@ class DamageReport:
     """Result of checking a store.
 
     Attributes:
-        root: folder or file that was checked.
-        num_rows: number of rows of the listing.
-        num_files: number of checked files.
         num_chunks: number of chunks that were compared with their checksums.
         num_bytes: size of these chunks when decoded, in bytes.
         missing: file names of missing parts.
-        damages: problems that were found.
         failures: row -> failure, of all files that were read.
     """
 
@@ -75,6 +56,12 @@ class DamageReport:
     missing: list[str] = field(default_factory=list)
     damages: list[Damage] = field(default_factory=list)
     failures: dict[int, Failure] = field(default_factory=dict)
+
+    def add(
+        self, path: Path, what: str, start: int = 0, stop: int = 0, layer: str | None = None
+    ) -> None:
+        """Record a `Damage`."""
+        self.damages.append(Damage(path, what, start, stop, layer))
 
     @property
     def complete(self) -> bool:
@@ -110,18 +97,17 @@ def check_file(
             status = _check_columns(path, file, expected, listing, report)
             _check_failures(path, file, expected, status, report)
             if not classes_agree(file):
-                what = f"/{layout.CLASSES} differs from its checksum"
-                report.damages.append(Damage(path, what))
+                report.add(path, f"/{layout.CLASSES} differs from its checksum")
             if layout.CHUNK_TABLE in file and not has_chunk_table(path):
-                report.damages.append(Damage(path, f"/{layout.CHUNK_TABLE} is damaged"))
+                report.add(path, f"/{layout.CHUNK_TABLE} is damaged")
             check_hard_links(file, layout.FEATURES)
             for name in file[layout.FEATURES]:
                 if name not in expected.layers:
-                    report.damages.append(Damage(path, f"the store has no layer {name}"))
+                    report.add(path, f"the store has no layer {name}")
             for name in expected.layers:
                 _check_layer(path, file, name, expected, status, report)
     except layout.UNREADABLE as error:
-        report.damages.append(Damage(path, damage_text(path, error), *all_rows))
+        report.add(path, damage_text(path, error), *all_rows)
 
 
 def _check_attributes(path: Path, file: h5py.File, expected: RowFile, report: DamageReport) -> None:
@@ -132,7 +118,7 @@ def _check_attributes(path: Path, file: h5py.File, expected: RowFile, report: Da
             identifies_rows = name in ("fingerprint", "complete", "part", "start")
             rows = (expected.start, expected.stop) if identifies_rows else ()
             what = f"its attribute {name} is {_short(stored)}, expected {_short(value)}"
-            report.damages.append(Damage(path, what, *rows))
+            report.add(path, what, *rows)
 
 
 def _short(value: object) -> str:
@@ -164,7 +150,8 @@ def _check_columns(
     for name in (*kinds, *column_paths):
         dataset = open_plain_dataset(file, name)
         kind = kinds.get(name)
-        is_valid = is_column_type(dataset.dtype) if kind is None else kind in _kinds(dataset)
+        found = dataset.dtype
+        is_valid = is_column_type(found) if kind is None else kind in (found.kind, found)
         if dataset.shape != (num_rows,) or not is_valid:
             wanted = kind or "bytes, bool, int64 or float64"
             raise StoreError(
@@ -179,34 +166,29 @@ def _check_columns(
                 length = len(values) if name == layout.STATUS else 0
                 first = expected.start + start
                 what = f"/{name} differs from its checksum at row {first}"
-                report.damages.append(Damage(path, what, first, first + length))
+                report.add(path, what, first, first + length)
         columns[name] = np.concatenate(chunks)
     if listing is not None:
         listed = row_values(listing)
         if set(listed) - {layout.KEY, layout.LABEL} != set(column_paths):
-            report.damages.append(Damage(path, f"/{layout.COLUMNS} are not those of the listing"))
+            report.add(path, f"/{layout.COLUMNS} are not those of the listing")
         for name in [name for name in listed if name in columns]:
             if not same_values(columns[name], listed[name][rows]):
-                report.damages.append(Damage(path, f"/{name} is not that of the listing"))
+                report.add(path, f"/{name} is not that of the listing")
         open_plain_dataset(file, layout.CLASSES)
         classes = layout.text_array(listing.classes).tolist()
         stored_classes = file[layout.CLASSES][:].tolist()
         # Rows that were added later may have added classes.
         is_short = expected.stop == len(listing) and len(stored_classes) < len(classes)
         if stored_classes != classes[: len(stored_classes)] or is_short:
-            report.damages.append(Damage(path, f"/{layout.CLASSES} is not that of the listing"))
+            report.add(path, f"/{layout.CLASSES} is not that of the listing")
     status: npt.NDArray[np.uint8] = columns[layout.STATUS]
     known = [int(s) for s in Status if s != Status.ABSENT]
     for row in np.flatnonzero(~np.isin(status, known))[:1]:
         first = expected.start + int(row)
         what = f"row {first} has status {status[row]}, which no row of a file can have"
-        report.damages.append(Damage(path, what, first, first + 1))
+        report.add(path, what, first, first + 1)
     return status
-
-
-def _kinds(dataset: h5py.Dataset) -> tuple[Any, ...]:
-    """Kind and dtype of a dataset; either may be what is expected."""
-    return dataset.dtype.kind, dataset.dtype
 
 
 def _check_failures(
@@ -225,15 +207,15 @@ def _check_failures(
     lengths = {len(values) for values in columns.values()}
     if not np.array_equal(failed_rows, failed) or len(lengths) > 1:
         what = f"/failures names {len(failed_rows)} rows, /status {len(failed)}"
-        report.damages.append(Damage(path, what, expected.start, expected.stop))
+        report.add(path, what, expected.start, expected.stop)
     # A reader that finds 0 here does not read /failures.
     elif (count := file.attrs.get("num_failures")) != len(failed):
         what = f"its attribute num_failures is {count}, /status names {len(failed)}"
-        report.damages.append(Damage(path, what, expected.start, expected.stop))
+        report.add(path, what, expected.start, expected.stop)
     elif not failures_agree(file):
         what = f"/{layout.FAILURES} differs from its checksum"
         touched = (int(failed[0]), int(failed[-1]) + 1) if len(failed) else ()
-        report.damages.append(Damage(path, what, *touched))
+        report.add(path, what, *touched)
     else:
         for failure in read_failures(file):
             report.failures.setdefault(failure.row, failure)
@@ -261,14 +243,13 @@ def _check_layer(
     for attribute, value in wanted.items():
         stored = dataset.attrs.get(attribute)
         if (stored.tolist() if isinstance(stored, np.ndarray) else stored) != value:
-            what = f"/{name} has {attribute} {stored}, expected {value}"
-            report.damages.append(Damage(path, what))
+            report.add(path, f"/{name} has {attribute} {stored}, expected {value}")
     for start, raw, good in chunks_with_verdict(file, name):
         _count_chunk(report, raw)
         first = expected.start + start
         if not good:
             what = f"/{name} differs from its checksum at row {first}"
-            report.damages.append(Damage(path, what, first, first + len(raw), layer))
+            report.add(path, what, first, first + len(raw), layer)
             continue
         values = from_raw(raw, spec.dtype).reshape(len(raw), -1)
         ok = with_features(status[start : start + len(raw)])
@@ -281,10 +262,9 @@ def _check_layer(
             what = (
                 f"/{name}: row {first + int(row)} has status {label}, which contradicts its values"
             )
-            report.damages.append(Damage(path, what, first, first + len(raw), layer))
+            report.add(path, what, first, first + len(raw), layer)
 
 
 def _count_chunk(report: DamageReport, values: npt.NDArray[Any]) -> None:
-    """Count a chunk that was compared."""
     report.num_chunks += 1
     report.num_bytes += values.nbytes

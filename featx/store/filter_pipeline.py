@@ -33,12 +33,8 @@ _ZSTD_LEVEL = 3
 class Pipeline:
     """Filters of a dataset, in the order in which they are applied when writing.
 
-    Args:
-        filters: number and parameters of each filter.
-        chunk_bytes: size of a decoded chunk; edge chunks have the same size.
-
     Attributes:
-        chunk_bytes: as above.
+        chunk_bytes: size of a decoded chunk; edge chunks have the same size.
         is_supported: whether all filters are known here; otherwise h5py must be used.
     """
 
@@ -70,11 +66,7 @@ class Pipeline:
         return data.tobytes()
 
     def decode(self, stored: Any, filter_mask: int = 0) -> Bytes:
-        """Decode a chunk.
-
-        Returns:
-            (chunk_bytes,) uint8.
-        """
+        """Decode a chunk to (chunk_bytes,) uint8."""
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(stored)
         if filter_mask >> len(self._filters):
@@ -117,7 +109,17 @@ def _encode(number: int, values: tuple[int, ...], data: Bytes) -> Bytes:
 
 def _decode(number: int, values: tuple[int, ...], data: Bytes, size: int) -> Bytes:
     if number == _DEFLATE:
-        return _inflate(data, size)
+        stream = zlib.decompressobj()
+        try:
+            # With room for one more byte, an exact stream reaches its end and a longer one shows.
+            inflated = stream.decompress(data.data, size + 1)
+        except zlib.error as error:
+            raise StoreError(f"the gzip stream is damaged ({error})") from error
+        if len(inflated) > size:
+            raise StoreError(f"the gzip stream holds more than the {size} bytes of a chunk")
+        if not stream.eof or stream.unused_data:
+            raise StoreError("the gzip stream does not end where the chunk does")
+        return _flat(inflated)
     if number == _SHUFFLE:
         whole = len(data) - len(data) % values[0]
         planes = data[:whole].reshape(values[0], -1).T
@@ -129,20 +131,6 @@ def _decode(number: int, values: tuple[int, ...], data: Bytes, size: int) -> Byt
     if library.ZSTD_decompress(decoded.ctypes.data, size, data.ctypes.data, len(data)) != size:
         raise StoreError(f"the zstd frame is damaged, or not of {size} bytes")
     return decoded
-
-
-def _inflate(data: Bytes, size: int) -> Bytes:
-    stream = zlib.decompressobj()
-    try:
-        # With room for one more byte, an exact stream reaches its end and a longer one shows.
-        decoded = stream.decompress(data.data, size + 1)
-    except zlib.error as error:
-        raise StoreError(f"the gzip stream is damaged ({error})") from error
-    if len(decoded) > size:
-        raise StoreError(f"the gzip stream holds more than the {size} bytes of a chunk")
-    if not stream.eof or stream.unused_data:
-        raise StoreError("the gzip stream does not end where the chunk does")
-    return _flat(decoded)
 
 
 @functools.cache

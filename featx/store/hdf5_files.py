@@ -60,17 +60,12 @@ def open_remote(raw: S3File, **options: Any) -> h5py.File:
 
 
 class ErrorRecordingFile(io.FileIO):
-    """File object that keeps the error of a failed read, as HDF5 loses the reason.
-
-    Attributes:
-        error: error of the last failed read, or None.
-    """
+    """File object that keeps the error of its last failed read, as HDF5 loses the reason."""
 
     error: OSError | None = None
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes."""
         return os.fstat(self.fileno()).st_size
 
     def pread(self, size: int, address: int) -> bytes:
@@ -96,13 +91,8 @@ def open_metadata(
 ) -> Iterator[h5py.File]:
     """Open a file through Python, for its metadata; HDF5 gets no handle of the real file.
 
-    Args:
-        path: path of the file.
-        opened: returns the file if it was opened before; it is closed at the end. None opens the
-            path.
-
-    Raises:
-        OSError: with errno if the file cannot be read now, without errno if it is damaged.
+    `opened` returns the file if it was opened before; it is closed at the end. An OSError has an
+    errno if the file cannot be read now, and none if it is damaged.
     """
     with opened() if opened is not None else open_raw(path) as raw:
         try:
@@ -124,17 +114,9 @@ def raise_unless_damage(path: Path, error: Exception) -> None:
 
 
 def damage_text(path: Path, error: Exception) -> str:
-    """Describe an error that shows damage of a file.
+    """Clause for a message on one of layout.UNREADABLE.
 
-    Args:
-        path: path of the file.
-        error: one of layout.UNREADABLE.
-
-    Returns:
-        clause for a message.
-
-    Raises:
-        StoreError: the error is no damage: the file cannot be read now.
+    Raises StoreError if the error is no damage: the file cannot be read now.
     """
     raise_unless_damage(path, error)
     return f"it cannot be read ({error})"
@@ -147,8 +129,6 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     take the error of HDF5 about a missing filter for damage.
 
     Args:
-        file: file open for reading.
-        path: path of the dataset.
         may_be_partial: whether chunks without filters may be missing, as in a file of others whose
             writer stopped. The caller then checks the filters, which its chunks may not use.
 
@@ -160,19 +140,16 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     # file[path], is_virtual and external would look up the path and the settings once each: a
     # command opens hundreds of datasets.
     found = h5py.h5o.open(file.id, path.encode())
-    plain = isinstance(found, h5py.h5d.DatasetID)
-    reason = ""
-    settings = found.get_create_plist() if plain else None
-    if settings is None:
-        reason = "it is no dataset"
-    elif settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count():
-        reason = (
-            f"it is {'external' if settings.get_external_count() else 'virtual'}, so its values "
-            "lie in other files, and read as zeros if those are missing. Copy it into a file of "
-            f"its own, in Python as new[{path!r}] = old[{path!r}][:]"
+    refused = f"{file.filename}: /{path} is no plain dataset; refused: "
+    if not isinstance(found, h5py.h5d.DatasetID):
+        raise StoreError(f"{refused}it is no dataset.")
+    settings = found.get_create_plist()
+    if settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count():
+        raise StoreError(
+            f"{refused}it is {'external' if settings.get_external_count() else 'virtual'}, so its "
+            "values lie in other files, and read as zeros if those are missing. Copy it into a "
+            f"file of its own, in Python as new[{path!r}] = old[{path!r}][:]."
         )
-    if settings is None or reason:
-        raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused: {reason}.")
     dataset = h5py.Dataset(found, readonly=file.mode == "r")
     size = dataset.size * found.get_type().get_size()  # a bfloat16 reads as float32
     stored = found.get_storage_size()
@@ -253,12 +230,10 @@ def map_values(
 ) -> npt.NDArray[Any] | None:
     """Map the values of a dataset, so that all processes of a machine share one copy in memory.
 
-    The mapping outlives the descriptor, and a file that takes the name of this one.
-
-    Returns:
-        (N,) read-only array, whose numbers may not be aligned. None if the dataset is smaller, does
-        not lie in one piece in the file as it does in memory (chunks, filters, booleans), or is on
-        a file system whose files are not mapped.
+    The mapping, (N,) read-only with numbers that may not be aligned, outlives the descriptor, and a
+    file that takes the name of this one. None if the dataset is smaller, does not lie in one piece
+    in the file as it does in memory (chunks, filters, booleans), or is on a file system whose files
+    are not mapped.
     """
     file, dtype = dataset.file, np.dtype(dataset.dtype.str)
     num_bytes = dataset.size * dtype.itemsize

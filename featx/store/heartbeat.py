@@ -46,10 +46,7 @@ They allow for clocks that differ by half a minute, and file systems that show c
 class QueueState:
     """Tasks of a run that are in the same state in the queue of a scheduler.
 
-    Attributes:
-        tasks: number of tasks.
-        state: state as the scheduler names it, such as RUNNING or PENDING.
-        reason: why they wait, as the scheduler names it; '' for tasks that do not wait.
+    State and reason to wait are named as the scheduler does; tasks that do not wait have no reason.
     """
 
     tasks: int
@@ -61,7 +58,6 @@ class Heartbeat:
     """Heartbeat file of this process; a context manager with a thread that writes the file.
 
     Args:
-        disk: writes to the store.
         role: role of the process, such as 'driver' or 'worker on cuda:0'.
         driver: `heartbeat_name` of the driver of this worker, or None for a process without driver.
         outlives_driver: whether the process continues when its driver dies, so that no other run
@@ -155,8 +151,6 @@ class HeartbeatRecord:
     """Content of a heartbeat file.
 
     Attributes:
-        path: path of the file.
-        values: content, as `Heartbeat` wrote it.
         age_s: seconds since the last write, by the time of the file and the clock of this machine.
         is_alive: whether the process wrote recently and, on this machine, still exists.
     """
@@ -216,10 +210,6 @@ def clear_heartbeats(disk: AtomicFolder, driver: str | None = None) -> None:
     Recent files are deleted, too: drivers and their workers hold the lock while they live, on any
     machine, and `refuse_other_writers` has looked for others. Without locks, files of living
     processes are kept, except those of the workers of `driver`, which has just ended them.
-
-    Args:
-        disk: writes to the store.
-        driver: `heartbeat_name` of the driver that calls this, or None.
     """
     for record in read_heartbeats(disk.root):
         is_own_worker = driver is not None and record.values.get("driver") == driver
@@ -228,13 +218,9 @@ def clear_heartbeats(disk: AtomicFolder, driver: str | None = None) -> None:
 
 
 def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
-    """Find other processes that write to a store, besides its holder.
+    """Heartbeats of other living processes that write to a store, besides its holder.
 
-    Returns:
-        heartbeats of living processes.
-
-    Raises:
-        StoreLockedError: a worker is alive that continues without its driver.
+    Raises StoreLockedError if a worker is alive that continues without its driver.
     """
     alive = [record for record in read_heartbeats(root) if record.is_alive]
     for record in alive:
@@ -247,11 +233,6 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
     return alive
 
 
-def clear_heartbeat(disk: AtomicFolder, name: str) -> None:
-    """Delete the heartbeat file of a process that has ended, by its `heartbeat_name`."""
-    disk.remove_best_effort(disk.root / layout.WORKERS / name)
-
-
 def heartbeat_name(pid: int) -> str:
     """Name of the heartbeat file of a process on this machine, or in this container."""
     space = pid_namespace()
@@ -259,10 +240,9 @@ def heartbeat_name(pid: int) -> str:
 
 
 def pid_namespace() -> int | None:
-    """Namespace in which a pid is unique; containers may share a host name, but not their pids.
+    """Inode of the namespace in which a pid is unique; containers may share a host name.
 
-    Returns:
-        inode of the namespace; None for the first one of a machine, and without namespaces.
+    None for the first one of a machine, and without namespaces.
     """
     try:
         space = int(os.readlink("/proc/self/ns/pid").strip("pid:[]"))  # noqa: PTH115 - no path
@@ -272,7 +252,6 @@ def pid_namespace() -> int | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Return whether no process with this pid exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -42,26 +42,16 @@ def image_states_file(states: npt.NDArray[np.void]) -> bytes:
 
 
 def write_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.void]) -> None:
-    """Write images.h5 if its content changes.
-
-    Args:
-        disk: writes to the store.
-        path: path of images.h5.
-        states: (N,) IMAGE_STATE.
-    """
+    """Write images.h5 if its content, (N,) IMAGE_STATE, changes."""
     if changed_states(path, states).any():
         disk.replace(path, image_states_file(states))
 
 
 def changed_states(path: Path, states: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Compare the states of all rows with images.h5, in pieces, so that they are in memory once.
+    """Return (N,) bool, whether the states, (N,) IMAGE_STATE, differ from those in images.h5.
 
-    Args:
-        path: path of the file, which may be missing.
-        states: (N,) IMAGE_STATE; the file has fewer rows if the data set has grown.
-
-    Returns:
-        (N,) bool, whether the state differs. Rows that the file does not have count as UNSETTLED.
+    They are compared in pieces, so that they are in memory once. The file may be missing, and has
+    fewer rows if the data set has grown; rows that it does not have count as UNSETTLED.
     """
     unsettled: npt.NDArray[np.bool_] = states == UNSETTLED
     changed = ~unsettled
@@ -85,8 +75,7 @@ def read_image_checksums(
 ) -> npt.NDArray[np.uint64]:
     """Read the image checksums of rows [start, stop) of a file, by default of all.
 
-    Returns:
-        (n,) uint64; UNKNOWN_IMAGE in chunks that differ from their own checksum.
+    They are UNKNOWN_IMAGE in chunks that differ from their own checksum.
     """
     stop = len(file[layout.KEY]) if stop is None else stop
     checksums = np.full(stop - start, UNKNOWN_IMAGE, dtype=np.uint64)
@@ -107,10 +96,6 @@ def stored_image_checksums(
     root: Path, manifest: Manifest
 ) -> list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]]:
     """Read the image checksums of each run of a store.
-
-    Args:
-        root: folder of the store.
-        manifest: manifest of the store.
 
     Returns:
         for each run, (n,) uint64 checksums of its rows (UNKNOWN_IMAGE if unknown), and (n,) bool

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,34 +12,24 @@ import numpy.typing as npt
 from featx.base import sampled_positions, size_text
 from featx.errors import StoreError
 from featx.store.contents import Contents
+from featx.store.layer_reader import LayerReader
 from featx.store.layout import geometry_of
 from featx.types import TokenGeometry
 
+T = TypeVar("T")
+
 
 class LayerSource(Protocol):
-    """Store that the rows of a layer are read from: what `LayerArray` needs of a `FeatureStore`.
-
-    Attributes:
-        root: folder or file of the store.
-    """
+    """What `LayerArray` needs of a `FeatureStore`, which makes it."""
 
     root: Path
     _contents: Contents
+    _layer_reader: LayerReader
 
     @property
-    def key_bytes(self) -> npt.NDArray[np.bytes_]:
-        """(N,) fixed-length bytes: keys as the file system gives them."""
-
+    def key_bytes(self) -> npt.NDArray[np.bytes_]: ...
     def __len__(self) -> int: ...
-
-    def _chunk_rows(self, layer: str) -> int:
-        """Return the rows per chunk in the first file of a layer."""
-
-    def _read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Read rows of a layer in any order; absent rows are NaN."""
-
-    def _read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Read rows [start, stop) of a layer; absent rows are NaN."""
+    def _retry_if_packed(self, read: Callable[[], T]) -> T: ...
 
 
 class LayerArray:
@@ -48,12 +38,7 @@ class LayerArray:
     An index is an int, a slice, a list or array of ints in any order with repeats, or a boolean
     mask; further axes may follow: `store["layer4"][10:20, :, 3]`.
 
-    Args:
-        store: open store.
-        name: name of the layer.
-
     Attributes:
-        name: name of the layer.
         dtype: numpy dtype of the values; float32 for bfloat16 layers.
         stored_dtype: number type in the file: 'float16', 'float32' or 'bfloat16'.
         shape: (N, ...).
@@ -87,9 +72,6 @@ class LayerArray:
         They follow from the keys and the attributes of the layer; nothing is read from its rows.
         Rows that failed have the positions that they would have had.
 
-        Args:
-            rows: slice, numbers, or a mask of rows of the store.
-
         Returns:
             (n, k) int64, increasing in each row; token [i, j] of the layer was at position [i, j].
 
@@ -120,7 +102,8 @@ class LayerArray:
     @property
     def chunk_rows(self) -> int:
         """Rows per chunk of the file; slices aligned to it read no chunk twice."""
-        return self._store._chunk_rows(self.name)
+        store = self._store
+        return store._retry_if_packed(lambda: store._layer_reader.chunk_rows(self.name))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -133,14 +116,13 @@ class LayerArray:
         )
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
-        """Read the selected rows; returns an array in memory."""
         if type(index) is int and -len(self) <= index < len(self):
             start = index % len(self)
-            row: npt.NDArray[Any] = self._store._read_range(self.name, start, start + 1)[0]
+            row: npt.NDArray[Any] = self._read_range(start, start + 1)[0]
             return row
         if type(index) is slice and index.step in (None, 1):
             start, stop, _ = index.indices(len(self))
-            return self._store._read_range(self.name, start, max(start, stop))
+            return self._read_range(start, max(start, stop))
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         if isinstance(first, tuple) or first is Ellipsis:
             if len(rest) < self.ndim:
@@ -149,7 +131,8 @@ class LayerArray:
             else:
                 first, *rest = rest
         rows, single = row_indices(first, len(self))
-        read = self._store._read(self.name, rows)
+        store = self._store
+        read = store._retry_if_packed(lambda: store._layer_reader.read(self.name, rows))
         if not rest:
             return read[0] if single else read
         if single:
@@ -161,22 +144,21 @@ class LayerArray:
         chosen: npt.NDArray[Any] = read[(first, *rest)]
         return chosen
 
+    def _read_range(self, start: int, stop: int) -> npt.NDArray[Any]:
+        store, name = self._store, self.name
+        return store._retry_if_packed(lambda: store._layer_reader.read_range(name, start, stop))
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Read all rows."""
         if copy is False:
             raise ValueError("the rows are on disk; an array of them is always a copy")
         return self[:] if dtype is None else self[:].astype(dtype)
 
 
 def row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
-    """Convert a row index to row numbers.
+    """Convert a row index to (n,) int64 in [0, length), and whether the index was a single int.
 
-    Returns:
-        (n,) int64 in [0, length), and whether the index was a single int.
-
-    Raises:
-        IndexError: an index is out of range, a mask has another length, or the type is not
-            supported.
+    Raises IndexError if an index is out of range, a mask has another length, or the type is not
+    supported.
     """
     if isinstance(index, slice):
         return np.arange(*index.indices(length), dtype=np.int64), False

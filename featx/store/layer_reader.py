@@ -23,13 +23,7 @@ from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
 
 
 class LayerReader:
-    """Rows of all layers of a store whose files were found; absent rows are NaN.
-
-    Args:
-        root: folder or file of the store, for messages.
-        contents: its files.
-        handles: open files.
-    """
+    """Rows of all layers of a store whose files were found; absent rows are NaN."""
 
     def __init__(self, root: Path, contents: Contents, handles: Handles) -> None:
         self._root = root
@@ -40,11 +34,6 @@ class LayerReader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_whole_readers": {}}
-
-    def num_present(self, layer: str) -> int:
-        """Number of rows of a layer that are stored."""
-        segments, _ = self._segments_of(layer)
-        return sum(segment.stop - segment.start for segment in segments)
 
     def chunk_rows(self, layer: str) -> int:
         """Rows per chunk in the first file of a layer."""
@@ -107,35 +96,15 @@ class LayerReader:
         for low, high in itertools.pairwise([0, *edges.tolist(), len(ordered)]):
             if low == high:
                 continue
-            self._fill(
-                layer,
-                segments,
-                int(nearest_segment[low]),
-                ordered[low:high],
-                out_indices[low:high],
-                out,
-            )
+            number, group = int(nearest_segment[low]), ordered[low:high]
+            targets = out_indices[low:high]
+            inside = 0 if number < 0 else int(np.searchsorted(group, segments[number].stop))
+            out[targets[inside:]] = np.nan
+            if inside:
+                segment = segments[number]
+                with self._open_rows(segment, layer) as chunks:
+                    chunks.read(group[:inside] - segment.start, out, targets[:inside])
         return out
-
-    def _fill(
-        self,
-        layer: str,
-        segments: list[Segment],
-        number: int,
-        rows: npt.NDArray[np.int64],
-        out_indices: npt.NDArray[np.int64],
-        out: npt.NDArray[Any],
-    ) -> None:
-        """Write sorted rows of a segment into out[out_indices]; absent rows become NaN."""
-        if number < 0:
-            out[out_indices] = np.nan
-            return
-        segment = segments[number]
-        inside = int(np.searchsorted(rows, segment.stop))
-        out[out_indices[inside:]] = np.nan
-        if inside:
-            with self._open_rows(segment, layer) as chunks:
-                chunks.read(rows[:inside] - segment.start, out, out_indices[:inside])
 
     def statuses(self) -> Iterator[tuple[Segment, npt.NDArray[np.uint8]]]:
         """Each segment with the status of its rows, (n,) uint8.
@@ -175,7 +144,6 @@ class LayerReader:
 
     @contextlib.contextmanager
     def _open_rows(self, segment: Segment, layer: str) -> Iterator[ChunkReader]:
-        """Open the rows of a layer in one segment."""
         info = self._contents.layers[layer]
         shape = (segment.stop - segment.start, *info.row_shape)
         with self.open(segment) as opened:

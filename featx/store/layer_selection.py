@@ -12,15 +12,10 @@ from featx.store.reader import FeatureStore
 
 
 def matching_layers(store: FeatureStore, requested: Any) -> tuple[str, ...]:
-    """Layers that match names and globs, each once, in the requested order.
+    """Layers that match a name, a glob or a list of these, each once, in the requested order.
 
-    Args:
-        store: open store.
-        requested: name, glob, list of these, or None for all layers.
-
-    Raises:
-        ConfigError: `requested` has another type or is an empty list.
-        LayerError: the store has no matching layer, or no layers at all.
+    None stands for all layers. Raises ConfigError if `requested` has another type or is an empty
+    list, and LayerError if the store has no matching layer, or no layers at all.
     """
     if not store.layers:
         raise LayerError(f"{store.root} has no layers yet.")
@@ -48,15 +43,9 @@ def matching_layers(store: FeatureStore, requested: Any) -> tuple[str, ...]:
 
 
 def only_layer(store: FeatureStore, requested: Any) -> str:
-    """Name of the single layer that matches a name or glob.
+    """Name of the single layer that matches; None suffices for a store of one layer.
 
-    Args:
-        store: Open store.
-        requested: As of `matching_layers`; None suffices for a store of one layer.
-
-    Raises:
-        ConfigError: Several layers match.
-        LayerError: No layer matches.
+    Raises ConfigError if several layers match, and LayerError if none does.
     """
     names = matching_layers(store, requested)
     if len(names) > 1:

@@ -93,7 +93,6 @@ def is_damage(error: Exception) -> bool:
 
 
 def part_name(index: int) -> str:
-    """File name of a part in the folder parts/."""
     return f"part-{index:06d}.h5"
 
 
@@ -103,7 +102,6 @@ def power_of_two_at_most(value: float) -> int:
 
 
 def power_of_two_at_least(value: int) -> int:
-    """Smallest power of two that is not below `value`."""
     return 1 << max(0, (value - 1).bit_length())
 
 
@@ -111,11 +109,8 @@ def power_of_two_at_least(value: int) -> int:
 class Grid:
     """Division of the rows of a run into parts; part k starts at first_row + k * part_rows.
 
-    Attributes:
-        num_rows: number of rows of the run.
-        part_rows: rows per part, a power of two.
-        first_row: first row of the run in the listing.
-        first_part: index of the first part of the run in the store.
+    The rows of a part are a power of two. `first_row` is that of the run in the listing, and
+    `first_part` the index of its first part in the store.
     """
 
     num_rows: int
@@ -153,9 +148,7 @@ class Grid:
     def chunk_rows(self, row_bytes: int, compressed: bool) -> int:
         """Rows per chunk: a power of two, so that no chunk extends over two parts.
 
-        Args:
-            row_bytes: bytes of a row.
-            compressed: whether the chunks are compressed; they are smaller then.
+        Compressed chunks are smaller.
         """
         budget = CHUNK_BYTES_COMPRESSED if compressed else CHUNK_BYTES
         return min(self.slots, power_of_two_at_most(budget / max(1, row_bytes)))
@@ -187,7 +180,6 @@ def status_names() -> str:
 
 
 def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool) -> dict[str, Any]:
-    """Root attributes of a part or of features.h5."""
     return {
         "featx_format": FORMAT,
         "fingerprint": fingerprint_sha256,
@@ -202,7 +194,6 @@ def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool
 
 
 def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
-    """Attributes of a dataset in /features."""
     return {
         "layer": spec.layer,
         "capture": spec.capture,
@@ -233,13 +224,9 @@ def checksum(*blocks: Block) -> int:
 
 
 def agrees(expected: Any, *blocks: Block) -> bool:
-    """Return whether blocks that are read have their checksum.
+    """Return whether blocks that are read, one after the other, have their checksum.
 
     Without the package xxhash nothing is compared, which a warning says once.
-
-    Args:
-        expected: checksum as an integer, or an array of one.
-        blocks: blocks, one after the other.
     """
     if xxhash is None:
         warnings.warn(
@@ -276,13 +263,9 @@ def geometry_values(geometry: TokenGeometry | None) -> dict[str, Any]:
 
 
 def geometry_of(values: Mapping[str, Any]) -> TokenGeometry | None:
-    """Token geometry from its entries, or None if they are missing.
+    """Token geometry from attributes of a dataset or an entry of featx.json; None if it has none.
 
-    Args:
-        values: attributes of a dataset, or an entry of featx.json; other names are ignored.
-
-    Raises:
-        ValueError, TypeError: an entry is missing or impossible.
+    Raises ValueError or TypeError if an entry is missing or impossible.
     """
     if not any(name in values for name in _NAMES):
         return None

@@ -47,15 +47,7 @@ def listing_identity(listing: Listing) -> str:
 
 
 def content_tags_digest(listing: Listing, num_rows: int | None = None) -> str | None:
-    """SHA-256 over the content tags of the first rows.
-
-    Args:
-        listing: listing with or without content tags.
-        num_rows: number of rows; None for all.
-
-    Returns:
-        hexadecimal digest, or None if the listing has no content tags.
-    """
+    """SHA-256 over the content tags of the first rows, or all; None for a listing without tags."""
     if listing.content_tags is None:
         return None
     content_tags = np.ascontiguousarray(listing.content_tags[:num_rows].astype("<i8", copy=False))
@@ -108,9 +100,6 @@ def write_listing(
     """Write a listing as samples.h5; the values of a large one on a disk exist once in memory.
 
     Args:
-        disk: performs the write.
-        path: final name; its folder exists.
-        listing: all rows.
         replace: replace an existing file; otherwise an existing file is kept.
         streamed_bytes: least size of a listing that is not built in memory.
 
@@ -128,7 +117,6 @@ def write_listing(
 
 
 def _fill(file: ChunkFile, listing: Listing) -> None:
-    """Write all of samples.h5."""
     file.hdf5.attrs["featx_format"] = layout.FORMAT
     make_groups(file.hdf5, listing)
     for path, values in row_values(listing).items():
@@ -137,11 +125,7 @@ def _fill(file: ChunkFile, listing: Listing) -> None:
 
 
 def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
-    """Compare samples.h5 with a listing.
-
-    Returns:
-        number of rows in samples.h5, and the reason why the common rows differ, or None.
-    """
+    """Number of rows in samples.h5, and the reason why the common rows differ, or None."""
     try:
         with open_metadata(path) as file:
             keys, labels = file[layout.KEY], file[layout.LABEL]
@@ -172,8 +156,7 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
 def is_listing_of(path: Path, listing: Listing) -> bool:
     """Return whether samples.h5 is undamaged and has exactly the rows of a listing.
 
-    Raises:
-        StoreError: the file cannot be read now.
+    Raises StoreError if the file cannot be read now.
     """
     if not path.exists():
         return False
@@ -200,17 +183,9 @@ def _compare_rows(
 def read_listing(root: Path, num_rows: int, identity: str | None = None) -> Listing | None:
     """Read the first rows of the listing of a store from samples.h5, features.h5, or the parts.
 
-    Args:
-        root: folder of the store.
-        num_rows: number of rows.
-        identity: digest in the fingerprint. The first of these sources that matches it is used, or
-            else the first one with enough rows.
-
-    Returns:
-        the listing, or None if no source has enough rows.
-
-    Raises:
-        StoreError: a file cannot be read now.
+    The first of these sources with `identity`, the digest in the fingerprint, is used, or else the
+    first one with enough rows; None if there is none. Raises StoreError if a file cannot be read
+    now.
     """
     second_best = None
     for read, path in (
@@ -272,7 +247,6 @@ def is_column_type(dtype: np.dtype[Any]) -> bool:
 
 
 def column_names(file: h5py.File) -> tuple[str, ...]:
-    """Names of the columns in samples.h5, a part or features.h5."""
     return tuple(file.get(layout.COLUMNS, ()))
 
 
@@ -304,7 +278,6 @@ def _read_from_parts(root: Path, num_rows: int) -> Listing | None:
 
 
 def _read_classes(file: h5py.File) -> tuple[str, ...]:
-    """Names of the classes in a file."""
     names: list[bytes] = file[layout.CLASSES][:].tolist()
     return tuple(name.decode("utf-8", "surrogateescape") for name in names)
 
@@ -313,15 +286,8 @@ def merge_listing(root: Path, stored: Listing, listed: Listing) -> Listing:
     """Reorder a listing: rows of the store first, in its order, then new rows.
 
     Rows of the store keep their position, label and columns. New rows follow in bytewise order of
-    their keys, and new classes follow the known ones.
-
-    Args:
-        root: folder of the store, for messages.
-        stored: listing of the store.
-        listed: current listing of the data set, in bytewise order.
-
-    Raises:
-        StoreMismatchError: rows of the store are missing, or have another label or other columns.
+    their keys, as in `listed`, and new classes follow the known ones. Raises StoreMismatchError if
+    rows of the store are missing, or have another label or other columns.
     """
     _refuse_other_columns(root, stored, listed)
     before, now = row_values(stored), row_values(listed)
@@ -378,8 +344,9 @@ def merge_listing(root: Path, stored: Listing, listed: Listing) -> Listing:
 
 def _refuse_other_columns(root: Path, stored: Listing, listed: Listing) -> None:
     """Raise StoreMismatchError if the columns have other names or types."""
+    words = {"S": "text", "b": "booleans", "i": "whole numbers", "f": "numbers"}
     before, now = (
-        {name: _column_type(values) for name, values in listing.columns.items()}
+        {name: words[values.dtype.kind] for name, values in listing.columns.items()}
         for listing in (stored, listed)
     )
     if before != now:
@@ -391,11 +358,6 @@ def _refuse_other_columns(root: Path, stored: Listing, listed: Listing) -> None:
             f"{root} has other columns (data.columns): it has {was}; the data set now gives "
             f"{is_now}. Give those of the store to resume it, or choose out=DIR for a new one."
         )
-
-
-def _column_type(values: npt.NDArray[Any]) -> str:
-    """Type of a column in words."""
-    return {"S": "text", "b": "booleans", "i": "whole numbers", "f": "numbers"}[values.dtype.kind]
 
 
 def _refuse_changed_column(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,9 +56,7 @@ class Run:
 
     Attributes:
         header: settings and versions, as every part of the run records them.
-        layers: datasets that the run computes.
         grid: rows of the run and their division into parts.
-        codec: codec of its parts.
         resolved: name -> value of every `auto`.
         conformance: comparison with the model library's own path, as JSON types; empty if there was
             none.
@@ -89,6 +87,7 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types for featx.json: its top level or, for later runs, an entry of `additions`."""
+        tokens = {name: geometry_values(geometry) for name, geometry in self.tokens.items()}
         return {
             "fingerprint": dict(self.header.fingerprint),
             "fingerprint_sha256": self.digest,
@@ -100,22 +99,13 @@ class Run:
             "layers": [asdict(spec) for spec in self.layers],
             "resolved": dict(self.resolved),
             **({_CONFORMANCE: dict(self.conformance)} if self.conformance else {}),
-            **({_TOKENS: self._token_entries} if self.tokens else {}),
+            **({_TOKENS: tokens} if tokens else {}),
             **{name: getattr(self.header, name) for name in _HEADER},
         }
 
-    @property
-    def _token_entries(self) -> dict[str, Any]:
-        """Places of tokens as JSON types."""
-        return {name: geometry_values(geometry) for name, geometry in self.tokens.items()}
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Run:
-        """Create a run from the result of `as_dict`.
-
-        Raises:
-            ValueError, TypeError, LookupError: the values are not valid.
-        """
+        """Create a run from the result of `as_dict`; raises ValueError, TypeError, LookupError."""
         missing = set(_REQUIRED) - set(values)
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
@@ -162,11 +152,7 @@ def _check_claims(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Runs of a store.
-
-    Attributes:
-        runs: runs in the order in which they were started; at least one.
-    """
+    """Runs of a store in the order in which they were started; at least one."""
 
     runs: tuple[Run, ...]
 
@@ -228,10 +214,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """Content of featx.json."""
         first, *others = self.runs
-        values = {
-            "featx_format": layout.FORMAT,
-            **first.as_dict(),
-        }
+        values = {"featx_format": layout.FORMAT, **first.as_dict()}
         if others:
             values["additions"] = [run.as_dict() for run in others]
         values[_CHECKSUM] = digest(values)
@@ -241,13 +224,7 @@ class Manifest:
     def from_json(cls, data: bytes, path: Path) -> Manifest:
         """Parse the content of featx.json.
 
-        Args:
-            data: content.
-            path: path of the file, for messages.
-
-        Raises:
-            DamagedManifestError: the content is not valid.
-            StoreError: it has another format.
+        Raises DamagedManifestError if it is not valid, and StoreError if it has another format.
         """
         try:
             values = json.loads(data)
@@ -256,7 +233,9 @@ class Manifest:
                 raise ValueError("it differs from its own sha256")
             if version == layout.FORMAT:
                 runs = [Run.from_dict(run) for run in (values, *values.get("additions", []))]
-                _check_numbering(runs)
+                counts = itertools.accumulate([len(run.grid) for run in runs], initial=0)
+                if any(run.grid.first_part != n for run, n in zip(runs, counts, strict=False)):
+                    raise ValueError("its parts are not numbered consecutively")
                 return cls(tuple(runs))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise DamagedManifestError(
@@ -268,18 +247,10 @@ class Manifest:
         raise AssertionError("unreachable")
 
 
-def _check_numbering(runs: Sequence[Run]) -> None:
-    """Raise ValueError unless the parts of all runs are numbered consecutively."""
-    counts = itertools.accumulate([len(run.grid) for run in runs], initial=0)
-    if any(run.grid.first_part != count for run, count in zip(runs, counts, strict=False)):
-        raise ValueError("its parts are not numbered consecutively")
-
-
 def read_manifest(root: Path) -> Manifest | None:
     """Read featx.json of a store; None if there is no such file.
 
-    Raises:
-        StoreError: the file cannot be read, is damaged, or has a newer format.
+    Raises StoreError if the file cannot be read, is damaged, or has a newer format.
     """
     path = root / layout.MANIFEST
     try:
@@ -294,11 +265,8 @@ def read_manifest(root: Path) -> Manifest | None:
 def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     """Read the manifest of a store, from a copy if featx.json is lost or damaged.
 
-    Returns:
-        the manifest, or None if there is none, and whether featx.json itself is intact.
-
-    Raises:
-        StoreError: featx.json is damaged and there is no copy, or it has a newer format.
+    Return the manifest or None, and whether featx.json itself is intact. Raises StoreError if it is
+    damaged and there is no copy, or it has a newer format.
     """
     try:
         manifest = read_manifest(root)
@@ -312,13 +280,19 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     return copy, copy is None
 
 
+def require_manifest(root: Path) -> Manifest:
+    """Read the manifest of a store as `load_manifest`; raise StoreError if there is none."""
+    manifest, _ = load_manifest(root)
+    if manifest is None:
+        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    return manifest
+
+
 def num_runs_of(packed: h5py.File) -> int:
-    """Number of runs that a features.h5 holds."""
     return len(_read_copy(packed).runs) if layout.MANIFEST_COPY in packed.attrs else 1
 
 
 def _read_copy(file: h5py.File) -> Manifest:
-    """Manifest that a part or features.h5 carries."""
     return Manifest.from_json(bytes(file.attrs[layout.MANIFEST_COPY]), Path(file.filename))
 
 

@@ -31,31 +31,16 @@ from featx.store.hdf5_files import (
 )
 
 _MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
-"""Limits on the number of open files: see `max_open_files`. Each takes three descriptors, those of
-HDF5, of `RawFile` and of its memory map, however many layers are read."""
-
-
-def max_open_files() -> int:
-    """Number of files that a process keeps open for a store, or for the tokens of a layer.
-
-    It is _MAX_OPEN_FILES, or 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(4, min(_MAX_OPEN_FILES, limit // _SHARE_OF_LIMIT))
+"""Largest number of open files, or 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
+Each takes three descriptors, those of HDF5, of `RawFile` and of its memory map, however many layers
+are read."""
 
 
 class OpenFile:
     """File open for reading, with those of its datasets that were checked.
 
-    Args:
-        path: path of the file.
-        verify: which chunks are compared with their checksums.
-
-    Attributes:
-        path: path of the file.
-        file: h5py file.
-        is_checked: whether the file was checked to belong to the run of the store.
-        num_readers: number of threads that are reading from it.
+    `is_checked` tells whether it was found to belong to the run of the store, and `num_readers` how
+    many threads are reading from it.
     """
 
     def __init__(self, path: Path, verify: Verify = "chunks") -> None:
@@ -68,10 +53,6 @@ class OpenFile:
         self._datasets: dict[str, h5py.Dataset] = {}
         self._rows: dict[str, ChunkReader] = {}
         self._raw_file: RawFile | None = None
-
-    def names(self) -> list[str]:
-        """Names of the datasets in /features."""
-        return list(self.file[layout.FEATURES])
 
     def column_names(self) -> tuple[str, ...]:
         """Names of the datasets in /columns, which only some stores have."""
@@ -101,10 +82,8 @@ class OpenFile:
         values: npt.NDArray[Any] | None = None
         if sums is not None and dataset.chunks and len(dataset):
             chunks = [(rows, good) for _, rows, good in compared_chunks(dataset, sums)]
-            values, is_good = (
-                np.concatenate([rows for rows, _ in chunks]),
-                all(g for _, g in chunks),
-            )
+            values = np.concatenate([rows for rows, _ in chunks])
+            is_good = all(good for _, good in chunks)
         else:
             if dataset.dtype.kind == "S" and self._remote_file is None:
                 values = map_values(dataset, self.file.id.get_vfd_handle())
@@ -166,7 +145,6 @@ class OpenFile:
         return self._rows[path]
 
     def close(self) -> None:
-        """Close the file and all of its readers."""
         for rows in self._rows.values():
             rows.close()
         self._rows.clear()
@@ -176,11 +154,7 @@ class OpenFile:
 
 
 class Handles:
-    """Open files of this process; the least recently used ones are closed first.
-
-    Args:
-        verify: which chunks are compared with their checksums when they are read.
-    """
+    """Open files of this process; the least recently used ones are closed first."""
 
     def __init__(self, verify: Verify = "chunks") -> None:
         self.verify = verify
@@ -191,7 +165,8 @@ class Handles:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._files: OrderedDict[Path, OpenFile] = OrderedDict()
-        self._max_open = max_open_files()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_open = max(4, min(_MAX_OPEN_FILES, limit // _SHARE_OF_LIMIT))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"verify": self.verify}

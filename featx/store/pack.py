@@ -24,7 +24,7 @@ from featx.store.hdf5_files import damage_text, dataset_filters, open_hdf5, open
 from featx.store.heartbeat import refuse_other_writers
 from featx.store.image_states import read_image_checksums
 from featx.store.listing import read_listing, row_values, same_values
-from featx.store.manifest import Manifest, load_manifest, num_runs_of
+from featx.store.manifest import Manifest, num_runs_of, require_manifest
 from featx.store.part_files import DamageRecord, clear_leftovers, part_path
 from featx.store.result_files import read_failures
 from featx.store.row_file import RowFile
@@ -39,12 +39,7 @@ this size the copy takes minutes to hours and twice the disk."""
 
 
 def reason_to_keep_parts(stored_bytes: int, free_bytes: int) -> str | None:
-    """Say why pack=auto does not pack a store, or None if it does.
-
-    Args:
-        stored_bytes: bytes of the files to pack.
-        free_bytes: bytes that are free on the disk.
-    """
+    """Say why pack=auto does not pack a store, or None if it does."""
     if stored_bytes > LARGEST_PACKED_BYTES:
         return (
             f"they are {size_text(stored_bytes)}, and pack=auto packs up to "
@@ -65,13 +60,9 @@ def packed_size_bound(stored_bytes: int) -> int:
 
 
 def pack_parts(root: Path) -> None:
-    """Pack a store.
+    """Pack a store whose lock the caller holds.
 
-    Args:
-        root: folder of the store; the caller holds its lock.
-
-    Raises:
-        RunError: packing failed. The parts are kept; the next run repairs damaged ones.
+    Raises RunError if packing failed. The parts are kept; the next run repairs damaged ones.
     """
     stop = threading.Event()
     try:
@@ -91,18 +82,13 @@ def pack_parts(root: Path) -> None:
 
 
 def pack_store(root: Path) -> bool:
-    """Pack a finished store that was kept in parts, and delete the parts.
-
-    Returns:
-        whether there was anything to pack.
+    """Pack a finished store that was kept in parts, and delete the parts; False if it has none.
 
     Raises:
         StoreError: there is no store, or rows are missing.
         RunError: the disk is full or fails; the parts are kept.
     """
-    manifest, _ = load_manifest(root)
-    if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    manifest = require_manifest(root)
     disk = AtomicFolder(root)
     with exclusive_lock(root / layout.LOCK):
         # Slurm tasks without a driver write without this lock.
@@ -127,13 +113,9 @@ def pack_store(root: Path) -> bool:
 def pack(root: Path, stop: threading.Event | None = None) -> None:
     """Create features.h5 from the files of a store and check every chunk of it.
 
-    Args:
-        root: folder of the store.
-        stop: once it is set, the copy ends with an error.
+    Once `stop` is set, the copy ends with an error.
     """
-    manifest, _ = load_manifest(root)
-    if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST}.")
+    manifest = require_manifest(root)
     sources = _source_files(root, manifest)
     if [path.name for path, _ in sources] == [layout.PACKED]:
         return
@@ -161,7 +143,6 @@ def pack(root: Path, stop: threading.Event | None = None) -> None:
 
 
 def _removed_meanwhile(root: Path) -> StoreError:
-    """Error for a source that another process has removed."""
     return StoreError(
         f"a file of {root} was removed while it was being packed: another process writes the "
         "store, on a file system without locks. Give the same command again."
@@ -222,8 +203,6 @@ def _record_damaged(disk: AtomicFolder, sources: list[Path]) -> str:
 
 
 class _Packer:
-    """Packed file that is being filled."""
-
     def __init__(
         self, manifest: Manifest, listing: Listing, file: ChunkFile, stop: threading.Event
     ) -> None:
@@ -236,7 +215,6 @@ class _Packer:
         self._failures: dict[int, Failure] = {}
 
     def copy(self, sources: list[tuple[Path, RowFile]]) -> None:
-        """Write the whole file."""
         row_file = RowFile.packed(self._manifest, len(self._manifest.runs))
         row_file.create(self._file, self._listing)
         for path, source in sources:

@@ -29,11 +29,6 @@ class PartBuilder:
         specs: datasets of the part.
         file: file on the disk with all datasets of the part, to which the rows of the layers are
             written as they come, in order; None holds them in memory.
-
-    Attributes:
-        part: rows of the part.
-        file: as above.
-        failures: failed rows added so far.
     """
 
     def __init__(
@@ -116,18 +111,9 @@ class PartBuilder:
             self.file.discard()
 
     def build(self, run: Run, listing: Listing, manifest: bytes) -> bytes:
-        """Build the HDF5 file in memory and check it.
+        """Build the HDF5 file in memory; raise RunError if it reads back differently.
 
-        Args:
-            run: run that the part belongs to.
-            listing: listing of the whole store; the part gets its keys, labels and columns.
-            manifest: content of featx.json; every part carries a copy, for a store that loses it.
-
-        Returns:
-            bytes of the file.
-
-        Raises:
-            RunError: the file reads back differently.
+        Every part carries a copy of featx.json, the manifest, for a store that loses it.
         """
         with ChunkFile(Path(layout.PARTS, layout.part_name(self.part.index))) as file:
             RowFile.of_part(run, self.part).create(file, listing)

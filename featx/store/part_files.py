@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from featx.errors import RunError, StoreError
+from featx.errors import StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
@@ -27,22 +27,16 @@ _END_OF_FILE = 28
 
 
 def part_path(root: Path, index: int) -> Path:
-    """Path of the part with this index."""
     return root / layout.PARTS / layout.part_name(index)
 
 
 def part_names(root: Path) -> set[str]:
     """File names of the parts in a store."""
-    return names_in(root, layout.PART_GLOB)
-
-
-def names_in(root: Path, pattern: str) -> set[str]:
-    """Names in the folder of parts that a pattern matches."""
     folder = root / layout.PARTS
     if is_url(root):
-        return {path.name for path in folder.glob(pattern)}
+        return {path.name for path in folder.glob(layout.PART_GLOB)}
     try:
-        return set(fnmatch.filter(os.listdir(folder), pattern))
+        return set(fnmatch.filter(os.listdir(folder), layout.PART_GLOB))
     except (FileNotFoundError, NotADirectoryError):
         return set()
 
@@ -52,12 +46,8 @@ def is_streamed(
 ) -> bool:
     """Return whether the rows of a part are written as they come instead of being held in memory.
 
-    Args:
-        root: folder of the store; parts in an object store are built in memory.
-        codec: codec of the run; compressed parts, whose layout depends on the sizes of all chunks,
-            are built in memory.
-        num_bytes: bytes of the rows of the part.
-        streamed_bytes: least size of a part that is streamed.
+    Parts in an object store are built in memory, as are compressed ones, whose layout depends on
+    the sizes of all chunks.
     """
     return codec == "none" and num_bytes >= streamed_bytes and not is_url(root)
 
@@ -70,18 +60,9 @@ def begin_part(
     listing: Listing,
     streamed_bytes: int = STREAMED_BYTES,
 ) -> PartBuilder:
-    """Begin a part, to which rows are added in order.
+    """Begin a part, to which rows are added in order; `is_streamed` tells where they are held.
 
-    Args:
-        disk: writes to the store.
-        part: rows of the part.
-        specs: datasets of the part.
-        manifest: manifest of the store.
-        listing: listing of the whole store.
-        streamed_bytes: least size of a part that is streamed; see `is_streamed`.
-
-    Raises:
-        RunError: the disk is full or fails.
+    Raises RunError if the disk is full or fails.
     """
     run = manifest.run_of(part)
     num_bytes = len(part) * sum(spec.row_bytes for spec in specs)
@@ -102,18 +83,8 @@ def publish_part(
 ) -> Sequence[Failure]:
     """Commit a part; a part that another process has committed first is kept.
 
-    Args:
-        disk: writes to the store.
-        builder: part with all of its rows.
-        manifest: manifest of the store.
-        listing: listing of the whole store.
-
-    Returns:
-        failures of the part that the store holds then.
-
-    Raises:
-        RunError: the disk is full or fails.
-        StoreError: the file of the other process is not valid.
+    Return the failures of the part that the store holds then. Raises RunError if the disk is full
+    or fails, and StoreError if the file of the other process is not valid.
     """
     run = manifest.run_of(builder.part)
     path = part_path(disk.root, builder.part.index)
@@ -130,31 +101,13 @@ def publish_part(
     return failures
 
 
-def parts_committed_by_others(
-    root: Path, manifest: Manifest, parts: Sequence[Part]
-) -> Iterator[tuple[Part, Sequence[Failure]]]:
-    """Select the parts whose files exist; yields each with its failures."""
-    names = part_names(root)
-    present = [part for part in parts if layout.part_name(part.index) in names]
-    for part, problem, failures in inspect_parts(root, manifest, present):
-        if problem is not None:
-            path = part_path(root, part.index)
-            raise RunError(
-                f"{path} is not a valid part: {problem}. Give the same command again to compute it."
-            )
-        yield part, failures
-
-
 def inspect_parts(
     root: Path, manifest: Manifest, parts: Sequence[Part], min_parts: int = MANY_FILES
 ) -> Iterator[tuple[Part, str | None, Sequence[Failure]]]:
-    """Apply `inspect_file` to several parts, in order; files in a bucket are prefetched.
+    """Yield `inspect_file` of several parts, in order; files in a bucket are prefetched.
 
     Of many parts on a disk only the chunk tables are read, which takes a tenth of the time; parts
     with failures, and those that their table does not describe as they should be, are opened.
-
-    Yields:
-        part, problem and failures.
     """
     if len(parts) < min_parts or is_url(root):
         paths = [part_path(root, part.index) for part in parts]
@@ -204,10 +157,9 @@ def _is_complete_by_table(path: str, part: Part, run: Run) -> bool:
 def inspect_file(
     path: Path, expected: RowFile, opened: Callable[[], S3File] | None = None
 ) -> tuple[str | None, Sequence[Failure]]:
-    """Check what a file with rows says of itself; flipped bits are found by verifying and packing.
+    """Reason why a file is not valid by what it says of itself, or None, and its failures.
 
-    Returns:
-        reason why the file is not valid, or None, and the failures of its rows.
+    Flipped bits are found by verifying and packing.
     """
     try:
         with open_metadata(path, opened) as file:
@@ -288,6 +240,5 @@ def leftover_bytes(root: Path) -> int:
 
 
 def _leftovers(root: Path) -> Iterator[Path]:
-    """Paths of temporary files."""
     for folder in _FOLDERS:
         yield from root.glob(f"{folder}/{TEMPORARY_PREFIX}*" if folder else f"{TEMPORARY_PREFIX}*")

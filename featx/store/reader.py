@@ -17,7 +17,7 @@ from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
 from featx.store.chunk_reader import Verify, check_verify
-from featx.store.contents import find_contents
+from featx.store.contents import Contents, find_contents
 from featx.store.description import describe_html, describe_text
 from featx.store.layer_array import LayerArray
 from featx.store.layer_reader import LayerReader
@@ -33,12 +33,6 @@ def check_rows_present(
 
     When files of a store vanish, the reader looks for them again, and rows that it cannot find read
     as NaN. A row that is ok never starts with NaN.
-
-    Args:
-        store: store that the rows were read from.
-        layer: name of the layer.
-        rows: (n,) rows of the store that were ok when it was opened.
-        values: (n, ...) values read from these rows.
     """
     if not values.size:
         return
@@ -78,13 +72,8 @@ class FeatureStore:
 
     A store can be pickled and used in forked processes; each process opens its own files.
 
-    Args:
-        path: as for `featx.open`.
-        verify: as for `featx.open`.
-
     Attributes:
         root: absolute path of the folder or file.
-        layers: names of the layers.
         complete: whether every row of the listing is there.
         classes: names of the classes; `labels` are indices into them.
         columns: names of the columns that the data set has; see `column`.
@@ -126,11 +115,18 @@ class FeatureStore:
         return self._contents.num_rows
 
     def __repr__(self) -> str:
-        return describe_text(self)
+        return describe_text(self.root, *self._described())
 
     def _repr_html_(self) -> str:
-        """Return the description that notebooks show."""
-        return describe_html(self)
+        return describe_html(self.root, *self._described())
+
+    def _described(self) -> tuple[Contents, npt.NDArray[np.uint8] | None]:
+        """Contents, and the status of all rows or None; a damaged store is described, too."""
+        try:
+            status = self.status  # first, as it may find that parts were packed
+        except StoreError:
+            return self._contents, None
+        return self._contents, status
 
     def show(
         self, rows: int | Sequence[int] = 10, data: str | os.PathLike[str] | None = None
@@ -179,7 +175,7 @@ class FeatureStore:
     @property
     def num_rows_present(self) -> int:
         """Number of rows that the store holds so far, failed ones included."""
-        return self._layer_reader.num_present(self.layers[0])
+        return self._contents.num_rows_present
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -219,7 +215,6 @@ class FeatureStore:
         return self._retry_if_packed(self._read_status)
 
     def _read_status(self) -> npt.NDArray[np.uint8]:
-        """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
         for segment, statuses in self._layer_reader.statuses():
             before = status[segment.start : segment.stop]
@@ -236,7 +231,6 @@ class FeatureStore:
         return self._retry_if_packed(self._read_image_checksums)
 
     def _read_image_checksums(self) -> npt.NDArray[np.uint64]:
-        """Combine the checksums of all files; see `image_checksums`."""
         checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
         for segment in self._contents.segments:
             with self._layer_reader.open(segment) as opened:
@@ -254,21 +248,17 @@ class FeatureStore:
 
     @cached_property
     def failures(self) -> list[dict[str, Any]]:
-        """Failed rows in ascending order, each with row, key, status (a word), error and
-        message.
-        """
-        failures = []
-        for row, error, message in self._retry_if_packed(self._read_failures):
-            failures.append(
-                {
-                    "row": row,
-                    "key": name_text(bytes(self.key_bytes[row])),
-                    "status": self._status_label(row),
-                    "error": error.decode("utf-8", "replace"),
-                    "message": message.decode("utf-8", "replace"),
-                }
-            )
-        return sorted(failures, key=lambda failure: failure["row"])
+        """Failed rows in ascending order: row, key, status (a word), error, message of each."""
+        return [
+            {
+                "row": row,
+                "key": name_text(bytes(self.key_bytes[row])),
+                "status": self._status_label(row),
+                "error": error.decode("utf-8", "replace"),
+                "message": message.decode("utf-8", "replace"),
+            }
+            for row, error, message in sorted(self._retry_if_packed(self._read_failures))
+        ]
 
     def _status_label(self, row: int) -> str:
         """Status of a row in words; raises StoreError for a number that is no status."""
@@ -323,9 +313,6 @@ class FeatureStore:
         """Features and labels of all ok rows, as scikit-learn takes them.
 
         Rows without a label are left out, unless no row has one: y is -1 then.
-
-        Args:
-            layer: name of the layer.
 
         Returns:
             X (n, D) float32 with flattened features, and y (n,) int64.
@@ -407,15 +394,3 @@ class FeatureStore:
                     f"{self.root} has lost rows since it was opened: {error.filename} is missing."
                 ) from error
             return read()
-
-    def _read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Read rows of a layer in any order; absent rows are NaN."""
-        return self._retry_if_packed(lambda: self._layer_reader.read(layer, rows))
-
-    def _read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Read rows [start, stop) of a layer, (n, ...); absent rows are NaN."""
-        return self._retry_if_packed(lambda: self._layer_reader.read_range(layer, start, stop))
-
-    def _chunk_rows(self, layer: str) -> int:
-        """Rows per chunk in the first file of a layer."""
-        return self._retry_if_packed(lambda: self._layer_reader.chunk_rows(layer))

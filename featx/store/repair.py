@@ -16,7 +16,7 @@ from featx.store.committed_parts import CommittedParts
 from featx.store.file_checks import DamageReport
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.listing import read_listing, write_listing
-from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
+from featx.store.manifest import Manifest, Run, num_runs_of, require_manifest
 from featx.store.part_files import clear_leftovers, part_path
 from featx.store.result_files import failures_csv
 from featx.store.sound_rows import Reasons, matches_manifest, open_damaged, sound_rows
@@ -26,11 +26,7 @@ from featx.types import Listing
 def runs_to_extract(report: DamageReport) -> list[Run]:
     """Runs of which rows have to be extracted to repair a store; writes nothing.
 
-    Args:
-        report: result of `check_store` for a folder.
-
-    Raises:
-        StoreError: there is no store, or a file cannot be read now.
+    Raises StoreError if there is no store, or a file cannot be read now.
     """
     manifest, listing = _manifest_and_listing(report.root)
     lost = _survey(CommittedParts(open_folder(report.root), True), report, manifest, listing)
@@ -40,9 +36,6 @@ def runs_to_extract(report: DamageReport) -> list[Run]:
 
 def repair_files(report: DamageReport) -> list[Run]:
     """Write again what other files of a store have, too: manifest, listing, columns of parts.
-
-    Args:
-        report: result of `check_store` for a folder.
 
     Returns:
         runs of which rows have to be extracted.
@@ -74,10 +67,7 @@ def repair_files(report: DamageReport) -> list[Run]:
 
 
 def _manifest_and_listing(root: Path) -> tuple[Manifest, Listing | None]:
-    """Read the manifest and the listing of a store."""
-    manifest, _ = load_manifest(root)
-    if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    manifest = require_manifest(root)
     return manifest, read_listing(root, manifest.num_rows, manifest.listing_identity)
 
 

@@ -23,12 +23,7 @@ _CHECKSUM = "sha256"
 
 
 def result_json(values: Mapping[str, Any], indent: int) -> bytes:
-    """Content of a file of results: the values, and the SHA-256 of them as the last entry.
-
-    Args:
-        values: JSON types.
-        indent: spaces per level.
-    """
+    """Content of a file of results: the values, and the SHA-256 of them as the last entry."""
     text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     sealed = {**values, _CHECKSUM: digest(json.loads(text))}
     text = json.dumps(sealed, indent=indent, ensure_ascii=False, allow_nan=False)
@@ -36,15 +31,9 @@ def result_json(values: Mapping[str, Any], indent: int) -> bytes:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a file of results.
+    """Read a file of results; one without a checksum is read as it is.
 
-    Args:
-        path: path of the file; one without a checksum is read as it is.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        StoreError: the file is damaged.
-        OSError: it cannot be read.
+    Raises StoreError if the file is damaged, and an OSError if it is missing or cannot be read.
     """
     data = path.read_bytes()
     try:

@@ -23,15 +23,7 @@ from featx.types import Failure, LayerSpec, Listing, Part
 
 @dataclass(frozen=True)
 class RowFile:
-    """File of a store with rows: a part, or features.h5.
-
-    Attributes:
-        start: first row in the store.
-        stop: row after the last one.
-        fingerprint_sha256: SHA-256 that the file must carry as its fingerprint.
-        runs: runs of which it holds rows.
-        part: index of the part, or None for features.h5.
-    """
+    """File of a store with rows: a part, or features.h5, whose part is None."""
 
     start: int
     stop: int
@@ -41,12 +33,10 @@ class RowFile:
 
     @classmethod
     def of_part(cls, run: Run, part: Part) -> RowFile:
-        """File of a part of a run."""
         return cls(part.start, part.stop, run.digest, (run,), part.index)
 
     @classmethod
     def packed(cls, manifest: Manifest, num_runs: int) -> RowFile:
-        """features.h5 with the first runs of a store."""
         runs = manifest.runs[:num_runs]
         stop = max(run.grid.stop_row for run in runs)
         return cls(0, stop, manifest.digest_of(num_runs), runs, None)
@@ -68,13 +58,10 @@ class RowFile:
         return {**header, "codec": self.runs[0].codec, **part}
 
     def problem(self, file: h5py.File) -> str | None:
-        """Check by its attributes, shapes and dtypes whether a file is this one.
+        """Reason why, by its attributes, shapes and dtypes, a file is not this one, or None.
 
         The fingerprint covers listing and layers, so what remains to check is which rows the file
         holds and whether it is complete.
-
-        Returns:
-            description of what is wrong, or None.
         """
         attrs = file.attrs  # h5py opens the root group at every access
         if attrs["fingerprint"] != self.fingerprint_sha256:
@@ -109,22 +96,19 @@ class RowFile:
             file.create(path, (len(self),), dtype, grid.column_chunk_rows, max_rows)
         file.hdf5[layout.STATUS].attrs["names"] = layout.status_names()
         for spec, run in self.layers.values():
-            self._create_layer(file, spec, run)
+            grid, max_rows = self._grid(run)
+            dataset = file.create(
+                f"{layout.FEATURES}/{spec.name}",
+                (len(self), *spec.shape),
+                h5py.Datatype(hdf5_type(spec.dtype)),
+                grid.chunk_rows(spec.row_bytes, run.codec != "none"),
+                max_rows,
+                fillvalue=np.nan,
+                **codecs.filters(run.codec),
+            )
+            tokens = geometry_values(run.tokens.get(spec.name))
+            dataset.attrs.update({**layout.layer_attributes(spec), **tokens})
         file.seal()
-
-    def _create_layer(self, file: ChunkFile, spec: LayerSpec, run: Run) -> None:
-        grid, max_rows = self._grid(run)
-        dataset = file.create(
-            f"{layout.FEATURES}/{spec.name}",
-            (len(self), *spec.shape),
-            h5py.Datatype(hdf5_type(spec.dtype)),
-            grid.chunk_rows(spec.row_bytes, run.codec != "none"),
-            max_rows,
-            fillvalue=np.nan,
-            **codecs.filters(run.codec),
-        )
-        tokens = geometry_values(run.tokens.get(spec.name))
-        dataset.attrs.update({**layout.layer_attributes(spec), **tokens})
 
     def _grid(self, run: Run) -> tuple[layout.Grid, int]:
         """Division of the rows of a run, and the rows that its datasets can hold."""

@@ -12,10 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from featx.errors import StoreError, StoreLockedError
+from featx.errors import RunError, StoreError, StoreLockedError
 from featx.storage import open_folder
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES
@@ -29,7 +26,6 @@ from featx.store.heartbeat import (
     refuse_other_writers,
     report_lost_work,
 )
-from featx.store.image_states import write_image_states
 from featx.store.listing import compare_listing, write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
 from featx.store.part_builder import PartBuilder
@@ -37,9 +33,9 @@ from featx.store.part_files import (
     DamageRecord,
     begin_part,
     clear_leftovers,
+    inspect_parts,
     part_names,
     part_path,
-    parts_committed_by_others,
     publish_part,
 )
 from featx.store.repair import unpack_store
@@ -54,14 +50,11 @@ class StoreSession:
     """Period in which one process writes to a store, under an exclusive lock.
 
     Args:
-        root: folder of the store.
         requested: all rows and the requested layers, as a run of their own.
         listing: all rows; rows that the store has are in the store's order.
         grow: whether new rows may be added to the store.
 
     Attributes:
-        root: folder of the store.
-        listing: all rows.
         disk: performs every write to the store.
         lock: file descriptor that holds the lock, within `hold`.
         manifest: manifest of the store, including this run.
@@ -82,8 +75,7 @@ class StoreSession:
     def hold(self, overwrite: bool = False) -> Iterator[StoreSession]:
         """Lock the store, start it or check that the runs match, and find the committed parts.
 
-        Args:
-            overwrite: delete the existing store first.
+        With `overwrite`, the existing store is deleted first.
 
         Raises:
             StoreLockedError: another process is writing to the store.
@@ -194,19 +186,24 @@ class StoreSession:
     def committed_by_others(
         self, parts: Sequence[Part]
     ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Select the parts that other processes have committed; yields each with its failures.
+        """Yield the parts that other processes have committed, each with its failures.
 
-        Raises:
-            RunError: the file of a part is not valid.
+        Raises RunError if the file of a part is not valid.
         """
-        return parts_committed_by_others(self.root, self.manifest, parts)
+        names = part_names(self.root)
+        present = [part for part in parts if layout.part_name(part.index) in names]
+        for part, problem, failures in inspect_parts(self.root, self.manifest, present):
+            if problem is not None:
+                raise RunError(
+                    f"{part_path(self.root, part.index)} is not a valid part: {problem}. Give the "
+                    "same command again to compute it."
+                )
+            yield part, failures
 
     def unpack(self) -> None:
         """Turn the rows of features.h5 into parts again, if it exists.
 
-        Raises:
-            StoreError: features.h5 is damaged.
-            RunError: the disk is full or fails; features.h5 stays.
+        Raises StoreError if it is damaged; it stays if the disk is full or fails (RunError).
         """
         if self._parts.num_packed_runs:
             unpack_store(self.root, self.manifest, self.listing)
@@ -227,15 +224,14 @@ class StoreSession:
     def read_part(self, part: Part) -> SoundRows:
         """Read a part; rows that it has lost have no meaning.
 
-        Raises:
-            StoreError: a part that has lost no rows so far is damaged.
+        Raises StoreError if a part that has lost no rows so far is damaged.
         """
         rows = self._parts.sound_rows(part, self.manifest, self.listing)
         is_whole = rows is not None and bool(rows.good.all())
         if part.index in self._parts.indices and not is_whole:
             raise StoreError(
-                f"{self.part_path(part.index)} is damaged. job=verify verify.repair=true rebuilds "
-                "it."
+                f"{part_path(self.root, part.index)} is damaged. job=verify verify.repair=true "
+                "rebuilds it."
             )
         return SoundRows.of_none(part, self.manifest.run_of(part)) if rows is None else rows
 
@@ -243,13 +239,9 @@ class StoreSession:
         """Replace a part; a crash leaves either the old or the new rows."""
         run = self.manifest.run_of(builder.part)
         data = builder.build(run, self.listing, self.manifest.to_json())
-        self.disk.replace(self.part_path(builder.part.index), data)
+        self.disk.replace(part_path(self.root, builder.part.index), data)
         if builder.part.index not in self._parts.indices:
             self.record_commit(builder.part, builder.failures)
-
-    def write_image_states(self, states: npt.NDArray[np.void]) -> None:
-        """Write images.h5 if its content changes."""
-        write_image_states(self.disk, self.root / layout.IMAGES, states)
 
     def survey_again(self) -> None:
         """Find the parts and their failures again, after some parts were replaced."""
@@ -291,10 +283,6 @@ class StoreSession:
         """
         self._parts.set_packed(len(self.manifest.runs))
 
-    def part_path(self, index: int) -> Path:
-        """Path of the part with this index."""
-        return part_path(self.root, index)
-
     def _report_other_driver(self, other: HeartbeatRecord, overwrite: bool) -> None:
         """Warn about another driver on a store without locks; raise with overwrite=true."""
         if overwrite:
@@ -328,7 +316,9 @@ class StoreSession:
         since rows beyond those that the manifest counts are ignored.
         """
         manifest, listing = self.root / layout.MANIFEST, self.root / layout.LISTING
-        if before is None and not self._create_manifest(manifest):
+        is_taken = before is None and not self.disk.publish(manifest, self.manifest.to_json())
+        # Equal content may come from a driver with the same choices, or from our own request.
+        if is_taken and (self.disk.has_locks or read_manifest(self.root) != self.manifest):
             raise StoreError(
                 f"{manifest} was created by another process, which started this store at the "
                 "same time. Give the same command again to resume it, or choose another out=DIR."
@@ -352,13 +342,6 @@ class StoreSession:
                     f"{manifest} was changed by another process, which adds to this store. Give "
                     "the same command again when that process has ended."
                 )
-
-    def _create_manifest(self, path: Path) -> bool:
-        """Create the manifest; return False if another process has started another run."""
-        if self.disk.publish(path, self.manifest.to_json()):
-            return True
-        # Equal content may come from a driver with the same choices, or from our own request.
-        return not self.disk.has_locks and read_manifest(self.root) == self.manifest
 
     def _clear(self) -> None:
         """Delete the store; do nothing in a folder that is no store.
@@ -393,17 +376,14 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
     with contextlib.suppress(*layout.UNREADABLE), open_metadata(root / layout.PACKED) as file:
         num_packed = num_runs_of(file)
     names = part_names(root)
-    parts_of_runs = [
-        (
-            run,
-            [
-                gap
-                for part in run.parts()
-                for gap in record.gaps(
-                    part, number < num_packed or layout.part_name(part.index) in names
-                )
-            ],
-        )
-        for number, run in enumerate(manifest.runs)
-    ]
-    return [(run, parts) for run, parts in parts_of_runs if parts]
+    found = []
+    for number, run in enumerate(manifest.runs):
+        is_packed = number < num_packed
+        parts = [
+            gap
+            for part in run.parts()
+            for gap in record.gaps(part, is_packed or layout.part_name(part.index) in names)
+        ]
+        if parts:
+            found.append((run, parts))
+    return found

@@ -30,15 +30,10 @@ def matches_manifest(listing: Listing | None, manifest: Manifest) -> TypeGuard[L
 
 @dataclass(frozen=True)
 class SoundRows:
-    """Rows of a part in a damaged file.
+    """Rows of a part in a damaged file, (n, ...) as stored.
 
-    Attributes:
-        part: rows of the part.
-        features: dataset name -> (n, ...) stored values, which mean nothing in rows that are lost.
-        good: (n,) bool, whether the row is sound.
-        images: (n,) uint64 image checksums.
-        failures: failed rows among the sound ones.
-        damaged: sound rows of damaged images that were accepted.
+    `good` tells which rows are sound; the features of others mean nothing. `failures` and `damaged`
+    (rows of damaged images that were accepted) are among the sound rows.
     """
 
     part: Part
@@ -50,7 +45,6 @@ class SoundRows:
 
     @classmethod
     def of_none(cls, part: Part, run: Run) -> SoundRows:
-        """Rows of a part of which none is there."""
         features = {
             spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
             for spec in run.layers

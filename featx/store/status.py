@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from featx.errors import StoreError, counted
+from featx.errors import counted
 from featx.store import layout
 from featx.store.heartbeat import HeartbeatRecord, read_heartbeats
-from featx.store.manifest import Run, load_manifest
+from featx.store.manifest import Run, require_manifest
 from featx.store.session import missing_parts
 
 WINDOW_S = 300.0
@@ -28,18 +28,13 @@ class StoreStatus:
     """Progress of a store.
 
     Attributes:
-        root: folder of the store.
-        rows: number of rows in the end, summed over the runs of the store.
-        rows_done: number of rows in committed parts, summed in the same way.
-        parts: number of parts in the end.
-        parts_done: number of committed parts.
+        rows: number of rows in the end, summed over the runs of the store, as is `rows_done`.
         packed: whether features.h5 exists.
         rows_per_second: speed of the last minutes with commits; None before the second part.
         seconds_left: estimated remaining seconds; None if no process is at work or the speed is
             unknown.
         last_commit_age_s: seconds since the last commit; None if the folder has no parts.
         failures: number of failed rows, in a bucket as of the last heartbeat of the driver.
-        workers: heartbeats of the processes.
         stuck: one sentence for each thing that makes no progress.
     """
 
@@ -75,12 +70,9 @@ class StoreStatus:
 def store_status(root: Path) -> StoreStatus:
     """Read the status of a store, from any machine that sees its folder.
 
-    Raises:
-        StoreError: there is no store.
+    Raises StoreError if there is no store.
     """
-    manifest, _ = load_manifest(root)
-    if manifest is None:
-        raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
+    manifest = require_manifest(root)
     missing = [part for _, parts in missing_parts(root, manifest) for part in parts]
     rows = sum(run.grid.num_rows for run in manifest.runs)
     rows_left, parts_left = sum(map(len, missing)), len({part.index for part in missing})

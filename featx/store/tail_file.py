@@ -34,12 +34,6 @@ class TailFile:
     """File whose end is read as it is opened; a small part is read completely.
 
     So four system calls read the chunk table of a part: open, fstat, pread and close.
-
-    Args:
-        path: path of the file.
-
-    Attributes:
-        size: size of the file in bytes when it was opened.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -53,18 +47,12 @@ class TailFile:
             raise
 
     def pread(self, size: int, address: int) -> bytes:
-        """Read bytes at an address."""
         if address < self._start:
             return os.pread(self._descriptor, size, address)
         first = address - self._start
         return self._tail[first : first + size]
 
-    def fileno(self) -> int:
-        """File descriptor."""
-        return self._descriptor
-
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 

@@ -30,10 +30,7 @@ class TokenReader:
     Each chunk is compared with its checksum when a token of it is read first, unless verify=False.
 
     Attributes:
-        num_tokens: tokens of a row.
-        channels: numbers of a token.
         dtype: name of the number type: 'float16', 'float32' or 'bfloat16'.
-        token_bytes: bytes of a token.
         chunk_rows: rows of a chunk.
         reads_whole_chunks: whether a token costs the decoding of its chunk.
         reads_whole_rows: whether a token costs the reading of its row, as in maps (C, H, W).
@@ -73,10 +70,8 @@ class TokenReader:
     def take(self, rows: Rows, positions: Rows) -> npt.NDArray[Any]:
         """Read tokens in any order with repeats, (n, channels) as stored (bfloat16 as uint16).
 
-        Raises:
-            IndexError: a row or a position is out of range.
-            StoreError: a row is not in the store, or a chunk differs from its checksum.
-            OSError: a file cannot be read now.
+        Raises IndexError if a row or a position is out of range, StoreError if a row is not in the
+        store or a chunk differs from its checksum, and OSError if a file cannot be read now.
         """
         out = np.empty((len(rows), self.token_bytes), np.uint8)
         order = np.lexsort((positions, rows))
@@ -92,7 +87,13 @@ class TokenReader:
         """
         if not len(rows):
             return
-        self._check_range(rows, positions)
+        for what, values, stop in (
+            ("row", rows, len(self._store)),
+            ("position", positions, self.num_tokens),
+        ):
+            if values.min() < 0 or values.max() >= stop:
+                wrong = values[(values < 0) | (values >= stop)][0]
+                raise IndexError(f"{self._layer} has {stop} {what}s; {what} {wrong} was asked for")
         read = self._read_rows if self.reads_whole_rows else partial(self._read_tokens, mapped)
         self._store._retry_if_packed(lambda: read(rows, positions, out, out_indices))
 
@@ -109,15 +110,6 @@ class TokenReader:
             partial(self.read_into, rows[part], positions[part], out, out_indices[part])
             for part in parts
         ]
-
-    def _check_range(self, rows: Rows, positions: Rows) -> None:
-        for what, values, stop in (
-            ("row", rows, len(self._store)),
-            ("position", positions, self.num_tokens),
-        ):
-            if values.min() < 0 or values.max() >= stop:
-                wrong = values[(values < 0) | (values >= stop)][0]
-                raise IndexError(f"{self._layer} has {stop} {what}s; {what} {wrong} was asked for")
 
     def _read_tokens(
         self, mapped: bool, rows: Rows, positions: Rows, out: Bytes, out_indices: Rows

@@ -24,7 +24,6 @@ from featx.store.manifest import (
     Manifest,
     load_manifest,
     num_runs_of,
-    read_manifest,
 )
 from featx.store.part_files import part_names
 from featx.store.result_files import (
@@ -38,14 +37,10 @@ from featx.types import Listing
 
 
 def check_store(root: Path) -> DamageReport:
-    """Check everything in a store.
+    """Check everything in a store, or in a features.h5 alone.
 
-    Args:
-        root: folder of a store, or a features.h5 alone.
-
-    Raises:
-        StoreError: there is no store, it has a newer format, or cannot be read now; or a single
-            file is no features.h5.
+    Raises StoreError if there is no store, it has a newer format, or cannot be read now; or if a
+    single file is no features.h5.
     """
     layout.running_checksum()  # without xxhash nothing would be compared
     report = DamageReport(root)
@@ -81,7 +76,7 @@ def _check_failures_csv(root: Path, report: DamageReport) -> None:
         for rows in written
     )
     if found != expected:
-        report.damages.append(Damage(path, "it does not list the failed rows as the files do"))
+        report.add(path, "it does not list the failed rows as the files do")
 
 
 def _manifest_of_file(path: Path, report: DamageReport) -> Manifest | None:
@@ -100,11 +95,11 @@ def _manifest_of_file(path: Path, report: DamageReport) -> Manifest | None:
             text = bytes(file.attrs[layout.MANIFEST_COPY])
         return Manifest.from_json(text, path)
     except DamagedManifestError as error:
-        report.damages.append(Damage(path, str(error)))
+        report.add(path, str(error))
     except StoreError:
         raise
     except layout.UNREADABLE as error:
-        report.damages.append(Damage(path, damage_text(path, error)))
+        report.add(path, damage_text(path, error))
     return None
 
 
@@ -112,29 +107,24 @@ def _listing_of_file(path: Path, manifest: Manifest, report: DamageReport) -> Li
     """Listing in a single features.h5; None and a damage if it is not that of the manifest."""
     listing = read_listing_file(path, manifest.num_rows)
     if listing is not None and manifest.listing_identity not in (None, listing_identity(listing)):
-        what = "its keys, labels, classes or columns are not those of the extracted rows"
-        report.damages.append(Damage(path, what))
+        report.add(path, "its keys, labels, classes or columns are not those of the extracted rows")
         return None
     return listing
 
 
 def _manifest_of_folder(root: Path, report: DamageReport) -> Manifest | None:
     """Manifest of a store; None and a damage if no copy of it is valid."""
-    manifest, intact = None, True
     path = root / layout.MANIFEST
     try:
         manifest, intact = load_manifest(root)
     except DamagedManifestError as error:
-        report.damages.append(Damage(path, str(error)))
+        report.add(path, str(error))
         return None
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
     if not intact:
-        try:
-            what = "it is missing" if read_manifest(root) is None else "it is damaged"
-        except DamagedManifestError:
-            what = "it is damaged"
-        report.damages.append(Damage(path, f"{what}; the files of the store hold copies of it"))
+        what = "it is damaged" if path.exists() else "it is missing"
+        report.add(path, f"{what}; the files of the store hold copies of it")
     return manifest
 
 
@@ -145,22 +135,22 @@ def _check_listing(root: Path, manifest: Manifest, report: DamageReport) -> List
     listing = read_listing(root, manifest.num_rows, recorded)
     is_foreign = listing is None or recorded not in (None, listing_identity(listing))
     if not path.exists():
-        report.damages.append(Damage(path, "it is missing"))
+        report.add(path, "it is missing")
     elif listing is None:
-        report.damages.append(Damage(path, f"it does not hold {manifest.num_rows} rows"))
+        report.add(path, f"it does not hold {manifest.num_rows} rows")
     elif is_foreign:
-        report.damages.append(Damage(path, "it is not the listing that the rows were made from"))
+        report.add(path, "it is not the listing that the rows were made from")
     else:
         num_rows, problem = compare_listing(path, listing)
         if problem is None and num_rows < len(listing):
             problem = f"it has {num_rows} rows, the store {len(listing)}"
         if problem is not None:
-            report.damages.append(Damage(path, problem))
+            report.add(path, problem)
     if listing is None or is_foreign:
         return None  # the files cannot be compared with it
     keys = listing.keys
     if not is_ascending(keys) and len(np.unique(keys)) != len(keys):
-        report.damages.append(Damage(path, "it holds a key twice"))
+        report.add(path, "it holds a key twice")
     return listing
 
 
@@ -176,7 +166,7 @@ def _files(root: Path, manifest: Manifest, report: DamageReport) -> Iterator[tup
                 raise StoreError(f"it holds {num_packed} runs, the store {len(manifest.runs)}")
         except (StoreError, *layout.UNREADABLE) as error:
             what = damage_text(packed, error)
-            report.damages.append(Damage(packed, what, 0, manifest.num_rows))
+            report.add(packed, what, 0, manifest.num_rows)
             num_packed = 0  # parts that still exist may hold its rows
         else:
             yield packed, RowFile.packed(manifest, num_packed)
@@ -192,4 +182,4 @@ def _files(root: Path, manifest: Manifest, report: DamageReport) -> Iterator[tup
             elif number >= num_packed:
                 report.missing.append(name)
     for name in sorted(names):
-        report.damages.append(Damage(root / layout.PARTS / name, "the store has no such part"))
+        report.add(root / layout.PARTS / name, "the store has no such part")

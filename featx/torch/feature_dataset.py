@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 from collections import OrderedDict
@@ -45,10 +46,6 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         dtype: dtype of the features; None for that of the store, which is exact as well and takes
             half the memory for float16 and bfloat16.
         labelled: whether rows without a label are left out, as in `FeatureStore.xy`.
-
-    Attributes:
-        store: the store.
-        layer: name of the layer.
     """
 
     def __init__(
@@ -78,9 +75,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
     @property
     def row_bytes(self) -> int:
         """Size of one feature in bytes."""
-        return (
-            int(np.prod(self._features.shape[1:], dtype=np.int64)) * self._features.dtype.itemsize
-        )
+        return math.prod(self._features.shape[1:]) * self._features.dtype.itemsize
 
     def keep_blocks(self, block_rows: int, num_blocks: int) -> None:
         """Read whole blocks of rows from now on, and keep the last ones in memory.
@@ -98,26 +93,20 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """Return the feature and the class index of one item.
-
-        Raises:
-            StoreError: as for `__getitems__`.
-        """
+        """Return the feature and the class index of one item."""
         rows = self._rows[[operator.index(index)]]
         return self._read(rows)[0], int(self._labels[rows[0]])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
         """Return a batch with a single read; DataLoader calls this method.
 
-        Raises:
-            StoreError: a row is no longer in the store, is damaged, or another run has changed the
-                store.
+        Raises StoreError if a row is no longer in the store, is damaged, or another run has changed
+        the store.
         """
         rows = self._rows[np.array([operator.index(i) for i in indices], dtype=np.int64)]
         return list(zip(self._read(rows), self._labels[rows].tolist(), strict=True))
 
     def _read(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Read features by row of the store."""
         read = self._features[rows] if self._block_cache is None else self._block_cache.read(rows)
         # Checked after the read, because another run may replace the store at any time until then.
         if self.store.attrs.get("fingerprint") != self._fingerprint:
@@ -143,11 +132,6 @@ class BlockShuffleSampler(Sampler[int]):
         block_rows: rows per block; for a FeatureDataset by default a power of two near 256 KiB.
         window: blocks that are shuffled together; for a FeatureDataset by default about 64 MiB.
         seed: seed of the order, 0 or above.
-
-    Attributes:
-        block_rows: rows per block.
-        window: blocks that are shuffled together.
-        seed: seed of the order.
 
     Raises:
         ValueError: `block_rows`, `window` or `seed` is no whole number in its range, or one of the
@@ -189,11 +173,7 @@ class BlockShuffleSampler(Sampler[int]):
             dataset.keep_blocks(block_rows, window)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, counted from 0.
-
-        Raises:
-            ValueError: it is no whole number of at least 0.
-        """
+        """Choose the epoch of the next iteration, a whole number counted from 0."""
         check_whole_number("epoch", epoch, 0)
         self._epoch = epoch
 
@@ -241,15 +221,10 @@ class _BlockCache:
         self._cached: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the cached blocks."""
         return {**self.__dict__, "_cached": OrderedDict()}
 
     def read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Copy rows out of their blocks, so that changes to the result do not affect the cache.
-
-        Returns:
-            (n, ...) features of the rows.
-        """
+        """Copy rows out of their blocks, so that changes to the result do not affect the cache."""
         numbers, offsets = np.divmod(rows, self._block_rows)
         # A batch of BlockShuffleSampler touches at most two windows. In any other order, every row
         # could cost the read of a whole block, so the rows are read directly.
@@ -261,7 +236,6 @@ class _BlockCache:
         return out
 
     def _block(self, number: int) -> npt.NDArray[Any]:
-        """Return a block from the cache or from the store."""
         block = self._cached.pop(number, None)
         if block is None:
             start = number * self._block_rows

@@ -35,12 +35,8 @@ _BLOCKS, _DELAYS, _OUTPUT = range(3)
 class EpochSizes:
     """Sizes that determine the order of an epoch.
 
-    Attributes:
-        num_tokens: tokens of all ranks.
-        segment_tokens: largest number of tokens of a segment, but for the size of a block.
-        world_size: number of ranks.
-        batch_size: tokens of a batch.
-        drop_last: leave out a last batch with fewer tokens.
+    `num_tokens` are those of all ranks. `segment_tokens` is the largest number of tokens of a
+    segment, but for the size of a block.
     """
 
     num_tokens: int
@@ -51,7 +47,6 @@ class EpochSizes:
 
     @property
     def num_segments(self) -> int:
-        """Number of segments of a rank."""
         return max(1, math.ceil(self.num_tokens / self.world_size / self.segment_tokens))
 
     @property
@@ -76,14 +71,9 @@ class EpochSizes:
 
 
 class EpochOrder:
-    """Order of one epoch for one rank.
+    """Order of one epoch for one rank, by seed and epoch as `key`.
 
-    Args:
-        blocks: division of the tokens.
-        sizes: sizes of the order.
-        key: seed and epoch.
-        rank: number of this process among `sizes.world_size`.
-        shuffled: permute blocks and tokens; otherwise everything is in the order of the store.
+    Unless shuffled, everything is in the order of the store.
     """
 
     def __init__(
@@ -110,7 +100,6 @@ class EpochOrder:
 
     @cached_property
     def rank_tokens(self) -> list[int]:
-        """Number of tokens of the blocks of each rank."""
         world_size = self._sizes.world_size
         found = np.zeros(world_size, np.int64)
         # An epoch of 10^9 tokens has 10^7 blocks, so their bounds are not all held at once.

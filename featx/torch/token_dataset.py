@@ -294,8 +294,7 @@ class TokenDataset(IterableDataset[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """State after the batches so far, for `load_state_dict`: the rest of the epoch follows.
 
-        Raises:
-            ValueError: a worker process reads, whose state this process does not know.
+        Raises ValueError if a worker process reads, whose state this process does not know.
         """
         reader = int(self._shared[1])
         if reader and reader != os.getpid():
@@ -318,9 +317,8 @@ class TokenDataset(IterableDataset[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume after the batches that were given when the state was taken.
 
-        Raises:
-            ValueError: the state is of another store or of other arguments. At the start of an
-                epoch, `rank` and `world_size` may differ.
+        Raises ValueError if the state is of another store or of other arguments. At the start of an
+        epoch, `rank` and `world_size` may differ.
         """
         names = ("epoch", "batches", "segment", "offset")
         if not isinstance(state, Mapping) or not {"arguments", *names} <= {*state}:
@@ -346,12 +344,10 @@ class TokenDataset(IterableDataset[Batch]):
         self._is_started = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without open files."""
         return {**self.__dict__, "_open": None}
 
     @cached_property
     def _ok(self) -> npt.NDArray[np.bool_]:
-        """(N,) whether a row holds features."""
         return self.store.ok
 
     @property
@@ -363,7 +359,6 @@ class TokenDataset(IterableDataset[Batch]):
 
     @property
     def _held_tokens(self) -> int:
-        """Number of tokens that are held at most."""
         return self._sizes.held_tokens + self._read_ahead_tokens
 
     @cached_property
@@ -392,7 +387,6 @@ class TokenDataset(IterableDataset[Batch]):
         return self._open[1]
 
     def _epoch_order(self, epoch: int) -> EpochOrder:
-        """Order of an epoch."""
         shuffled = self._order == "shuffled"
         return EpochOrder(self._blocks, self._sizes, (self.seed, epoch), self.rank, shuffled)
 
@@ -438,7 +432,6 @@ class TokenDataset(IterableDataset[Batch]):
                 pool.close()
 
     def _batch(self, tokens: Ints, values: npt.NDArray[np.uint8], reader: TokenReader) -> Batch:
-        """Batch of some tokens."""
         rows, positions = self._selection.locate(tokens)
         yx = np.full((len(rows), 2), -1, np.int32)
         if self._geometry is not None:

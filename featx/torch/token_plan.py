@@ -47,11 +47,7 @@ def read_ahead_tokens(memory: int, token_bytes: int) -> int:
 def choose_blocks(
     selection: TokenSelection, sizes: EpochSizes, reader: TokenReader, block: int | None
 ) -> tuple[TokenBlocks, tuple[int, int]]:
-    """Divide the tokens into blocks: rows of the store in a group, and blocks of a group.
-
-    Returns:
-        the blocks; rows of a group, and blocks of a group.
-    """
+    """Divide the tokens into blocks; return also the rows of a group, and the blocks of a group."""
     per_row, chunk = selection.per_row, reader.chunk_rows
     if block is not None:
         rows = 1 << max(0, (block // per_row).bit_length() - 1)

@@ -24,13 +24,8 @@ _MIN_READ_BYTES, _MAX_READ_BYTES = 512 << 10, 1 << 20
 class TokenPool:
     """Tokens that are read and not yet in a batch, for one pass over the output segments.
 
-    Args:
-        reader: reads the tokens.
-        selection: tokens of the epoch.
-        order: order of the epoch.
-        num_slots: number of tokens that are held at most.
-        num_ahead: number of tokens of later segments at which reading ahead ends.
-        threads: reads tokens while batches are used.
+    At most `num_slots` tokens are held. Reading ahead, in the threads, ends at `num_ahead` tokens
+    of later segments.
     """
 
     def __init__(
@@ -119,8 +114,10 @@ class TokenPool:
         return number, tokens[wanted], delay[wanted]
 
     def _begin(self, number: int, tokens: Ints, delay: Ints) -> None:
-        """Read tokens of a segment."""
-        slots = self._allocate(len(tokens))
+        if (missing := len(tokens) - self._num_free) > 0:
+            self._grow(missing)
+        self._num_free -= len(tokens)
+        slots = self._free[self._num_free : self._num_free + len(tokens)].copy()
         # A stable sort of small integers takes linear time.
         order = np.argsort(delay.astype(np.uint8), kind="stable")
         delays, by_output, slots_by_output = delay[order], tokens[order], slots[order]
@@ -142,13 +139,6 @@ class TokenPool:
             for future in self._reading[0][2]:
                 future.result()
             self._reading.popleft()
-
-    def _allocate(self, count: int) -> Ints:
-        """Take free slots."""
-        if count > self._num_free:
-            self._grow(count - self._num_free)
-        self._num_free -= count
-        return self._free[self._num_free : self._num_free + count].copy()
 
     def _grow(self, more: int) -> None:
         """Add slots, which a run of chance may need once in 10^15 segments."""

@@ -54,9 +54,7 @@ _SAMPLED_KEYS = 4096
 class TokenSelection:
     """Tokens of an epoch; token i is position i % k of row i // k, k positions a row.
 
-    Attributes:
-        rows: (n,) ascending rows of the store.
-        positions: (k,) ascending positions of every row, or (n, k) of each row.
+    `rows` are (n,) ascending; `positions` (k,) ascending for every row, or (n, k) of each row.
     """
 
     rows: Ints
@@ -64,7 +62,6 @@ class TokenSelection:
 
     @property
     def per_row(self) -> int:
-        """Number of tokens of a row."""
         return int(self.positions.shape[-1])
 
     def __len__(self) -> int:
@@ -81,10 +78,8 @@ class TokenSelection:
 class TokenBlocks:
     """Division of a selection into blocks of adjacent tokens, which are read together.
 
-    Attributes:
-        edges: (g + 1,) first row of each group of rows, as indices into the rows of the selection.
-        pieces: blocks of each group.
-        per_row: tokens of a row.
+    `edges` are (g + 1,) first row of each group of rows, as indices into the rows of the selection;
+    `pieces` the blocks of each group.
     """
 
     edges: Ints
@@ -93,7 +88,6 @@ class TokenBlocks:
 
     @classmethod
     def of(cls, selection: TokenSelection, rows: int, pieces: int) -> TokenBlocks:
-        """Divide a selection."""
         changes = np.flatnonzero(np.diff(selection.rows // rows)) + 1
         edges = np.concatenate([[0], changes, [len(selection.rows)]]).astype(np.int64)
         return cls(edges, pieces, selection.per_row)
@@ -161,7 +155,13 @@ def token_geometry(
     num_tokens: int,
 ) -> TokenGeometry | None:
     """Places of the tokens: those that the store records, unless `prefix` is given."""
-    _refuse_geometry_of_sample(store, layer, tokens, prefix)
+    is_by_place = prefix is not None or (isinstance(tokens, str) and tokens != "all")
+    if is_by_place and store[layer].attrs.get("reduce") == "sample":
+        raise ValueError(
+            f"the tokens of {layer} are a sample of those of the model (reduce=sample) and no "
+            f"grid: give tokens='all' without prefix. store[{layer!r}].positions() has the place "
+            "of each in the layer."
+        )
     found = store[layer].tokens
     if prefix is None:
         return found
@@ -184,7 +184,6 @@ def select_tokens(
     per_image: int | None,
     seed: int,
 ) -> TokenSelection:
-    """Tokens of an epoch."""
     ok = np.flatnonzero(store.ok)
     if rows is not None:
         ok = np.intersect1d(ok, index_array("rows", rows, len(store)), assume_unique=True)
@@ -200,16 +199,3 @@ def select_tokens(
         for first in range(0, len(keys), _SAMPLED_KEYS)
     ]
     return TokenSelection(ok, positions[np.concatenate(sampled)])
-
-
-def _refuse_geometry_of_sample(
-    store: FeatureStore, layer: str, tokens: str | Sequence[int], prefix: int | None
-) -> None:
-    """Raise ValueError if sampled tokens are asked for by their places, or as a grid."""
-    is_by_place = prefix is not None or (isinstance(tokens, str) and tokens != "all")
-    if is_by_place and store[layer].attrs.get("reduce") == "sample":
-        raise ValueError(
-            f"the tokens of {layer} are a sample of those of the model (reduce=sample) and no "
-            f"grid: give tokens='all' without prefix. store[{layer!r}].positions() has the place "
-            "of each in the layer."
-        )

@@ -26,6 +26,7 @@ from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError
 from featx.store import FeatureStore, check_store
+from featx.store.part_files import part_path
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
@@ -128,9 +129,9 @@ def test_another_process_was_first(tmp_path: Path) -> None:
         [part] = session.missing()
         mine = run.part_of(session, part)
         session.commit(run.part_of(session, part))
-        kept = session.part_path(0).stat().st_ino
+        kept = part_path(root, 0).stat().st_ino
         assert [failure.row for failure in session.commit(mine)] == [1]
-        assert session.part_path(0).stat().st_ino == kept
+        assert part_path(root, 0).stat().st_ino == kept
     assert temporary_files(root) == []
 
 

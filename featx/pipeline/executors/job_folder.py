@@ -45,15 +45,11 @@ class WorkerReport:
     """Report of a worker: first without its measurements when it is ready, at last with them.
 
     Attributes:
-        num_parts: number of parts that it committed.
         underflow_rows: layer -> number of underflow rows in these parts.
         seconds: stage -> busy seconds; without parts that were interrupted, as for what follows.
-        bytes_read: bytes of encoded images.
-        peak_memory_mib: peak memory of the largest process.
         decoder_warnings: warning of a decoder -> number of images.
         ended_by: what ended it before all was done: TIME_LIMIT or the name of a signal.
         activity: what it did until then, as text.
-        error: exception that ended it, or None.
     """
 
     num_parts: int = 0
@@ -77,7 +73,6 @@ class WorkerReport:
         self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
 
     def to_json(self) -> str:
-        """Report as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -91,12 +86,10 @@ class WorkerReport:
 
 
 def ready_path(spec: WorkerSpec, number: int) -> Path:
-    """Path of the report of a worker that computes."""
     return spec.folder / f"ready-{number}.json"
 
 
 def result_path(spec: WorkerSpec, number: int) -> Path:
-    """Path of the last report of a worker."""
     return spec.folder / f"result-{number}.json"
 
 
@@ -170,7 +163,6 @@ def _claimed_indices(spec: WorkerSpec) -> set[int]:
 
 
 def _claim_path(spec: WorkerSpec, part: Part) -> Path:
-    """Path of the claim of a part."""
     return spec.folder / CLAIMS / str(part.index)
 
 

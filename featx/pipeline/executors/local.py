@@ -38,7 +38,6 @@ class LocalOptions(ExecutorConfig):
 
     @property
     def gpu_indices(self) -> list[int] | None:
-        """The option `devices`."""
         return self.devices
 
 
@@ -47,7 +46,6 @@ def check(config: Config) -> None:
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    """Compute the missing parts in worker processes."""
     devices = [str(device) for device in context.devices]
     _warn(context, len(devices))
     with tempfile.TemporaryDirectory(prefix="featx-") as folder:

@@ -50,11 +50,9 @@ class ProcessPool(WorkerPool):
         self._printed: dict[int, int] = {}  # number of a worker -> bytes of its log
 
     def name(self, number: int) -> str:
-        """Name of a worker: 'worker 0 (cuda:0)'."""
         return f"{self.spec.kind} {number} ({self._device(number)})"
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Start a process for each number."""
         for number in numbers:
             command = self._command(self.spec.folder, number, self._device(number))
             is_tied = not self.spec.outlives_driver
@@ -100,7 +98,6 @@ class ProcessPool(WorkerPool):
         return self._devices[number % len(self._devices)]
 
     def _log(self, number: int) -> Path:
-        """Path of the output of a worker."""
         return self.spec.folder / f"{number}.log"
 
     def _print_output(self, number: int) -> None:
@@ -117,7 +114,6 @@ class ProcessPool(WorkerPool):
 
 
 def _end_text(code: int) -> str:
-    """Return how a process ended, as text."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

@@ -50,17 +50,11 @@ class RayOptions(ExecutorConfig):
 
     @property
     def num_cpus(self) -> int:
-        """Number of CPUs of each actor."""
         return self.cpus or 1
 
 
 def check(config: Config) -> None:
-    """Check that Ray is installed and that its cluster answers.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-        ConfigError: no cluster answers at executor.address.
-    """
+    """Check that Ray is installed and that its cluster answers at executor.address."""
     ray = ray_module()
     address = _options(config).address
     if address is None:
@@ -73,19 +67,16 @@ def check(config: Config) -> None:
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    """Compute the missing parts in actors of a Ray cluster."""
     options = _options(context.config)
     with connected(ray_module(), options.address) as ray:
         return ActorPool(ray, spec, session, context.engine.device.type, options).run()
 
 
 def ray_module() -> Any:
-    """Import Ray."""
     return import_extra("ray", "executor=ray", "Ray", "ray")
 
 
 def _options(config: Config) -> RayOptions:
-    """Return the options of this executor."""
     if not isinstance(config.executor, RayOptions):
         raise FeatxError(f"executor=ray was given the options {config.executor}.")
     return config.executor
@@ -112,8 +103,6 @@ class Actor:
 
 
 class ActorPool(WorkerPool):
-    """Actors of a Ray cluster."""
-
     def __init__(
         self, ray: Any, spec: WorkerSpec, session: Session, device: str, options: RayOptions
     ) -> None:
@@ -136,7 +125,6 @@ class ActorPool(WorkerPool):
         self._answered_at = self._checked_at = time.monotonic()
 
     def name(self, number: int) -> str:
-        """Name of an actor: 'actor 0'."""
         return f"actor {number}"
 
     def start(self, numbers: Sequence[int]) -> None:
@@ -146,7 +134,6 @@ class ActorPool(WorkerPool):
             self._calls[number] = actor.run.remote(self._sent_spec, number, self._device)
 
     def ended(self) -> Mapping[int, str]:
-        """Find the actors that have returned or died."""
         self._check_head()
         calls = {self._calls[number]: number for number in self.workers}
         found, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
@@ -155,7 +142,6 @@ class ActorPool(WorkerPool):
         }
 
     def end_workers(self, grace_s: float) -> None:
-        """Kill all actors."""
         for actor in self._actors.values():
             self._ray.kill(actor)
         self._actors = {}

@@ -38,9 +38,8 @@ EXECUTORS: Registry[Executor] = Registry("executor", "featx.pipeline.executors")
 def check_executor(config: Config) -> None:
     """Check that the executor of a config can be used; does nothing if the run has no workers.
 
-    Raises:
-        MissingExtraError: a package that the executor needs is not installed.
-        FeatxError: its cluster cannot be used.
+    Raises MissingExtraError if a package is not installed, and FeatxError if its cluster cannot be
+    used.
     """
     if config.is_distributed:
         EXECUTORS.get(config.executor.name).check(config)
@@ -52,8 +51,6 @@ def run_distributed(
     """Compute the missing parts with the executor that the option `executor` chooses.
 
     Args:
-        context: run context.
-        session: write session of the store or statistics.
         output: output of the run, as `Output.for_workers` returns it.
         config_yaml: composed config as YAML, without secrets.
 

@@ -93,12 +93,10 @@ class SlurmOptions(ExecutorConfig):
 
     @property
     def num_cpus(self) -> int:
-        """Number of CPUs of each task."""
         return self.cpus or 4
 
     @property
     def shared_folder(self) -> str | None:
-        """The option `folder`."""
         return self.folder
 
     @property
@@ -110,7 +108,6 @@ class SlurmOptions(ExecutorConfig):
 
 
 def _options(config: Config) -> SlurmOptions:
-    """Return the options of this executor."""
     if not isinstance(config.executor, SlurmOptions):
         raise FeatxError(f"executor=slurm was given the options {config.executor}.")
     return config.executor
@@ -119,9 +116,8 @@ def _options(config: Config) -> SlurmOptions:
 def check(config: Config) -> None:
     """Check that Slurm, its controller and the partition are available.
 
-    Raises:
-        ConfigError: this machine has no Slurm, or the cluster no such partition.
-        RunError: the controller does not answer.
+    Raises ConfigError if this machine has no Slurm, or the cluster no such partition, and RunError
+    if the controller does not answer.
     """
     if _options(config).mode == "local":
         return
@@ -145,7 +141,6 @@ def check(config: Config) -> None:
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    """Compute the missing parts in tasks."""
     options = _options(context.config)
     folder = _shared_folder(options, session)
     device = context.engine.device.type
@@ -167,7 +162,6 @@ EXECUTORS.register(
 
 
 def _shared_folder(options: SlurmOptions, session: Session) -> Path:
-    """Folder for worker spec, claims, reports and logs."""
     if options.folder is None:
         return session.root.absolute() / layout.JOBS
     folder = Path(options.folder).expanduser().absolute()
@@ -229,7 +223,6 @@ class JobArray(WorkerPool):
         self._reported_at = {"waiting": time.monotonic() - REPORT_S + 2 * ASK_S}
 
     def name(self, number: int) -> str:
-        """Name of a task: 'job 7_0'."""
         return f"job {self._ids[number]}"
 
     def start(self, numbers: Sequence[int]) -> None:
@@ -311,7 +304,6 @@ class JobArray(WorkerPool):
         return f"{advice}.{logs}"
 
     def _command(self, numbers: Sequence[int]) -> list[str]:
-        """Command that submits tasks with these numbers."""
         task = module_command("featx.pipeline.executors.slurm_task", str(self.spec.folder))
         options = {
             "job-name": "featx",

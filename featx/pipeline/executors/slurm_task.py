@@ -72,8 +72,7 @@ def run_command(
 ) -> tuple[int | None, str, str]:
     """Run a Slurm command without the terminal; messages are in English by default.
 
-    Returns:
-        exit code, stdout and stderr; the code is None if there is no such command.
+    Return exit code, stdout and stderr; the code is None if there is no such command.
     """
     try:
         completed = subprocess.run(

@@ -119,15 +119,12 @@ class _WorkerTarget:
         self._data_set = source, listing
 
     def list_images(self) -> tuple[Source, Listing]:
-        """Data set and listing of the worker."""
         return self._data_set
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
-        """Select the layers that the driver asks for."""
         return [pair for pair in chosen if pair[0].name in self._spec.output.datasets]
 
     def resume_state(self, names: set[str]) -> ResumeState | None:
-        """Choices of the driver."""
         return self._spec.resume_state
 
     def part_limits(
@@ -202,13 +199,12 @@ class PartWorker:
             self._context, self, heartbeat=self._heartbeat, progress=SilentProgress()
         )
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
-        warnings = dict(figures.decoder_warnings)
         self._report.add(
             WorkerReport(
                 seconds=seconds,
                 bytes_read=figures.bytes_read or 0,
                 peak_memory_mib=peak_memory_mib(),
-                decoder_warnings=warnings,
+                decoder_warnings=dict(figures.decoder_warnings),
             )
         )
 
@@ -219,13 +215,11 @@ class PartWorker:
         return [part for part in held if row is None or part.start <= row < part.stop]
 
     def missing(self) -> Iterator[Part]:
-        """Parts given to `compute_parts`."""
         for part in self._parts:
             self._held[part.index] = part
             yield part
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
-        """Compute the rows of a batch."""
         try:
             return self._output.compute(engine, batch)
         except Exception:
@@ -233,12 +227,10 @@ class PartWorker:
             raise
 
     def begin_part(self, part: Part) -> PartRows:
-        """Begin a part, whose batches follow."""
         rows: PartRows = self._output.begin_part(part)
         return rows
 
     def commit(self, rows: PartRows) -> None:
-        """Commit a part, and report it."""
         self._output.commit(rows)
         self.num_committed += len(rows.part)
         del self._held[rows.part.index]

@@ -36,7 +36,7 @@ from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_metrics import RunMetrics, RunOutcome, bottleneck
 from featx.pipeline.stop_signals import GRACE_S, stop_signals
 from featx.storage import open_folder
-from featx.store import DRIVER, Heartbeat, clear_heartbeat, clear_heartbeats, read_heartbeats
+from featx.store import DRIVER, Heartbeat, clear_heartbeats, read_heartbeats
 from featx.types import Part
 
 MAX_DEATHS = 3
@@ -59,15 +59,8 @@ class WorkerPool(ABC):
     """Workers of a run; all methods run in the main thread of the driver.
 
     The folder is one that all workers see; the pool uses a new folder in it. The kind is what a
-    worker is called: worker, actor or task.
-
-    Attributes:
-        spec: worker spec with what the pool adds to it.
-        session: as given.
-        workers: numbers of the workers that have been started and have not ended.
-        lost: numbers of the workers that have been replaced.
-        progress: progress bar of the run; set by `run`.
-        heartbeat: heartbeat of the driver.
+    worker is called: worker, actor or task. `workers` are the numbers of those that have been
+    started and have not ended; `lost` those of workers that have been replaced.
     """
 
     progress: Progress
@@ -140,7 +133,6 @@ class WorkerPool(ABC):
         return ""
 
     def run(self) -> RunOutcome:
-        """Compute all parts; return the outcome of the run."""
         disk, session = open_folder(self.spec.folder), self.session
         with (
             self.heartbeat,
@@ -183,7 +175,6 @@ class WorkerPool(ABC):
                 self._find_committed()
 
     def _start(self, numbers: Sequence[int]) -> None:
-        """Start workers."""
         self.workers += numbers
         self.start(numbers)
 
@@ -256,7 +247,6 @@ class WorkerPool(ABC):
             self.progress.begin()
 
     def _outcome(self) -> RunOutcome:
-        """Outcome of the finished run."""
         total, spec, last = self._total, self.spec, self._at_last_commit
         busy = dict.fromkeys(_STAGES, 0.0) | total.seconds
         rate, sentence = None, None
@@ -280,7 +270,6 @@ class WorkerPool(ABC):
         return RunOutcome(metrics, Counter(total.underflow_rows), total.peak_memory_mib)
 
     def _is_ready(self, number: int) -> bool:
-        """Return whether a worker has loaded its model."""
         return ready_path(self.spec, number).exists()
 
     def _has_reports_due(self) -> bool:
@@ -333,5 +322,5 @@ class WorkerPool(ABC):
         for record in read_heartbeats(self.session.root):
             is_own = record.values["driver"] == self.spec.driver
             if is_own and record.values["what"].startswith(f"{self.spec.kind} {number} "):
-                clear_heartbeat(self.session.disk, record.path.name)
+                self.session.disk.remove_best_effort(record.path)
         return successor

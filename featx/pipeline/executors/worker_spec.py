@@ -32,19 +32,12 @@ class WorkerSpec:
     An executor sets the attributes from `folder` on.
 
     Attributes:
-        root: absolute path of the store or statistics.
         driver: name of the heartbeat file of the driver.
         config: config of the run; each worker puts its own device into it.
-        config_yaml: composed config as YAML, without secrets.
         source: data set, or None if it cannot be pickled and the worker opens that of the config.
-        engine_spec: how to build the engine.
         output: what is computed and where it is committed, as `Output.for_workers` returns it.
-        resume_state: values of every `auto` and rows per part.
         fingerprint: fingerprint of the driver; that of the worker must be equal.
-        num_rows: number of rows of the listing.
         cpus: number of CPUs of the worker for reading and decoding.
-        parts: parts to compute, in order.
-        num_workers: number of workers that share the parts.
         folder: folder that driver and workers share, for claims and reports.
         kind: what a worker is called: worker, actor or task.
         outlives_driver: whether a worker continues when its driver dies.

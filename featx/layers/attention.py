@@ -34,9 +34,7 @@ _PLACES = {_NEED: 4, _AVERAGE: 6}
 def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[str]:
     """Names of the modules whose fused kernel hides requested weights or operations.
 
-    Args:
-        module: the model.
-        requests: names, globs and presets of layers, with the kind of capture after a colon.
+    Requests are names, globs and presets of layers, with the kind of capture after a colon.
     """
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     fused = [name for name, m in module.named_modules() if getattr(m, "fused_attn", False) is True]
@@ -56,12 +54,7 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
 
 @contextlib.contextmanager
 def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Switch the fused kernels of the named modules off inside the block.
-
-    Args:
-        module: the model.
-        names: dotted names of modules with `fused_attn`.
-    """
+    """Switch the fused kernels of the named modules, with `fused_attn`, off inside the block."""
     modules: list[Any] = [module.get_submodule(name) for name in names]
     try:
         for fused in modules:
@@ -161,11 +154,7 @@ def _hook_multihead(
 
 
 def check_weights(name: str, weights: torch.Tensor) -> None:
-    """Check that captured weights are at least 0 and sum to 1 over the last dimension.
-
-    Raises:
-        LayerError: they are no attention weights.
-    """
+    """Raise LayerError for weights that are below 0, or do not sum to 1 in the last dimension."""
     sums = weights.sum(-1)
     if weights.min() < 0 or not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
         raise LayerError(

@@ -80,18 +80,10 @@ def _shape(value: Any) -> str:
 def target_classes(
     output: torch.Tensor, target: str | int, labels: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The class of each image whose number is taken.
+    """(B,) int64 class of each image whose number is taken, from (B, classes) logits.
 
-    Args:
-        output: (B, classes) logits.
-        target: as for `target_values`.
-        labels: as for `target_values`.
-
-    Returns:
-        (B,) int64, or None for targets that concern no single class.
-
-    Raises:
-        ModelError: the model has no such class.
+    None for targets that concern no single class; other arguments are as for `target_values`.
+    Raises ModelError if the model has no such class.
     """
     num_classes = output.shape[1]
     if target in ("entropy", "logsumexp"):
@@ -116,15 +108,9 @@ def target_classes(
 def values_of_classes(
     output: torch.Tensor, target: str | int, classes: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute the numbers for given classes, for example those chosen from other images' logits.
+    """Compute the (B,) numbers of (B, classes) logits for given classes, in the same dtype.
 
-    Args:
-        output: (B, classes) logits.
-        target: as for `target_values`.
-        classes: (B,) int64, from `target_classes`.
-
-    Returns:
-        (B,) in the dtype of the logits.
+    The (B,) int64 classes, from `target_classes`, may be those chosen from other images' logits.
     """
     if target == "entropy":
         return -(output.softmax(1) * output.log_softmax(1)).sum(1)

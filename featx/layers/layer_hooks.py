@@ -45,18 +45,13 @@ def pick_path(
 def path_to(value: Any, point: CapturePoint) -> ElementPath:
     """Path to the tensor of a nested value that a capture point means.
 
-    Raises:
-        LayerError: it does not exist, or the capture point is ambiguous.
+    Raises LayerError if it does not exist, or the capture point is ambiguous.
     """
     return pick_path(point.name, shapes_of(value), point.path)
 
 
 def pick(value: Any, point: CapturePoint) -> torch.Tensor:
-    """The tensor of a nested value that a capture point means.
-
-    Raises:
-        LayerError: as for `path_to`.
-    """
+    """The tensor of a nested value that a capture point means; raises as `path_to`."""
     if isinstance(value, torch.Tensor) and point.path == ():
         return value
     return elements(value)[path_to(value, point)]
@@ -235,7 +230,6 @@ class LayerHooks:
         self._recorder, self.recording = None, contextlib.nullcontext()
 
     def _attach(self, hooks: ModuleHooks) -> None:
-        """Register all hooks."""
         if self._operations:
             self.recording = self._recorder = OperationRecorder(self._model, self._operation)
             self._stack.enter_context(self._recorder.attach())

@@ -53,10 +53,7 @@ def parse_capture_point(
 ) -> CapturePoint:
     """Parse one exact name of a module, with its call number and its path into a nested output.
 
-    Args:
-        request: the name.
-        names: names of the modules.
-        known_names: names of layers that a run can store; None in the user's own loop.
+    `known_names` are those of layers that a run can store; None in the user's own loop.
     """
     name, capture = split_capture(request)
     module, rest = _split(name, names)

@@ -14,10 +14,7 @@ from featx.layers.trace import CapturePoint
 
 
 class OutputCollector:
-    """Reduces and casts the tensors of a forward pass while they are as the layers made them.
-
-    Args:
-        dtype: dtype of the store.
+    """Reduces tensors while they are as the layers made them, and casts them for the store.
 
     Attributes:
         compute_dtypes: capture name -> dtype of the layer's tensor in the last pass.
@@ -39,13 +36,7 @@ class OutputCollector:
         return replica
 
     def expect(self, point: CapturePoint, row_shape: tuple[int, ...], reduction: Reduction) -> None:
-        """Set the expected row shape and the reduction of a capture.
-
-        Args:
-            point: capture point that fires in every pass.
-            row_shape: shape of its tensor without the batch dimension.
-            reduction: function for tensors with such rows.
-        """
+        """Set the reduction of a capture that fires in every pass, for rows of this shape."""
         self._row_shapes[point.name] = row_shape
         self._reductions[point.name] = reduction
 
@@ -73,11 +64,7 @@ class OutputCollector:
         return reduction.bound_args if isinstance(reduction, KeyedReduction) else {}
 
     def keep(self, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-        """Reduce and cast a captured tensor.
-
-        Raises:
-            RunError: the tensor has another row shape than expected.
-        """
+        """Reduce and cast a captured tensor; raise RunError if its rows have another shape."""
         shape = tuple(tensor.shape)
         if shape[1:] != self._row_shapes[point.name]:
             raise RunError(
@@ -106,11 +93,7 @@ class OutputCollector:
 
     @contextlib.contextmanager
     def keep_float32(self) -> Iterator[torch.dtype]:
-        """Keep float32 instead of the dtype of the store inside the block.
-
-        Yields:
-            The dtype of the store.
-        """
+        """Keep float32 inside the block, instead of the dtype of the store, which is yielded."""
         store_dtype, self._dtype = self._dtype, torch.float32
         try:
             yield store_dtype
@@ -130,11 +113,7 @@ class OutputCollector:
 
 
 def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:
-    """Check that a tensor holds real numbers in a dense layout.
-
-    Raises:
-        LayerError: the tensor is complex, boolean, sparse, nested or quantised.
-    """
+    """Raise LayerError for a tensor that is complex, boolean, sparse, nested or quantised."""
     advice = "Choose a layer or an operation behind it that gives plain numbers"
     if tensor.is_complex():
         kind, advice = "complex numbers", f"{advice}, such as one that takes the magnitude"

@@ -50,12 +50,7 @@ class Values:
 
 @dataclass(frozen=True)
 class CallValues:
-    """Values of the input and output tensors of a call, at the time of the call.
-
-    Attributes:
-        inputs: path into the arguments -> values.
-        outputs: path into the output -> values.
-    """
+    """Values of the tensors of a call at the time of the call, by their paths."""
 
     inputs: Mapping[ElementPath, Values]
     outputs: Mapping[ElementPath, Values]
@@ -124,9 +119,6 @@ def measure_values(
     """Summarise the values in one forward pass: those of every call, and of every operation.
 
     A tensor is read when it is made, before a later in-place operation can change it.
-
-    Returns:
-        call -> values of its inputs and outputs; name of an operation -> path -> values.
     """
     values_of_call: dict[CallKey, CallValues] = {}
     values_of_operation: dict[str, dict[ElementPath, Values]] = {}
@@ -151,12 +143,7 @@ def measure_values(
 
 
 def first_nonfinite(values_of_call: Mapping[CallKey, CallValues]) -> tuple[CallKey, bool] | None:
-    """Find the first call whose output is not finite.
-
-    Returns:
-        The call, and whether its inputs were finite, so that it is the cause; None if all outputs
-        are finite.
-    """
+    """The first call whose output is not finite, and whether its inputs were; None without one."""
     for key, values in values_of_call.items():
         if values.nonfinite:
             return key, not any(value.nonfinite for value in values.inputs.values())

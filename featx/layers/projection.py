@@ -33,16 +33,10 @@ class Projection:
     )
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Project features; autocast has no effect on the result.
+        """Project features (..., D) on any device to (..., k) on the same device.
 
-        Args:
-            x: (..., D) on any device.
-
-        Returns:
-            (..., k) on the same device, float64 for float64 and otherwise float32.
-
-        Raises:
-            ReduceError: x has another number of features.
+        The result is float64 for float64 and otherwise float32, also under autocast. Raises
+        ReduceError for another number of features.
         """
         if x.shape[-1] != len(self.mean):
             raise ReduceError(
@@ -89,13 +83,8 @@ class ProjectedReduce:
     def bind(self, rows: RowLayout) -> Reduction:
         """Return the function from (B, *rows.shape) to the projected rows.
 
-        They are (B, k), or (B, *shape) with k features at each position.
-
-        Args:
-            rows: layout of the layer's rows.
-
-        Raises:
-            ReduceError: the statistics belong to rows of another shape.
+        They are (B, k), or (B, *shape) with k features at each position. Raises ReduceError if the
+        statistics belong to rows of another shape.
         """
         first_reduction = reduction(self.first, rows)
         if isinstance(first_reduction, KeyedReduction):
@@ -128,14 +117,9 @@ ChosenLayers = Sequence[tuple[CapturePoint, StoredReduce]]
 
 
 def bound_reduction(reduce: StoredReduce, rows: RowLayout) -> Reduction:
-    """Return the function of a reduction for rows of one layout, also of a projection.
+    """Return the function of a reduction, or projection, for rows of one layout.
 
-    Args:
-        reduce: reduction or projection.
-        rows: layout of the layer's rows.
-
-    Raises:
-        ReduceError: the reduction does not fit this layout.
+    Raises ReduceError if it does not fit this layout.
     """
     if isinstance(reduce, ProjectedReduce):
         return reduce.bind(rows)

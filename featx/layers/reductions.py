@@ -82,14 +82,7 @@ def register(
 def reduction(config: ReduceConfig, rows: RowLayout) -> Reduction:
     """Return the function of a reduction for rows of one layout.
 
-    Sums are computed in float32 for every dtype.
-
-    Args:
-        config: options of the reduction.
-        rows: layout of the layer's rows.
-
-    Raises:
-        ReduceError: the reduction does not fit this layout.
+    Sums are computed in float32 for every dtype. Raises ReduceError if it does not fit this layout.
     """
     if config.name in POOLED and len(rows.shape) == 1:
         return lambda x: x  # a vector has no positions
@@ -99,12 +92,8 @@ def reduction(config: ReduceConfig, rows: RowLayout) -> Reduction:
 def channel_axis(reduced: str, rows: RowLayout) -> int:
     """Return the axis of (B, *shape) that holds the features; other axes are positions.
 
-    Args:
-        reduced: name of the reduction that made the rows.
-        rows: layout of the rows after the reduction.
-
-    Raises:
-        ReduceError: the axis cannot be determined.
+    The rows have been `reduced` by the reduction of this name. Raises ReduceError if the axis
+    cannot be determined.
     """
     if len(rows.shape) == 1 or REDUCTIONS.get(reduced).gives_map:
         return 1
@@ -142,20 +131,17 @@ class GemOptions(ReduceConfig):
 
     @property
     def args(self) -> dict[str, float | str]:
-        """The exponent."""
         return {"p": self.p}
 
 
 @register("avg", "Mean over all positions.")
 def _avg(config: ReduceConfig, rows: RowLayout) -> Reduction:
-    """Return the mean over positions."""
     axes = _pooled_axes("avg", rows)
     return lambda x: mean(x, axes)
 
 
 @register("max", "Maximum over all positions.")
 def _max(config: ReduceConfig, rows: RowLayout) -> Reduction:
-    """Return the maximum over positions."""
     axes = _pooled_axes("max", rows)
     return lambda x: x.amax(axes)
 
@@ -186,7 +172,6 @@ def _pooled_axes(name: str, rows: RowLayout) -> tuple[int, ...]:
 
 @register("cls", "The class token.")
 def _cls(config: ReduceConfig, rows: RowLayout) -> Reduction:
-    """Return the class token."""
     check_tokens("cls", rows)
     if not rows.has_class_token:
         raise ReduceError(
@@ -199,7 +184,6 @@ def _cls(config: ReduceConfig, rows: RowLayout) -> Reduction:
 
 @register("patch_avg", "Mean over the patch tokens, without class and register tokens.")
 def _patch_avg(config: ReduceConfig, rows: RowLayout) -> Reduction:
-    """Return the mean over patch tokens."""
     check_tokens("patch_avg", rows)
     num_prefix_tokens = rows.num_prefix_tokens
     return lambda x: mean(x[:, num_prefix_tokens:], (1,))
@@ -242,12 +226,10 @@ class GridOptions(ReduceConfig):
 
     @property
     def cells(self) -> tuple[int, int]:
-        """Rows and columns of cells."""
         return self.rows or self.size, self.columns or self.size
 
     @property
     def args(self) -> dict[str, float | str]:
-        """The number of cells per side, or of rows and columns."""
         if self.rows is None or self.columns is None:
             return {"size": self.size}
         return {"rows": self.rows, "columns": self.columns}
@@ -307,7 +289,6 @@ class AlignOptions(ReduceConfig):
 
     @property
     def args(self) -> dict[str, float | str]:
-        """Grid and window."""
         return {"rows": self.grid[0], "columns": self.grid[1], "pool": self.pool}
 
 
@@ -364,7 +345,6 @@ class SampleOptions(ReduceConfig):
 
     @property
     def args(self) -> dict[str, float | str]:
-        """Number, candidates and seed."""
         return {"k": self.num_tokens, "candidates": self.candidates, "seed": self.seed}
 
 
@@ -502,7 +482,6 @@ class WhitenOptions(ProjectionOptions):
 
     @property
     def args(self) -> dict[str, float | str]:
-        """Addend and rotation."""
         return {"epsilon": self.epsilon, "zca": self.zca}
 
 

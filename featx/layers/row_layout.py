@@ -26,7 +26,6 @@ class KeyedReduction:
     """Reduction whose rows depend on the keys of the images as well as on the tensor."""
 
     def __call__(self, x: torch.Tensor, keys: Sequence[bytes] = ()) -> torch.Tensor:
-        """Reduce a tensor."""
         raise NotImplementedError
 
     @property
@@ -59,12 +58,8 @@ class RowLayout:
 def channels_last(option: str, rows: RowLayout) -> bool:
     """Return whether a map is (H, W, C) rather than (C, H, W).
 
-    Args:
-        option: option that needs to know, such as 'reduce=avg', for messages.
-        rows: layout of a map, with three dimensions.
-
-    Raises:
-        ReduceError: it could be both, or neither.
+    Raises ReduceError, in the name of an option such as 'reduce=avg', if it could be both or
+    neither.
     """
     if rows.is_map:
         return False
@@ -82,12 +77,7 @@ def channels_last(option: str, rows: RowLayout) -> bool:
 
 
 def positions_last(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """Rearrange (B, ..., C, ...) to (B, P, C), one row for each of P positions.
-
-    Args:
-        x: features.
-        axis: axis of x that holds the C features.
-    """
+    """Rearrange (B, ..., C, ...), with C at `axis`, to (B, P, C): one row for each position."""
     moved = x.movedim(axis, -1)
     return moved.reshape(len(x), -1, moved.shape[-1])
 
@@ -143,14 +133,9 @@ def check_tokens(name: str, rows: RowLayout) -> tuple[int, int]:
 def map_view(name: str, rows: RowLayout) -> Reduction:
     """Return the function from a map or patch tokens to (B, C, rows, columns).
 
-    Tokens are taken in row-major order; `featx.layers.position_checks` checks that they are.
-
-    Args:
-        name: name of the reduction, for messages.
-        rows: layout of the map or of the tokens.
-
-    Raises:
-        ReduceError: the rows are neither a map with the proportions of the input nor such tokens.
+    Tokens are taken in row-major order; `featx.layers.position_checks` checks that they are. Raises
+    ReduceError, in the name of a reduction, if the rows are neither a map with the proportions of
+    the input nor such tokens.
     """
     if len(rows.shape) == 2:
         cells, num_prefix_tokens = check_tokens(name, rows), rows.num_prefix_tokens
@@ -173,13 +158,8 @@ def map_view(name: str, rows: RowLayout) -> Reduction:
 def has_known_positions(rows: RowLayout) -> bool:
     """Return whether the shape alone shows where positions lie, as in a map (C, H, W).
 
-    Tokens (T, C) may be in any order, and tokens in groups, (T, N, C), look like (H, W, C).
-
-    Args:
-        rows: layout of a map or of tokens.
-
-    Raises:
-        ReduceError: the rows could be (C, H, W) or (H, W, C), or neither.
+    Tokens (T, C) may be in any order, and tokens in groups, (T, N, C), look like (H, W, C). Raises
+    ReduceError if the rows could be (C, H, W) or (H, W, C), or neither.
     """
     return len(rows.shape) == 3 and not channels_last("reduce=grid", rows)
 
@@ -189,12 +169,7 @@ _CAPTURES = ("output", "input", "grad_output", "grad_input")
 
 
 def token_geometries(specs: Sequence[LayerSpec], backbone: Backbone) -> dict[str, TokenGeometry]:
-    """Return the places of the tokens of each dataset whose rows are tokens or maps.
-
-    Args:
-        specs: datasets of a run.
-        backbone: model of the run.
-    """
+    """Return the places of the tokens of each dataset whose rows are tokens or maps."""
     found = {spec.name: _geometry_of(spec, backbone) for spec in specs}
     return {name: places for name, places in found.items() if places is not None}
 

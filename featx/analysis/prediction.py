@@ -54,8 +54,6 @@ class Prediction:
     """Prediction for one image.
 
     Attributes:
-        key: key of the image as listed; for single files, the path.
-        label: name of the most likely class; None if the image failed, or for other heads.
         probability: probability of that class in [0, 1]; None without a class or if the head has
             no probabilities (ridge).
         status: 'ok', or the kind of failure.
@@ -115,7 +113,6 @@ def predict(
         head: .safetensors file that one of them wrote, or a store: the head of the layer that its
             probe chose.
         images: a folder, or a list of image files.
-        device: as the option `device`.
         model_factory: for a head on model=custom, the 'package.module:factory' of its model, or
             the module or function that `featx.extract(model=...)` took. It must be given because
             featx imports no code that only a file names.
@@ -141,15 +138,8 @@ def predictor(
             predict(["new/1.jpg"]).rows[0].label    # the first call loads the model
 
     A batch holds the images of a call and is not filled up to the size of the store's, so that one
-    image is fast; scores differ from those of `predict` by rounding.
-
-    Args:
-        head: as for `predict`.
-        device: as for `predict`.
-        model_factory: as for `predict`.
-
-    Raises:
-        FeatxError: as for `predict`.
+    image is fast; scores differ from those of `predict` by rounding. Arguments and errors are those
+    of `predict`.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
     return Predictor(config, Path(head), pads=False, model_factory=model_factory)
@@ -177,7 +167,6 @@ class Predictor(LoadedFunction):
     def __call__(
         self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     ) -> Predictions:
-        """Predict for a folder or a list of image files, as `predict` does."""
         with given_factory(self.model_factory):
             if isinstance(images, str | os.PathLike):
                 return self.predict(replace(self._data, root=str(images)))
@@ -214,14 +203,8 @@ class Predictor(LoadedFunction):
 def run_prediction(config: Config, path: Path) -> Predictions:
     """Predict classes, labels or numbers of the images of `config.data` with the head in `path`.
 
-    The scores of the views of an image (data.views, data.crops) are averaged.
-
-    Args:
-        config: config of which the data, device, seed and, for custom models, the model are used.
-        path: file of the head.
-
-    Raises:
-        FeatxError: as for `predict`.
+    The scores of the views of an image (data.views, data.crops) are averaged. The config says the
+    data, device, seed and, for custom models, the model; errors are those of `predict`.
     """
     with Predictor(config, path, pads=True) as model:
         return model.predict(config.data)
@@ -240,13 +223,10 @@ def _recipe_of(path: Path, about: dict[str, Any]) -> ExtractionRecipe:
 
 
 def _key_of(file: Path) -> str:
-    """Return the key of a file, relative to '/'."""
     return str(file).lstrip("/")
 
 
 def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[Source, Listing]]:
-    """Return a function that opens the source and lists the images."""
-
     def list_new_images() -> tuple[Source, Listing]:
         if files is None:
             return list_images(config)
@@ -270,7 +250,6 @@ class _PredictionSink(NewImagesSink):
         self._pooled = tuple(about["reduction"]["axes"]) or None
 
     def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Score the rows of a batch."""
         import torch
 
         stored = features[self._layer].astype(np.float32)
@@ -280,12 +259,7 @@ class _PredictionSink(NewImagesSink):
 
     def average_views(self, keys: Sequence[bytes]) -> list[bytes]:
         """Average the scores of the views of each image, which fails if one of its views does.
-
-        Args:
-            keys: keys of the views.
-
-        Returns:
-            Keys of the images, to which scores and failures now belong.
+        Return the keys of the images, to which scores and failures now belong.
         """
         images, image_of_row = np.unique([parent_key(key) for key in keys], return_inverse=True)
         sums = np.zeros((len(images), self.scores.shape[1]))
@@ -312,14 +286,8 @@ class _PredictionSink(NewImagesSink):
 
 
 def head_of_store(store: Path, layer: str | None) -> Path:
-    """Return the file of a layer's head in a store.
-
-    Args:
-        store: path of the store.
-        layer: name of the layer, or None for the best layer of the probe.
-
-    Raises:
-        StoreError: the store was not probed, or the layer has no head.
+    """Return the file of a layer's head in a store; without a layer, of the best one of the probe.
+    Raises StoreError if the store was not probed, or the layer has no head.
     """
     from featx.store import FeatureStore, read_result
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def engine_spec(job: str) -> EngineSpec:
-    """Return how the engine of a job is built, of the name that a store records for it."""
+    """Return how the engine of a job is built; `job` is its name as a store records it."""
     return ATTRIBUTIONS if job == "attribute" else FEATURES
 
 

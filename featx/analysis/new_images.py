@@ -51,6 +51,7 @@ class ExtractionRecipe:
     Attributes:
         origin: file or store that says so, for messages.
         config: config of the run, as text.
+        resolved: `auto` values of the run.
         transform: preprocessing, as text.
     """
 

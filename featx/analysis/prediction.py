@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,12 +156,20 @@ class Predictor(LoadedFunction):
         path = path.expanduser()
         path = head_of_store(path, None) if path.is_dir() else path
         self._head, self._about = read_head(path, choose_device(config.device))
-        recipe = _recipe_of(path, self._about)
-        run_config = recipe.config_for(config, config.data)
-        self._config, self._data = (
-            replace(run_config, max_failures=config.max_failures),
-            config.data,
+        about = self._about
+        if about.get("spec") is None or about.get("config") is None:
+            raise StoreError(
+                f"{path} does not say how its features were extracted: the store it was fitted on "
+                "had no featx.json. Probe the folder that job=extract made."
+            )
+        spec = LayerSpec(**{**about["spec"], "shape": tuple(about["spec"]["shape"])})
+        model_values = about["weights_sha256"], about["transform"]
+        recipe = ExtractionRecipe(
+            str(path), about["config"], (spec,), about["resolved"], *model_values
         )
+        run_config = recipe.config_for(config, config.data)
+        self._config = replace(run_config, max_failures=config.max_failures)
+        self._data = config.data
         super().__init__([LoadedModel(recipe, self._config, pads)], model_factory)
 
     def __call__(
@@ -177,8 +185,18 @@ class Predictor(LoadedFunction):
         import torch
 
         head, about, (model,) = self._head, self._about, self.models
-        lister = _lister(replace(self._config, data=images_read_as(data, self._config.data)), files)
-        with model.run(lister) as context, torch.no_grad():
+        config = replace(self._config, data=images_read_as(data, self._config.data))
+
+        def list_new_images() -> tuple[Source, Listing]:
+            if files is None:
+                return list_images(config)
+            if not files:
+                raise DataError("images is empty: give a folder or the paths of image files.")
+            keys = sorted({os.fsencode(_key_of(file)) for file in files})
+            labels = np.full(len(keys), -1, np.int64)
+            return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
+
+        with model.run(list_new_images) as context, torch.no_grad():
             sink = _PredictionSink(context, head, about)
             metrics = run_parts(context, sink)
         if data.has_views:
@@ -210,33 +228,8 @@ def run_prediction(config: Config, path: Path) -> Predictions:
         return model.predict(config.data)
 
 
-def _recipe_of(path: Path, about: dict[str, Any]) -> ExtractionRecipe:
-    """Return how the features were extracted that the head was fitted on."""
-    if about.get("spec") is None or about.get("config") is None:
-        raise StoreError(
-            f"{path} does not say how its features were extracted: the store it was fitted on had "
-            "no featx.json. Probe the folder that job=extract made."
-        )
-    spec = LayerSpec(**{**about["spec"], "shape": tuple(about["spec"]["shape"])})
-    model_values = about["weights_sha256"], about["transform"]
-    return ExtractionRecipe(str(path), about["config"], (spec,), about["resolved"], *model_values)
-
-
 def _key_of(file: Path) -> str:
     return str(file).lstrip("/")
-
-
-def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[Source, Listing]]:
-    def list_new_images() -> tuple[Source, Listing]:
-        if files is None:
-            return list_images(config)
-        if not files:
-            raise DataError("images is empty: give a folder or the paths of image files.")
-        keys = sorted({os.fsencode(_key_of(file)) for file in files})
-        labels = np.full(len(keys), -1, np.int64)
-        return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
-
-    return list_new_images
 
 
 class _PredictionSink(NewImagesSink):
@@ -315,18 +308,14 @@ def head_of_store(store: Path, layer: str | None) -> Path:
             f"{path} has no head of {layer}; it has {', '.join(layers_with_head) or 'none'}. "
             f"{reason}"
         )
-    return _checked_head(path, folder / str(head["file"]), str(head["sha256"]))
-
-
-def _checked_head(probe: Path, path: Path, sha256: str) -> Path:
-    """Return the file of a head if it is the one that a probe.json names."""
+    head_file = folder / str(head["file"])
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(head_file.read_bytes()).hexdigest()
     except FileNotFoundError:
-        return path  # read_head reports it
-    if digest != sha256:
+        return head_file  # read_head reports it
+    if digest != str(head["sha256"]):
         raise StoreError(
-            f"{path} is not the head that {probe} names with its SHA-256: it is damaged or was "
+            f"{head_file} is not the head that {path} names with its SHA-256: it is damaged or was "
             "replaced, or a probe was interrupted before it wrote probe.json. Run job=probe again."
         )
-    return path
+    return head_file

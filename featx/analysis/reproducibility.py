@@ -229,12 +229,14 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
         # of the new rows.
         option_names = {option.name for option in fields(member.options or ReduceConfig)}
         return make_reduce(spec.reduce, **{key: args[key] for key in args if key in option_names})
+    from featx.analysis.statistics.reader import Statistics  # imports torch
+
     identity = args["stats_sha256"]
     paths = [r.statistics_path for _, r in layer_requests(before) if r.name == spec.reduce]
     notes = []
     for path in dict.fromkeys(path for path in paths if path is not None):
         try:
-            if statistics_sha256(path, spec.name) == identity:
+            if Statistics(path)[spec.name].sha256 == identity:
                 arguments = {key: args[key] for key in ("k", "epsilon", "zca") if key in args}
                 return make_reduce(spec.reduce, stats=path, **arguments)
             notes.append(f"{path} has other numbers.")
@@ -245,13 +247,6 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
         f"which cannot be found: {' '.join(notes)} Put that file back, or give its path with "
         f"reduce={spec.reduce} reduce.stats=FILE."
     )
-
-
-def statistics_sha256(path: str, layer: str) -> str:
-    """Return the SHA-256 of a layer's statistics; see `Moments.sha256`."""
-    from featx.analysis.statistics.reader import Statistics  # imports torch
-
-    return Statistics(path)[layer].sha256
 
 
 def _refuse_another_model(root: Path, run: Run, context: RunContext) -> None:

@@ -248,7 +248,8 @@ class _Selection:
 def share_of_groups(
     y: Ints, groups: Ints, share: float, rng: np.random.Generator
 ) -> npt.NDArray[np.bool_]:
-    """Select the (n,) places of whole groups that contain about a share of the rows of each class.
+    """Select whole groups that contain about a share of the rows of each class; return (n,) bool,
+    whether a place is selected.
 
     For each class that lies in two or more groups, at least one group is selected and one is not.
     """

@@ -232,14 +232,16 @@ def _heads(
     assert tokens is not None, "the probe checks the layers of an attentive probe"
     schedule = problem.schedule(minibatch.TOKEN_LEARNING_RATE)
     scaler = fit_scaler(tokens, places)
-    training = minibatch.fit_attentive(tokens, places, y, num_outputs, scaler, settings, schedule)
+    heads, num_steps = minibatch.fit_attentive(
+        tokens, places, y, num_outputs, scaler, settings, schedule
+    )
     details = {
         "solver": "adamw",
-        "iterations": training.num_steps,
+        "iterations": num_steps,
         "tokens": tokens.layout.count,
         "tokens_streamed": tokens.features.whole is None,
     }
-    return tokens.features, training.heads, details
+    return tokens.features, heads, details
 
 
 def _neighbour_scores(

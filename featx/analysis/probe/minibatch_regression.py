@@ -164,14 +164,6 @@ def fit_streamed(
     return [Fit(one.clone(), other.clone(), None, None, num_steps) for one, other in pairs]
 
 
-@dataclass(frozen=True)
-class Training:
-    """One head per penalty, and the number of steps."""
-
-    heads: list[Head]
-    num_steps: int
-
-
 def fit_attentive(
     tokens: Tokens,
     places: Ints,
@@ -180,8 +172,9 @@ def fit_attentive(
     scaler: Scaler,
     strengths: Sequence[float],
     schedule: Schedule,
-) -> Training:
+) -> tuple[list[Head], int]:
     """Minimise mean cross-entropy + l2/2 (|W|^2 + |q|^2) for all penalties in the same passes.
+    Return a head for each, and the number of steps.
 
     For a row with standardised tokens z_1 ... z_T, the logits are W sum_t a_t z_t + b with a =
     softmax_t(z_t . q / sqrt(D)). This is the cross-attention layer with one query of the attentive
@@ -211,4 +204,4 @@ def fit_attentive(
         Head(scaler, w.clone(), b.clone(), True, attention=Attention(q.clone(), tokens.layout))
         for w, b, q in parts
     ]
-    return Training(heads, num_steps)
+    return heads, num_steps

@@ -80,6 +80,7 @@ def embed(
             file is decoded as those of the store, so its row has the same bits as one of the store
             on the same machine, batch size and number of threads.
         store: open store or its path.
+        layers: names or globs; None for all layers.
         model_factory: for a store of model=custom, the 'package.module:factory' of its model, or
             the module or function that `featx.extract(model=...)` took. It must be given because
             featx imports no code that only a file names.

@@ -54,6 +54,8 @@ class Prediction:
     """Prediction for one image.
 
     Attributes:
+        key: key of the image as listed; for single files, the path.
+        label: name of the most likely class; None if the image failed, or for other heads.
         probability: probability of that class in [0, 1]; None without a class or if the head has
             no probabilities (ridge).
         status: 'ok', or the kind of failure.

@@ -55,6 +55,8 @@ class RowIndex:
             searched to exceed it by NUM_STANDARD_ERRORS standard errors on NUM_SAMPLED_ROWS random
             rows. With 1 there are no lists, and all pairs are compared.
         k: number of neighbours, limited to the number of other rows.
+        metric: 'cosine' or 'euclidean'.
+        seed: seed of k-means and of both samples.
         device: device of the exact search for the samples; faiss itself uses the CPU.
 
     Attributes:

@@ -54,6 +54,7 @@ def find_outliers(
         store: open store; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
         k: number of neighbours, limited to the number of other rows.
+        metric: 'cosine' or 'euclidean'.
         on_progress: called with the number of rows that are done, twice for labelled rows.
 
     Raises:

@@ -76,7 +76,7 @@ class StatsLayer:
         """Describe the statistics of a captured tensor.
 
         With stats.observation=image, maps and tokens are averaged over their positions, as by
-        reduce=avg, unless `reduce` says otherwise.
+        reduce=avg, unless `reduce` says otherwise. `input_size` is (height, width) in pixels.
         """
         shape = captured = tuple(spec.shape)
         if tokens is not None and feature_axis(shape, tokens) is None:

@@ -36,6 +36,9 @@ class Statistics(Mapping[str, Moments]):
         stats = featx.open_stats("runs/photos")
         stats["avgpool"].mean           # (D,) float64; .covariance(), .second_moment, .count
 
+    Args:
+        path: the file, or the folder that contains it.
+
     Attributes:
         attributes: root attributes: model, weights_sha256, transform, num_failed, ...
         settings: everything that changes the values, by option name.

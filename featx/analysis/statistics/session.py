@@ -51,6 +51,7 @@ class StatsSession:
     calls `survey` first.
 
     Args:
+        lock: file descriptor that holds the lock.
         header: header of the run; its fingerprint contains everything that changes values, layers
             included.
         threads: number of CPU threads that compute one batch, or None on other devices.

@@ -52,7 +52,6 @@ class Embedding:
         )
 
     def __getitem__(self, layer: str) -> npt.NDArray[Any]:
-        """Return the features of a layer."""
         return self.features[layer]
 
     def __len__(self) -> int:
@@ -82,7 +81,6 @@ def embed(
             on the same machine, batch size and number of threads.
         store: open store or its path.
         layers: names or globs; None for all layers.
-        device: as the option `device`.
         model_factory: for a store of model=custom, the 'package.module:factory' of its model, or
             the module or function that `featx.extract(model=...)` took. It must be given because
             featx imports no code that only a file names.
@@ -112,15 +110,7 @@ def embedder(
 
     A batch holds the images of a call and is not filled up to the size of the store's, so that one
     image is fast; values differ from those of the store by rounding. For the same bits use `embed`.
-
-    Args:
-        store: as for `embed`.
-        layers: as for `embed`.
-        device: as for `embed`.
-        model_factory: as for `embed`.
-
-    Raises:
-        FeatxError: as for `embed`.
+    Arguments and errors are those of `embed`.
     """
     config = config_with_factory(device, model_factory)
     return Embedder(config, store, layers, pads=False, model_factory=model_factory)
@@ -164,7 +154,6 @@ class Embedder(LoadedFunction):
         super().__init__(models, model_factory)
 
     def __call__(self, images: Sequence[Any]) -> Embedding:
-        """Compute the features of some images, as `embed` does."""
         if isinstance(images, str | bytes | os.PathLike) or not isinstance(images, Sequence):
             raise DataError(
                 f"images is a {type(images).__name__}; expected a list of paths, Pillow images, "
@@ -193,16 +182,8 @@ class Embedder(LoadedFunction):
 def embed_images(
     config: Config, store: FeatureStore, images: Sequence[Any], layers: Sequence[str]
 ) -> Embedding:
-    """Compute features of images as `embed` does.
-
-    Args:
-        config: config of which the device and, for custom models, the model are used.
-        store: open store.
-        images: paths, Pillow images, arrays or encoded bytes.
-        layers: names of layers of the store.
-
-    Raises:
-        FeatxError: as for `embed`.
+    """Compute features of images as `embed` does, for layers of the store by name. The config says
+    the device and, for custom models, the model.
     """
     with Embedder(config, store, layers, pads=True) as model:
         return model(images)
@@ -237,7 +218,6 @@ class _EmbeddingSink(NewImagesSink):
         self.features: dict[str, npt.NDArray[Any]] = {}
 
     def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Keep the rows of a batch."""
         for name, values in features.items():
             if name not in self.features:
                 shape = (self.num_rows, *values.shape[1:])

@@ -20,16 +20,11 @@ if TYPE_CHECKING:
 
 
 def engine_spec(job: str) -> EngineSpec:
-    """Return how the engine of a job is built.
-
-    Args:
-        job: name of the job that made or makes a store, as the store records it.
-    """
+    """Return how the engine of a job is built; `job` is its name as a store records it."""
     return ATTRIBUTIONS if job == "attribute" else FEATURES
 
 
 def _feature_engine(config: Config, backbone: Backbone, device: torch.device, dtype: str) -> Engine:
-    """Create an engine that computes captured tensors."""
     from featx.engine import Engine
 
     return Engine(backbone, device, dtype, config.target)
@@ -76,7 +71,6 @@ def no_logits(backbone: Backbone) -> str:
 
 
 def _attributor(config: Config, backbone: Backbone, device: torch.device, dtype: str) -> Engine:
-    """Create an engine that computes heat maps."""
     from featx.analysis.attribution.attributor import Attributor
 
     if backbone.missing_heads:

@@ -34,9 +34,6 @@ class LayerVectors:
     """Rows of a layer as flat float32 vectors.
 
     Args:
-        store: open store.
-        layer: name of the layer.
-        device: device of the vectors.
         rows: (n,) rows of the store, none of which failed; None for all such rows.
         unit: whether vectors are scaled to length 1; a vector of zeros stays zero.
         centre: whether the mean of the first vectors is subtracted. Distances stay the same and
@@ -47,11 +44,7 @@ class LayerVectors:
         projection: (D, P) float32 by which rows of the store are multiplied first, or None.
 
     Attributes:
-        root: path of the store.
-        layer: name of the layer.
-        device: device of the vectors.
         rows: (n,) int64 row of the store of each vector. An index into `rows` is called a place.
-        width: number of values of a vector.
 
     Raises:
         ConfigError: all rows failed.
@@ -134,10 +127,8 @@ class LayerVectors:
         return self._read_rows(self.rows[unique.cpu().numpy()])[back]
 
     def prepare(self, rows: npt.NDArray[Any]) -> torch.Tensor:
-        """Scale and centre rows that need not be of the store, (m, ...), as those of the store.
-
-        Returns:
-            (m, width) float32.
+        """Scale and centre rows (m, ...) as those of the store, of which they need not be. Return
+        (m, width) float32.
         """
         vectors = torch.from_numpy(rows).to(self.device).to(torch.float32)
         vectors = vectors.reshape(len(rows), self.width)
@@ -171,7 +162,6 @@ class LayerVectors:
         return mean.float().to(self.device), deviation.float().to(self.device)
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
-        """Read the vectors at consecutive places from the store."""
         return self._read_rows(self.rows[start:stop])
 
     def _read_rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -209,7 +199,6 @@ def _lengths(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _max_kept_bytes(device: torch.device) -> int:
-    """Return how many bytes of vectors may be kept on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
     return KEEP_BYTES

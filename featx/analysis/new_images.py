@@ -51,9 +51,7 @@ class ExtractionRecipe:
     Attributes:
         origin: file or store that says so, for messages.
         config: config of the run, as text.
-        specs: layers to compute.
         resolved: `auto` values of the run.
-        weights_sha256: SHA-256 of the weights.
         transform: preprocessing, as text.
     """
 
@@ -145,12 +143,7 @@ def images_read_as(now: DataConfig, before: DataConfig) -> DataConfig:
 
 
 class NewImagesTarget:
-    """Run target: features of new images, which are not stored.
-
-    Args:
-        recipe: how the rows of the store were extracted.
-        list_images: opens the source of the new images and lists them.
-    """
+    """Run target: features of new images, which are not stored."""
 
     def __init__(
         self, recipe: ExtractionRecipe, list_images: Callable[[], tuple[Source, Listing]]
@@ -178,13 +171,9 @@ class NewImagesTarget:
 class LoadedModel:
     """Model of a recipe, built with the first images and used for others until it is closed.
 
-    Threads may share it: a run waits for the one before it.
-
-    Args:
-        recipe: how the rows of the store were extracted.
-        config: config of a run of the recipe.
-        pads: whether a batch is filled up to the size of the store's, so that a row has the same
-            bits; otherwise it holds no more images than there are.
+    Threads may share it: a run waits for the one before it. With `pads`, a batch is filled up to
+    the size of the store's, so that a row has the same bits; otherwise it holds no more images than
+    there are.
     """
 
     def __init__(self, recipe: ExtractionRecipe, config: Config, pads: bool) -> None:
@@ -199,10 +188,8 @@ class LoadedModel:
 
     @contextlib.contextmanager
     def run(self, list_images: Callable[[], tuple[Source, Listing]]) -> Iterator[RunContext]:
-        """Yield the context of a run over some images.
-
-        Raises:
-            Interrupted: Ctrl-C, also inside the block.
+        """Yield the context of a run over some images. Raises Interrupted on Ctrl-C, also in the
+        block.
         """
         try:
             with self._lock, self._context(list_images) as context, self._sized(context):
@@ -254,12 +241,7 @@ class LoadedModel:
 
 
 class LoadedFunction:
-    """Function of new images whose models stay loaded until it is closed.
-
-    Args:
-        models: the models.
-        model_factory: factory of a custom model, as the caller gave it.
-    """
+    """Function of new images whose models stay loaded until it is closed."""
 
     def __init__(self, models: Sequence[LoadedModel], model_factory: object) -> None:
         self.models, self.model_factory = models, model_factory
@@ -287,15 +269,7 @@ def config_with_factory(device: str, model_factory: object, **options: Any) -> C
 
 class NewImagesSink(ABC):
     """Part sink that keeps the values of new images in memory; subclasses compute them.
-
-    Args:
-        context: the run.
-
-    Attributes:
-        failures: row -> failure of an image.
-        seconds: always empty, as there are no stages in addition to those of every run.
-        num_committed: number of rows in finished parts.
-        num_failed: always 0: a limit of failures would end the run and lose the rows in memory.
+    `num_failed` is always 0: a limit of failures would end the run and lose the rows in memory.
     """
 
     num_failed = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,6 @@ def predict(
         head: .safetensors file that one of them wrote, or a store: the head of the layer that its
             probe chose.
         images: a folder, or a list of image files.
-        device: as the option `device`.
         model_factory: for a head on model=custom, the 'package.module:factory' of its model, or
             the module or function that `featx.extract(model=...)` took. It must be given because
             featx imports no code that only a file names.
@@ -141,15 +140,8 @@ def predictor(
             predict(["new/1.jpg"]).rows[0].label    # the first call loads the model
 
     A batch holds the images of a call and is not filled up to the size of the store's, so that one
-    image is fast; scores differ from those of `predict` by rounding.
-
-    Args:
-        head: as for `predict`.
-        device: as for `predict`.
-        model_factory: as for `predict`.
-
-    Raises:
-        FeatxError: as for `predict`.
+    image is fast; scores differ from those of `predict` by rounding. Arguments and errors are those
+    of `predict`.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
     return Predictor(config, Path(head), pads=False, model_factory=model_factory)
@@ -166,18 +158,25 @@ class Predictor(LoadedFunction):
         path = path.expanduser()
         path = head_of_store(path, None) if path.is_dir() else path
         self._head, self._about = read_head(path, choose_device(config.device))
-        recipe = _recipe_of(path, self._about)
-        run_config = recipe.config_for(config, config.data)
-        self._config, self._data = (
-            replace(run_config, max_failures=config.max_failures),
-            config.data,
+        about = self._about
+        if about.get("spec") is None or about.get("config") is None:
+            raise StoreError(
+                f"{path} does not say how its features were extracted: the store it was fitted on "
+                "had no featx.json. Probe the folder that job=extract made."
+            )
+        spec = LayerSpec(**{**about["spec"], "shape": tuple(about["spec"]["shape"])})
+        model_values = about["weights_sha256"], about["transform"]
+        recipe = ExtractionRecipe(
+            str(path), about["config"], (spec,), about["resolved"], *model_values
         )
+        run_config = recipe.config_for(config, config.data)
+        self._config = replace(run_config, max_failures=config.max_failures)
+        self._data = config.data
         super().__init__([LoadedModel(recipe, self._config, pads)], model_factory)
 
     def __call__(
         self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     ) -> Predictions:
-        """Predict for a folder or a list of image files, as `predict` does."""
         with given_factory(self.model_factory):
             if isinstance(images, str | os.PathLike):
                 return self.predict(replace(self._data, root=str(images)))
@@ -188,8 +187,18 @@ class Predictor(LoadedFunction):
         import torch
 
         head, about, (model,) = self._head, self._about, self.models
-        lister = _lister(replace(self._config, data=images_read_as(data, self._config.data)), files)
-        with model.run(lister) as context, torch.no_grad():
+        config = replace(self._config, data=images_read_as(data, self._config.data))
+
+        def list_new_images() -> tuple[Source, Listing]:
+            if files is None:
+                return list_images(config)
+            if not files:
+                raise DataError("images is empty: give a folder or the paths of image files.")
+            keys = sorted({os.fsencode(_key_of(file)) for file in files})
+            labels = np.full(len(keys), -1, np.int64)
+            return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
+
+        with model.run(list_new_images) as context, torch.no_grad():
             sink = _PredictionSink(context, head, about)
             metrics = run_parts(context, sink)
         if data.has_views:
@@ -214,49 +223,15 @@ class Predictor(LoadedFunction):
 def run_prediction(config: Config, path: Path) -> Predictions:
     """Predict classes, labels or numbers of the images of `config.data` with the head in `path`.
 
-    The scores of the views of an image (data.views, data.crops) are averaged.
-
-    Args:
-        config: config of which the data, device, seed and, for custom models, the model are used.
-        path: file of the head.
-
-    Raises:
-        FeatxError: as for `predict`.
+    The scores of the views of an image (data.views, data.crops) are averaged. The config says the
+    data, device, seed and, for custom models, the model; errors are those of `predict`.
     """
     with Predictor(config, path, pads=True) as model:
         return model.predict(config.data)
 
 
-def _recipe_of(path: Path, about: dict[str, Any]) -> ExtractionRecipe:
-    """Return how the features were extracted that the head was fitted on."""
-    if about.get("spec") is None or about.get("config") is None:
-        raise StoreError(
-            f"{path} does not say how its features were extracted: the store it was fitted on had "
-            "no featx.json. Probe the folder that job=extract made."
-        )
-    spec = LayerSpec(**{**about["spec"], "shape": tuple(about["spec"]["shape"])})
-    model_values = about["weights_sha256"], about["transform"]
-    return ExtractionRecipe(str(path), about["config"], (spec,), about["resolved"], *model_values)
-
-
 def _key_of(file: Path) -> str:
-    """Return the key of a file, relative to '/'."""
     return str(file).lstrip("/")
-
-
-def _lister(config: Config, files: Sequence[Path] | None) -> Callable[[], tuple[Source, Listing]]:
-    """Return a function that opens the source and lists the images."""
-
-    def list_new_images() -> tuple[Source, Listing]:
-        if files is None:
-            return list_images(config)
-        if not files:
-            raise DataError("images is empty: give a folder or the paths of image files.")
-        keys = sorted({os.fsencode(_key_of(file)) for file in files})
-        labels = np.full(len(keys), -1, np.int64)
-        return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
-
-    return list_new_images
 
 
 class _PredictionSink(NewImagesSink):
@@ -270,7 +245,6 @@ class _PredictionSink(NewImagesSink):
         self._pooled = tuple(about["reduction"]["axes"]) or None
 
     def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Score the rows of a batch."""
         import torch
 
         stored = features[self._layer].astype(np.float32)
@@ -280,12 +254,7 @@ class _PredictionSink(NewImagesSink):
 
     def average_views(self, keys: Sequence[bytes]) -> list[bytes]:
         """Average the scores of the views of each image, which fails if one of its views does.
-
-        Args:
-            keys: keys of the views.
-
-        Returns:
-            Keys of the images, to which scores and failures now belong.
+        Return the keys of the images, to which scores and failures now belong.
         """
         images, image_of_row = np.unique([parent_key(key) for key in keys], return_inverse=True)
         sums = np.zeros((len(images), self.scores.shape[1]))
@@ -312,14 +281,8 @@ class _PredictionSink(NewImagesSink):
 
 
 def head_of_store(store: Path, layer: str | None) -> Path:
-    """Return the file of a layer's head in a store.
-
-    Args:
-        store: path of the store.
-        layer: name of the layer, or None for the best layer of the probe.
-
-    Raises:
-        StoreError: the store was not probed, or the layer has no head.
+    """Return the file of a layer's head in a store; without a layer, of the best one of the probe.
+    Raises StoreError if the store was not probed, or the layer has no head.
     """
     from featx.store import FeatureStore, read_result
 
@@ -347,18 +310,14 @@ def head_of_store(store: Path, layer: str | None) -> Path:
             f"{path} has no head of {layer}; it has {', '.join(layers_with_head) or 'none'}. "
             f"{reason}"
         )
-    return _checked_head(path, folder / str(head["file"]), str(head["sha256"]))
-
-
-def _checked_head(probe: Path, path: Path, sha256: str) -> Path:
-    """Return the file of a head if it is the one that a probe.json names."""
+    head_file = folder / str(head["file"])
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(head_file.read_bytes()).hexdigest()
     except FileNotFoundError:
-        return path  # read_head reports it
-    if digest != sha256:
+        return head_file  # read_head reports it
+    if digest != str(head["sha256"]):
         raise StoreError(
-            f"{path} is not the head that {probe} names with its SHA-256: it is damaged or was "
+            f"{head_file} is not the head that {path} names with its SHA-256: it is damaged or was "
             "replaced, or a probe was interrupted before it wrote probe.json. Run job=probe again."
         )
-    return path
+    return head_file

@@ -34,7 +34,7 @@ from featx.pipeline import (
 from featx.sources import open_source
 from featx.storage import is_url
 from featx.store import FeatureStore, Manifest, Run, from_raw, missing_parts, read_listing
-from featx.types import Batch, LayerSpec, Part, Status
+from featx.types import LayerSpec, Part, Status
 
 MIN_AGREEMENT = 0.999
 """Minimum agreement of a stored and a new row. Another device or library version may change bits,
@@ -49,7 +49,6 @@ class ReproducibilityReport:
     """Result of extracting rows again.
 
     Attributes:
-        rows: number of rows that were extracted again.
         identical: rows with the same bits in every layer, or the same failure.
         close: other rows whose agreement is at least MIN_AGREEMENT in every layer.
         different: one line of text for each remaining row.
@@ -74,8 +73,6 @@ def recheck_rows(
 
     Args:
         config: config of the command, of which device, seed and data.root are used if given.
-        root: folder of the store.
-        manifest: manifest of the store.
         count: number of rows, limited to those that are present.
 
     Raises:
@@ -144,12 +141,8 @@ class ImagesReport:
 
 
 def check_images(config: Config, root: Path, manifest: Manifest) -> ImagesReport:
-    """Compare the images of a store with those that its rows were computed from.
-
-    Args:
-        config: config of the command, of which data.root is used if given.
-        root: folder of the store.
-        manifest: manifest of the store.
+    """Compare the images of a store, below data.root if given, with those its rows were computed
+    from.
     """
     try:
         listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
@@ -175,16 +168,9 @@ def check_images(config: Config, root: Path, manifest: Manifest) -> ImagesReport
 def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> Config:
     """Return the config that resumes or repeats a run of a store.
 
-    The data set is that of the last run, since an earlier one may have listed fewer rows.
-
-    Args:
-        config: config of the command; its device, data.root and reduce.stats are used if given.
-        root: current folder of the store.
-        manifest: manifest of the store.
-        run: the run to repeat.
-
-    Raises:
-        ConfigError: the run needs code that the command does not name.
+    The data set is that of the last run, since an earlier one may have listed fewer rows. Device,
+    data.root and reduce.stats of the command's config are used if given. Raises ConfigError if the
+    run needs code that the command does not name.
     """
     run_config = from_saved(run.header.config)
     refuse_unnamed_code(config, run_config, str(root))
@@ -243,12 +229,14 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
         # of the new rows.
         option_names = {option.name for option in fields(member.options or ReduceConfig)}
         return make_reduce(spec.reduce, **{key: args[key] for key in args if key in option_names})
+    from featx.analysis.statistics.reader import Statistics  # imports torch
+
     identity = args["stats_sha256"]
     paths = [r.statistics_path for _, r in layer_requests(before) if r.name == spec.reduce]
     notes = []
     for path in dict.fromkeys(path for path in paths if path is not None):
         try:
-            if statistics_sha256(path, spec.name) == identity:
+            if Statistics(path)[spec.name].sha256 == identity:
                 arguments = {key: args[key] for key in ("k", "epsilon", "zca") if key in args}
                 return make_reduce(spec.reduce, stats=path, **arguments)
             notes.append(f"{path} has other numbers.")
@@ -261,15 +249,7 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
     )
 
 
-def statistics_sha256(path: str, layer: str) -> str:
-    """Return the SHA-256 of a layer's statistics; see `Moments.sha256`."""
-    from featx.analysis.statistics.reader import Statistics  # imports torch
-
-    return Statistics(path)[layer].sha256
-
-
 def _refuse_another_model(root: Path, run: Run, context: RunContext) -> None:
-    """Check that the model and the transform of a run are unchanged."""
     before, now = run.header.fingerprint, context.header.fingerprint
     changed = [
         f"  {key}: the store has {before[key]!r}, now {now[key]!r}"
@@ -295,18 +275,11 @@ def _extract_rows(
         Part(0, start, min(start + size, run.grid.part_of(start).stop)) for start in sorted(spans)
     ]
     for _, batch in context.loader.batches(parts, size):
-        yield from _extract_batch(context, batch, spans[batch.start])
-
-
-def _extract_batch(
-    context: RunContext, batch: Batch, rows: list[int]
-) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
-    """Compute a batch and yield the requested rows of it, as `_extract_rows` does."""
-    computed = compute_rows(context, context.engine, batch)
-    status = {failure.row: int(failure.status) for failure in computed.failures}
-    for row in rows:
-        values = {name: value[row - batch.start] for name, value in computed.features.items()}
-        yield row, values, status.get(row, int(Status.OK))
+        computed = compute_rows(context, context.engine, batch)
+        status = {failure.row: int(failure.status) for failure in computed.failures}
+        for row in spans[batch.start]:
+            values = {name: value[row - batch.start] for name, value in computed.features.items()}
+            yield row, values, status.get(row, int(Status.OK))
 
 
 def _compare_row(
@@ -316,7 +289,6 @@ def _compare_row(
     features: dict[str, npt.NDArray[Any]],
     status: int,
 ) -> tuple[float, str]:
-    """Compare a stored row with a new one."""
     stored = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}
     # One status per row: a row with values in these layers may have failed in another run.
     failed = all(np.isnan(values).all() for values in stored.values())

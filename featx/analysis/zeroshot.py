@@ -33,16 +33,9 @@ _BLOCK_ROWS = 4096
 
 
 def run_zeroshot(config: Config) -> dict[str, Any]:
-    """Make the head of the class names, apply it to the rows of the store, and write both.
-
-    Args:
-        config: config with `store`, the options `zeroshot` and `device`.
-
-    Returns:
-        zeroshot.json.
-
-    Raises:
-        FeatxError: the store is not one of a CLIP model, or the names do not fit.
+    """Make the head of the class names, apply it to the rows of the store, and write both. Return
+    zeroshot.json. Raises FeatxError if the store is not one of a CLIP model, or the names do not
+    fit.
     """
     started_at = time.perf_counter()
     store = FeatureStore(config.store_path(), verify="rows")
@@ -88,7 +81,6 @@ def search(
             transformers.
         text: a text, or q texts.
         k: number of images, limited to the number of rows.
-        device: 'auto', 'cpu', 'cuda', ...
 
     Returns:
         (q, k) int64 rows of the store and (q, k) float32 cosines, the nearest first.
@@ -111,10 +103,8 @@ def search(
 
 
 def read_texts(option: str, given: str | Sequence[str]) -> list[str]:
-    """Return the texts of an option, or of the file NAME.txt that it names.
-
-    Raises:
-        DataError: the file cannot be read, or has no text.
+    """Return the texts of an option, or of the file NAME.txt that it names. Raises DataError if the
+    file cannot be read, or has no text.
     """
     if not isinstance(given, str):
         return list(given)

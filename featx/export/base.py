@@ -19,13 +19,8 @@ from featx.storage import AtomicFolder
 
 
 class ExportFolder:
-    """Folder in which a format writes its files, which get their final names together at the end.
-
-    Args:
-        root: empty folder.
-
-    Attributes:
-        names: names of the files and folders so far.
+    """Folder, empty at first, in which a format writes its files, which get their final names
+    together at the end. `names` are those of the files and folders so far.
     """
 
     def __init__(self, root: Path) -> None:
@@ -34,10 +29,8 @@ class ExportFolder:
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """File of any size, which the block fills from its beginning to its end.
-
-        Args:
-            name: path below the folder, with '/'.
+        """File of any size at a path below the folder, with '/', that the block fills from start to
+        end.
         """
         with self._disk.stream_file(self._path(name)) as file:
             yield file
@@ -46,12 +39,8 @@ class ExportFolder:
     def hdf5_file(
         self, name: str, most_bytes: int, libver: tuple[str, str] | None = None
     ) -> Iterator[h5py.File]:
-        """Empty HDF5 file; its space is reserved first, because HDF5 may crash on a full disk.
-
-        Args:
-            name: path below the folder, with '/'.
-            most_bytes: largest size of the file in bytes.
-            libver: as of `h5py.File`.
+        """Empty HDF5 file of at most `most_bytes` at a path below the folder, with '/'. Its space
+        is reserved first, because HDF5 may crash on a full disk.
         """
         with (
             self._disk.reserve_file(self._path(name), most_bytes) as reserved,
@@ -73,14 +62,8 @@ class ExportFolder:
 
 
 class Format(ABC):
-    """Files of one export format.
-
-    Args:
-        selection: rows and layers to export.
-        config: config of the command; formats read its group `export` and, for images, `data`.
-
-    Raises:
-        FeatxError: a package is missing, or the format cannot hold these layers.
+    """Files of one export format. Formats read the group `export` of the config and, for images,
+    `data`. Raises FeatxError if a package is missing, or the format cannot hold these layers.
     """
 
     def __init__(self, selection: ExportSelection, config: Config) -> None:
@@ -93,11 +76,7 @@ class Format(ABC):
 
     @abstractmethod
     def opening(self, out: Path) -> str:
-        """Return a few lines of Python code that open the export.
-
-        Args:
-            out: folder of the export.
-        """
+        """Return a few lines of Python code that open the export in the folder `out`."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -127,14 +106,9 @@ class ShardedFormat(Format):
     """A format whose options are `ShardOptions`."""
 
     def shards(self, row_bytes: float, name: str = "{}") -> list[tuple[str, int, int]]:
-        """Divide the rows into shards of about export.shard_gib; there is at least one.
-
-        Args:
-            row_bytes: approximate bytes of a row.
-            name: name of a file, such as 'data-{}.parquet', for '00000-of-00003'.
-
-        Returns:
-            name, first row of the selection and row after the last one of each shard.
+        """Divide the rows of about `row_bytes` into shards of about export.shard_gib; there is at
+        least one. Return the name of each, such as 'data-00000-of-00003.parquet' for
+        'data-{}.parquet', its first row of the selection and the row after its last one.
         """
         options = self.config.export
         if not isinstance(options, ShardOptions):

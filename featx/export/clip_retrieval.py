@@ -69,7 +69,6 @@ class ClipRetrieval(ShardedFormat):
                 parquet.write_table(table, file)
 
     def opening(self, out: Path) -> str:
-        """Return lines that read vectors and paths with embedding_reader."""
         first = self._shards[0][0]
         return (
             "import numpy as np, pandas as pd  # or embedding_reader, autofaiss, clip-retrieval\n"

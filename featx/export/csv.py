@@ -55,12 +55,10 @@ class Csv(Format):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of the tables in bytes."""
         shapes = map(self.selection.row_shape, self.selection.layers)
         return _VALUE_BYTES * len(self.selection) * sum(map(math.prod, shapes))
 
     def opening(self, out: Path) -> str:
-        """Return lines that read both tables with pandas."""
         layer = self.selection.layers[0]
         return (
             "import pandas as pd\n"

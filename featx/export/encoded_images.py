@@ -16,17 +16,8 @@ _SAMPLED = 64
 
 
 class EncodedImages:
-    """Images of the rows of an export, which must be whole images.
-
-    Args:
-        selection: rows.
-        config: config of the command; its group `data` says where the images are now.
-
-    Attributes:
-        data: options of the data set of the store.
-
-    Raises:
-        ConfigError: the rows are boxes, views or frames.
+    """Images of the rows of an export; the group `data` of the config says where they are now.
+    Raises ConfigError if the rows are boxes, views or frames, not whole images.
     """
 
     def __init__(self, selection: ExportSelection, config: Config) -> None:
@@ -61,9 +52,7 @@ class EncodedImages:
 
     def read(self, position: int) -> bytes | None:
         """Return the encoded image of a row; None if the row failed and has no readable image.
-
-        Raises:
-            DataError: the image of a row with features cannot be read, or has changed.
+        Raises DataError if the image of a row with features cannot be read, or has changed.
         """
         key = bytes(self._selection.keys[position])
         has_features = Status(self._selection.status[position]).has_features

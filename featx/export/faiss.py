@@ -195,7 +195,6 @@ class Faiss(Format):
             )
 
     def opening(self, out: Path) -> str:
-        """Return lines that read index and keys."""
         layer = self.selection.layers[0]
         return (
             "import faiss, pandas as pd\n"

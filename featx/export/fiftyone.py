@@ -90,7 +90,6 @@ class FiftyOne(Format):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of the export in bytes."""
         image_bytes = 0.0 if self._has_files else self._image_bytes
         text_bytes = _SAMPLE_BYTES + 4 * self.selection.row_bytes() / 3
         return int(len(self.selection) * (image_bytes + text_bytes))
@@ -183,7 +182,6 @@ class FiftyOne(Format):
         }
 
     def opening(self, out: Path) -> str:
-        """Return lines that import the export and show it."""
         return (
             "import fiftyone as fo\n"
             f"dataset = fo.Dataset.from_dir({literal(str(out))}, fo.types.FiftyOneDataset)\n"
@@ -285,24 +283,20 @@ def _vector(values: npt.NDArray[Any]) -> dict[str, Any]:
     return {"$binary": {"base64": data, "subType": "00"}}
 
 
-def _field(name: str, kind: str, fields: Iterable[Field] = (), stored: str | None = None) -> Field:
-    """Declare a field.
-
-    Args:
-        name: name.
-        kind: class of FiftyOne, of fields or of labels.
-        fields: fields of an embedded document.
-        stored: name in the documents, if it is another one.
+def _field(name: str, kind: str, stored: str | None = None) -> Field:
+    """Declare a field of a class of FiftyOne; `stored` is its name in the documents, if another
+    one.
     """
-    embedded = None
+    embedded, fields = None, list[Field]()
     if kind == "Classification":
-        embedded, kind, fields = f"fiftyone.core.labels.{kind}", "EmbeddedDocumentField", _OF_LABEL
+        embedded, fields = f"fiftyone.core.labels.{kind}", _OF_LABEL
+        kind = "EmbeddedDocumentField"
     return {
         "name": name,
         "ftype": f"fiftyone.core.fields.{kind}",
         "embedded_doc_type": embedded,
         "subfield": "fiftyone.core.fields.StringField" if kind == "ListField" else None,
-        "fields": list(fields),
+        "fields": fields,
         "db_field": stored or name,
     }
 

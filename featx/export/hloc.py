@@ -61,7 +61,6 @@ class Hloc(Format):
                         file.create_group(key).create_dataset(_NAME, data=row)
 
     def opening(self, out: Path) -> str:
-        """Return lines that read a descriptor as hloc does."""
         path = literal(f"{out}/{_FILE.format(self.selection.layers[0])}")
         key = literal(self.selection.key_texts(0, 1)[0])
         return (

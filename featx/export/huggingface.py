@@ -92,7 +92,6 @@ class HuggingFace(ShardedFormat):
                 writer.write_table(pa.table(columns).cast(schema))
 
     def opening(self, out: Path) -> str:
-        """Return lines that load the data set with `datasets`."""
         return (
             "from datasets import load_from_disk\n"
             f'rows = load_from_disk({literal(out)}).with_format("numpy")\n'

@@ -37,12 +37,8 @@ class Tile:
 
 
 class ImageGrid:
-    """Images of some rows, which a notebook shows as a grid and a console as text.
-
-    Attributes:
-        title: the store, and the number of images.
-        tiles: one per row, in the order asked for.
-        why_none: reason why there is no image at all, or ''.
+    """Images of some rows, which a notebook shows as a grid and a console as text. If there is no
+    image at all, `why_none` is the reason, else ''.
     """
 
     def __init__(self, title: str, tiles: Sequence[Tile], why_none: str) -> None:

@@ -53,7 +53,6 @@ class Npy(Format):
             file.write(positions.astype("<i4").data)
 
     def opening(self, out: Path) -> str:
-        """Return lines that load the arrays with numpy."""
         layer = self.selection.layers[0]
         return (
             "import numpy as np\n"

@@ -62,7 +62,6 @@ class Parquet(ShardedFormat):
         return arrow.table(selection, columns, shapes)
 
     def opening(self, out: Path) -> str:
-        """Return lines that read the table with pandas."""
         return (
             "import numpy as np, pandas as pd\n"
             f"table = pd.read_parquet({literal(f'{out}/data')})  # also polars, duckdb, pyarrow\n"

@@ -20,12 +20,8 @@ def result_path(store: FeatureStore, file: str) -> Path:
 
 
 def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dict[str, Any] | None:
-    """Read the result file of a job; None if it has not run, or on another state of the store.
-
-    Args:
-        store: the store.
-        file: name of the file below the folder of the store, whose stem is that of the job.
-        log: called with a sentence about a result of another state.
+    """Read the result file of a job, whose name has that of the job as its stem. Return None if the
+    job has not run, or on another state of the store, which is logged.
     """
     path = result_path(store, file)
     try:
@@ -39,10 +35,8 @@ def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dic
 
 
 def lines_of(store: FeatureStore, job: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Read the table of a job, line by line, with the row of the store that each is of.
-
-    Raises:
-        StoreError: the table is missing.
+    """Read the table of a job, line by line, with the row of the store that each is of. Raises
+    StoreError if the table is missing.
     """
     path = result_path(store, f"{job}/{job}.csv")
     if not path.is_file():

@@ -30,9 +30,6 @@ RECORD = "_export.json"
 def run_export(config: Config) -> dict[str, Any]:
     """Write an export, unless it is complete.
 
-    Args:
-        config: checked config with job=export.
-
     Returns:
         folder, format, layers, columns, rows, failures (failed rows that the export holds),
         left_out (failed and missing rows that it does not hold), files, bytes, seconds, already
@@ -106,7 +103,6 @@ def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) 
 
 
 def _refuse_other_folders(out: Path) -> None:
-    """Check that a folder contains nothing but an export."""
     if any((out / name).exists() for name in (layout.MANIFEST, layout.PACKED)):
         raise ConfigError(f"out={out} is the folder of a store. Choose another out for the export.")
     if out.is_dir() and not (out / RECORD).exists():
@@ -133,7 +129,6 @@ def _fingerprint_of(export_format: Format) -> dict[str, Any]:
 
 
 def _refuse_other_export(root: Path, old: dict[str, Any], fingerprint: dict[str, Any]) -> None:
-    """Check that an existing export has the content that the command asks for."""
     changed = differences(old, fingerprint)
     if changed:
         lines = [

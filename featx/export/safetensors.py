@@ -70,7 +70,6 @@ class Safetensors(ShardedFormat):
         return tensors
 
     def opening(self, out: Path) -> str:
-        """Return lines that load the first shard."""
         first, _, _ = self._shards[0]
         return (
             "from safetensors.numpy import load_file\n"

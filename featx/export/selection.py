@@ -31,8 +31,6 @@ class ExportSelection:
     """Rows and layers of a store in the order of writing.
 
     Attributes:
-        store: open store.
-        layers: names of its layers.
         rows: (n,) int64, increasing: row in the store of each exported row.
         on_bytes: called with the number of bytes of each block.
     """
@@ -145,10 +143,8 @@ class ExportSelection:
         layers: Sequence[str] | None = None,
         rows_per_block: int | None = None,
     ) -> Iterator[tuple[int, int, dict[str, npt.NDArray[Any]]]]:
-        """Read the features of rows [start, stop) of the selection block by block.
-
-        Yields:
-            start and stop of the block, and layer -> (m, ...) values.
+        """Read the features of rows [start, stop) of the selection block by block. Yield start and
+        stop of the block, and layer -> (m, ...) values.
         """
         layers = self.layers if layers is None else layers
         step = rows_per_block or self.block_rows(layers)
@@ -223,7 +219,6 @@ class ExportSelection:
 
 
 def _sha256(columns: Sequence[tuple[str, npt.NDArray[Any]]]) -> str:
-    """Return the SHA-256 of named columns of equal length."""
     sha = hashlib.sha256()
     for name, values in columns:
         sha.update(f"{name} {values.dtype.str} {values.shape} ".encode())

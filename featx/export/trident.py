@@ -100,7 +100,6 @@ class Trident(Format):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of the export in bytes."""
         row_bytes = _INDEX_BYTES
         if self._options.clam:
             row_bytes += 2 * 4 * self.selection.row_shape(self.selection.layers[0])[0]
@@ -128,7 +127,6 @@ class Trident(Format):
                         torch.save(torch.from_numpy(rows), file)
 
     def _tiles(self) -> dict[bytes, tuple[list[int], list[Box]]]:
-        """Return the indices and boxes of the rows of each image."""
         tiles: dict[bytes, tuple[list[int], list[Box]]] = {}
         for place, key in enumerate(self.selection.keys.tolist()):
             parsed = parse_box_key(key)
@@ -229,7 +227,6 @@ class Trident(Format):
                 file[dataset].attrs.update(about)
 
     def opening(self, out: Path) -> str:
-        """Return lines that read the first slide as TRIDENT does."""
         encoder = self._options.encoder or self.selection.layers[0]
         first = f"features_{encoder}/{self._slides[0].name}.h5"
         return (

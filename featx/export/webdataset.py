@@ -50,11 +50,9 @@ class WebDataset(ShardedFormat):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of the export in bytes."""
         return int(len(self.selection) * self._row_bytes)
 
     def write(self, folder: ExportFolder) -> None:
-        """Write the shards."""
         for name, start, stop in self._shards:
             with folder.file(name) as file:
                 self._write_shard(file, start, stop)
@@ -91,7 +89,6 @@ class WebDataset(ShardedFormat):
                     _add(tar, f"{row:09d}.json", json.dumps(about).encode())
 
     def opening(self, out: Path) -> str:
-        """Return lines that iterate over the shards with webdataset."""
         shards, num_shards = self._shards[0][0], len(self._shards)
         layer = literal(f"{self.selection.layers[0].lower()}.npy")
         if num_shards > 1:

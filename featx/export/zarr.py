@@ -35,7 +35,6 @@ class Zarr(Format):
             )
 
     def write(self, folder: ExportFolder) -> None:
-        """Write the group."""
         import zarr
 
         with folder.folder(_NAME) as path:
@@ -82,7 +81,6 @@ class Zarr(Format):
             array[start:stop] = np.array(list(block), np.dtypes.StringDType())
 
     def opening(self, out: Path) -> str:
-        """Return lines that open the group with zarr."""
         return (
             "import zarr\n"
             f'group = zarr.open_group({literal(f"{out}/{_NAME}")}, mode="r")\n'

@@ -138,7 +138,6 @@ def _file_name(name: str) -> str:
 
 
 def _check(config: Config) -> None:
-    """Refuse windows."""
     if config.model.window.size is not None:
         raise ConfigError(
             "model.window.size does not go with job=attribute: a heat map explains the output for "

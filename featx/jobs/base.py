@@ -120,16 +120,11 @@ JOBS: Registry[Job] = Registry("job", "featx.jobs")
 
 
 def check(config: Config, given: Collection[str] | None = None) -> None:
-    """Check a config against the declaration of its job.
-
-    Args:
-        config: config whose options were checked on their own.
-        given: dotted names of the options that the command or the call gave, also those with their
-            defaults; None takes the options that differ from their defaults.
-
-    Raises:
-        ConfigError: the job does not exist, an option that it needs is missing, options exclude
-            each other, or an option has no effect.
+    """Check a config, whose options were checked on their own, against the declaration of its job.
+    `given` are the dotted names of the options that the command or the call gave, also those with
+    their defaults; None takes the options that differ from their defaults. Raises ConfigError if
+    the job does not exist, an option that it needs is missing, options exclude each other, or an
+    option has no effect.
     """
     job = JOBS.get(config.job.name)
     _check_object_store(config, job)
@@ -150,14 +145,8 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
 
 
 def unread(config: Config, names: Collection[str]) -> dict[str, str]:
-    """Return the options that the job of a config does not read.
-
-    Args:
-        config: config of an existing job.
-        names: dotted names of the options to look at; `model` stands for `model.name`.
-
-    Returns:
-        name -> sentence that says why the option has no effect.
+    """Return the options that the job of a config does not read: name -> sentence that says why the
+    option has no effect. `names` are dotted; `model` stands for `model.name`.
     """
     job = JOBS.get(config.job.name)
     names = {_option_of(config, name) for name in names}
@@ -182,14 +171,8 @@ def unread(config: Config, names: Collection[str]) -> dict[str, str]:
 
 
 def config_of_call(job: str, keys: Mapping[str, Any]) -> tuple[Config, str]:
-    """Return the checked config of a call from Python, and the same config as YAML.
-
-    Args:
-        job: name of the job.
-        keys: keywords of the call.
-
-    Raises:
-        ConfigError: a keyword is unknown, or does not fit.
+    """Return the checked config of a call from Python, and the same config as YAML. Raises
+    ConfigError if a keyword is unknown, or does not fit.
     """
     keys = nested_keywords(keys)
     options = from_keywords(keys)
@@ -204,18 +187,9 @@ def call_of_job(
     job: str, keys: Mapping[str, Any], data: object
 ) -> Iterator[tuple[Config, str, Source | None]]:
     """Read a call from Python whose data set and model may be objects, which it can use inside.
-
-    Args:
-        job: name of the job.
-        keys: keywords of the call.
-        data: data set if it was given as the first argument, else None.
-
-    Yields:
-        the checked config, the same config as YAML, and the data set if it is an object.
-
-    Raises:
-        ConfigError: a keyword is unknown, or does not fit.
-        Interrupted: Ctrl-C, after a line that says what is kept.
+    Yield the checked config, the same config as YAML, and the data set if it is an object. Raises
+    ConfigError if a keyword is unknown or does not fit, and Interrupted on Ctrl-C, after a line
+    that says what is kept.
     """
     from featx.models import given_factory
     from featx.pipeline import Interrupted, kept_text
@@ -249,15 +223,9 @@ def call_of_job(
 
 
 def config_of_store_call(job: str, keys: Mapping[str, Any], store: object) -> Config:
-    """Return the checked config of a call from Python that reads a store.
-
-    Args:
-        job: name of the job.
-        keys: keywords of the call.
-        store: store if it was given as the first argument, else None; its path, or an open one.
-
-    Raises:
-        ConfigError: a keyword is unknown, or does not fit.
+    """Return the checked config of a call from Python that reads a store. The store, or its path,
+    was given as the first argument or is a keyword. Raises ConfigError if a keyword is unknown, or
+    does not fit.
     """
     from featx.store import FeatureStore
 
@@ -303,7 +271,6 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Run the job of a checked config."""
     return JOBS.get(config.job.name).run(config, config_yaml)
 
 

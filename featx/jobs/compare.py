@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from featx.analysis import StoreComparison, compare_stores
+from featx.analysis import compare_stores
 from featx.analysis.probe import interval_text, score_text
 from featx.base import Table, shown_path, size_text
 from featx.config import Config
@@ -27,7 +27,13 @@ _COLUMNS = (
 def run(config: Config, config_yaml: str) -> int:
     """Describe each store, write the table to compare.csv, and print it."""
     found = compare_stores(str(config.store))
-    disk = AtomicFolder(_output_folder(config, found))
+    roots = [parse_path(entry["store"]) for entry in found.stores]
+    if any(map(is_url, roots)):
+        folder = config.output_folder(roots[0], "compare")
+    else:
+        common = os.path.commonpath([root.parent for root in roots])
+        folder = config.output_folder(Path(common), "")
+    disk = AtomicFolder(folder)
     disk.make_folder(disk.root)
     path = disk.root / "compare.csv"
     with disk.stream_file(path) as file:
@@ -35,14 +41,6 @@ def run(config: Config, config_yaml: str) -> int:
     rows = [("notes", "\n".join(found.notes) or None), ("file", shown_path(path))]
     print_summary(config, {**asdict(found), "file": str(path)}, _table(found.stores), rows)
     return 0
-
-
-def _output_folder(config: Config, found: StoreComparison) -> Path:
-    """Return `out`, or the folder that contains all stores."""
-    roots = [parse_path(entry["store"]) for entry in found.stores]
-    if any(map(is_url, roots)):
-        return config.output_folder(roots[0], "compare")
-    return config.output_folder(Path(os.path.commonpath([root.parent for root in roots])), "")
 
 
 def _layer(entry: Mapping[str, Any]) -> str | None:
@@ -53,7 +51,6 @@ def _layer(entry: Mapping[str, Any]) -> str | None:
 
 
 def _line(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a line of compare.csv."""
     probe, layer = entry["probe"] or {}, _layer(entry)
     low, high = probe.get("interval") or ("", "")
     speed = entry["images_per_second"]

@@ -101,7 +101,14 @@ def _search(
         "models": [_as_json(entry, disk) for entry in matches],
     }
     yield facts([("", hint_text)]).strip() if hint_text else None
-    notes = [("transformers", _families_text(families))] if families else []
+    notes = []
+    if families:
+        text = (
+            f"{'family' if len(families) == 1 else 'families'} {', '.join(families)}: "
+            "model=transformers model.name=FOLDER, a folder of save_pretrained, or owner/model of "
+            "the Hugging Face Hub"
+        )
+        notes.append(("transformers", text))
     if not matches:
         near = "" if hint_text or families else nearest(query, sorted(names))
         yield f"No {'listed model' if families else 'model'} matches {query!r}.{near}"
@@ -145,15 +152,6 @@ def _as_json(entry: CatalogueEntry, disk: WeightsOnDisk) -> dict[str, Any]:
         "licence": entry.licence or None,
         "bytes_on_disk": disk.size_of(entry),
     }
-
-
-def _families_text(families: Sequence[str]) -> str:
-    """Return what to type for a model of some families of transformers."""
-    one = "family" if len(families) == 1 else "families"
-    return (
-        f"{one} {', '.join(families)}: model=transformers model.name=FOLDER, a folder of "
-        "save_pretrained, or owner/model of the Hugging Face Hub"
-    )
 
 
 def _notes(entries: Sequence[CatalogueEntry]) -> list[tuple[str, str]]:

@@ -94,7 +94,6 @@ def _described(
     scores: npt.NDArray[np.float32],
     metric: str,
 ) -> list[dict[str, Any]]:
-    """Describe the nearest rows as JSON types."""
     return [
         {
             "row": row,
@@ -107,7 +106,6 @@ def _described(
 
 
 def _table(title: str, nearest: Sequence[Mapping[str, Any]], metric: str) -> Table:
-    """Return the nearest rows as a table."""
     header = (title, "class", "row", metric)
     return entries_table(header, ("key", "class", "row", metric), nearest, digits=3)
 
@@ -210,7 +208,6 @@ def _write_files(
 
 
 def _metric_text(config: Config) -> str:
-    """Describe the scores."""
     of_values = " of standardised values" if config.neighbors.standardise else ""
     return f"{config.neighbors.metric}{of_values}"
 

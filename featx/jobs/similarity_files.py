@@ -79,7 +79,6 @@ def entries_table(
 
 
 def _cell(value: object, number: str, none: str) -> str:
-    """Format a value of an entry."""
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, float):

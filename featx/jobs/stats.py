@@ -48,7 +48,6 @@ def stats(
 
     Args:
         data: as of `featx.extract`.
-        verbose: as of `featx.extract`.
         keys: as of `featx.extract`; `stats` takes a mapping, such as
             `stats={"observation": "position"}`.
 
@@ -87,7 +86,6 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _compute(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
-    """Compute the statistics of a run over images, or of the rows of a store."""
     from featx.analysis.statistics import run_stats, stats_of_store  # which import torch
 
     if config.store is not None:

@@ -113,7 +113,6 @@ def _code_of(root: Path) -> str | None:
 
 
 def _manifest(root: Path) -> Manifest:
-    """Return the manifest of a store that was checked."""
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root / layout.MANIFEST} has disappeared while the store was checked.")
@@ -152,7 +151,6 @@ def _facts(
 
 
 def _first(names: Sequence[str], most: int) -> str:
-    """Return the first names, with an ellipsis for the others."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 

@@ -14,10 +14,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from featx.analysis.probe.heads import fit_scaler, head_bytes, read_head, scores_of
+from featx.analysis.probe.heads import Head, fit_scaler, head_bytes, read_head, scores_of
 from featx.analysis.probe.labelled_rows import labelled_rows
 from featx.analysis.probe.layer_rows import Tokens, layer_tokens
-from featx.analysis.probe.minibatch_regression import Schedule, Training, fit_attentive
+from featx.analysis.probe.minibatch_regression import Schedule, fit_attentive
 from featx.errors import RunError, StoreError
 from featx.store import FeatureStore
 
@@ -48,7 +48,7 @@ def trained(
     *strengths: float,
     places: int = 180,
     schedule: Schedule = SCHEDULE,
-) -> Training:
+) -> tuple[list[Head], int]:
     chosen = np.arange(places)
     with torch.no_grad():
         scaler = fit_scaler(tokens, chosen)
@@ -60,14 +60,14 @@ def test_the_training_is_that_of_plain_pytorch() -> None:
     """One query over standardised tokens as keys and values, the same batches and schedule."""
     x, y = marked()
     tokens = tokens_of(x, y)
-    found = trained(tokens, y, 1e-2)
+    (head,), num_steps = trained(tokens, y, 1e-2)
     mean, std = x[:180].reshape(-1, 6).mean(0), x[:180].reshape(-1, 6).std(0)
     z = torch.from_numpy((x - mean) / std)
     weight, bias, query = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 6), (2,), (1, 6)))
     optimizer = torch.optim.Adam([weight, bias, query], 1e-2)
     generator = torch.Generator().manual_seed(3)
     steps = 40 * 3  # batches of at most 64 rows
-    assert found.num_steps == steps
+    assert num_steps == steps
 
     def logits(rows: torch.Tensor) -> torch.Tensor:
         each = query.expand(len(rows), 1, 6)
@@ -86,7 +86,7 @@ def test_the_training_is_that_of_plain_pytorch() -> None:
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 + np.cos(np.pi * step / steps)) / 2
         optimizer.step()
     expected = logits(z[180:]).softmax(1).detach().numpy()
-    scores = scores_of(found.heads[0], tokens.features, np.arange(180, 240))
+    scores = scores_of(head, tokens.features, np.arange(180, 240))
     assert scores == pytest.approx(expected, abs=5e-3)
     mean_token = StandardScaler().fit_transform(x.mean(1))
     linear = LogisticRegression().fit(mean_token[:180], y[:180])
@@ -100,12 +100,13 @@ def test_equal_tokens_make_it_the_logistic_regression_of_scikit_learn() -> None:
     rows = (rng.normal(size=(200, 5)) + rng.normal(size=(3, 5))[y]).astype(np.float32)
     x = np.repeat(rows[:, None], 4, axis=1)
     tokens = tokens_of(x, y)
-    found = trained(tokens, y, 0.05, schedule=replace(SCHEDULE, epochs=60, learning_rate=0.1))
+    schedule = replace(SCHEDULE, epochs=60, learning_rate=0.1)
+    (head,), _ = trained(tokens, y, 0.05, schedule=schedule)
     z = StandardScaler().fit(rows[:180]).transform(rows)
     expected = LogisticRegression(C=1 / (0.05 * 180), tol=1e-8).fit(z[:180], y[:180])
-    scores = scores_of(found.heads[0], tokens.features, np.arange(180, 200))
+    scores = scores_of(head, tokens.features, np.arange(180, 200))
     assert scores == pytest.approx(expected.predict_proba(z[180:]), abs=0.01)
-    attention = found.heads[0].attention
+    attention = head.attention
     assert attention is not None
     assert attention.query.abs().max() < 1e-3
 
@@ -113,11 +114,11 @@ def test_equal_tokens_make_it_the_logistic_regression_of_scikit_learn() -> None:
 def test_many_penalties_are_each_by_themselves_and_a_seed_decides_all() -> None:
     x, y = marked(60)
     tokens = tokens_of(x, y)
-    together = trained(tokens, y, 1.0, 1e-3, places=40).heads
+    together = trained(tokens, y, 1.0, 1e-3, places=40)[0]
     for head, l2 in zip(together, (1.0, 1e-3), strict=True):
-        (alone,) = trained(tokens, y, l2, places=40).heads
+        (alone,) = trained(tokens, y, l2, places=40)[0]
         assert torch.allclose(head.weight, alone.weight, atol=1e-4)
-    again = trained(tokens, y, 1.0, 1e-3, places=40).heads
+    again = trained(tokens, y, 1.0, 1e-3, places=40)[0]
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(together, again, strict=True))
 
 
@@ -130,13 +131,13 @@ def test_maps_and_tokens_of_the_same_values_give_the_same_scores() -> None:
     for kind, values in kinds.items():
         tokens = tokens_of(np.ascontiguousarray(values), y)
         assert (tokens.layout.count, tokens.layout.width) == (9, 6)
-        head = trained(tokens, y, 1e-2, places=60).heads[0]
+        head = trained(tokens, y, 1e-2, places=60)[0][0]
         scores[kind] = scores_of(head, tokens.features, np.arange(60, 80))
     for kind in ("last", "first"):
         assert scores[kind] == pytest.approx(scores["tokens"], abs=1e-5)
     streamed = tokens_of(x, y, memory_bytes=0)
     assert streamed.features.whole is None
-    head = trained(streamed, y, 1e-2, places=60).heads[0]
+    head = trained(streamed, y, 1e-2, places=60)[0][0]
     found = scores_of(head, streamed.features, np.arange(60, 80))
     assert found == pytest.approx(scores["tokens"], abs=0.05)  # another order of the rows
 
@@ -144,7 +145,7 @@ def test_maps_and_tokens_of_the_same_values_give_the_same_scores() -> None:
 def test_a_head_file_has_the_attention(tmp_path: Path) -> None:
     x, y = marked(40)
     tokens = tokens_of(x, y)
-    (head,) = trained(tokens, y, 1e-2, places=30).heads
+    (head,) = trained(tokens, y, 1e-2, places=30)[0]
     path = tmp_path / "head.safetensors"
     path.write_bytes(head_bytes(head, {"classes": ["a", "b"]}))
     again, about = read_head(path, torch.device("cpu"))
@@ -162,7 +163,7 @@ def test_a_head_file_has_the_attention(tmp_path: Path) -> None:
 
 def test_no_flipped_bit_of_a_head_file_is_read(tmp_path: Path) -> None:
     x, y = marked(40)
-    (head,) = trained(tokens_of(x, y), y, 1e-2, places=30).heads
+    (head,) = trained(tokens_of(x, y), y, 1e-2, places=30)[0]
     path = tmp_path / "head.safetensors"
     data = head_bytes(head, {"classes": ["a", "b"]})
     path.write_bytes(data)

@@ -78,11 +78,7 @@ class Attributor(Engine):
     """Engine whose captures are attributions: one heat map per method, and the explained numbers.
 
     Args:
-        backbone: model with its preprocessing.
-        device: device that computes.
         store_dtype: dtype of the heat maps in the store.
-        target: gradient target, as for `Engine`.
-        options: methods and their settings (option group `attribute`).
 
     Raises:
         ConfigError: the window does not fit into the image, or the stride exceeds the window.
@@ -128,11 +124,9 @@ class Attributor(Engine):
         return True
 
     def select(self, traced: Trace) -> Selection:
-        """Select one capture per method and one per number, named like their datasets.
-
-        Raises:
-            LayerError: attribute.layer or attribute.feature_map_layer names no module, or the model
-                has no stages.
+        """Select one capture per method and one per number, named like their datasets. Raises
+        LayerError if attribute.layer or attribute.feature_map_layer names no module, or the model
+        has no stages.
         """
         methods = self._options.methods
         if set(OF_A_LAYER) & set(methods):
@@ -183,12 +177,9 @@ class Attributor(Engine):
         return stages[-2] if tokens and len(stages) > 1 else stages[-1]
 
     def attach_captures(self, chosen: ChosenLayers) -> None:
-        """Prepare the computation, and check that each row depends only on its own image.
-
-        Raises:
-            LayerError: the layer is not a map, or gets no gradient.
-            ModelError: the model has no logits or mixes rows, or guided backpropagation does not
-                support its activations.
+        """Prepare the computation, and check that each row depends only on its own image. Raises
+        LayerError if the layer is not a map, or gets no gradient, ModelError if the model has no
+        logits or mixes rows, or guided backpropagation does not support its activations.
         """
         self._captures = AttachedCaptures(tuple(point for point, _ in chosen))
         self._weights = PreparedWeights(self, self._captures, needs_gradients=True)
@@ -276,7 +267,6 @@ class Attributor(Engine):
             self._options = full_options
 
     def _attributions(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute all attributions of a batch."""
         maps, output = self._plain_gradients(x)
         classes = target_classes(output, self._target, self._labels)
         score = values_of_classes(output, self._target, classes)
@@ -287,8 +277,9 @@ class Attributor(Engine):
             probabilities = output.float().softmax(1).gather(1, classes[:, None])
             numbers["probability"] = probabilities[:, 0]
         if "guided_gradcam" in self._options.methods:
-            with guided_rectifiers(self.module):
-                gradient = _input_gradient(explain, x, classes)
+            with guided_rectifiers(self.module), torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                gradient = torch.autograd.grad(explain(leaf, classes).sum(), leaf)[0]
             cam = F.interpolate(
                 maps["gradcam"][:, None], size=x.shape[2:], mode="bilinear", align_corners=False
             )
@@ -330,11 +321,9 @@ class Attributor(Engine):
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[Any]]:
         """Run a pass forward and back.
 
-        If the gradient of the input is not read, the graph begins at the layer.
-
-        Returns:
-            The logits; the output of the layer, if there is one; and the gradients of the input, if
-            it is read, and of that output, None where the target does not depend on them.
+        If the gradient of the input is not read, the graph begins at the layer. Return the logits;
+        the output of the layer, if there is one; and the gradients of the input, if it is read, and
+        of that output, None where the target does not depend on them.
         """
         with torch.enable_grad(), capture_output(self.module, self._layer) as outputs:
             leaf = x.detach().requires_grad_(reads_input)
@@ -393,16 +382,9 @@ class Attributor(Engine):
         )
 
     def feature_maps(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the output of the layer attribute.feature_map_layer for some images.
-
-        Args:
-            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
-
-        Returns:
-            (B, C, h, w) float32 on the CPU; for tokens, the patches.
-
-        Raises:
-            LayerError: the output is not a map.
+        """Compute the output of the layer attribute.feature_map_layer for (B, 3, H, W) images,
+        uint8 in [0, 255] or normalised float32. Return (B, C, h, w) float32 on the CPU; for tokens,
+        the patches. Raises LayerError if the output is not a map.
         """
         point = self._maps
         assert point is not None
@@ -419,7 +401,6 @@ class Attributor(Engine):
 
 
 def _module_point(key: str, layer: str, traced: Trace) -> CapturePoint:
-    """Return the capture of a module's output."""
     point = named_point(layer, traced)
     if point.operation or point.capture != "output":
         raise LayerError(
@@ -427,12 +408,3 @@ def _module_point(key: str, layer: str, traced: Trace) -> CapturePoint:
             "lists them."
         )
     return point
-
-
-def _input_gradient(
-    explain: Explained, x: torch.Tensor, classes: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the gradient of the target with respect to the input, (B, 3, H, W)."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        return torch.autograd.grad(explain(leaf, classes).sum(), leaf)[0]

@@ -32,10 +32,6 @@ class Explained(nn.Module):
     """The model in the form that Captum needs: one number per image, for fixed classes.
 
     Classes are predicted once, because the prediction may change where the image is hidden or dark.
-
-    Args:
-        module: the model.
-        target: gradient target.
     """
 
     def __init__(self, module: nn.Module, target: str | int) -> None:
@@ -56,12 +52,10 @@ def integrated_gradients(
     baselines: torch.Tensor,
     steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute integrated gradients by Gauss-Legendre quadrature.
+    """Compute integrated gradients by Gauss-Legendre quadrature. Return (B, H, W) summed over
+    channels, and (B,) their sum minus f(x) - f(baseline).
 
     M. Sundararajan, A. Taly, Q. Yan, Axiomatic Attribution for Deep Networks, ICML 2017.
-
-    Returns:
-        (B, H, W) summed over channels, and (B,) their sum minus f(x) - f(baseline).
     """
     from captum.attr import IntegratedGradients
 
@@ -84,14 +78,11 @@ def occlusion(
     window: int,
     stride: int,
 ) -> torch.Tensor:
-    """Compute the decrease of the target when a square is hidden.
+    """Compute the (B, H, W) decrease of the target when a square is hidden.
 
     A pixel gets the mean over the squares that contain it.
 
     M. D. Zeiler, R. Fergus, Visualizing and Understanding Convolutional Networks, ECCV 2014.
-
-    Returns:
-        (B, H, W).
     """
     from captum.attr import Occlusion
 
@@ -108,11 +99,7 @@ def occlusion(
 def baseline(
     name: str, x: torch.Tensor, normalise: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the input that stands for the absence of an image.
-
-    Returns:
-        (B, 3, H, W), normalised.
-    """
+    """Return the normalised input (B, 3, H, W) that stands for the absence of an image."""
     if name == "mean":
         return torch.zeros_like(x)
     if name == "black":

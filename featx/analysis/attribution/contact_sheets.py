@@ -68,14 +68,7 @@ class Tile:
 def contact_sheet(
     title: str, subtitle: str, methods: Sequence[str], tiles: Sequence[Tile]
 ) -> Image.Image:
-    """Draw images with their heat maps next to them; below each map is its own scale.
-
-    Args:
-        title: first line on top.
-        subtitle: second line on top.
-        methods: name of each column of maps.
-        tiles: at least one image.
-    """
+    """Draw images with their heat maps next to them; below each map is its own scale."""
     width = _PANEL * (1 + len(methods)) + _GAP * len(methods)
     across = max(1, min(len(tiles), (_WIDEST - _MARGIN) // (width + _MARGIN)))
     panel_height = _height_of(tiles[0].pixels)
@@ -104,14 +97,9 @@ def contact_sheet(
 def feature_map_grid(
     title: str, subtitle: str, pixels: Pixels, maps: Numbers, most: int = 64
 ) -> Image.Image:
-    """Draw an image and the strongest channels of a layer, each on its own scale.
-
-    Args:
-        title: first line on top.
-        subtitle: second line on top; the number of channels is appended.
-        pixels: (H, W, 3) uint8.
-        maps: (C, h, w) feature maps.
-        most: maximum number of channels, chosen by mean magnitude.
+    """Draw an image (H, W, 3) uint8 and the strongest channels of a layer, each on its own scale.
+    Of the maps (C, h, w) at most `most` are drawn, chosen by mean magnitude; the subtitle gets the
+    number of channels.
     """
     strongest = np.argsort(-np.abs(maps).mean((1, 2)), kind="stable")[:most]
     across = min(16, max(1, round((2 * len(strongest)) ** 0.5)))
@@ -143,11 +131,7 @@ def feature_map_grid(
 
 
 def overlay(pixels: Pixels, values: Numbers, signed: bool) -> Pixels:
-    """Blend a heat map with its image.
-
-    Returns:
-        (H, W, 3) uint8.
-    """
+    """Blend a heat map with its image, (H, W, 3) uint8."""
     height, width = pixels.shape[:2]
     scale, _ = scale_values(coarse(values), signed)
     enlarged = Image.fromarray(scale).resize((width, height), Image.Resampling.BILINEAR)
@@ -181,11 +165,7 @@ def coarse(values: Numbers) -> Numbers:
 
 
 def scale_values(values: Numbers, signed: bool) -> tuple[Numbers, float]:
-    """Scale values to [0, 1], or [-1, 1] if signed.
-
-    Returns:
-        (h, w) float32, and the value that became 1.
-    """
+    """Scale values to [0, 1], or [-1, 1] if signed; return float32 and the value that became 1."""
     magnitude = np.abs(values) if signed else values.clip(0)
     largest = float(np.percentile(magnitude, _CLIP)) or float(magnitude.max())
     if largest <= 0:
@@ -232,12 +212,10 @@ def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
 
 
 def _height_of(pixels: Pixels) -> int:
-    """Return the height in pixels of an image that is `_PANEL` pixels wide."""
     return max(1, round(_PANEL * int(pixels.shape[0]) / int(pixels.shape[1])))
 
 
 def _resize(pixels: Pixels, height: int) -> Image.Image:
-    """Resize an image to `_PANEL` pixels of width."""
     return Image.fromarray(pixels).resize((_PANEL, height), Image.Resampling.BICUBIC)
 
 

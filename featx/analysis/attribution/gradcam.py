@@ -16,13 +16,10 @@ from featx.models import Backbone
 
 def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
     """Compute Grad-CAM: relu(sum_c w_c A_c), with w_c the mean gradient of channel c over
-    positions.
+    positions. Return (B, h, w) float32, at least 0.
 
     R. R. Selvaraju et al., Grad-CAM: Visual Explanations from Deep Networks via Gradient-based
     Localization, ICCV 2017.
-
-    Returns:
-        (B, h, w) float32, at least 0.
     """
     weights = gradients.float().mean((2, 3))
     return torch.einsum("bc,bchw->bhw", weights, activations.float()).relu()
@@ -30,16 +27,12 @@ def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor
 
 @contextlib.contextmanager
 def capture_output(module: nn.Module, point: CapturePoint | None) -> Iterator[list[torch.Tensor]]:
-    """Keep the output of a layer during the block, so that its gradient can be computed.
+    """Yield a list that receives the output of a layer in the block, for its gradient to be
+    computed.
 
     The model continues with a copy, because an in-place activation may follow. If no tensor before
-    the layer requires a gradient, the graph begins here.
-
-    Yields:
-        list that receives the output.
-
-    Raises:
-        LayerError: the model ran without the layer.
+    the layer requires a gradient, the graph begins here. Raises LayerError if the model ran without
+    the layer.
     """
     outputs: list[torch.Tensor] = []
 

@@ -31,14 +31,11 @@ CALIBRATION_BINS = 15
 
 
 def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
-    """Compute all metrics of one test, as JSON types.
-
-    Returns:
-        rows; correct; accuracy; interval (95 %, Wilson); effective_rows (of the interval); the
-        metrics of `weighted_metrics` and calibration_bins; not_available (name of each metric
-        that is None -> reason); precision, recall and support (lists with one entry per class, None
-        for a class that was never predicted or never tested); and confusion: row i, column j counts
-        rows of class i that were predicted as j.
+    """Compute all metrics of one test, as JSON types. Return rows; correct; accuracy; interval (95
+    %, Wilson); effective_rows (of the interval); the metrics of `weighted_metrics` and
+    calibration_bins; not_available (name of each metric that is None -> reason); precision, recall
+    and support (lists with one entry per class, None for a class that was never predicted or never
+    tested); and confusion: row i, column j counts rows of class i that were predicted as j.
     """
     y, scores = predictions.y, predictions.class_scores
     num_classes = scores.shape[1]
@@ -110,7 +107,8 @@ def _reasons(predictions: Predictions) -> dict[str, str]:
 
 
 def weighted_metrics(predictions: Predictions, weights: Matrix) -> dict[str, Matrix]:
-    """Compute the metrics of rows with weights.
+    """Compute the metrics of rows with weights. Return metric of CLASS_METRICS -> (b,) values, one
+    for each of b resamples of the (b, n) weights, NaN where it is not defined.
 
     balanced_accuracy is the mean recall of the tested classes, macro_f1 the mean F1 of those that
     are tested or predicted. top5 is the share of rows whose true class has fewer than five others
@@ -118,13 +116,6 @@ def weighted_metrics(predictions: Predictions, weights: Matrix) -> dict[str, Mat
     closed above, weighted by rows (C. Guo et al., On Calibration of Modern Neural Networks, ICML
     2017, equation 3). log_loss is the mean of -log of the probability of the true class, which
     counts as 2.2e-16 at least. mcc is Matthews' correlation, kappa Cohen's.
-
-    Args:
-        predictions: n rows with their scores.
-        weights: (b, n) weights of the rows in each of b resamples.
-
-    Returns:
-        metric of CLASS_METRICS -> (b,) values, NaN where it is not defined.
     """
     y, scores, predicted = predictions.y, predictions.class_scores, predictions.predicted
     num_classes, total = scores.shape[1], weights.sum(1)

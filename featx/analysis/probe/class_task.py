@@ -291,7 +291,6 @@ class ClassTask(RowTask):
         ]
 
     def _near_entry(self, tested: Predictions) -> dict[str, Any]:
-        """Return the entry `near_duplicates` of probe.json."""
         near, keys = self._near[self.config.seed], self.keys
         checked = near.not_checked is None
         is_without = ~np.isin(self.first_splits.test_places, near.test)

@@ -21,14 +21,8 @@ from featx.types import count_different_images
 
 @dataclass(frozen=True)
 class OtherProbe:
-    """Predictions of the best layer of another store.
-
-    Attributes:
-        store: path of the store.
-        layer: its best layer.
-        method: method of the probe.
-        tested: key -> true and predicted class of each test row.
-        checksums: key -> image checksum of each test row.
+    """Predictions of the best layer of another store: by key, the true and predicted class of each
+    test row, and the checksum of its image.
     """
 
     store: str
@@ -81,13 +75,11 @@ def compared_store_entry(
     checksums: npt.NDArray[np.uint64],
     classes: Sequence[str],
 ) -> dict[str, Any]:
-    """Compare the predictions for the rows that both probes tested.
-
-    Returns:
-        store, layer and method of the other probe; rows, the number of rows that both tested;
-        rows_left_out, the number of test rows of this store that the other did not test;
-        rows_of_other_images, the number of compared rows whose images have other bytes there; the
-        accuracies of both on these rows; and the entries of `paired_tests.compare`.
+    """Compare the predictions for the rows that both probes tested. Return store, layer and method
+    of the other probe; rows, the number of rows that both tested; rows_left_out, the number of test
+    rows of this store that the other did not test; rows_of_other_images, the number of compared
+    rows whose images have other bytes there; the accuracies of both on these rows; and the entries
+    of `paired_tests.compare`.
     """
     is_tested = np.array([str(key) in other.tested for key in keys.tolist()])
     if not is_tested.any():

@@ -24,12 +24,10 @@ ALPHA = 0.05
 def compare_with_best(
     best: Predictions, others: Mapping[str, Predictions]
 ) -> dict[str, dict[str, Any]]:
-    """Compare a classifier with each of several others.
-
-    Returns:
-        name -> entries of `compare`, with told_apart by the two that follow; p_holm, p corrected
-        for the number of others; and interval_holm, as wide as this correction asks: with
-        confidence 1 - ALPHA / (m - i) for the i-th smallest of m p-values, counted from 0.
+    """Compare a classifier with each of several others. Return name -> entries of `compare`, with
+    told_apart by the two that follow; p_holm, p corrected for the number of others; and
+    interval_holm, as wide as this correction asks: with confidence 1 - ALPHA / (m - i) for the i-th
+    smallest of m p-values, counted from 0.
     """
     tests = {name: compare(best, other) for name, other in others.items()}
     p_values = [test["p"] for test in tests.values()]
@@ -45,14 +43,11 @@ def compare(a: Predictions, b: Predictions) -> dict[str, Any]:
     """Test whether two classifiers differ in accuracy, by those rows that only one predicts right.
 
     Rows of one group tend to be right or wrong together. With groups, the unit is therefore a
-    group, which counts for the classifier with more right rows in it.
-
-    Returns:
-        unit ('row' or 'group') and units, their number; difference, the accuracy of the first minus
-        that of the second classifier, and interval (95 %), as returned by
-        `bootstrapped_difference`; first_only and second_only, the number of units that count for
-        one of the two; p, as returned by `sign_test`; and told_apart, whether p is below ALPHA and
-        the interval, if there is one, excludes 0.
+    group, which counts for the classifier with more right rows in it. Return unit ('row' or
+    'group') and units, their number; difference, the accuracy of the first minus that of the second
+    classifier, and interval (95 %), as returned by `bootstrapped_difference`; first_only and
+    second_only, the number of units that count for one of the two; p, as returned by `sign_test`;
+    and told_apart, whether p is below ALPHA and the interval, if there is one, excludes 0.
     """
     gains, sizes = _gains(a, b)
     first, second = int((gains > 0).sum()), int((gains < 0).sum())
@@ -96,11 +91,9 @@ def bootstrapped_difference(
     Units are drawn with replacement, _RESAMPLES times, each with both predictions of all its rows
     (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). Units with
     equal numbers are interchangeable, so the number of units of each kind is drawn instead, which
-    has the same distribution.
-
-    Returns:
-        low and high, in [-1, 1]; None if all resamples have the same difference, such as those of
-        a single unit, or of units that no classifier wins. They tell nothing about its error.
+    has the same distribution. Return low and high, in [-1, 1]; None if all resamples have the same
+    difference, such as those of a single unit, or of units that no classifier wins. They tell
+    nothing about its error.
     """
     kinds, counts = np.unique(np.stack([gains, sizes], axis=1), axis=0, return_counts=True)
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
@@ -135,7 +128,7 @@ def holm_levels(p_values: Sequence[float]) -> list[float]:
 
 
 def resampled_test(
-    differences: Sequence[float], test_share: float, alpha: float = ALPHA
+    differences: Sequence[float], test_share: float
 ) -> tuple[tuple[float, float] | None, float | None]:
     """Test whether the mean of differences over several random splits is 0.
 
@@ -143,11 +136,9 @@ def resampled_test(
     for that of their mean. The corrected resampled t-test takes v (1 / J + test_share) in place of
     v / J, with J - 1 degrees of freedom (C. Nadeau and Y. Bengio, Inference for the Generalization
     Error, Machine Learning 52, 2003; for repeated folds R. Bouckaert and E. Frank, PAKDD 2004).
-
-    Returns:
-        the interval of the mean, and the two-sided p. Both are None if all differences are equal,
-        because their variance of 0 tells nothing about the error of the mean; but p is 1 if all of
-        them are 0.
+    Return the interval of the mean, and the two-sided p. Both are None if all differences are
+    equal, because their variance of 0 tells nothing about the error of the mean; but p is 1 if all
+    of them are 0.
     """
     from scipy.stats import t
 
@@ -156,7 +147,7 @@ def resampled_test(
     if np.ptp(differences) <= _ROUNDING * max(1.0, abs(mean)):
         return None, 1.0 if abs(mean) <= _ROUNDING else None
     error = float(np.std(differences, ddof=1)) * math.sqrt(1 / count + test_share)
-    half = error * float(t.ppf(1 - alpha / 2, count - 1))
+    half = error * float(t.ppf(1 - ALPHA / 2, count - 1))
     return (mean - half, mean + half), 2 * float(t.sf(abs(mean) / error, count - 1))
 
 
@@ -184,11 +175,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def metric_spreads(
     names: Sequence[str], entries: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any] | None]:
-    """Return the spread of each metric over the seeds.
-
-    Returns:
-        metric -> `spread`, None if it is not available for every seed.
-    """
+    """Return metric -> `spread` over the seeds, None if it is not available for every seed."""
     spreads: dict[str, dict[str, Any] | None] = {}
     for name in names:
         values = [entry[name] for entry in entries]
@@ -202,19 +189,12 @@ def differences(
     best: str,
     splits: Sequence[Split],
 ) -> dict[str, Any]:
-    """Compare a layer with each other one over the splits of all seeds.
-
-    Args:
-        by_seed: layer -> values of a metric on the test rows of all splits of each seed.
-        by_split: layer -> values on the test rows of each split of each seed.
-        best: the layer.
-        splits: all splits.
-
-    Returns:
-        other layer -> spread over the seeds of the value of the best layer minus that of the other
-        one; interval and p of the mean over all splits, as returned by `resampled_test`; p_holm,
-        corrected for the number of layers; told_apart, whether it is below ALPHA; and not_tested,
-        the reason if p is None, and with it the two entries before.
+    """Compare a layer with each other one by a metric on the test rows: `by_seed` has layer ->
+    values over all splits of each seed, `by_split` those of each split. Return other layer ->
+    spread over the seeds of the value of the best layer minus that of the other one; interval and p
+    of the mean over all splits, as returned by `resampled_test`; p_holm, corrected for the number
+    of layers; told_apart, whether it is below ALPHA; and not_tested, the reason if p is None, and
+    with it the two entries before.
     """
     share = float(np.mean([len(split.test) / len(split.train) for split in splits]))
     entries: dict[str, Any] = {}

@@ -50,11 +50,8 @@ _NOTES = 12
 
 
 def probe_sections(result: Mapping[str, Any], is_whole: bool) -> list[Section | None]:
-    """Describe the content of probe.json: the answer, tables, what it rests on, and what follows.
-
-    Args:
-        result: content of probe.json.
-        is_whole: whether to describe also what few need.
+    """Describe probe.json: the answer, tables, what it rests on, and what follows; with `is_whole`,
+    also what few need.
     """
     task = result["task"]
     sections: list[Section | None] = []
@@ -122,7 +119,6 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def _rows_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Return (name, text) of the rows and what is predicted of them."""
     if result["task"] == "segmentation":
         masks, classes = result["masks"], result["classes"]
         used = f"{masks['rows']} used, {counted(masks['num_refused'], 'row')} without a usable one"
@@ -143,7 +139,6 @@ def _rows_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def _class_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Return (name, text) of what the accuracy of classes rests on."""
     support = [count for count in result["support"] if count is not None]
     largest = percent_text(max(support) / max(1, sum(support)))
     calibration = folds = over_splits = None
@@ -199,7 +194,6 @@ def _intervals_text(bootstrap: Mapping[str, Any] | None, metrics: Sequence[Metri
 
 
 def _in_lines(texts: Sequence[str], count: int) -> list[str]:
-    """Join texts by commas, `count` of them in a line."""
     return [", ".join(texts[i : i + count]) for i in range(0, len(texts), count)]
 
 

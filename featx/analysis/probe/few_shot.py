@@ -24,7 +24,6 @@ class Draw:
     """Fit on one random choice of training rows.
 
     Attributes:
-        shots: maximum number of rows per class.
         number: number of the choice, from 0.
         fold: index of the split whose test rows are predicted.
         train: places that were trained on.
@@ -43,10 +42,8 @@ class Draw:
 def fit_few_shot(
     problem: Problem, method: str, splits: Sequence[Split]
 ) -> tuple[dict[str, Any], list[Draw]]:
-    """Fit with few rows per class over several draws, with fixed settings.
-
-    Returns:
-        entry `few_shot` of probe.json, by number of rows; and all draws.
+    """Fit with few rows per class over several draws, with fixed settings. Return the entry
+    `few_shot` of probe.json, by number of rows, and all draws.
     """
     options, entry, draws = problem.options, {}, list[Draw]()
     option = options.k if method == "knn" else options.l2

@@ -58,9 +58,7 @@ def row_groups(labelled: LabelledRows, column: str | None = None) -> Groups | No
     """Group labelled rows by the image or video in their keys, and by a column.
 
     With both, rows are in one group if a chain of shared images, videos or values links them.
-
-    Returns:
-        the groups, or None if neither keys nor a column define any.
+    Return None if neither keys nor a column define any.
     """
     origins, kind = _origins(labelled)
     if column is None:
@@ -113,7 +111,6 @@ def divided_groups(groups: Groups, some: Ints, others: Ints) -> Ints:
 
 
 def _origins(labelled: LabelledRows) -> tuple[npt.NDArray[Any], str | None]:
-    """Return the origin of each row."""
     origins = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
     kinds = {kind for _, kind in origins if kind is not None}
     kind = " or ".join(sorted(kinds)) or None
@@ -242,7 +239,6 @@ class _Selection:
         return bool((self._contents.groups_of_class[classes] - self.groups[classes] > 1).all())
 
     def _turn(self, group: int, classes: Ints, counts: Ints) -> None:
-        """Add a group to the selection, or remove it."""
         sign = -1 if self.chosen[group] else 1
         self.chosen[group] = not self.chosen[group]
         self.rows[classes] += sign * counts
@@ -252,12 +248,10 @@ class _Selection:
 def share_of_groups(
     y: Ints, groups: Ints, share: float, rng: np.random.Generator
 ) -> npt.NDArray[np.bool_]:
-    """Select whole groups that contain about a share of the rows of each class.
+    """Select whole groups that contain about a share of the rows of each class; return (n,) bool,
+    whether a place is selected.
 
     For each class that lies in two or more groups, at least one group is selected and one is not.
-
-    Returns:
-        (n,) bool, whether a place is selected.
     """
     contents = _contents(y, groups)
     selection = _Selection(contents, share)
@@ -269,14 +263,12 @@ def share_of_groups(
 
 
 def fold_of_groups(y: Ints, groups: Ints, folds: int, rng: np.random.Generator) -> Ints:
-    """Assign each group of rows to a fold.
+    """Assign each group of rows to a fold. Return the (n,) fold of each place, -1 if it is never
+    tested.
 
     Groups are assigned by falling size, in random order among equal sizes. Each goes to the fold
     that has the fewest rows of its classes, but never to a fold that would then hold all groups of
     a class.
-
-    Returns:
-        (n,) fold of each place; -1 if it is never tested.
     """
     contents = _contents(y, groups)
     fold_of = np.full(contents.num_groups, -1)

@@ -45,12 +45,8 @@ _CHECKSUM = "sha256"
 
 @dataclass(frozen=True)
 class Scaler:
-    """Standardisation of features.
-
-    Attributes:
-        mean: (D,) float32 on the device, subtracted from the features.
-        scale: (D,) float32 on the device, divides the features; 1 for a constant feature, which
-            then becomes 0.
+    """Standardisation of features by (D,) float32 tensors on the device: `mean` is subtracted,
+    `scale` divides. The scale of a constant feature is 1, so that it becomes 0.
     """
 
     mean: torch.Tensor
@@ -100,12 +96,7 @@ def attention_average(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Attention:
-    """Weighted average of the standardised tokens of a row.
-
-    Attributes:
-        query: (D,) float32 on the device.
-        layout: how the values of a row form tokens.
-    """
+    """Average of the standardised tokens of a row by weights of a query, (D,) float32."""
 
     query: torch.Tensor
     layout: TokenLayout
@@ -142,11 +133,9 @@ class Head:
         return self.weight.shape[1] if layout is None else layout.count * layout.width
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute probabilities, or values of a regression, from (n, row_width) features.
-
-        Returns:
-            (n, C) float64 on the CPU; rows of probabilities of classes sum to 1 with the precision
-            of float64, and none is 0 because float32 has no smaller number.
+        """Compute (n, C) float64 probabilities, or values of a regression, on the CPU from (n,
+        row_width) features. Rows of probabilities of classes sum to 1 with the precision of
+        float64, and none is 0 because float32 has no smaller number.
         """
         if self.normalises:
             x = torch.nn.functional.normalize(x, dim=-1)
@@ -204,7 +193,6 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
 
 
 def _checksum(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of a head."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         values = tensors[name].numpy()
@@ -274,7 +262,6 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
 
 
 def _token_layout(path: Path, about: dict[str, Any]) -> TokenLayout:
-    """Return the layout of the tokens that a head is for."""
     try:
         tokens = about["tokens"]
         return TokenLayout(

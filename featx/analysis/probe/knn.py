@@ -38,15 +38,13 @@ def vote(
     ks: Sequence[int],
     temperature: float = TEMPERATURE,
 ) -> dict[int, Matrix]:
-    """Compute each class's share of the votes of a query's k most similar rows of the bank.
+    """Compute each class's share of the votes of a query's k most similar rows of the bank. Return
+    k -> (len(queries), C) float64 whose rows sum to 1.
 
     A neighbour of cosine s has exp(s / T) votes. M. Caron et al., Emerging Properties in
     Self-Supervised Vision Transformers (DINO), ICCV 2021, appendix; as there, features are not
     standardised. A query in the bank does not vote for itself. A row of zeros has cosine 0 to all
     others.
-
-    Returns:
-        k -> (len(queries), C) float64 whose rows sum to 1.
     """
 
     def shares(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -105,7 +103,6 @@ def _combine_neighbours(
 def _nearest(
     features: Features, bank: Ints, queries: Ints, count: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the most similar rows of the bank."""
     home = features.device if dtype == torch.float32 else float64_device(features.device)
 
     def unit(rows: torch.Tensor) -> torch.Tensor:

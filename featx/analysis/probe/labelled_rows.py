@@ -21,7 +21,6 @@ class LabelledRows:
     """Rows of a store that a probe can use.
 
     Attributes:
-        store: the store.
         rows: (n,) int64 rows of the store, increasing.
         y: (n,) int64 class of each row, in [0, C); 0 for rows with `values`.
         classes: C names, those with at least one row; or T names of the values, the column or the
@@ -88,7 +87,6 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
 
 
 def _column_labels(store: FeatureStore, column: str) -> tuple[Ints, tuple[str, ...]]:
-    """Convert a column to labels."""
     values = store.column(column)
     if values.dtype.kind == "f":
         has_value = ~np.isnan(values)
@@ -141,11 +139,8 @@ MANY_NUMBERS = 20
 
 @dataclass(frozen=True)
 class TaskKind:
-    """Kind of the targets that a probe predicts.
-
-    Attributes:
-        name: 'classification', 'regression', 'multilabel' or 'segmentation'.
-        reason: how it was decided, for people.
+    """Kind of the targets that a probe predicts ('classification', 'regression', 'multilabel' or
+    'segmentation'), and how it was decided, for people.
     """
 
     name: str
@@ -216,7 +211,6 @@ def valued_rows(
 def _value_mask(
     values: npt.NDArray[np.generic], column: str, kind: TaskKind
 ) -> npt.NDArray[np.bool_]:
-    """Return (N,) whether a row has a value."""
     if kind.name == "multilabel":
         if values.dtype.kind != "U":
             raise DataError(f"probe.task=multilabel: {column} holds numbers; expected text.")

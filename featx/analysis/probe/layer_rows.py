@@ -26,14 +26,8 @@ BLOCK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class LayerRows:
-    """One layer of a store, some of its rows, and how each row becomes a vector.
-
-    Attributes:
-        store: the store.
-        layer: name of the layer.
-        rows: (n,) int64 rows of the store.
-        pooled: axes, counted with the batch axis, over which rows are averaged; None to flatten.
-        width: D, the number of values of a vector.
+    """One layer of a store, some of its rows, and how each row becomes a vector. Rows are averaged
+    over the axes `pooled`, counted with the batch axis, or flattened if it is None.
     """
 
     store: FeatureStore
@@ -96,14 +90,8 @@ def layer_vectors(labelled: LabelledRows, layer: str) -> LayerRows:
     """Decide how the rows of a layer become vectors.
 
     Vectors stay as they are. Maps and tokens are flattened if they have at most MAX_FLAT values,
-    and averaged over their positions otherwise.
-
-    Args:
-        labelled: rows of a store.
-        layer: name of the layer.
-
-    Raises:
-        ReduceError: the map is too large, and its channel axis is unknown.
+    and averaged over their positions otherwise. Raises ReduceError if the map is too large, and its
+    channel axis is unknown.
     """
     store = labelled.store
     shape = store[layer].shape[1:]
@@ -142,18 +130,8 @@ class Features:
     """Vectors of one layer: those of the training rows, then those of another store's rows, if any.
 
     They stay in memory on the device if they and a standardised copy fit into the given size.
-    Otherwise they are streamed: read from the store block by block.
-
-    Args:
-        parts: rows of the same layer and width in one or two stores.
-        device: device that computes.
-        memory_bytes: memory for the vectors and their copy, in bytes.
-
-    Attributes:
-        parts: as given.
-        device: as given.
-        width: D, the number of values of a vector.
-        whole: (N, D) float32 on the device, or None if the vectors are streamed.
+    Otherwise they are streamed: read from the store block by block. `whole` is (N, D) float32 on
+    the device, or None if the vectors are streamed.
     """
 
     def __init__(self, parts: list[LayerRows], device: torch.device, memory_bytes: float) -> None:
@@ -234,12 +212,7 @@ class TokenLayout:
 
 
 class Tokens:
-    """Tokens of one layer: those of the training rows, then those of another store's rows, if any.
-
-    Args:
-        layout: how a row forms tokens.
-        features: rows as flattened vectors of T * D values, in memory or streamed.
-    """
+    """Tokens of one layer: of the training rows, then of another store's rows, if any."""
 
     def __init__(self, layout: TokenLayout, features: Features) -> None:
         self.layout = layout

@@ -85,14 +85,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one penalty on the validation rows.
-
-    Attributes:
-        l2: strength of the penalty.
-        accuracy: accuracy in [0, 1].
-        loss: mean loss.
-        fit: the fit.
-    """
+    """Result of one penalty on the validation rows."""
 
     l2: float
     accuracy: float

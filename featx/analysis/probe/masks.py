@@ -31,11 +31,7 @@ class MaskSettings:
     """Settings by which the masks of a store are found and read.
 
     Attributes:
-        store: the store.
         source: its images, not the boxes of them, whose sizes are compared with those of the masks.
-        folder: folder of the masks.
-        transform: resize and crop of the images.
-        policy: treatment of the orientation of the images.
         at_least: pixels of the shorter side at which far larger JPEGs were decoded, or None.
         ignore: number of pixels without a label, or None.
         names: names of the classes, or empty if they are not given.
@@ -103,7 +99,6 @@ def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
 
 
 def _class_names(path: str) -> tuple[str, ...]:
-    """Read the names of the classes."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -119,10 +114,8 @@ def _class_names(path: str) -> tuple[str, ...]:
 def _masks_of_image(
     settings: MaskSettings, rows: Sequence[int]
 ) -> list[tuple[int, PackedMask | str]]:
-    """Read the mask of an image for each of its rows, which are several if they are boxes.
-
-    Returns:
-        (row, mask on the crop, or the reason why there is none).
+    """Read the mask of an image for each of its rows, which are several if they are boxes. Return
+    (row, mask on the crop, or the reason why there is none).
     """
     keys = settings.store.key_bytes
     masks: list[tuple[int, PackedMask | str]] = []
@@ -170,7 +163,6 @@ def _label_map(settings: MaskSettings, row: int) -> tuple[npt.NDArray[np.integer
 def _crop_mask(
     settings: MaskSettings, labels: npt.NDArray[np.integer], size: tuple[int, int], key: bytes
 ) -> PackedMask:
-    """Return the mask of a row on the crop."""
     if (parsed := parse_box_key(key)) is not None:
         box = parsed[1]
         labels = labels[box.y : box.y + box.height, box.x : box.x + box.width]

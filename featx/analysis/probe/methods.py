@@ -51,8 +51,6 @@ class Problem:
         features: (N, D) vectors of all places.
         y: (N,) int64 class of each place, or (N, T) float64 numbers, or labels as 1 and 0.
         num_outputs: C or T.
-        options: option group `probe`.
-        seed: seed of the order of mini-batches.
         tokens: tokens of all places for the attentive probe, or None without it.
         task: 'classification', 'regression' or 'multilabel'.
     """
@@ -74,13 +72,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class FittedProbe:
-    """Choice of a setting, and the probe that is fitted with it.
-
-    Attributes:
-        scores: function places -> (n, C) scores, of which the largest is the prediction; or (n, T)
-            predicted values.
-        choice: the setting and how it was chosen.
-        head: the head, or None for kNN.
+    """A fitted probe; `scores` is a function places -> (n, C) scores, of which the largest is the
+    prediction, or (n, T) predicted values.
     """
 
     scores: Callable[[Ints], Matrix]
@@ -175,7 +168,6 @@ def _head_probe(
     notes: Sequence[str] = (),
     details: dict[str, Any] | None = None,
 ) -> FittedProbe:
-    """Return a fitted probe whose scores are those of a head."""
     choice = Choice(setting, notes=list(notes), details=details or {})
     return FittedProbe(lambda places: scores_of(head, features, places), choice, head)
 
@@ -222,17 +214,14 @@ def _quality(problem: Problem, method: str, y: npt.NDArray[Any], scores: Matrix)
 
 
 def _squared_error(truth: Matrix, predicted: Matrix) -> float:
-    """Return the mean over rows of the squared error, summed over outputs."""
     return float(np.square(predicted - truth).sum(1).mean())
 
 
 def _heads(
     problem: Problem, method: str, places: Ints, settings: Sequence[float]
 ) -> tuple[Features, Sequence[Head], dict[str, Any]]:
-    """Fit least squares, or logistic regression on tokens, with several penalties.
-
-    Returns:
-        what the heads read, a head for each penalty, and details about the fits.
+    """Fit least squares, or logistic regression on tokens, with several penalties. Return what the
+    heads read, a head for each penalty, and details about the fits.
     """
     features, y, num_outputs = problem.features, problem.y, problem.num_outputs
     if _is_ridge(problem, method):
@@ -243,14 +232,16 @@ def _heads(
     assert tokens is not None, "the probe checks the layers of an attentive probe"
     schedule = problem.schedule(minibatch.TOKEN_LEARNING_RATE)
     scaler = fit_scaler(tokens, places)
-    training = minibatch.fit_attentive(tokens, places, y, num_outputs, scaler, settings, schedule)
+    heads, num_steps = minibatch.fit_attentive(
+        tokens, places, y, num_outputs, scaler, settings, schedule
+    )
     details = {
         "solver": "adamw",
-        "iterations": training.num_steps,
+        "iterations": num_steps,
         "tokens": tokens.layout.count,
         "tokens_streamed": tokens.features.whole is None,
     }
-    return tokens.features, training.heads, details
+    return tokens.features, heads, details
 
 
 def _neighbour_scores(
@@ -267,10 +258,8 @@ def _neighbour_scores(
 def _sweep_logistic(
     problem: Problem, split: Split, grid: Sequence[float]
 ) -> tuple[list[dict[str, Any]], list[Fit], Callable[[Fit], Matrix]]:
-    """Try the penalties of logistic regression.
-
-    Returns:
-        the trials, their fits, and a function fit -> logits of the validation rows.
+    """Try the penalties of logistic regression. Return the trials, their fits, and a function fit
+    -> logits of the validation rows.
     """
     features, y = problem.features, problem.y[split.validation]
     is_multilabel = problem.task == MULTILABEL
@@ -315,7 +304,6 @@ def _sweep_logistic(
 
 
 def _fit_logistic(problem: Problem, places: Ints, l2: float, start: Fit | None) -> FittedProbe:
-    """Fit logistic regression with a known penalty."""
     features, solver = problem.features, "lbfgs"
     scaler = fit_scaler(features, places)
     if features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES:
@@ -355,7 +343,6 @@ def _targets(problem: Problem, places: Ints) -> torch.Tensor:
 def _fit_streamed(
     problem: Problem, places: Ints, scaler: Scaler, grid: Sequence[float]
 ) -> list[Fit]:
-    """Fit logistic regression on mini-batches."""
     features, schedule = problem.features, problem.schedule(minibatch.LEARNING_RATE)
     return minibatch.fit_streamed(
         features, places, problem.y, problem.num_outputs, scaler, grid, schedule

@@ -28,13 +28,11 @@ def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
 
     In each resample as many units are drawn with replacement as there are, a unit being a row or a
     group with all its rows, and all metrics are computed anew (B. Efron and R. Tibshirani, An
-    Introduction to the Bootstrap, 1993, chapter 13).
-
-    Returns:
-        resamples; unit ('row' or 'group'); units, their number; intervals, metric -> (low, high),
-        None if the metric is not available or equal in all resamples, as an accuracy of 1 is, which
-        tells nothing about its error; and undefined, metric -> number of resamples that are left
-        out because it is not defined in them, for metrics with such resamples.
+    Introduction to the Bootstrap, 1993, chapter 13). Return resamples; unit ('row' or 'group');
+    units, their number; intervals, metric -> (low, high), None if the metric is not available or
+    equal in all resamples, as an accuracy of 1 is, which tells nothing about its error; and
+    undefined, metric -> number of resamples that are left out because it is not defined in them,
+    for metrics with such resamples.
     """
     blocks = [weighted_metrics(predictions, each) for each in _weights(predictions, resamples)]
     available, defined = prediction_metrics(predictions), {}
@@ -105,7 +103,6 @@ def interval_entry(values: Sequence[float | None], unit: str, num_units: int) ->
 
 
 def _differ(values: Matrix) -> bool:
-    """Return whether values differ by more than rounding."""
     if not len(values):
         return False
     return float(np.ptp(values)) > _EQUAL * max(1.0, float(np.abs(values).max()))

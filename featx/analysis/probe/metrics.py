@@ -19,13 +19,7 @@ METHODS = ("linear", "knn", "ridge", "attentive")
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that is one number.
-
-    Attributes:
-        key: name in probe.json.
-        title: name for people.
-        is_share: whether it is shown in percent.
-    """
+    """A metric that is one number, called `key` in probe.json; a share is shown in percent."""
 
     key: str
     title: str
@@ -135,10 +129,8 @@ class Predictions:
         return self.scores
 
     def accuracy_of(self, kept: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
-        """Compute the accuracy on some of the rows.
-
-        Returns:
-            rows, correct, accuracy and interval (95 %) as in probe.json; None if no row counts.
+        """Return rows, correct, accuracy and interval (95 %) on some rows as in probe.json; None if
+        no row counts.
         """
         right = self.right[kept]
         if not len(right):
@@ -188,15 +180,13 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 def effective_rows(right: npt.NDArray[np.bool_], groups: Ints | None = None) -> float:
     """Compute how many independent rows would give the share of correct ones the same variance.
+    Return a number from 1 to n.
 
     Rows of one group tend to be right or wrong together. With p = r / n, and r_g of the n_g rows of
     each of G groups right, the variance of p is G / (G - 1) sum_g (r_g - p n_g)^2 / n^2, and that
     of m independent rows is p (1 - p) / m (J. N. K. Rao and A. J. Scott, A Simple Method for the
     Analysis of Clustered Binary Data, Biometrics 48, 1992). If all rows are right, or none is, the
     variance is unknown, and the result is the number of groups.
-
-    Returns:
-        m, from 1 to n.
     """
     n, share = len(right), float(right.mean())
     if groups is None:

@@ -35,13 +35,8 @@ often."""
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length and learning rate of a training.
-
-    Attributes:
-        epochs: number of passes over the rows, or None for the default.
-        learning_rate: initial learning rate.
-        clip_norm: limit of the L2 norm of a step's gradients.
-        seed: seed of the order of rows.
+    """Length and learning rate of a training. None of `epochs` is the default number of passes over
+    the rows; `clip_norm` limits the L2 norm of a step's gradients.
     """
 
     epochs: int | None
@@ -51,14 +46,8 @@ class Schedule:
 
 
 class Batches:
-    """Batches of the rows to train on, in another order in each pass.
-
-    Args:
-        features: rows in memory, or streamed; the training rows are in the first store.
-        places: places to train on.
-        y: (N,) classes of all places.
-        batch_rows: rows of a batch.
-        seed: seed of the order.
+    """Batches of the rows to train on, in another order in each pass. Streamed features are those
+    of the first store only; `y` holds the classes of all its places.
     """
 
     def __init__(
@@ -147,7 +136,6 @@ def _clip(parameters: Sequence[nn.Parameter], step: int, clip_norm: float) -> No
 
 
 def _parameters(*shapes: tuple[int, ...], device: torch.device) -> list[nn.Parameter]:
-    """Return parameters of zeros."""
     return [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
 
 
@@ -176,14 +164,6 @@ def fit_streamed(
     return [Fit(one.clone(), other.clone(), None, None, num_steps) for one, other in pairs]
 
 
-@dataclass(frozen=True)
-class Training:
-    """One head per penalty, and the number of steps."""
-
-    heads: list[Head]
-    num_steps: int
-
-
 def fit_attentive(
     tokens: Tokens,
     places: Ints,
@@ -192,8 +172,9 @@ def fit_attentive(
     scaler: Scaler,
     strengths: Sequence[float],
     schedule: Schedule,
-) -> Training:
+) -> tuple[list[Head], int]:
     """Minimise mean cross-entropy + l2/2 (|W|^2 + |q|^2) for all penalties in the same passes.
+    Return a head for each, and the number of steps.
 
     For a row with standardised tokens z_1 ... z_T, the logits are W sum_t a_t z_t + b with a =
     softmax_t(z_t . q / sqrt(D)). This is the cross-attention layer with one query of the attentive
@@ -223,4 +204,4 @@ def fit_attentive(
         Head(scaler, w.clone(), b.clone(), True, attention=Attention(q.clone(), tokens.layout))
         for w, b, q in parts
     ]
-    return Training(heads, num_steps)
+    return heads, num_steps

@@ -33,7 +33,6 @@ class JudgedLabels:
         probabilities: (n, C) probability of each class, from the fold that did not train on the
             row.
         classes: C names.
-        folds: number of folds.
         notes: sentences about rows that were left out.
     """
 
@@ -91,12 +90,7 @@ def judge_labels(
     probe.split=kfold.
 
     Args:
-        store: open store.
-        layer: name of the layer.
-        folds: number of folds.
         label_column: column of the store with the labels; None takes the store's labels.
-        seed: seed of the folds.
-        device: 'auto', 'cpu', 'cuda', ...
         on_progress: called with 1 after each fold.
 
     Raises:

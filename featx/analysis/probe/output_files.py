@@ -109,7 +109,6 @@ def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
 def _about_head(
     task: Task[Any, Any, Any], result: dict[str, Any], layer: str, method: str
 ) -> dict[str, Any]:
-    """Return the description that a head's file contains: how to use it, and its accuracy."""
     about, store = result["layers"][layer], task.store
     manifest, _ = load_manifest(output_folder(store))
     is_same_store = manifest is not None and manifest.digest == store.attrs["fingerprint"]

@@ -83,12 +83,10 @@ def resampled_mious(counts: Matrix) -> Matrix:
 
 
 def segmentation_metrics(counts: PixelCounts) -> dict[str, Any]:
-    """Compute all metrics of some rows.
-
-    Returns:
-        miou; pixel_accuracy; mean_accuracy, the mean over classes of the share of their pixels that
-        are right; patch_miou; and iou, accuracy_of_classes (None for a class without a pixel) and
-        pixels_of_classes, one number for each class. A metric is None if there is nothing to count.
+    """Compute all metrics of some rows. Return miou; pixel_accuracy; mean_accuracy, the mean over
+    classes of the share of their pixels that are right; patch_miou; and iou, accuracy_of_classes
+    (None for a class without a pixel) and pixels_of_classes, one number for each class. A metric is
+    None if there is nothing to count.
     """
     true, predicted, right = counts.pixels.sum(0)
     has_pixels = true > 0
@@ -129,16 +127,10 @@ def require_patches(store: FeatureStore, layers: Sequence[str], crop: tuple[int,
 
 
 class Patches:
-    """Patch tokens of the rows with a mask; tokens are read when they are needed.
-
-    Args:
-        masks: rows and their masks.
-        layer: a layer that `require_patches` has accepted.
-        device: device that computes.
+    """Patch tokens of the rows with a mask in a layer that `require_patches` has accepted; tokens
+    are read when they are needed.
 
     Attributes:
-        device: as given.
-        num_classes: K.
         width: D, the number of values of a token.
         grid: (rows, columns) of the patches.
         prefix: number of tokens that have no place and are left out.
@@ -177,12 +169,9 @@ class Patches:
         return self._masks.of(place)
 
     def counts(self, place: int) -> npt.NDArray[np.float32]:
-        """Count the pixels of each class in the cell of each patch.
+        """Count the pixels of each class in the cell of each patch, (rows * columns, K).
 
         A pixel belongs to the cell that contains its centre.
-
-        Returns:
-            (rows * columns, K).
         """
         mask = self.mask(place)
         sides = zip(mask.shape, self.grid, strict=True)
@@ -212,11 +201,8 @@ class Patches:
 
 @dataclass(frozen=True)
 class LabelledPatches:
-    """Patches in memory.
-
-    Attributes:
-        x: (n, D) float32 tokens on the device.
-        counts: (n, K) float32 pixels of each class on the device, none of all 0.
+    """(n, D) float32 tokens of patches and (n, K) float32 pixels of each class, none all 0, on the
+    device.
     """
 
     x: torch.Tensor
@@ -253,13 +239,7 @@ _BLOCK_NUMBERS = 1 << 24
 
 @dataclass(frozen=True)
 class PatchClassifier:
-    """Linear classifier of patches.
-
-    Attributes:
-        scaler: standardisation of tokens.
-        fit: weights and bias of the classes with a pixel in the training rows.
-        classes: (C,) these classes.
-    """
+    """Linear classifier of patches, for the (C,) classes with a pixel in the training rows."""
 
     scaler: Scaler
     fit: logistic_regression.Fit
@@ -289,12 +269,9 @@ class PatchClassifier:
 
 @dataclass(frozen=True)
 class FittedPatches:
-    """Classifier of patches with a chosen penalty.
-
-    Attributes:
-        classifier: the classifier that is fitted on all training rows.
-        choice: the penalty and how it was chosen. Its loss is the mean cross-entropy of the pixels
-            of the validation rows, with one probability for all pixels of a patch.
+    """Classifier of patches, fitted on all training rows with a chosen penalty. The loss of the
+    choice is the mean cross-entropy of the pixels of the validation rows, with one probability for
+    all pixels of a patch.
     """
 
     classifier: PatchClassifier

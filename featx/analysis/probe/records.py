@@ -21,12 +21,9 @@ class Choice:
     """Setting of a method, and how it was chosen.
 
     Attributes:
-        setting: the chosen penalty or number of neighbours.
         validation: metrics of the choice on the validation rows, without which it was fitted, by
             their names in probe.json; empty if nothing was compared.
         sweep: every setting that was tried, as JSON types.
-        notes: notes for the user.
-        details: details of the last fit, as JSON types.
     """
 
     setting: float
@@ -38,16 +35,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Record(Generic[Tested]):
-    """Result of one method on one layer with one split.
-
-    Attributes:
-        seed: seed of the split.
-        layer: name of the layer.
-        method: name of the method.
-        fold: index of the split among those of the seed.
-        split: its rows.
-        choice: the setting that was chosen on its validation rows.
-        tested: results on its test rows.
+    """Result of one method on one layer with one split; `fold` is the index of the split among
+    those of its seed.
     """
 
     seed: int
@@ -63,14 +52,10 @@ class Results(Generic[Tested]):
     """Records of a probe, and what is grouped from them.
 
     Args:
-        seeds: seeds of the splits.
-        methods: names of the methods; the first one chooses the layer.
         judge: function results of several folds -> their metrics as JSON types.
         merit: function validation metrics -> sort key by which the best layer is the largest.
 
     Attributes:
-        seeds: as given.
-        methods: as given.
         folds: (seed, layer, method) -> record of each split.
         entries: (seed, layer, method) -> entry of probe.json.
         layers: layer -> its entry in probe.json, with the methods of the first seed.
@@ -139,13 +124,11 @@ class Results(Generic[Tested]):
         self, metrics: Sequence[Metric], first_metric: Callable[[Tested], float | None]
     ) -> dict[str, Any]:
         """Return the entry `seeds` of probe.json: means and spreads over the splits of the seeds.
-
-        Returns:
-            seeds; layer_of_splits, the layer that each split chose on its validation rows, every
-            fold of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer,
-            the best one by the mean over the validation rows of all seeds; and differences, other
-            layer -> entry of `differences`, None if the first metric is not available in every
-            split. A metric is given by `spread`.
+        Return seeds; layer_of_splits, the layer that each split chose on its validation rows, every
+        fold of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer, the
+        best one by the mean over the validation rows of all seeds; and differences, other layer ->
+        entry of `differences`, None if the first metric is not available in every split. A metric
+        is given by `spread`.
         """
         names = [metric.key for metric in metrics]
         best = self._best_layer(self.seeds, lambda merit: merit[:1])
@@ -188,13 +171,11 @@ class Results(Generic[Tested]):
         return max(self.layers, key=merit)
 
     def _of_seeds(self, layer: str, method: str) -> list[dict[str, Any]]:
-        """Return the entries of a layer and method, one for each seed."""
         return [self.entries[seed, layer, method] for seed in self.seeds]
 
     def _differences(
         self, best: str, name: str, first_metric: Callable[[Tested], float | None]
     ) -> dict[str, Any] | None:
-        """Compare a layer with each other one by the first metric."""
         method, by_seed, by_split = self.methods[0], dict[str, Any](), dict[str, Any]()
         for layer in self.layers:
             by_seed[layer] = [entry[name] for entry in self._of_seeds(layer, method)]

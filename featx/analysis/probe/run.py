@@ -31,16 +31,12 @@ FORMAT = 1
 def run_probe(
     config: Config, log: Callable[[str], None], max_scores: int = MAX_SCORES
 ) -> dict[str, Any]:
-    """Fit and test all probes that a config requests, and write probe.json, the predictions and
-    the heads.
+    """Fit and test all probes of a checked config, and write probe.json, the predictions and the
+    heads. Return the contents of probe.json (docs/probe.md).
 
     Args:
-        config: checked config with job=probe.
         log: called with a line of text after each layer.
         max_scores: number of scores up to which predictions.csv has a column per class.
-
-    Returns:
-        contents of probe.json (docs/probe.md).
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -119,7 +115,6 @@ def _probe_layer(
 
 
 def _line(task: Task[Any, Any, Any], results: Results[Any], layer: str) -> str:
-    """Return the line of text about a layer, with the metric of the answer of each method."""
     about, metric, texts = results.layers[layer], task.metrics[0], []
     for method in results.methods:
         values = [results.entries[seed, layer, method][metric.key] for seed in results.seeds]

@@ -32,12 +32,8 @@ from featx.errors import DataError, counted
 
 @dataclass(frozen=True)
 class Split:
-    """Increasing places; no place is in two of the three sets.
-
-    Attributes:
-        fit: places on which every setting is fitted.
-        validation: places on which settings are compared.
-        test: places that are used once, at the end.
+    """Increasing places, none of them in two of the sets: `fit`, on which every setting is fitted;
+    `validation`, on which settings are compared; `test`, used once at the end.
     """
 
     fit: Ints
@@ -123,7 +119,6 @@ def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> I
 def _with_validation(
     y: Ints, train: Ints, test: Ints, share: float, seed: int, groups: Ints | None
 ) -> Split:
-    """Split training places into fit and validation."""
     validation = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
     return Split(np.setdiff1d(train, validation), validation, np.sort(test))
 
@@ -152,7 +147,6 @@ ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "v
 def _given_split(
     options: ProbeConfig, seed: int, training: LabelledRows, groups: Ints | None, notes: list[str]
 ) -> Split:
-    """Make a split from probe.split_column or probe.split_file."""
     keys = training.store.keys[training.rows]
     if (column := options.split_column) is not None:
         where = f"probe.split_column={column}"
@@ -195,11 +189,9 @@ def _roles_of(texts: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
 
 
 def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str_], int]:
-    """Read a CSV file with the columns `key` and `split`.
-
-    Returns:
-        (n,) 'train', 'validation', 'test', or '' for a key that the file gives no split; and the
-        number of keys with a split in the file that are not among `keys`.
+    """Read a CSV file with the columns `key` and `split`. Return (n,) 'train', 'validation',
+    'test', or '' for a key that the file gives no split; and the number of keys with a split in the
+    file that are not among `keys`.
     """
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -313,9 +305,7 @@ class RowSplits:
     """Splits of rows by one seed, and their description.
 
     Attributes:
-        seed: seed of the splits.
         groups: (n,) group of each place, or None if every row is a group of its own.
-        splits: one split, or one per fold.
         settings: entries of probe.json that only this kind of split has.
         grouped: the groups and what they share, or None without groups.
         notes: sentences about rows that were left out or leak.

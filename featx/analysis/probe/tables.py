@@ -37,19 +37,14 @@ def not_available(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _methods(result: Mapping[str, Any]) -> list[str]:
-    """Return the methods, the one that chose the layer first."""
     return list(dict.fromkeys(method for _, method, _ in layer_results(result)))
 
 
 def metrics_table(
     result: Mapping[str, Any], columns: Sequence[str], metrics: Sequence[Metric]
 ) -> Table:
-    """Make a table of metrics with one row per layer and method, in the order of the store.
-
-    Args:
-        result: content of probe.json.
-        columns: names of columns of `_layer_cells` before the metrics.
-        metrics: metrics of its task.
+    """Make a table of metrics of probe.json with one row per layer and method, in the order of the
+    store, after columns of `_layer_cells`.
     """
     rows: list[Sequence[str]] = []
     reasons, best = list[str](), None
@@ -66,7 +61,6 @@ def metrics_table(
 
 
 def _layer_cells(about: Mapping[str, Any], method: str, entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return what was probed, and the setting that was chosen for it."""
     name = "k" if method == "knn" else "l2"
     # With several folds it is a list of their settings, which are named once each.
     settings = entry[name] if isinstance(entry[name], list) else [entry[name]]
@@ -220,12 +214,9 @@ def _shortage_text(shots: str, entry: Mapping[str, Any]) -> str:
 
 
 def pixel_classes_table(result: Mapping[str, Any], most: int | None, note: str) -> Table:
-    """Make a table of the classes of the test images, those with most pixels first.
-
-    Args:
-        result: content of probe.json for masks.
-        most: maximum number of classes, or None for all.
-        note: line below it if some are left out, with {count} of all and {more} that are left out.
+    """Make a table of the classes of the test images in probe.json for masks, those with most
+    pixels first. If more than `most` exist, `note` stands below with {count} of all and {more} left
+    out.
     """
     pixels = result["pixels_of_classes"]
     order = sorted((i for i, count in enumerate(pixels) if count), key=lambda i: -pixels[i])

@@ -37,14 +37,7 @@ COLUMNS = ("layer", "method", "seed", "fold", "split", "key", "group")
 class Task(ABC, Generic[Opened, Fitted, Tested]):
     """Rows, targets and splits, which are the same for all layers, and what differs between tasks.
 
-    Args:
-        config: checked config.
-        kind: kind of the targets.
-        training: rows of the store.
-        testing: rows of another store, or None if test rows come from the same store.
-
     Attributes:
-        splits: seed -> splits of the rows.
         columns: columns of predictions.csv after COLUMNS.
         heads: layer -> head for new images, of the first method that has one, and that method.
     """

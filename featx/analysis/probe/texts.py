@@ -16,7 +16,6 @@ _LAYERS_NAMED = 8
 
 
 def _filled(lines: Sequence[str]) -> str:
-    """Break lines to the width of the output."""
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
@@ -229,7 +228,6 @@ def _indistinguishable_text(best: str, tests: Mapping[str, Any], where: str) -> 
 
 
 def _layers_text(layers: list[str]) -> str:
-    """Return the names of layers, of many the first ones only."""
     more = f" and {len(layers) - _LAYERS_NAMED} more" if layers[_LAYERS_NAMED:] else ""
     return ", ".join(layers[:_LAYERS_NAMED]) + more
 

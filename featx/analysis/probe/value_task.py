@@ -66,7 +66,6 @@ class ValueTask(RowTask):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The column, or the labels."""
         return self.training.classes
 
     def make_splits(self, seed: int) -> RowSplits:
@@ -106,21 +105,7 @@ class ValueTask(RowTask):
 
     def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
         tested = join_predictions(results.tested(results.seeds[0]))
-        return {
-            **self._interval(tested),
-            "targets": list(self._names),
-            "notes_on_rows": [*self.notes_on_rows(), *self._untrained_notes()],
-        }
-
-    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[Any]]:
-        tested = record.tested
-        yield [*tested.y[row].tolist(), *tested.predicted[row].tolist()]
-
-    def _interval(self, tested: Predictions) -> dict[str, Any]:
-        """Return the 95 % percentile interval of the first metric by the bootstrap.
-
-        Rows are drawn, or groups with all their rows.
-        """
+        # The bootstrap of the first metric draws rows, or groups with all their rows.
         unit_of_row = units_of_rows(tested.groups, len(tested.y))
         order = np.argsort(unit_of_row, kind="stable")
         units = np.split(order, np.cumsum(np.bincount(unit_of_row))[:-1])
@@ -130,7 +115,16 @@ class ValueTask(RowTask):
                 rows = np.concatenate([units[unit] for unit in drawn])
                 sample = tested.y[rows], tested.predicted[rows]
                 values.append(first_value_metric(self.kind.name, *sample))
-        return interval_entry(values, "row" if tested.groups is None else "group", len(units))
+        unit = "row" if tested.groups is None else "group"
+        return {
+            **interval_entry(values, unit, len(units)),
+            "targets": list(self._names),
+            "notes_on_rows": [*self.notes_on_rows(), *self._untrained_notes()],
+        }
+
+    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[Any]]:
+        tested = record.tested
+        yield [*tested.y[row].tolist(), *tested.predicted[row].tolist()]
 
     def _untrained_notes(self) -> list[str]:
         """Return a note about labels of which a split has no example, or no counterexample.
@@ -178,10 +172,8 @@ class UndefinedMetricError(ValueError):
 def _compute_metrics(
     metrics: Mapping[str, Callable[[], float]],
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Compute metrics, each of which may be undefined.
-
-    Returns:
-        name -> value, None if it is not available; and name -> reason for those.
+    """Compute metrics, each of which may be undefined. Return name -> value or None, and name ->
+    reason for those that are None.
     """
     values: dict[str, float | None] = {}
     reasons: dict[str, str] = {}
@@ -199,13 +191,11 @@ def _compute_metrics(
 def value_metrics(
     task: str, truth: Matrix, predicted: Matrix
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Compute the metrics of numbers, (n, 1), or of labels, (n, T).
+    """Compute the metrics of numbers, (n, 1), or of labels, (n, T). Return name -> value, None if
+    it is not available; and name -> reason for those.
 
     r2 is the coefficient of determination, mae the mean absolute error, spearman the rank
     correlation. map and macro_f1 are means over the labels that occur among the test rows.
-
-    Returns:
-        name -> value, None if it is not available; and name -> reason for those.
     """
     from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error
 
@@ -243,7 +233,6 @@ def first_value_metric(task: str, truth: Matrix, predicted: Matrix) -> float | N
 
 
 def _spearman(truth: Matrix, predicted: Matrix) -> float:
-    """Return Spearman's rank correlation."""
     from scipy.stats import spearmanr
 
     if np.ptp(truth) == 0 or np.ptp(predicted) == 0:
@@ -253,7 +242,6 @@ def _spearman(truth: Matrix, predicted: Matrix) -> float:
 
 
 def _r2(truth: Matrix, predicted: Matrix) -> float:
-    """Return the coefficient of determination."""
     from sklearn.metrics import r2_score
 
     if np.ptp(truth) == 0:

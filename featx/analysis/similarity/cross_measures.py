@@ -44,13 +44,8 @@ _ROUNDING = 1e-13
 
 @dataclass(frozen=True)
 class CentredRows:
-    """Rows minus their mean, read in blocks.
-
-    Attributes:
-        num_rows: n.
-        width: number of values of a row.
-        read: returns the rows [start, stop) as (m, width) float64.
-        mean_square: squared length of the mean that was subtracted.
+    """Rows minus their mean, whose squared length is `mean_square`; `read` returns the rows [start,
+    stop) as (m, width) float64.
     """
 
     num_rows: int
@@ -132,11 +127,7 @@ def cross_product(x: CentredRows, y: CentredRows) -> torch.Tensor:
 def compare_products(
     x: LayerProducts, y: LayerProducts, product: torch.Tensor, measures: Collection[str]
 ) -> dict[str, float]:
-    """Compute measures of two layers.
-
-    Returns:
-        measure -> value, NaN if a layer is the same for all images.
-    """
+    """Compute measures of two layers; NaN if a layer is the same for all images."""
     if np.isnan(x.norm) or np.isnan(y.norm):
         return dict.fromkeys(measures, float("nan"))
     values = {}
@@ -146,7 +137,10 @@ def compare_products(
         elif name == "cka_debiased":
             values[name] = _debiased_cka(x, y, float(product.square().sum()))
         elif name == "svcca":
-            values[name] = _svcca(x, y, product)
+            assert x.basis is not None
+            assert y.basis is not None
+            correlations = torch.linalg.svdvals(x.basis.T @ product @ y.basis)
+            values[name] = float(correlations.clamp_max(1).mean())
         else:
             lengths = (x.squares.sum() * y.squares.sum()).sqrt()
             values[name] = max(0.0, float(2 - 2 * torch.linalg.svdvals(product).sum() / lengths))
@@ -154,7 +148,6 @@ def compare_products(
 
 
 def _in_memory(rows: torch.Tensor, mean_square: float) -> CentredRows:
-    """Return rows that are in memory as they are."""
     n, width = rows.shape
     return CentredRows(n, width, lambda start, stop: rows[start:stop], mean_square)
 
@@ -180,14 +173,6 @@ def _basis(product: torch.Tensor) -> torch.Tensor:
     count = int((shares < VARIANCE).sum()) + 1
     basis: torch.Tensor = vectors[:, :count] / values[:count].sqrt()
     return basis
-
-
-def _svcca(x: LayerProducts, y: LayerProducts, product: torch.Tensor) -> float:
-    """Return the mean canonical correlation of the bases of two layers."""
-    assert x.basis is not None
-    assert y.basis is not None
-    correlations = torch.linalg.svdvals(x.basis.T @ product @ y.basis)
-    return float(correlations.clamp_max(1).mean())
 
 
 def _debiased_cka(x: LayerProducts, y: LayerProducts, square: float) -> float:

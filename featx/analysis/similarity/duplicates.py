@@ -43,8 +43,6 @@ def duplicate_groups(
         layer: name of the layer; a map counts as one long vector.
         threshold: cosine, above 0 and at most 1. A vector of zeros has no cosine and is in no
             group.
-        device: 'auto', 'cpu', 'cuda', ...
-        on_progress: called after every block with the number of rows that it completes.
         standardise: whether each value has its mean over the rows subtracted and is divided by its
             standard deviation first. Cosines of most layers are near 1 for all images otherwise.
 
@@ -95,14 +93,8 @@ def linked_groups(
 
 
 def cosines_to_first(vectors: LayerVectors, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Compute the cosines of some rows to the first of them.
-
-    Args:
-        vectors: vectors of length 1 of all rows.
-        rows: (n,) int64 increasing rows of the store, which `vectors` contains.
-
-    Returns:
-        (n,) float32 in [-1, 1].
+    """Compute the (n,) float32 cosines of some rows of the store, which increase, to the first of
+    them; `vectors` contains these rows with length 1.
     """
     group = vectors.subset(np.searchsorted(vectors.rows, rows))
     first = group.block(0, 1)
@@ -116,11 +108,7 @@ def cosines_to_first(vectors: LayerVectors, rows: npt.NDArray[np.int64]) -> npt.
 def exact_cosines(
     a: torch.Tensor, b: torch.Tensor, pairs: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Compute the cosines of pairs of rows in float64; a cosine with a vector of zeros is 0.
-
-    Returns:
-        (p,) float64.
-    """
+    """Compute the (p,) float64 cosines of pairs of rows; a cosine with a vector of zeros is 0."""
     home, block_rows = float64_device(a.device), _exact_block_rows(a.shape[1])
     cosines = np.empty(len(pairs))
     for first in range(0, len(pairs), block_rows):

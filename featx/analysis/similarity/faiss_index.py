@@ -58,7 +58,6 @@ class RowIndex:
         metric: 'cosine' or 'euclidean'.
         seed: seed of k-means and of both samples.
         device: device of the exact search for the samples; faiss itself uses the CPU.
-        standardise: as of `nearest_rows`.
 
     Attributes:
         recall: share measured on rows other than those that chose the number of lists. It may be
@@ -109,9 +108,6 @@ class RowIndex:
 
         A row for which the lists hold fewer than k others is searched exactly, so every row has k
         neighbours.
-
-        Args:
-            on_progress: called after every block with the number of rows that it completes.
         """
         places = np.arange(len(self._vectors))
         neighbours = [np.empty((0, self._k), np.int64)]

@@ -42,12 +42,8 @@ _NO_LENGTH = 1e-13
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a layer or of a matrix, read in blocks.
-
-    Attributes:
-        count: n.
-        step: number of rows of a block.
-        read: returns the rows [start, stop), (m, D).
+    """The `count` rows of a layer or matrix; `read` returns the rows [start, stop), (m, D), in
+    blocks of `step`.
     """
 
     count: int
@@ -92,11 +88,8 @@ class GramProducts:
 def gram_products(
     rows: Rows, prepare: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 ) -> GramProducts:
-    """Compute the products of rows in blocks.
-
-    Args:
-        rows: the rows.
-        prepare: computes the rows that are multiplied, of (m, D) float64 rows.
+    """Compute the products of rows in blocks; `prepare` makes the rows that are multiplied of (m,
+    D) float64 rows.
     """
     n, starts = rows.count, range(0, rows.count, rows.step)
 
@@ -122,10 +115,8 @@ def signatures(
     rows: Rows, measures: Collection[str], rsa_distance: str = "correlation"
 ) -> dict[str, torch.Tensor]:
     """Compute the unit vectors of a layer whose dot products with those of another are measures.
-
-    Returns:
-        measure -> float32 on the CPU: (n^2,) for CKA, else (n (n - 1) / 2,); NaN if all rows are
-        the same.
+    Return measure -> float32 on the CPU: (n^2,) for CKA, else (n (n - 1) / 2,); NaN if all rows are
+    the same.
     """
     found = {}
     if set(measures) - {"rsa"}:

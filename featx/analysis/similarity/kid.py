@@ -33,15 +33,12 @@ class DataSetDistance:
     """Distances of two stores in a layer.
 
     Attributes:
-        layer: name of the layer.
         kid: mean of KID over the subsets, near 0 for images of one distribution, where it is
             negative as often as positive.
         kid_std: standard deviation over the subsets, 0 if a subset has all rows of both stores.
         subset_rows: number of rows of each store in a subset.
         frechet: squared Fréchet distance, or None if it is not computed.
         not_available: reason why it is not, or None.
-        rows: number of rows of the first store.
-        other_rows: number of rows of the second one.
     """
 
     layer: str
@@ -77,14 +74,9 @@ def data_set_distance(
     subsets of m = 1000 rows are those of their code; a store with fewer rows gives all.
 
     Args:
-        store: open store.
         other: open store of the same model, usually of other images.
         layer: name of the layer in both; a map counts as one long vector.
-        subsets: number of subsets.
         subset_rows: largest number m of rows of each store in a subset.
-        seed: seed of the choice of rows.
-        device: 'auto', 'cpu', 'cuda', ...
-        on_progress: called with 1 after every subset.
 
     Raises:
         StoreMismatchError: weights, transforms or tensors of the layer differ.

@@ -35,7 +35,6 @@ class Neighbours:
         rows: (q,) int64 rows of the store.
         neighbours: (q, k) int64 rows of the store, the nearest first, without the row itself.
         scores: (q, k) float32 cosines in falling order, or Euclidean distances in rising order.
-        metric: 'cosine' or 'euclidean'.
     """
 
     rows: npt.NDArray[np.int64]
@@ -62,13 +61,10 @@ def nearest_rows(
     which of them are among the k is undefined.
 
     Args:
-        store: open store.
         layer: name of the layer; a map counts as one long vector.
         k: number of neighbours, limited to the number of other rows.
         metric: 'cosine' (0 with a vector of zeros) or 'euclidean'.
         key: key of one row, or None for all rows.
-        device: 'auto', 'cpu', 'cuda', ...
-        on_progress: called after every block with the number of rows that it completes.
         standardise: whether each value has its mean over the rows subtracted and is divided by its
             standard deviation first.
 
@@ -90,17 +86,12 @@ def nearest_among(
     metric: str = "cosine",
     on_progress: Callable[[int], None] = lambda rows: None,
 ) -> Neighbours:
-    """Find the k nearest of some vectors for a subset of them; see `nearest_rows`.
+    """Find the k nearest of some vectors for a subset of them; see `nearest_rows`. Raises
+    ConfigError if there is no second row.
 
     Args:
         vectors: vectors of a layer, created with centre=True, and with unit=True for cosine.
         places: (q,) int64 places whose neighbours are wanted.
-        k: number of neighbours.
-        metric: 'cosine' or 'euclidean'.
-        on_progress: called after every block with the number of rows that it completes.
-
-    Raises:
-        ConfigError: there is no second row.
     """
     if len(vectors) < 2:
         raise ConfigError(f"{vectors.root} has one ok row only: it has no neighbours.")
@@ -135,13 +126,8 @@ def nearest_to(
     """Find the k nearest rows of features that are not rows of the store; see `nearest_rows`.
 
     Args:
-        store: open store.
-        layer: name of the layer.
         features: (q, ...) finite rows of this layer, as `featx.embed` computes them.
         k: number of neighbours, limited to the number of rows.
-        metric: 'cosine' or 'euclidean'.
-        device: 'auto', 'cpu', 'cuda', ...
-        standardise: as of `nearest_rows`.
         projection: (D, P) matrix by which the (n, D) rows of the store are multiplied first, into
             the space of (q, P) features; None if they are in it.
 
@@ -205,10 +191,8 @@ def row_of(store: FeatureStore, key: str) -> int:
 def best_of_blocks(
     scored_blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], query_places: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the k best scores of many queries over blocks of candidates.
-
-    Returns:
-        (q, k) scores in falling order and (q, k) places. A score of -inf is not a neighbour.
+    """Select the k best scores of many queries over blocks of candidates. Return (q, k) scores in
+    falling order and (q, k) places. A score of -inf is not a neighbour.
     """
     best = torch.full((len(query_places), 0), -torch.inf, device=query_places.device)
     places = torch.zeros((len(query_places), 0), dtype=torch.int64, device=query_places.device)
@@ -250,10 +234,8 @@ def _nearest(
 def sort_neighbours(
     vectors: LayerVectors, x: torch.Tensor, places: torch.Tensor, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the final scores and sort neighbours: the nearest first, equal ones by row.
-
-    Returns:
-        (q, k) places and (q, k) scores.
+    """Compute the final scores and sort neighbours: the nearest first, equal ones by row. Return
+    (q, k) places and scores.
     """
     scores = distances = _distances(vectors, x, places)
     if cosine:

@@ -27,7 +27,6 @@ class Outliers:
         class_distances: (n,) float32 mean distance to the k nearest rows of the same class; NaN
             for a row without a label, or without another row of its class.
         metric: 'cosine' (the distance is 1 - cosine) or 'euclidean'.
-        k: number of nearest rows.
     """
 
     rows: npt.NDArray[np.int64]
@@ -56,7 +55,6 @@ def find_outliers(
         layer: name of the layer; a map counts as one long vector.
         k: number of neighbours, limited to the number of other rows.
         metric: 'cosine' or 'euclidean'.
-        device: 'auto', 'cpu', 'cuda', ...
         on_progress: called with the number of rows that are done, twice for labelled rows.
 
     Raises:

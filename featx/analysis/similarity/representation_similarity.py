@@ -51,8 +51,6 @@ class LayerSimilarity:
     """Similarity of every layer of one list to every layer of another.
 
     Attributes:
-        layers: names of the layers of the rows.
-        others: names of the layers of the columns.
         measures: name of a measure -> (layers, others) float64; NaN if a layer is the same for all
             images. 'procrustes' is a distance, 0 for layers that differ by a rotation and a factor.
         rsa_distance: distance of RSA, 'correlation' or 'cosine'.
@@ -85,14 +83,10 @@ def layer_similarity(
     """Compare the layers of a store with each other, or with those of another store.
 
     Args:
-        store: open store.
         other: second store, whose rows are matched by key; only rows that failed in neither are
             used.
         layers: names or globs, applied to both stores; None for all layers.
         num_rows: number of random images, or all if there are fewer.
-        seed: seed of the choice of images.
-        device: 'auto', 'cpu', 'cuda', ...
-        on_progress: called with 1 after every layer of `store`.
         rsa_distance: distance of two images in RSA, 'correlation' or 'cosine'.
         measures: some of 'cka', 'cka_debiased', 'rsa', 'svcca' and 'procrustes'.
 
@@ -141,15 +135,9 @@ def layer_similarity(
 def linear_cka(
     x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], debiased: bool = False
 ) -> float:
-    """Compute the linear CKA of two matrices (n, D) and (n, E) whose rows belong together.
-
-    Args:
-        x: (n, D), or any shape with n rows.
-        y: (n, E), or any shape with n rows.
-        debiased: whether to use the U-centred matrices.
-
-    Raises:
-        ConfigError: the numbers of rows differ, or a number is not finite.
+    """Compute the linear CKA of two matrices (n, D) and (n, E), or of any shape with n rows, that
+    belong together; with `debiased`, of the U-centred matrices. Raises ConfigError if the numbers
+    of rows differ, or a number is not finite.
     """
     _check_rows(x, y)
     measure = "cka_debiased" if debiased else "cka"
@@ -160,15 +148,10 @@ def linear_cka(
 def rsa(
     x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], distance: str = "correlation"
 ) -> float:
-    """Compute Spearman's correlation of the distances of rows within two matrices.
-
-    Args:
-        x: (n, D), or any shape with n rows.
-        y: (n, E), or any shape with n rows.
-        distance: 'correlation', 1 minus Pearson's correlation of two rows, or 'cosine'.
-
-    Raises:
-        ConfigError: the distance is unknown, the numbers of rows differ, or a number is not finite.
+    """Compute Spearman's correlation of the distances of rows within two matrices of n rows and any
+    shape. The distance is 'correlation', 1 minus Pearson's correlation of two rows, or 'cosine'.
+    Raises ConfigError if the distance is unknown, the numbers of rows differ, or a number is not
+    finite.
     """
     check_choice("distance", distance, RSA_DISTANCES)
     _check_rows(x, y)
@@ -177,28 +160,16 @@ def rsa(
 
 
 def svcca(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
-    """Compute the mean canonical correlation of the principal directions of two matrices.
-
-    Args:
-        x: (n, D), or any shape with n rows.
-        y: (n, E), or any shape with n rows.
-
-    Raises:
-        ConfigError: the numbers of rows differ, or a number is not finite.
+    """Compute the mean canonical correlation of the principal directions of two matrices of n rows
+    and any shape. Raises ConfigError if the numbers of rows differ, or a number is not finite.
     """
     return _compare_matrices(x, y, "svcca")
 
 
 def procrustes_distance(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
     """Compute the squared distance, from 0 to 2, of two centred matrices of Frobenius norm 1 after
-    the best rotation of one of them.
-
-    Args:
-        x: (n, D), or any shape with n rows.
-        y: (n, E), or any shape with n rows.
-
-    Raises:
-        ConfigError: the numbers of rows differ, or a number is not finite.
+    the best rotation of one of them. Both have n rows and any shape. Raises ConfigError if the
+    numbers of rows differ, or a number is not finite.
     """
     return _compare_matrices(x, y, "procrustes")
 
@@ -340,7 +311,13 @@ def _chosen_rows(
     store: FeatureStore, other: FeatureStore | None, num_rows: int, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
     """Choose rows at random among those that both stores have and that did not fail."""
-    rows, other_rows = _common_rows(store, other)
+    rows = other_rows = np.flatnonzero(store.ok)
+    if other is not None:
+        other_rows = np.flatnonzero(other.ok)
+        keys = store.key_bytes[rows], other.key_bytes[other_rows]
+        _, a, b = np.intersect1d(*keys, assume_unique=True, return_indices=True)
+        order = np.argsort(a)
+        rows, other_rows = rows[a[order]], other_rows[b[order]]
     if len(rows) < 4:
         where = f"{store.root}" if other is None else f"both {store.root} and {other.root}"
         raise ConfigError(
@@ -349,18 +326,3 @@ def _chosen_rows(
         )
     chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:num_rows])
     return rows[chosen], other_rows[chosen], len(rows)
-
-
-def _common_rows(
-    store: FeatureStore, other: FeatureStore | None
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the rows of both stores that have the same keys and did not fail."""
-    rows = np.flatnonzero(store.ok)
-    if other is None:
-        return rows, rows
-    other_rows = np.flatnonzero(other.ok)
-    _, a, b = np.intersect1d(
-        store.key_bytes[rows], other.key_bytes[other_rows], assume_unique=True, return_indices=True
-    )
-    order = np.argsort(a)
-    return rows[a[order]], other_rows[b[order]]

@@ -40,17 +40,9 @@ def retrieval_metrics(
     left out, but is among the rows that others retrieve. With cosine, vectors of zeros come last.
 
     Squared distances |a - b|^2 are rounded to 2^-32 of |a|^2 + |b|^2, so that copies are as near as
-    each other.
-
-    Args:
-        store: open store.
-        layer: name of the layer; a map counts as one long vector.
-        metric: 'cosine' or 'euclidean'.
-        device: 'auto', 'cpu', 'cuda', ...
-
-    Returns:
-        queries; queries_left_out; recall, k -> share; map, None if it is not available, and
-        not_available, the reason or None. None if no class has two rows.
+    each other. A map counts as one long vector. Return queries; queries_left_out; recall, k ->
+    share; map, None if it is not available, and not_available, the reason or None. Return None if
+    no class has two rows.
     """
     labels = np.asarray(store.labels)
     rows = np.flatnonzero(store.ok & (labels >= 0))

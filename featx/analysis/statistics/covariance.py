@@ -51,14 +51,12 @@ def whitening(
 
 
 def spread(moments: Moments) -> dict[str, Any]:
-    """Summarise the distribution of a layer's rows as JSON types.
-
-    Returns:
-        rows and features; mean (of the features' means), smallest and largest value; for two or
-        more rows: total_variance, std_min and std_max; for full moments participation_ratio, which
-        is (sum L)^2 / sum L^2 of the principal variances L, and for up to MAX_SPECTRUM features
-        rank_me (see `rank_me`) and first, {10: share, 50: ..., 100: ...}, the share of the total
-        variance in that many principal directions. Unknown values are None.
+    """Summarise the distribution of a layer's rows as JSON types. Return rows and features; mean
+    (of the features' means), smallest and largest value; for two or more rows: total_variance,
+    std_min and std_max; for full moments participation_ratio, which is (sum L)^2 / sum L^2 of the
+    principal variances L, and for up to MAX_SPECTRUM features rank_me (see `rank_me`) and first,
+    {10: share, 50: ..., 100: ...}, the share of the total variance in that many principal
+    directions. Unknown values are None.
     """
     summary: dict[str, Any] = {
         "rows": moments.count,
@@ -88,7 +86,8 @@ def spread(moments: Moments) -> dict[str, Any]:
 
 
 def rank_me(moments: Moments) -> float | None:
-    """Compute RankMe, the effective rank of the matrix of all rows, which are not centred.
+    """Compute RankMe, the effective rank of the matrix of all rows, which are not centred. Return a
+    number from 1 to min(n, D), or None if all rows are 0.
 
         exp(-sum_k p_k log p_k),  p_k = s_k / sum_j s_j,  with the singular values s of X (n, D)
 
@@ -97,9 +96,6 @@ def rank_me(moments: Moments) -> float | None:
     and M. Vetterli, The Effective Rank, EUSIPCO 2007. They add 1e-7 to each p against a logarithm
     of 0; here 0 log 0 is 0. The singular values are roots of the eigenvalues of X^T X, of which
     those below their rounding error count as 0.
-
-    Returns:
-        a number from 1 to min(n, D), or None if all rows are 0.
     """
     moments.check_full("RankMe")
     squares = torch.linalg.eigvalsh(moments.second_moment.cpu()).flip(0).clamp_(min=0)
@@ -122,15 +118,8 @@ def gaussian_distance(a: Moments, b: Moments) -> float:
     Equilibrium, NeurIPS 2017, equation 6. With C = F F^T, the trace of the root is the sum of the
     singular values of F_a^T F_b. No root of a matrix product is computed, so singular covariances
     (fewer rows than features) need no offset on the diagonal, and no value becomes complex.
-
-    Args:
-        a: moments of the first data set; covariances are divided by n - 1, as in the published
-            code.
-        b: moments of the second data set, with as many features.
-
-    Raises:
-        ConfigError: the numbers of features differ, there are fewer than two rows, or moments are
-            diagonal.
+    Covariances are divided by n - 1, as in the published code. Raises ConfigError if the numbers of
+    features differ, there are fewer than two rows, or moments are diagonal.
     """
     if a.dim != b.dim:
         raise ConfigError(f"a distance between {a.dim} and {b.dim} features is not defined.")

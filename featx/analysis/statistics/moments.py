@@ -66,15 +66,9 @@ class Moments:
 
     @classmethod
     def empty(cls, dim: int, kind: str = "full", device: torch.device | str = "cpu") -> Moments:
-        """Return the moments of no rows; a merge with others returns those unchanged.
-
-        Args:
-            dim: D, the number of features.
-            kind: 'full' or 'diagonal'.
-            device: device of the tensors, or the CPU if it has no float64.
-
-        Raises:
-            ConfigError: kind='full' and more than MAX_FULL features.
+        """Return the moments of no rows, 'full' or 'diagonal'; a merge with others returns those
+        unchanged. The device is the CPU if the given one has no float64. Raises ConfigError for
+        full moments of more than MAX_FULL features.
         """
         check_size(dim, kind)
         shape = (dim, dim) if kind == "full" else (dim,)
@@ -85,15 +79,10 @@ class Moments:
 
     @classmethod
     def of(cls, rows: torch.Tensor, kind: str = "full") -> Moments:
-        """Compute the moments of rows in float64.
-
-        Args:
-            rows: (n, D) of any float dtype; their device computes if it has float64.
-            kind: 'full' or 'diagonal'.
-
-        Raises:
-            ConfigError: the rows are not (n, D) floats, or have too many features for kind='full'.
-            NonFiniteError: a value or its square is NaN or infinite.
+        """Compute the 'full' or 'diagonal' moments of rows (n, D) of any float dtype in float64, on
+        their device if it has float64. Raises ConfigError if the rows are not (n, D) floats, or
+        have too many features for kind='full', NonFiniteError if a value or its square is NaN or
+        infinite.
         """
         if rows.ndim != 2 or not rows.is_floating_point() or rows.shape[1] == 0:
             raise ConfigError(
@@ -115,7 +104,8 @@ class Moments:
         self.smallest, self.largest = total.smallest, total.largest
 
     def merge(self, other: Moments) -> Moments:
-        """Return the moments of the rows of both, without changing either.
+        """Return the moments of the rows of both, without changing either. Raises ConfigError if
+        their sizes or kinds differ.
 
             d = mean_b - mean_a,  n = n_a + n_b
             mean = mean_a + d n_b / n,  scatter = scatter_a + scatter_b + d d^T n_a n_b / n
@@ -123,9 +113,6 @@ class Moments:
         T. F. Chan, G. H. Golub, R. J. LeVeque, Updating Formulae and a Pairwise Algorithm for
         Computing Sample Variances, COMPSTAT 1982, equation 2.1, applied to vectors and their
         scatter matrix.
-
-        Raises:
-            ConfigError: their sizes or kinds differ.
         """
         if other.scatter.shape != self.scatter.shape:
             raise ConfigError(
@@ -177,19 +164,15 @@ class Moments:
         return _outer_product(self.mean, self.kind).mul_(self.count).add_(self.scatter)
 
     def covariance(self, ddof: int = 1) -> torch.Tensor:
-        """Return scatter / (n - ddof), (D, D) float64.
-
-        Raises:
-            ConfigError: the moments are diagonal, or there are at most ddof rows.
+        """Return scatter / (n - ddof), (D, D) float64. Raises ConfigError if the moments are
+        diagonal, or there are at most ddof rows.
         """
         self.check_full("a covariance")
         return self.scatter / self._degrees(ddof)
 
     def variance(self, ddof: int = 1) -> torch.Tensor:
-        """Return the variance of each feature, (D,) float64.
-
-        Raises:
-            ConfigError: there are at most ddof rows.
+        """Return the variance of each feature, (D,) float64. Raises ConfigError for at most ddof
+        rows.
         """
         squares = self.scatter.diagonal() if self.kind == "full" else self.scatter
         return squares / self._degrees(ddof)
@@ -199,11 +182,7 @@ class Moments:
         return self.variance(ddof).sqrt()
 
     def check_full(self, subject: str) -> None:
-        """Check that the full scatter matrix was computed.
-
-        Raises:
-            ConfigError: the moments are diagonal.
-        """
+        """Raise ConfigError unless the full scatter matrix was computed."""
         if self.kind != "full":
             raise ConfigError(
                 f"{subject} needs the full scatter matrix; these moments hold its diagonal. "

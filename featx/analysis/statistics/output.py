@@ -103,7 +103,6 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
     """Start or resume the statistics of a config until they are complete.
 
     Args:
-        config: checked config with job=stats.
         config_yaml: config as the user gave it, which the file records.
         source: data set object from Python, or None to open that of the config.
 
@@ -166,14 +165,8 @@ class StatsPart:
 
 
 class StatsOutput(Output[StatsPart, StatsSession]):
-    """Statistics in the folder `out`, which may also contain a store.
-
-    Args:
-        config: checked config with job=stats.
-        source: data set object from Python, or None to open that of the config.
-
-    Attributes:
-        layers: layers whose statistics are computed; known after `part_limits`.
+    """Statistics in the folder `out`, which may also contain a store. `layers`, those whose
+    statistics are computed, are known after `part_limits`.
     """
 
     dtype = "float32"  # before any cast to the dtype of a store
@@ -280,7 +273,6 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         return StatsSession(disk, context.header, grid, self.layers, threads, lock)
 
     def describe(self) -> list[tuple[str, str]]:
-        """Describe the run before it starts."""
         lines = []
         for layer in self.layers:
             numbers = layer.dim**2 if layer.kind == "full" else layer.dim
@@ -309,11 +301,9 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         return Rows(rows.features, failures, checksums=batch.checksums)
 
     def begin_part(self, part: Part) -> StatsPart:
-        """Begin a part, whose batches follow."""
         return StatsPart(part, self)
 
     def commit(self, rows: StatsPart) -> Sequence[Failure]:
-        """Commit the sums of a part."""
         session = self._open_session() if self.session is None else self.session
         failures = session.publish(rows.part, rows.failures, rows.moments, rows.checksums)
         if self.session is not None:
@@ -350,7 +340,6 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         return other
 
     def check_unchanged(self, fingerprint: Mapping[str, Any]) -> None:
-        """Check that the folder contains no statistics with other settings."""
         stored = stored_settings(self.root)
         if stored is not None and differences(stored[0], fingerprint):
             raise RunError(
@@ -363,7 +352,6 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         return read_listing(self.root / PARTS_FOLDER, num_rows, identity)
 
     def uncommitted(self, parts: Sequence[Part]) -> list[Part]:
-        """Return those of some parts that no process has committed yet."""
         spans = spans_in(self.root / PARTS_FOLDER)
         return [
             part
@@ -443,12 +431,8 @@ def _check_reference(reference: Statistics, output: StatsOutput, context: RunCon
 def summary_of(
     statistics: Statistics, reference: Statistics | None, failures: Sequence[Failure]
 ) -> dict[str, Any]:
-    """Return the result of a finished file as JSON types.
-
-    Args:
-        statistics: the file.
-        reference: other statistics, or None; distances to them are computed.
-        failures: images that were left out.
+    """Return the result of a finished file as JSON types, with distances to other statistics, if
+    any.
     """
     layers, distances = {}, {}
     for name in statistics:
@@ -465,7 +449,9 @@ def summary_of(
         if reference is not None and name in reference:
             subject = f"{statistics.path} and {reference.path}, {name}"
             refuse_other_values(about, reference.about(name), subject)
-            distances[name] = _distance(moments, reference[name])
+            other = reference[name]
+            has_covariances = min(moments.count, other.count) > 1
+            distances[name] = gaussian_distance(moments, other) if has_covariances else None
     return {
         "rows": statistics.attributes["stop"],
         "failures": len(failures),
@@ -473,8 +459,3 @@ def summary_of(
         "layers": layers,
         "frechet": distances,
     }
-
-
-def _distance(a: Moments, b: Moments) -> float | None:
-    """Return the Fréchet distance, or None if one of them has too few rows for a covariance."""
-    return gaussian_distance(a, b) if min(a.count, b.count) > 1 else None

@@ -76,13 +76,7 @@ class StatsLayer:
         """Describe the statistics of a captured tensor.
 
         With stats.observation=image, maps and tokens are averaged over their positions, as by
-        reduce=avg, unless `reduce` says otherwise.
-
-        Args:
-            spec: description of the captured tensor.
-            options: options of the statistics.
-            input_size: (height, width) of the input of the network in pixels.
-            tokens: places of the tokens of the layer, if they are known.
+        reduce=avg, unless `reduce` says otherwise. `input_size` is (height, width) in pixels.
         """
         shape = captured = tuple(spec.shape)
         if tokens is not None and feature_axis(shape, tokens) is None:
@@ -153,12 +147,8 @@ class PartMoments:
     """Moments of one layer over the rows of one part, which arrive in order in batches of any size.
 
     On the device it holds one leaf of at most BLOCK_BYTES, and one scatter matrix for each level of
-    the tree below the part.
-
-    Args:
-        part: the part.
-        layer: the layer.
-        part_rows: rows per part of a run whose tree is followed, if `part` is longer.
+    the tree below the part. `part_rows` are the rows per part of a run whose tree is followed, if
+    `part` is longer.
     """
 
     def __init__(self, part: Part, layer: StatsLayer, part_rows: int | None = None) -> None:
@@ -244,11 +234,8 @@ def is_aligned(start: int, stop: int) -> bool:
 
 
 class PartNorms:
-    """Norms of the tokens of one layer over the rows of one part, which arrive in order.
-
-    Args:
-        part: the part.
-        layer: a layer with `tokens`.
+    """Norms of the tokens of one layer, which has `tokens`, over the rows of one part, which arrive
+    in order.
     """
 
     def __init__(self, part: Part, layer: StatsLayer, part_rows: int | None = None) -> None:
@@ -279,13 +266,11 @@ class PartNorms:
 
 
 def norms_summary(norms: PositionNorms) -> dict[str, Any] | None:
-    """Summarise the norms as JSON types; None without an image.
-
-    Returns:
-        grid; median and p99 of the patch tokens, upper edges of their bins; largest, exact;
-        threshold, outliers and share of the patch tokens that are outliers; prefix, for each prefix
-        token its mean, std and largest norm; largest_mean, the patch with the largest mean norm,
-        with row and column counted from 1; and class_token.
+    """Summarise the norms as JSON types; None without an image. Return grid; median and p99 of the
+    patch tokens, upper edges of their bins; largest, exact; threshold, outliers and share of the
+    patch tokens that are outliers; prefix, for each prefix token its mean, std and largest norm;
+    largest_mean, the patch with the largest mean norm, with row and column counted from 1; and
+    class_token.
     """
     moments, tokens = norms.positions, norms.tokens
     if not moments.count:

@@ -23,13 +23,9 @@ from featx.errors import ConfigError, StoreError, StoreMismatchError
 
 
 def open_stats(path: str | Path) -> Statistics:
-    """Open the statistics that job=stats computed.
-
-    Args:
-        path: a stats.h5, or the folder that contains it.
-
-    Raises:
-        StoreError: the file is missing, incomplete, damaged, or of a newer format.
+    """Open the statistics that job=stats computed. The path is that of a stats.h5, or the folder
+    that contains it. Raises StoreError if the file is missing, incomplete, damaged, or of a newer
+    format.
     """
     return Statistics(path)
 
@@ -44,7 +40,6 @@ class Statistics(Mapping[str, Moments]):
         path: the file, or the folder that contains it.
 
     Attributes:
-        path: path of the file.
         attributes: root attributes: model, weights_sha256, transform, num_failed, ...
         settings: everything that changes the values, by option name.
 
@@ -80,11 +75,9 @@ class Statistics(Mapping[str, Moments]):
         return f"Statistics({str(self.path)!r}, layers: {', '.join(self._layers)})"
 
     def layer(self, name: str) -> tuple[Moments, dict[str, Any]]:
-        """Return the moments of a layer, and its description as `about` returns it.
-
-        Raises:
-            LayerError: there is no such layer.
-            StoreError: the file has changed since it was opened.
+        """Return the moments of a layer, and its description as `about` returns it. Raises
+        LayerError if there is no such layer, StoreError if the file has changed since it was
+        opened.
         """
         with self._reading() as file:
             moments, attributes = read_layer(file, self.path, name)
@@ -92,10 +85,8 @@ class Statistics(Mapping[str, Moments]):
 
     def about(self, name: str) -> dict[str, Any]:
         """Return the attributes of the file and of a layer: capture, reduce, shape, row, kind, ...
-
-        Raises:
-            LayerError: there is no such layer.
-            StoreError: the file has changed since it was opened.
+        Raises LayerError if there is no such layer, StoreError if the file has changed since it was
+        opened.
         """
         with self._reading() as file:
             check_layer(file, self.path, name)
@@ -146,7 +137,6 @@ def frechet_distance(
 
     Args:
         a: statistics or their path; covariances are divided by n - 1, as in the published code.
-        b: statistics or their path.
         layer: name of the layer; may be None if both have only one in common.
 
     Raises:
@@ -158,21 +148,18 @@ def frechet_distance(
     """
     a, b = (x if isinstance(x, Statistics) else open_stats(x) for x in (a, b))
     if layer is None:
-        layer = _only_layer(a, b)
+        common = [name for name in a if name in b]
+        if len(common) != 1:
+            names = ", ".join(common) or "none"
+            raise ConfigError(f"name the layer: {a.path} and {b.path} have in common: {names}.")
+        layer = common[0]
     refuse_other_values(a.about(layer), b.about(layer), f"{a.path} and {b.path}, {layer}")
     return gaussian_distance(a[layer], b[layer])
 
 
 def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None:
-    """Check that two files or stores hold the same values of a layer.
-
-    Args:
-        a: description as returned by `Statistics.about`.
-        b: description as returned by `Statistics.about`.
-        what: beginning of the error message.
-
-    Raises:
-        StoreMismatchError: they do not.
+    """Raise StoreMismatchError, which begins with `what`, unless two descriptions
+    (`Statistics.about`) are of the same values of a layer.
     """
     keys = [*_SAME, *sorted({key for key in {**a, **b} if key.startswith("reduce_")})]
     changed = [
@@ -183,12 +170,3 @@ def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None
             f"{what}: these are different values, so a distance between them does not compare "
             "the images:\n" + "\n".join(changed)
         )
-
-
-def _only_layer(a: Statistics, b: Statistics) -> str:
-    """Return the only layer that both files have."""
-    common = [name for name in a if name in b]
-    if len(common) != 1:
-        names = ", ".join(common) or "none"
-        raise ConfigError(f"name the layer: {a.path} and {b.path} have in common: {names}.")
-    return common[0]

@@ -51,21 +51,12 @@ class StatsSession:
     calls `survey` first.
 
     Args:
-        disk: folder of the statistics.
+        lock: file descriptor that holds the lock.
         header: header of the run; its fingerprint contains everything that changes values, layers
             included.
-        grid: division of the rows into parts.
-        layers: layers whose statistics are computed.
         threads: number of CPU threads that compute one batch, or None on other devices.
-        lock: file descriptor that holds the lock.
 
     Attributes:
-        root: folder of the statistics.
-        disk: as given.
-        lock: as given.
-        path: path of the final file.
-        folder: folder of the files of parts.
-        num_rows: number of rows of the run.
         complete: whether the final file of this run exists; known after `survey`.
         is_done: (N,) bool, whether a row is in a complete part.
         checksums: (N,) uint64 image checksums of the rows that `survey` found.
@@ -141,10 +132,8 @@ class StatsSession:
     ) -> Sequence[Failure]:
         """Write the moments of a part; they are on disk when this returns.
 
-        If another process has written the part before, its file is kept.
-
-        Returns:
-            the failures of the part as written.
+        If another process has written the part before, its file is kept. Return the failures of the
+        part as written.
         """
         require(set(moments) == set(self._layers), "a layer is missing")
         require(

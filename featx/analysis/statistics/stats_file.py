@@ -98,11 +98,7 @@ class Contents(NamedTuple):
 def file_bytes(
     root: Mapping[str, Any], layers: Mapping[str, StatsLayer], contents: Contents
 ) -> bytes:
-    """Build a file in memory, and verify it by reading it back.
-
-    Returns:
-        the bytes of the file.
-    """
+    """Build a file in memory, and verify it by reading it back."""
     buffer = io.BytesIO()
     datasets = _datasets(contents)
     with h5py.File(buffer, "w", libver=layout.LIBVER, userblock_size=_SEAL_BYTES) as file:
@@ -240,11 +236,9 @@ def _read_moments(file: h5py.File, group: str, count: int) -> Moments:
 
 
 def stored_settings(root: Path) -> tuple[dict[str, Any], int | None] | None:
-    """Return the settings of the statistics in a folder, or None if there are none.
-
-    Returns:
-        everything that changes their values, by option name; and the number of CPU threads that
-        compute one batch, None on other devices.
+    """Return everything that changes the values of the statistics in a folder, by option name, and
+    the number of CPU threads that compute one batch (None on other devices); None without
+    statistics.
     """
     parts = (root / PARTS_FOLDER).glob("rows-*.h5")
     for path in (root / STATS_FILE, *sorted(parts)):

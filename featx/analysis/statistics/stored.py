@@ -39,16 +39,9 @@ def stats_of_store(config: Config) -> dict[str, Any]:
     """Compute the statistics of layers of the store that `config.store` names, in its folder.
 
     The rows are summed along the same tree as in a run over images, so that a store with
-    dtype=float32 gives the same numbers.
-
-    Args:
-        config: checked config with job=stats; `layers`, `stats`, `device` and `overwrite` are used.
-
-    Returns:
-        summary as of `run_stats`, without the measurements of a run.
-
-    Raises:
-        FeatxError: the store is not complete or damaged, or the folder has other statistics.
+    dtype=float32 gives the same numbers. Of the config `layers`, `stats`, `device` and `overwrite`
+    are used. Return the summary as of `run_stats`, without the measurements of a run. Raises
+    FeatxError if the store is not complete or damaged, or the folder has other statistics.
     """
     store = FeatureStore(str(config.store), verify="rows")
     folder = store.root if store.root.is_dir() else store.root.parent

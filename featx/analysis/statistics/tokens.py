@@ -37,7 +37,6 @@ class TokenNorms:
     Data Analysis, 1977).
 
     Attributes:
-        layer: name of the layer.
         num_images: number of images without NaN and infinite values.
         grid: (rows, columns) of the patch tokens.
         quantiles: minimum, lower quartile, median, upper quartile, 99 % quantile and maximum of the
@@ -69,16 +68,9 @@ class TokenNorms:
 
 
 def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) -> TokenNorms | None:
-    """Compute the norms of the tokens of a layer over some rows.
-
-    Args:
-        store: open store.
-        layer: name of the layer.
-        rows: (n,) int64 rows that did not fail, increasing.
-
-    Returns:
-        the norms, or None if the layer does not hold all its tokens or positions, as after
-        reduce=avg or in a store that does not record where they lie, or if no row is finite.
+    """Compute the norms of the tokens of a layer over (n,) int64 increasing rows that did not fail.
+    Return None if the layer does not hold all its tokens or positions, as after reduce=avg or in a
+    store that does not record where they lie, or if no row is finite.
     """
     places = store[layer].tokens
     if places is None:
@@ -110,15 +102,10 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
 
 
 def explain_missing_norms(shape: Sequence[int], attributes: Mapping[str, Any]) -> str | None:
-    """Explain why a layer without the places of its tokens has no norms of tokens.
-
-    Args:
-        shape: shape of a row.
-        attributes: attributes of the layer in a store or in statistics, with capture and reduce.
-
-    Returns:
-        a clause that follows 'no norms of tokens, as', or None if norms are not to be expected: of
-        vectors, of attention weights, and after a reduction that does not keep all tokens.
+    """Explain why a layer without the places of its tokens has no norms of tokens, by the shape of
+    a row and the attributes with capture and reduce. Return a clause that follows 'no norms of
+    tokens, as', or None if norms are not to be expected: of vectors, of attention weights, and
+    after a reduction that does not keep all tokens.
     """
     kept = attributes.get("reduce") in _REDUCTIONS and attributes.get("capture") in _CAPTURES
     if not kept or len(shape) < 2:

@@ -151,17 +151,11 @@ def line_plot(
     curves: Sequence[tuple[str, bool, Sequence[tuple[float, float]]]],
     chance: float,
 ) -> dict[str, Any]:
-    """Arrange the few-shot chart, with labels that do not overlap.
-
-    Args:
-        ticks: numbers of training rows per class, as text.
-        curves: name, whether it is the best, and mean and standard deviation at each tick.
-        chance: accuracy of guessing.
-
-    Returns:
-        the frame (left, right, bottom, width, height); ticks and levels with the place and the text
-        of each mark on the axes; chance, the y of guessing; and lines. A line has name, best,
-        points, spreads ((x, low y, high y) of each standard deviation) and label_y.
+    """Arrange the few-shot chart, with labels that do not overlap. `curves` have a name, whether it
+    is the best, and mean and standard deviation at each tick. Return the frame (left, right,
+    bottom, width, height); ticks and levels with the place and the text of each mark on the axes;
+    chance, the y of guessing; and lines. A line has name, best, points, spreads ((x, low y, high y)
+    of each standard deviation) and label_y.
     """
     left, right, top, bottom = 40, 346, 14, 230
     step = (right - left - 20) / max(1, len(ticks) - 1)
@@ -235,17 +229,14 @@ def labels_table(names: Sequence[str], values: ValuePredictions) -> Table:
 def heat_map(
     names: list[str], below: list[str], cells: Mapping[tuple[int, int], dict[str, str]]
 ) -> dict[str, Any]:
-    """Arrange a square heat map, which is a table.
+    """Arrange a square heat map, which is a table. Return the same, with labels (names of at most
+    LABEL_LENGTH characters, without the middle of longer ones) and style (CSS variables of the
+    geometry).
 
     Args:
-        names: names of its rows, and of its columns.
         below: second lines of the row labels.
         cells: row and column -> text, title, kind ('right' is blue, 'wrong' orange) and style (CSS
             variable of the strength of the colour). Others are empty.
-
-    Returns:
-        the same, with labels (names of at most LABEL_LENGTH characters, without the middle of
-        longer ones) and style (CSS variables of the geometry).
     """
     half = (LABEL_LENGTH - 1) // 2
     labels = [

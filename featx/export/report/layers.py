@@ -39,14 +39,11 @@ Rows = npt.NDArray[np.int64]
 
 
 def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, Any]:
-    """Compute the statistics of the finite values of a layer over some rows, in float64.
-
-    Returns:
-        name, shape (of a row), stored (dtype, capture and reduction as text), norms (minimum,
-        quartiles and maximum of the L2 norms of finite rows, or None), mean, std, smallest,
-        largest, zeros (share of values that are exactly 0), channels, dead (channels that are 0 at
-        every position of every row), what ('channels', or 'numbers' if the channel axis is unknown)
-        and nonfinite (count).
+    """Compute the statistics of the finite values of a layer over some rows, in float64. Return
+    name, shape (of a row), stored (dtype, capture and reduction as text), norms (minimum, quartiles
+    and maximum of the L2 norms of finite rows, or None), mean, std, smallest, largest, zeros (share
+    of values that are exactly 0), channels, dead (channels that are 0 at every position of every
+    row), what ('channels', or 'numbers' if the channel axis is unknown) and nonfinite (count).
     """
     features = store[layer]
     axis, kind_of_channels = _channels(store, layer)
@@ -121,14 +118,8 @@ def _stored(store: FeatureStore, layer: str) -> str:
 
 @dataclass(frozen=True)
 class RowVectors:
-    """Vectors of some rows of a layer, made as in job=probe.
-
-    Attributes:
-        layer: name of the layer.
-        x: (n, D) float32, or None if there are none.
-        width: D, or the number of values of a row without vectors.
-        pooled: whether rows were averaged over their positions.
-        note: reason why there are none, or ''.
+    """Vectors (n, D) of some rows of a layer, made as in job=probe, or `note`, the reason why there
+    are none. `width` is D, or the number of values of a row without vectors.
     """
 
     layer: str
@@ -159,13 +150,11 @@ def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
 def layer_plot(
     vectors: RowVectors, labels: npt.NDArray[np.int64], seed: int, tsne: bool
 ) -> dict[str, Any]:
-    """Compute the embedding plot of a layer.
-
-    Returns:
-        name, width and pooled as of `vectors`; pca ((n, 2) float64 scores of the first two
-        components, or None), explained (share of the variance of each), directions (number of
-        components that hold 90 % of the variance, or None), tsne ((n, 2) float64, or None),
-        mean_same_class (mean of `same_class_shares`, or None) and note (why something is missing).
+    """Compute the embedding plot of a layer. Return name, width and pooled as of `vectors`; pca
+    ((n, 2) float64 scores of the first two components, or None), explained (share of the variance
+    of each), directions (number of components that hold 90 % of the variance, or None), tsne ((n,
+    2) float64, or None), mean_same_class (mean of `same_class_shares`, or None) and note (why
+    something is missing).
     """
     plot = {
         "name": vectors.layer,

@@ -55,13 +55,8 @@ _TEST = ROLES.index("test")
 
 
 class Page:
-    """Contents of a report; the templates read its attributes.
-
-    Args:
-        config: checked config with job=report.
-        store: open store.
-        layers: layers to describe.
-        log: called with a line of text before slow steps, and about missing contents.
+    """Contents of a report; the templates read its attributes. `log` is called with a line of text
+    before slow steps, and about missing contents.
     """
 
     def __init__(
@@ -149,7 +144,6 @@ class Page:
         return sum(bool(self.store.ok[row]) for row in self.thumbnails.rows_that(UNREAD))
 
     def _neighbours(self, ok: Rows, config: Config) -> dict[str, Any]:
-        """Choose the queries and search their neighbours."""
         store, rows, probes = self.store, self.rows, self.probes
         layer = probes.layer if probes.layer in self.plotted else self.plotted[-1]
         self._log(f"nearest neighbours in {layer}")
@@ -316,7 +310,6 @@ def _render(page: Page) -> str:
 
 
 def _data(page: Page) -> dict[str, object]:
-    """Return the data of the page's scripts, as JSON types."""
     rows = page.rows.tolist()
     predicted = page.probes.predicted
     number = {row: place for place, row in enumerate(rows)}

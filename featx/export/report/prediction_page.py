@@ -32,13 +32,7 @@ BINS = 10
 
 
 def render_predictions(predictions: Predictions, data: DataConfig, title: str) -> str:
-    """Write predictions as HTML, with thumbnails of images that are read again.
-
-    Args:
-        predictions: predictions.
-        data: options of their data set.
-        title: title of the page.
-    """
+    """Write predictions as HTML, with thumbnails of images that are read again."""
     keys = [name_bytes(row.key) for row in predictions.rows]
     chosen = most_doubtful(predictions.scores)[:IMAGES_SHOWN].tolist()
     with Thumbnails(np.array(keys or [b""]), max(1, len(chosen)), MAX_BYTES) as thumbnails:

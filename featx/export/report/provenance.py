@@ -19,7 +19,7 @@ from featx.base import size_text
 from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.probe_results import ROLES
 from featx.export.selection import as_utf8
-from featx.store import FeatureStore, Run, layout, load_manifest, read_result
+from featx.store import FeatureStore, layout, load_manifest, read_result
 from featx.types import Status
 
 CLASSES_SHOWN = 40
@@ -84,21 +84,26 @@ _MODEL = {
 def provenance_of(
     store: FeatureStore, roles: npt.NDArray[np.int8] | None, folders: Sequence[str]
 ) -> dict[str, Any]:
-    """Collect the origin of a store and counts of its rows.
-
-    Args:
-        store: open store.
-        roles: (N,) index into ROLES of each row, or None without a probe.
-        folders: paths that the page does not contain.
-
-    Returns:
-        model (name and value of the model, its weights and preprocessing), versions and size as
-        text; runs of the manifest, or one made of the store's attributes; num_rows, num_ok,
-        num_failed, num_absent (not computed yet), num_unlabelled, num_classes; classes (the largest
-        ones with their rows by role); and pending (layers of an unfinished run).
+    """Collect the origin of a store and counts of its rows, for a page that does not contain the
+    paths of `folders`. `roles` are (N,) indices into ROLES, None without a probe. Return model
+    (name and value of the model, its weights and preprocessing), versions and size as text; runs of
+    the manifest, or one made of the store's attributes; num_rows, num_ok, num_failed, num_absent
+    (not computed yet), num_unlabelled, num_classes; classes (the largest ones with their rows by
+    role); and pending (layers of an unfinished run).
     """
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
-    runs = [_run_facts(run, folders) for run in manifest.runs] if manifest else []
+    runs = [
+        {
+            "layers": [spec.name for spec in run.layers],
+            "rows": f"{run.grid.first_row} to {run.grid.stop_row - 1}",
+            "config": _redacted_config(run.header.config, folders),
+            # Each option that was `auto`.
+            "resolved": [
+                (key, without_folders(str(v), folders)) for key, v in run.resolved.items()
+            ],
+        }
+        for run in (manifest.runs if manifest else ())
+    ]
     if not runs:
         config = _redacted_config(str(store.attrs.get("config", "")), folders)
         runs = [{"layers": store.layers, "rows": "all", "config": config, "resolved": []}]
@@ -142,16 +147,6 @@ def provenance_of(
     }
 
 
-def _run_facts(run: Run, folders: Sequence[str]) -> dict[str, Any]:
-    """Convert a run of the manifest; `resolved` has each option that was `auto`."""
-    return {
-        "layers": [spec.name for spec in run.layers],
-        "rows": f"{run.grid.first_row} to {run.grid.stop_row - 1}",
-        "config": _redacted_config(run.header.config, folders),
-        "resolved": [(name, without_folders(str(v), folders)) for name, v in run.resolved.items()],
-    }
-
-
 def _redacted_config(config: str, folders: Sequence[str]) -> str:
     """Return the YAML of a config without data.root and without absolute paths."""
     without_root = re.sub(r"(?m)^(data:\n(?: .*\n)*?  root): .*$", r"\1: (left out)", config)
@@ -159,7 +154,6 @@ def _redacted_config(config: str, folders: Sequence[str]) -> str:
 
 
 def _size(store: FeatureStore) -> str:
-    """Describe the size and the form of a store on the disk."""
     packed = store.root if store.root.is_file() else store.root / layout.PACKED
     if packed.exists():
         return f"{size_text(packed.stat().st_size)}, one packed file"
@@ -177,11 +171,9 @@ def _versions(attrs: Mapping[str, Any]) -> str:
 
 
 def speed_of(store: FeatureStore) -> dict[str, Any]:
-    """Collect the speed of the runs of a store.
-
-    Returns:
-        runs (as in summary.json), missing (why there are none), parts (minutes since the first
-        part by modification time, and rows so far) and parts_missing (why there are none).
+    """Collect the speed of the runs of a store. Return runs (as in summary.json), missing (why
+    there are none), parts (minutes since the first part by modification time, and rows so far) and
+    parts_missing (why there are none).
     """
     if store.root.is_file():
         alone = "A single file records no times; summary.json is in the folder of the store."

@@ -16,13 +16,7 @@ SHOWN = 16
 
 @dataclass(frozen=True)
 class Ranking:
-    """First rows of a ranking.
-
-    Attributes:
-        title: heading of the images.
-        text: what the order is.
-        captions: row of the store -> text below its image.
-    """
+    """First rows of a ranking. `captions` has row of the store -> text below its image."""
 
     title: str
     text: str

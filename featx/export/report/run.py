@@ -22,7 +22,6 @@ def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     """Write the report of a store.
 
     Args:
-        config: checked config with job=report.
         log: called with a line of text before slow steps, and about missing contents.
 
     Returns:
@@ -33,9 +32,16 @@ def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
         FeatxError: the store or a layer does not exist, or the page cannot be written.
     """
     started = time.perf_counter()
-    _require_packages(config)
+    if config.report.tsne and importlib.util.find_spec("sklearn") is None:
+        raise MissingExtraError(
+            'report.tsne=true needs scikit-learn: pip install "featx[report]". report.tsne=false '
+            "leaves t-SNE out."
+        )
     store = FeatureStore(config.store_path(), verify="rows")
-    layers = _sort_by_execution(store, matching_layers(store, config.layers))
+    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
+    place = {name: i for i, name in enumerate(manifest.layers if manifest else ())}
+    layers = matching_layers(store, config.layers)
+    layers = tuple(sorted(layers, key=lambda name: place.get(name, -1)))  # in order of execution
     path = _file_of(config, store)
     disk = AtomicFolder(path.parent)
     disk.make_folder(path.parent)  # first, so that an unusable path fails early
@@ -58,19 +64,7 @@ def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-def _sort_by_execution(store: FeatureStore, layers: tuple[str, ...]) -> tuple[str, ...]:
-    """Sort layers in the order of execution, if the store has a manifest."""
-    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
-    execution_order = list(manifest.layers) if manifest else []
-    return tuple(
-        sorted(
-            layers, key=lambda name: execution_order.index(name) if name in execution_order else -1
-        )
-    )
-
-
 def _file_of(config: Config, store: FeatureStore) -> Path:
-    """Return the path of the report."""
     out = config.output_folder(store.root, NAME)
     path = out if out.suffix.lower() in (".html", ".htm") else out / NAME
     if path.is_dir():
@@ -88,12 +82,3 @@ def _file_of(config: Config, store: FeatureStore) -> Path:
             "out=NAME.html."
         )
     return path
-
-
-def _require_packages(config: Config) -> None:
-    """Check that scikit-learn is installed if it is needed, before anything is read."""
-    if config.report.tsne and importlib.util.find_spec("sklearn") is None:
-        raise MissingExtraError(
-            'report.tsne=true needs scikit-learn: pip install "featx[report]". report.tsne=false '
-            "leaves t-SNE out."
-        )

@@ -147,12 +147,10 @@ def neighbours_of(
 ) -> dict[str, Any]:
     """Search the nearest rows of the queries by the cosine of standardised values, exactly.
 
-    A map counts as one long vector.
-
-    Returns:
-        layer, among (number of rows searched), whole (whether these are all that did not fail), and
-        hard and random, with the row of each query and its neighbours. A neighbour has row, cosine
-        and same: whether both have the same class, None if one has no label.
+    A map counts as one long vector. Return layer, among (number of rows searched), whole (whether
+    these are all that did not fail), and hard and random, with the row of each query and its
+    neighbours. A neighbour has row, cosine and same: whether both have the same class, None if one
+    has no label.
     """
     rows = [*hard, *random]
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))

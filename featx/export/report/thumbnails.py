@@ -74,10 +74,8 @@ class Thumbnails:
     others are not affected.
 
     Attributes:
-        uris: row -> data URI.
         why_none: reason why there are none at all, or ''.
         unread: row -> UNREAD or UNDECODED, for images that could not be read or decoded.
-        limit: as given.
     """
 
     def __init__(
@@ -159,11 +157,9 @@ class Thumbnails:
             )
 
     def sprite(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return one WebP with the square tiles of some rows, as far as they were read.
-
-        Returns:
-            uri ('' without a tile), columns (number of tiles in a line), pixels (side of a tile),
-            and the place of each row in the order of lines, -1 without a tile.
+        """Return one WebP with the square tiles of some rows, as far as they were read. Return uri
+        ('' without a tile), columns (number of tiles in a line), pixels (side of a tile), and the
+        place of each row in the order of lines, -1 without a tile.
         """
         tiles = [self._tiles[row] for row in rows if row in self._tiles]
         numbers = itertools.count()
@@ -313,7 +309,6 @@ def readable_part(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _data_uri(image: Image.Image, quality: int) -> str:
-    """Return an image as a WebP in a data URI."""
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=quality, method=4)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

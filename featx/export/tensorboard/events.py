@@ -43,10 +43,8 @@ class Histogram:
 
     A bin contains all values with the same leading bits: sign, exponent and 4 bits of the fraction.
     There are 16 bins between two powers of two, 1024 bins for float16 and 8192 for the other
-    dtypes, and a shift finds the bin of a value.
-
-    Args:
-        dtype: 'float16', 'bfloat16' (as uint16, as in the store) or 'float32'.
+    dtypes, and a shift finds the bin of a value. A dtype is 'float16', 'bfloat16' (as uint16, as in
+    the store) or 'float32'.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -73,11 +71,9 @@ class Histogram:
             self._counts += np.bincount(bins, minlength=self._num_bins)
 
     def take(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Return the counts so far, and reset them.
-
-        Returns:
-            (k + 1,) edges and (k,) counts of bins in rising order; neighbouring bins without values
-            are one bin. Both are empty if there are no values.
+        """Return the counts so far, and reset them. Return (k + 1,) edges and (k,) counts of bins
+        in rising order; neighbouring bins without values are one bin. Both are empty if there are
+        no values.
         """
         half = self._num_bins // 2  # the sign is the first bit
         counts = np.concatenate([self._counts[half:][::-1], self._counts[:half]])
@@ -95,12 +91,9 @@ _GRAPH = ".graph"
 
 
 def require_tensorboard() -> None:
-    """Check that the package `tensorboard` is complete.
+    """Raise MissingExtraError if the package `tensorboard` is missing or cannot be imported.
 
     Everything that a run needs is imported, so that nothing can be missing later.
-
-    Raises:
-        MissingExtraError: it is missing or cannot be imported.
     """
     try:
         import tensorboard.plugins.projector.projector_config_pb2  # noqa: F401
@@ -117,13 +110,6 @@ class RunEvents(RunObserver):
     """Run observer that writes OUT/tensorboard; a step is the number of rows of the store so far.
 
     Events are written when a part is committed, so a resumed run continues with the next step.
-
-    Args:
-        context: the run.
-        session: write session of its store.
-
-    Attributes:
-        wants_parts: asks the run to report every committed part.
     """
 
     wants_parts = True
@@ -142,13 +128,7 @@ class RunEvents(RunObserver):
     def batch_computed(
         self, batch: Batch, features: Mapping[str, npt.NDArray[Any]], failures: Sequence[Failure]
     ) -> None:
-        """Count the values of the rows that did not fail.
-
-        Args:
-            batch: n rows of the run.
-            features: dataset name -> (n, ...) values as stored.
-            failures: rows that failed.
-        """
+        """Count the values (n, ...) of the rows that did not fail, by dataset name, as stored."""
         self._failures += len(failures)
         if self._failed:
             return
@@ -158,11 +138,8 @@ class RunEvents(RunObserver):
             self._histograms[name].add(values[ok] if failures else values)
 
     def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
-        """Write the histograms and timings of a committed part.
-
-        Args:
-            part: rows since the last call.
-            seconds: stage -> busy seconds of the run so far.
+        """Write the histograms and timings of the rows since the last call; `seconds` has stage ->
+        busy seconds of the run so far.
         """
         if self._failed:
             return

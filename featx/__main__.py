@@ -175,8 +175,7 @@ def _printed_information(line: CommandLine) -> bool:
 def _run_job(node: Any, line: CommandLine, debug: bool) -> tuple[int, str]:
     """Run one job; in a multirun, an error does not end the others.
 
-    Returns:
-        exit code, and `out`, which is '' if the config cannot be read.
+    Returns exit code, and `out`, which is '' if the config cannot be read.
     """
     from omegaconf.errors import OmegaConfBaseException
 

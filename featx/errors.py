@@ -62,11 +62,7 @@ class ShortTraceback(BaseException):
 
 
 class FeatxError(ShortTraceback, Exception):
-    """Base class of all exceptions raised on purpose; the message says what to do.
-
-    Attributes:
-        exit_code: exit code of the command.
-    """
+    """Base class of all exceptions raised on purpose; the message says what to do."""
 
     exit_code = 2
 
@@ -119,8 +115,6 @@ class ObjectStoreError(StoreError):
     """An object store refuses a request, or cannot be reached; errno tells which.
 
     Args:
-        errno: error number, as for any OSError.
-        strerror: error message.
         filename: URL of the object.
     """
 
@@ -154,12 +148,7 @@ class InternalError(AssertionError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise InternalError unless a condition holds; unlike `assert`, also under python -O.
-
-    Args:
-        condition: what the following code relies on.
-        message: what is wrong if it does not hold.
-    """
+    """Raise InternalError unless a condition holds; unlike `assert`, also under python -O."""
     if not condition:
         raise InternalError(message)
 
@@ -288,8 +277,6 @@ def counted(count: int, one: str, many: str | None = None) -> str:
     """Number with its noun: '1 row', '2 rows'.
 
     Args:
-        count: the number.
-        one: noun in the singular.
         many: noun in the plural; by default the singular with an s.
     """
     return f"{count} {one if count == 1 else many or one + 's'}"
@@ -313,8 +300,6 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     of the same group (before the last dot) come first; all of them if none is similar.
 
     Args:
-        name: unknown name.
-        known: known names.
         count: largest number of names in the clause.
     """
     if sentence := gone(name):

@@ -208,14 +208,7 @@ class PathSource(Stateful, Protocol):
 
 
 class Box(NamedTuple):
-    """Rectangle in an upright image, in pixels.
-
-    Attributes:
-        x: left edge.
-        y: top edge.
-        width: width.
-        height: height.
-    """
+    """Rectangle in an upright image, in pixels."""
 
     x: int
     y: int
@@ -277,10 +270,6 @@ class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an 
         status: reason.
         message: what happened.
         error: name of the original exception.
-
-    Attributes:
-        status: reason, as stored.
-        error: name of the original exception.
     """
 
     def __init__(self, status: Status, message: str, error: str = "ImageFault") -> None:
@@ -324,11 +313,7 @@ class Failure:
     """Failed row, as recorded in failures.csv.
 
     Attributes:
-        row: row of the listing.
-        key: key of the row.
-        status: reason.
         error: name of the exception.
-        message: what happened.
     """
 
     row: int
@@ -340,13 +325,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) of the listing, which are computed, committed and resumed as a whole.
-
-    Attributes:
-        index: number of the part in the store.
-        start: first row of the listing.
-        stop: row after the last one.
-    """
+    """Rows [start, stop) of the listing, which are computed, committed and resumed as a whole."""
 
     index: int
     start: int
@@ -441,8 +420,6 @@ class StoreHeader:
     Attributes:
         fingerprint: name -> value (JSON types) of every setting that changes values.
         config: composed config as YAML, without secrets.
-        model: name of the backbone.
-        weights: name of its weights.
         weights_sha256: SHA-256 of its parameters.
         transform: preprocessing, as one readable line.
         versions: library -> version.

@@ -43,12 +43,7 @@ def help_text(jobs: Iterable[Member], reads: Callable[[str], bool]) -> str:
 
 
 def job_help_text(job: Member, reads: Callable[[str], bool]) -> str:
-    """Return the text of `job=NAME --help`.
-
-    Args:
-        job: the job.
-        reads: whether the job reads an option.
-    """
+    """Return the text of `job=NAME --help`."""
     options = [_described(each) for each in described_options() if reads(each.name)]
     return (
         f"job={job.name}: {job.help}\n\nOptions that it reads, and their defaults:\n"

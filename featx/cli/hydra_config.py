@@ -247,12 +247,7 @@ class _SearchPath(SearchPathPlugin):
 
 
 def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -> None:
-    """Register the schema, the members of families and the search path with Hydra.
-
-    Args:
-        jobs: jobs of the command.
-        config_dirs: folders of the user's own configs.
-    """
+    """Register the schema, the members of families and the search path with Hydra."""
     defaults = OmegaConf.create(dict(default_values()))
     ConfigStore.instance().store(name="schema", node=defaults)
     groups = [group for group in member_groups().values() if group.selector == "name"]
@@ -309,9 +304,6 @@ def compose_once(line: CommandLine) -> Iterator[None]:
     Before each run, Hydra 1.3 composes the whole config only to read hydra.mode from it: 0.09 of
     the 0.8 s of processor time of job=status (26 November 2026). Without a mode it takes the one of
     the flags: a run, or several with -m.
-
-    Args:
-        line: arguments of the command.
     """
     read_mode = getattr(Hydra, "get_mode", None)  # not part of the interface of Hydra
     if line.may_set_mode or read_mode is None:

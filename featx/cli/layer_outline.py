@@ -20,10 +20,6 @@ def outline(traced: Trace, depth: int) -> frozenset[str]:
 
     Depth 1 is the top level of the model. A module that computes nearly everything, such as the
     `blocks` or `features` of many models, tells nothing, so the modules inside it take its place.
-
-    Args:
-        traced: one forward pass.
-        depth: number of levels, at least 1.
     """
     modules_inside = _modules_inside(traced)
     max_mflops = MOST * traced.calls[-1].mflops
@@ -47,12 +43,7 @@ def outline(traced: Trace, depth: int) -> frozenset[str]:
 
 
 def last_stage(traced: Trace, modules: Collection[str]) -> str | None:
-    """Return the last module that calls others and computes much, or None if there is none.
-
-    Args:
-        traced: one forward pass.
-        modules: names of the modules to choose from.
-    """
+    """Return the last module that calls others and computes much, or None if there is none."""
     modules_inside = _modules_inside(traced)
     mflops = {name: traced.by_module[name][0].mflops for name in modules if name in modules_inside}
     min_mflops = MUCH * max(mflops.values(), default=0.0)
@@ -67,7 +58,6 @@ def matching_names(request: str, names: Iterable[str]) -> list[str]:
 
     Args:
         request: name or glob, with its kind of capture after a colon, as in 'layer4:input'.
-        names: names of the rows.
     """
     requested, _, kind = request.partition(":")
     pattern = re.compile(glob_to_regex(requested))

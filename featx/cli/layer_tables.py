@@ -37,9 +37,7 @@ def table_rows(
     """Return one row per tensor that can be captured, with its name for `layers` and its cost.
 
     Args:
-        traced: one forward pass.
         item_bytes: bytes of one stored number.
-        kinds: kinds of capture to list.
         profiled: what was measured; what was not is None in the rows.
         modules: names of the modules to list, without operations; None lists everything.
     """
@@ -202,10 +200,7 @@ def _mflops_text(mflops: float | None) -> str:
 def title(name: str, traced: Trace, input_shape: Sequence[int]) -> str:
     """Return the line above a table: name, parameters and operations of the model, and its input.
 
-    Args:
-        name: name of the model.
-        traced: one forward pass.
-        input_shape: shape of an image, (3, H, W).
+    `input_shape` is that of an image, (3, H, W).
     """
     model_call = traced.calls[-1]
     return (
@@ -254,7 +249,6 @@ def usage(rows: Sequence[Mapping[str, Any]], stage: str | None) -> str:
     """Return how the option `layers` names a layer of a table, with a reduction if it is a map.
 
     Args:
-        rows: rows of the table.
         stage: name of the row that is taken; None takes the last one.
     """
     capturable = [row for row in rows if row["batch_in_front"]]

@@ -43,6 +43,7 @@ from .model import InputSize as InputSize
 from .model import LibraryModelConfig as LibraryModelConfig
 from .model import ModelConfig as ModelConfig
 from .model import UnpreparedModelConfig as UnpreparedModelConfig
+from .model import WindowConfig as WindowConfig
 from .model import check_weights_like as check_weights_like
 from .model import model_choice as model_choice
 from .model import model_options as model_options
@@ -86,4 +87,3 @@ from .transform import INTERPOLATIONS as INTERPOLATIONS
 from .transform import USUAL_CROP as USUAL_CROP
 from .transform import USUAL_RESIZE as USUAL_RESIZE
 from .transform import TransformConfig as TransformConfig
-from .window import WindowConfig as WindowConfig

@@ -1,4 +1,4 @@
-"""Options of the group `model`."""
+"""Options of the groups `model` and `model.window`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Annotated, Any, Literal
 
-from annotated_types import Len
+from annotated_types import Ge, Len, Lt
 
 from featx.base import family
 from featx.config.checkpoint import CheckpointConfig
 from featx.config.checks import Count, default_of_field, options
 from featx.config.members import MemberGroup, make_member
-from featx.config.transform import USUAL_CROP, USUAL_RESIZE, TransformConfig
-from featx.config.window import WindowConfig
+from featx.config.transform import USUAL_CROP, USUAL_RESIZE, Side, TransformConfig
 from featx.errors import ConfigError
 
 _LIBRARY = "model.library"
@@ -26,6 +25,34 @@ InputSize = Annotated[list[Count], Len(2, 2), "[height, width] in pixels"]
 
 _WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 """File extensions by which `model.weights` is recognised as a file."""
+
+_USUAL_OVERLAP = 0.5
+
+
+@options("model.window")
+class WindowConfig:
+    """Windows in which an image goes through the model at its own size."""
+
+    size: Side = None
+    """Side of square windows in pixels, or [height,width], for which the model is built: an image
+    keeps its own size and goes through the model in windows, whose maps are blended into one. null
+    resizes and crops images instead."""
+    overlap: Annotated[float, Ge(0), Lt(1)] = _USUAL_OVERLAP
+    """Share of a window that the next one repeats, along each axis; rounded up to whole patches."""
+
+    def __post_init__(self) -> None:
+        if self.size is None and self.overlap != _USUAL_OVERLAP:
+            raise ConfigError(
+                f"model.window.overlap={self.overlap:g} has no effect without model.window.size, "
+                "the side of the windows in pixels."
+            )
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """(height, width) of a window in pixels; None without windows."""
+        if self.size is None or isinstance(self.size, int):
+            return None if self.size is None else (self.size, self.size)
+        return self.size[0], self.size[1]
 
 
 @options("model")

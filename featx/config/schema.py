@@ -231,11 +231,7 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _plain_value(name: str, value: Any) -> Any:
-    """Return a value of an option as YAML has it: paths are text, tuples lists.
-
-    Raises:
-        ConfigError: YAML has no such value.
-    """
+    """Return a value as YAML has it: paths are text, tuples lists; ConfigError if it has none."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str | os.PathLike):

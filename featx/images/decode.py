@@ -163,8 +163,6 @@ def decode_pillow(data: bytes, policy: ImagePolicy, at_least: int | None = None)
     """Decode an image into a Pillow image, a JPEG by Pillow as well.
 
     Args:
-        data: encoded bytes.
-        policy: treatment of orientation, transparency and size.
         at_least: pixels. A JPEG whose shorter side is at least four times as long may be decoded at
             a fraction of its size, with a shorter side of at least twice `at_least`. None decodes
             at full size.
@@ -185,8 +183,6 @@ def image_sizes(
     """Size of an image in its file and after `decode_pillow`; pixels are decoded if necessary.
 
     Args:
-        data: encoded bytes.
-        policy: treatment of orientation, transparency and size.
         at_least: as for `decode_pillow`.
 
     Returns:
@@ -306,12 +302,7 @@ def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
 
 
 def is_decoded_reduced(data: bytes, at_least: int) -> bool:
-    """Return whether `decode_pillow` reads an image at a fraction of its size.
-
-    Args:
-        data: encoded bytes.
-        at_least: as for `decode_pillow`.
-    """
+    """Return whether `decode_pillow` with `at_least` reads an image at a fraction of its size."""
     try:
         with _pillow_settings:
             image = _open(data)

@@ -49,10 +49,7 @@ class DecodeSettings:
         """The settings that a config asks for, with the decoders of the resume state.
 
         Args:
-            config: configuration of the run.
-            preprocess: transform of the backbone.
             listing: listing, whose keys show whether there may be HEIC images.
-            resume_state: resume state, or None for a new run.
 
         Raises:
             ConfigError: data.white and a scale are given, the background is no colour, a recorded

@@ -89,13 +89,9 @@ class RowWorker(Protocol):
 
 
 class Decoder:
-    """Loads groups of rows; the work of a decoder process, or of a thread where none can be forked.
+    """Loads groups of rows.
 
-    Args:
-        index: number of the decoder.
-        workers: workers by their numbers.
-        channels: pipes and shared memory.
-        take_warnings: returns the warnings since its last call.
+    It is the work of a decoder process, or of a thread where none can be forked.
     """
 
     def __init__(

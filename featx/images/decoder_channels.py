@@ -56,7 +56,6 @@ class Group:
     """Some successive rows of a job, which one decoder loads.
 
     Attributes:
-        job: their job.
         first: first place in the slot.
         stop: place after the last one.
         buffer: spool buffer with their encoded bytes, or NO_BUFFER.
@@ -143,13 +142,7 @@ class Death:
 
 @dataclass
 class LoaderTimes:
-    """Seconds and bytes of decoders.
-
-    Attributes:
-        read_s: seconds of reading encoded images.
-        decode_s: seconds of decoding, resizing and cropping.
-        num_bytes: number of encoded bytes read.
-    """
+    """Seconds of reading encoded images and of decoding, resizing and cropping, and bytes read."""
 
     read_s: float = 0.0
     decode_s: float = 0.0

@@ -92,7 +92,6 @@ class DecoderPool:
 
     Args:
         workers: workers that jobs name by their numbers.
-        count: number of decoders.
         limit_s: seconds that decoding a row may take, or None for no limit.
         reads_in_decoders: whether decoders read the encoded images; otherwise threads of this
             process do.
@@ -186,7 +185,6 @@ class DecoderPool:
         """Start loading rows.
 
         Args:
-            worker: number of the worker that loads them.
             rows: (n,) rows, n > 0.
             num_places: number of places B of the batch, at least n.
 

@@ -40,11 +40,8 @@ _PAUSE_S = 5.0
 class Supervisor:
     """Keeps decoders running, in a process of its own.
 
-    Args:
-        workers: workers by their numbers.
-        channels: pipes and shared memory.
-        limit_s: seconds that decoding a row may take, or None for no limit.
-        control: end of the pipe of orders; when it is closed, all processes end.
+    Decoding a row may take `limit_s` seconds; None is no limit. When the pipe of orders `control`
+    is closed, all processes end.
     """
 
     def __init__(

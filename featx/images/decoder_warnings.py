@@ -42,11 +42,7 @@ _STDERR_BYTES = 1 << 14
 
 
 class DecoderWarnings:
-    """Warnings of decoders, counted by reason.
-
-    Attributes:
-        counts: reason, with N in place of every number -> number of images with this warning.
-    """
+    """Warnings of decoders: reason, with N in place of every number -> number of images."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

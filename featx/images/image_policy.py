@@ -55,8 +55,7 @@ class ImagePolicy:
     def from_config(cls, config: DataConfig) -> ImagePolicy:
         """The policy that the `data` options describe, with Pillow for JPEGs.
 
-        Raises:
-            ConfigError: `data.background` is no colour.
+        Raises ConfigError if `data.background` is no colour.
         """
         try:
             colour = ImageColor.getrgb(config.background)
@@ -74,11 +73,7 @@ class ImagePolicy:
         )
 
     def check_pixels(self, width: int, height: int) -> None:
-        """Check the limit of pixels.
-
-        Raises:
-            ImageFault: the image has more.
-        """
+        """Raise ImageFault if an image has more pixels than the limit."""
         if width * height > self.max_pixels:
             raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {self.max_pixels}")
 

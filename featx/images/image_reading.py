@@ -15,10 +15,6 @@ RETRY_WAITS_S = (0.1, 0.5, 2.0)
 def read_image(source: Source, key: bytes) -> bytes:
     """Read the encoded bytes of the image of a row, with retries for a few seconds.
 
-    Args:
-        source: source of the images.
-        key: key of the row.
-
     Raises:
         ImageFault: this image is missing or empty.
         RunError: reading fails repeatedly with an OSError.

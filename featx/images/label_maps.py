@@ -29,7 +29,6 @@ def read_label_map(data: bytes, max_pixels: int) -> npt.NDArray[np.integer]:
     """Decode a PNG of class numbers.
 
     Args:
-        data: encoded bytes.
         max_pixels: number of pixels above which it is refused.
 
     Returns:
@@ -82,11 +81,7 @@ class LabelTransform:
 
     @classmethod
     def of_description(cls, text: str) -> LabelTransform | None:
-        """Return the resize and crop that `Preprocess.describe` names, or None.
-
-        Args:
-            text: description; None is returned for that of a transform without a fast path.
-        """
+        """Return the resize and crop that `Preprocess.describe` names; None without a fast path."""
         match = _TRANSFORM.match(text)
         if match is None:
             return None

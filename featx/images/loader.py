@@ -43,14 +43,10 @@ class Loader:
     Decoders are forked when the first image is asked for.
 
     Args:
-        source: source of the images.
-        listing: keys and labels of the rows.
-        decoding: decoders, transform and time limit.
         device: device of the model, or None for the CPU. For CUDA, batches are in page-locked
             memory, from which copies run asynchronously.
 
     Attributes:
-        num_decoders: number of decoders of a run.
         times: seconds and bytes of the decoders since `start_counting`.
     """
 
@@ -133,7 +129,6 @@ class Loader:
         """Load the batches of some parts in order; a batch never crosses a part.
 
         Args:
-            parts: parts to load.
             batch_size: number B of images per batch; 1 with windows.
 
         Yields:
@@ -179,7 +174,6 @@ class Loader:
         """Load the image of each row in order.
 
         Args:
-            rows: rows of the listing.
             by_library: whether the library's own transform is used, and Pillow decodes.
 
         Yields:

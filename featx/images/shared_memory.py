@@ -49,13 +49,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Shape of a slot.
-
-    Attributes:
-        num_rows: number B of places.
-        shape: (C, H, W) of an image.
-        dtype: dtype of an image.
-    """
+    """Number B of places, and (C, H, W) and dtype of an image."""
 
     num_rows: int
     shape: tuple[int, ...]
@@ -102,11 +96,7 @@ def _whole_pages(num_bytes: int) -> int:
 class Spool:
     """A few buffers in an anonymous file, each with the encoded images of a group.
 
-    Args:
-        num_buffers: number of buffers, which limits how far images are read ahead.
-
-    Attributes:
-        file: descriptor of the file.
+    Their number limits how far images are read ahead.
     """
 
     def __init__(self, num_buffers: int) -> None:

@@ -51,13 +51,7 @@ the column should be decoded once."""
 
 
 class TiffBlocks:
-    """A TIFF of which boxes are decoded.
-
-    Attributes:
-        data: encoded bytes.
-        width: pixels of a row.
-        height: number of rows of pixels.
-    """
+    """A TIFF of which boxes are decoded."""
 
     def __init__(self, data: bytes, page: TiffPage, policy: ImagePolicy) -> None:
         self.data = data

@@ -35,7 +35,6 @@ def cut_view(
 
     Args:
         decoded: (H, W, C), a Pillow image, or a TIFF of which boxes are decoded.
-        view: box, crop and orientation.
 
     Returns:
         A copy of the pixels, a Pillow image if `decoded` is one.

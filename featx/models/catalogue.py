@@ -154,11 +154,7 @@ def listed_names(library: str) -> frozenset[str]:
 
 
 def installed_version(library: str) -> str | None:
-    """Return the version of a library, such as '1.0.31'; None if it is not installed.
-
-    Args:
-        library: timm, torchvision or open_clip.
-    """
+    """Return the version of timm, torchvision or open_clip, such as '1.0.31'; None without it."""
     package = "open_clip_torch" if library == "open_clip" else library
     try:
         return importlib.metadata.version(package).partition("+")[0]
@@ -223,10 +219,6 @@ def search_models(query: str, models: Iterable[CatalogueEntry]) -> list[Catalogu
     Every word of the query has to occur in the name of the model, of its weights or of its library,
     or in a name that other programs have for it. Case and separators do not count. An exact name
     comes first, then recommended models, whole words, and default weights.
-
-    Args:
-        query: words, such as 'dino small'.
-        models: models to search.
     """
     words = [word for word in map(plain, query.split()) if word]
     advised = {option: place for place, option in enumerate(RECOMMENDED)}
@@ -246,8 +238,7 @@ def search_models(query: str, models: Iterable[CatalogueEntry]) -> list[Catalogu
 def search_families(query: str) -> list[str]:
     """Return the families of transformers that match a query; their models are in folders.
 
-    Args:
-        query: words that have to occur in the name of the family or in 'transformers'.
+    The words have to occur in the name of the family or in 'transformers'.
     """
     words = [word for word in map(plain, query.split()) if word]
     texts = {family: plain(f"transformers {family}") for family in FAMILIES}

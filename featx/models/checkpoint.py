@@ -115,7 +115,6 @@ def load_weights(
     Tensors of the checkpoint that are no part of the module are left out, with a message.
 
     Args:
-        module: the module.
         state: name -> tensor, from `read_weights`.
         origin: file or package of the weights, for the message.
         prefix: what stands before the names of the module, such as 'teacher/backbone.'; None finds
@@ -144,9 +143,8 @@ def load_with_heads(
 ) -> tuple[nn.Module, dict[str, Any], tuple[str, ...]]:
     """Load a file into a module whose classifiers may have other classes in the file, or none.
 
-    Returns:
-        The module with the classes of the file, what the fingerprint says about the loading, and
-        the heads that were left out.
+    Returns the module with the classes of the file, what the fingerprint says about the loading,
+    and the heads that were left out.
     """
     state = read_weights(Path(file), options.sha256)
     match = match_checkpoint(module, state, file, options, heads, conversion)

@@ -339,13 +339,7 @@ interpolation, mix values of several positions."""
 
 @dataclass(frozen=True)
 class Conversion:
-    """Function of a library that gives the tensors of a checkpoint the names of a module.
-
-    Attributes:
-        name: import path of the function.
-        function: function from name -> tensor and the module to name -> tensor.
-        module: module to load.
-    """
+    """Function of a library that gives the tensors of a checkpoint the names of a module."""
 
     name: str
     function: Callable[[dict[str, torch.Tensor], nn.Module], Mapping[str, Any]]

@@ -111,9 +111,6 @@ def _rgb_image(image: str | os.PathLike[str] | Image.Image) -> Image.Image:
 def read_golden(path: str) -> Golden:
     """Read a golden file; nothing in it is unpickled.
 
-    Args:
-        path: value of `model.golden`.
-
     Raises:
         ConfigError: it does not exist, or is no such file.
     """

@@ -15,11 +15,7 @@ _MOST = 4
 
 
 def hint(name: str) -> str:
-    """Return sentences that say what to type instead of an unknown name; '' if none is known.
-
-    Args:
-        name: name of a model that no library has.
-    """
+    """Return sentences that say what to type instead of an unknown name; '' if none is known."""
     if found := _hint_of_path(name) or hint_elsewhere(name):
         return found
     if HUB_NAME.fullmatch(name):

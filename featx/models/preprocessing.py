@@ -161,11 +161,7 @@ def windowed_preprocess(
     """Return the transform of a model that gets windows of the size of its crop.
 
     It neither crops nor, without `resize`, resizes an image; normalisation stays.
-
-    Args:
-        preprocess: transform for images of the size of a window.
-        overlap: share of a window that the next one repeats.
-        resize: resize that options ask for.
+    `overlap` is the share of a window that the next one repeats.
     """
 
     def reference(image: Image.Image) -> torch.Tensor:

@@ -70,8 +70,6 @@ def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device
     Args:
         config: options of a model with a text tower, with its weights: one of open_clip, or a
             folder of CLIP or SigLIP of transformers.
-        texts: q texts.
-        device: device of the text tower.
 
     Raises:
         ConfigError: the model has no text tower or random weights, or a text is too long.

@@ -141,7 +141,6 @@ class FolderSource:
     other extensions are left out and counted in `Listing.skipped`.
 
     Args:
-        root: the folder.
         follow_links: whether symbolic links that lead out of the folder are listed and read.
         extensions: file name extensions to list, in lower case with a leading dot.
         depth: maximum number of folders between `root` and an image, or None for no limit.

@@ -252,8 +252,7 @@ def _kind(value: object) -> str:
 def check_class_names(names: Iterable[str]) -> None:
     """Refuse names of classes that a store would give back as others.
 
-    Raises:
-        DataError: a name contains NUL, or is no text.
+    Raises DataError if a name contains NUL, or is no text.
     """
     for name in names:
         if re.search("[\0\ud800-\udc7f\udd00-\udfff]", name):

@@ -44,11 +44,7 @@ restricted."""
 
 
 def open_source(config: ObjectOptions) -> Source:
-    """Raise an error: a config cannot contain the object.
-
-    Raises:
-        DataError: always; the message explains how to pass a data set.
-    """
+    """Raise a DataError that says how to pass a data set: a config cannot contain the object."""
     raise DataError(
         "data=python stands for a data set that is a Python object, so only a Python program can "
         "open it: featx.extract(data=dataset, ...)."

@@ -56,11 +56,7 @@ class SlideOptions(FileOptions):
 
 
 def open_source(config: SlideOptions) -> Source:
-    """Open the slides below the folder data.root.
-
-    Raises:
-        MissingExtraError: OpenSlide is not installed.
-    """
+    """Open the slides below data.root; raises MissingExtraError without OpenSlide."""
     require_extra("openslide", "data=slides", "OpenSlide", "slides")
     return SlideSource(config)
 

@@ -111,11 +111,7 @@ def _check_encoding(name: str) -> None:
 
 
 def open_source(config: TableOptions) -> Source:
-    """Open the table or tables that data.root names.
-
-    Raises:
-        MissingExtraError: pyarrow is not installed.
-    """
+    """Open the table or tables that data.root names; raises MissingExtraError without pyarrow."""
     import_extra("pyarrow", "data=table", "pyarrow", "table")
     return TableSource(config.location, config)
 

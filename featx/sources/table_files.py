@@ -43,11 +43,7 @@ class CsvForm:
 
 
 class CsvTable:
-    """Columns of a CSV file with a header.
-
-    Attributes:
-        names: column names in order.
-    """
+    """Columns of a CSV file with a header."""
 
     def __init__(self, file: Path, form: CsvForm) -> None:
         from pyarrow import csv
@@ -112,12 +108,7 @@ class CsvTable:
 
 
 class ParquetTable:
-    """Columns of a Parquet file, which is open only while a column is read.
-
-    Attributes:
-        num_rows: number of rows.
-        names: names of the top-level columns in order.
-    """
+    """Columns of a Parquet file, which is open only while a column is read."""
 
     def __init__(self, file: Path) -> None:
         from pyarrow import parquet

@@ -77,8 +77,7 @@ class Shard:
 class CompressedFile(io.RawIOBase):
     """The bytes of a shard as a file.
 
-    Attributes:
-        error: exception of the last read, which a decompressor may hide.
+    It keeps the exception of the last read, which a decompressor may hide.
     """
 
     def __init__(self, shard: Shard) -> None:

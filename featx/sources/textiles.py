@@ -16,8 +16,7 @@ from featx.types import Source
 def open_source(config: DataConfig) -> Source:
     """Open the textile images, whose classes are global, local and nominal.
 
-    Raises:
-        MissingExtraError: the package conformal-clip-data is not installed.
+    Raises MissingExtraError if the package conformal-clip-data is not installed.
     """
     try:
         import conformal_clip_data

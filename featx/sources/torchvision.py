@@ -83,8 +83,7 @@ class TorchvisionOptions(LinkOptions):
 def open_source(config: TorchvisionOptions) -> Source:
     """Open the split data.split of the data set data.dataset below data.root.
 
-    Raises:
-        DataError: the data set is not supported or not there, or has no such split.
+    Raises DataError if the data set is not supported or not there, or has no such split.
     """
     root, dataset_name = config.path, config.dataset or ""
     if dataset_name == _FOLDER:  # class folders of image files, which need no torchvision

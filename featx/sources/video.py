@@ -42,8 +42,7 @@ class VideoOptions(FileOptions):
 def open_source(config: VideoOptions) -> Source:
     """Open the videos below the folder data.root, or the single video data.root.
 
-    Raises:
-        MissingExtraError: torchcodec is not installed.
+    Raises MissingExtraError if torchcodec is not installed.
     """
     require_extra("torchcodec", "data=video", "torchcodec", "video")
     return VideoSource(config)

@@ -33,11 +33,7 @@ _ORIENTATIONS: dict[ViewName, int] = {
 
 
 class DerivedSource(ABC):
-    """Source whose rows are made of the rows of another source.
-
-    Args:
-        source: the other source.
-    """
+    """Source whose rows are made of the rows of another source."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -122,9 +122,6 @@ def resolve_library(config: ModelConfig) -> ModelLibrary[Any]:
 
     It imports no library, so a mistyped name is reported at once.
 
-    Args:
-        config: model name and library, which may be 'auto'.
-
     Raises:
         ModelError: no library has the model; the message says what to type instead of a name of
             other programs, or lists the nearest names.
@@ -175,10 +172,6 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
 
     model.init=reset replaces the values of the weights by those of an untrained model.
     Preprocessing, names and architecture stay those of the given weights.
-
-    Args:
-        config: model, weights and the options of its library.
-        seed: seed of random weights.
 
     Raises:
         ModelError: the model cannot be built.

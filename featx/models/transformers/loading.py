@@ -27,13 +27,7 @@ _POOLING = "add_pooling_layer"
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A class of transformers with the configuration of one model.
-
-    Attributes:
-        model: the class.
-        config: the configuration.
-        arguments: further arguments of the class.
-    """
+    """A class of transformers with the configuration of one model."""
 
     model: Any
     config: Any

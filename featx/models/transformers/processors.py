@@ -36,12 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProcessorChoice:
-    """The preprocessing of a folder, and what it is computed by.
+    """The preprocessing of a folder, and the class and backend of its processor.
 
-    Attributes:
-        preprocess: the preprocessing.
-        name: class and backend of the processor, for the fingerprint.
-        is_proven: whether the fast path states what the processor does.
+    It is proven if the fast path states what the processor does.
     """
 
     preprocess: Preprocess

@@ -25,9 +25,7 @@ _TWO_TOWERS = {"clip": "CLIPModel", "siglip": "SiglipModel"}
 def load_two_towers(name: str) -> tuple[Any, Any]:
     """Load image and text tower of a folder, and its tokenizer.
 
-    Raises:
-        ConfigError: the model has no text tower.
-        WeightsError: the weights or the files of the tokenizer cannot be loaded.
+    Raises ConfigError if the model has no text tower, WeightsError if files cannot be loaded.
     """
     transformers = import_transformers()
     folder = find_folder(name)
@@ -48,8 +46,7 @@ def text_features(
 ) -> torch.Tensor:
     """Compute what get_text_features returns for texts, (q, P) float32 on the CPU.
 
-    Raises:
-        ConfigError: a text has more tokens than the model reads.
+    Raises ConfigError if a text has more tokens than the model reads.
     """
     import torch
 

@@ -65,6 +65,7 @@ class FeatxError(ShortTraceback, Exception):
     """Base class of all exceptions raised on purpose; the message says what to do."""
 
     exit_code = 2
+    """Exit code of the command."""
 
     def __str__(self) -> str:
         # OSError and LookupError format their arguments differently.

@@ -208,7 +208,7 @@ class PathSource(Stateful, Protocol):
 
 
 class Box(NamedTuple):
-    """Rectangle in an upright image, in pixels."""
+    """Rectangle in an upright image, in pixels; x is its left edge, y its top edge."""
 
     x: int
     y: int

@@ -339,7 +339,10 @@ interpolation, mix values of several positions."""
 
 @dataclass(frozen=True)
 class Conversion:
-    """Function of a library that gives the tensors of a checkpoint the names of a module."""
+    """Function of a library that gives the tensors of a checkpoint the names of a module.
+
+    It takes name -> tensor and the module, and returns name -> tensor; `name` is its import path.
+    """
 
     name: str
     function: Callable[[dict[str, torch.Tensor], nn.Module], Mapping[str, Any]]

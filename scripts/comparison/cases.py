@@ -394,3 +394,9 @@ NEEDS = {
     "ray": "ray",
 }
 """Case -> module, program, or file of the inputs without which it is not run."""
+
+VARIES = {
+    # What the killed workers had read as of their last heartbeats.
+    "kill-workers": ("*/summary.json:*bytes_read",),
+}
+"""Case -> values that differ between two runs of one checkout, as for `compare_folders`."""

@@ -51,7 +51,7 @@ def compare_folders(first: Path, second: Path, ignored: Sequence[str] = ()) -> l
 def _files(folder: Path) -> dict[str, Path]:
     """Files below a folder by name, those of TensorBoard without time, host and process."""
     found = {path.relative_to(folder): path for path in folder.rglob("*") if not path.is_dir()}
-    time = r"tfevents\.\d+\.\d+\..*?\.\d+(?=\.graph|$)"
+    time = r"tfevents\..*?(?=\.graph|$)"
     return {re.sub(time, "tfevents", str(name)): path for name, path in found.items()}
 
 

@@ -157,18 +157,22 @@ def _printed_information(line: CommandLine) -> bool:
     """Print the version or the help if the command line asks for it; returns whether it does."""
     from featx.base import print_result
     from featx.base.version import __version__
-    from featx.cli import help_text, job_help_text
-    from featx.config import Config
+    from featx.cli import help_text, job_help_text, options_help_text
+    from featx.config import known_keys
     from featx.jobs import JOBS
 
     if line.wants_version:
         print_result(f"featx {__version__}")
     elif line.wants_help:
-        if line.job is not None and line.job in JOBS:
-            job = JOBS.get(line.job)
-            print_result(job_help_text(job, job.may_read))
-        else:
-            print_result(help_text(JOBS, JOBS.get(Config().job.name).may_read))
+        jobs = [line.job] if line.job is not None and line.job in JOBS else []
+        jobs += [topic for topic in line.help_topics if topic in JOBS and topic not in known_keys()]
+        for name in jobs:
+            print_result(job_help_text(JOBS.get(name), JOBS.get(name).may_read))
+        topics = [topic for topic in line.help_topics if topic not in jobs]
+        for topic in topics:
+            print_result(options_help_text(topic, [job.name for job in JOBS]))
+        if not jobs and not topics:
+            print_result(help_text(JOBS))
     return line.wants_version or line.wants_help
 
 

@@ -8,7 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import h5py
@@ -229,8 +229,8 @@ def test_importing_featx_is_quick_and_loads_neither_torch_nor_hydra(module: str)
 def test_the_help_fits_two_screens(featx: Featx) -> None:
     done = featx("--help")
     assert done.returncode == 0
-    for key in ("job=extract", "layers=null", "out=runs/<data>/<model>", "seed=0"):
-        assert f"\n  {key} " in done.stdout
+    for text in ("job=extract", "layers=null", "out=runs/<data>/<model>", "--help data"):
+        assert f"\n  {text} " in done.stdout
     assert len(done.stdout.splitlines()) < 80
     assert max(map(len, done.stdout.splitlines())) <= 120
 
@@ -244,6 +244,38 @@ def test_every_option_is_in_the_help_of_a_job() -> None:
     }
     # The name of the job is in the table of jobs, and a group without a name is no option.
     assert listed >= {option.name for option in described_options() if option.type_text} - {"job"}
+
+
+@pytest.mark.parametrize(
+    ("topic", "shown", "hidden"),
+    [
+        ("data", ["data=textiles", "data.root=null"], ["probe.seeds=null", "model.name"]),
+        ("probe", ["probe.seeds=null", "job=probe --help"], ["model.weights=default"]),
+        ("model.transform", ["model.transform.crop=null"], ["model.weights=default"]),
+        ("data.root", ["data.root=null"], ["data.boxes=null"]),
+        ("extract", ["job=extract: Extract", "data.root=null"], ["probe.seeds=null"]),
+        ("all", ["job=extract", "data.root=null", "probe.seeds=null", "log.json=false"], []),
+    ],
+)
+def test_the_help_of_a_topic(
+    featx: Featx, topic: str, shown: Sequence[str], hidden: Sequence[str]
+) -> None:
+    done = featx("--help", topic)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [text for text in shown if text not in done.stdout] == []
+    assert [text for text in hidden if text in done.stdout] == []
+
+
+def test_all_options_are_in_the_help_of_all(featx: Featx) -> None:
+    lines = featx("-h", "all").stdout.splitlines()
+    listed = {line.partition("=")[0].strip() for line in lines if "=" in line}
+    assert listed >= {option.name for option in described_options()}
+
+
+def test_an_unknown_topic_of_the_help_is_an_error(featx: Featx) -> None:
+    done = featx("--help", "prob")
+    assert done.returncode == 2
+    assert "--help prob: no job, group or option has this name. Nearest: probe." in done.stderr
 
 
 def test_the_version_is_that_of_featx(featx: Featx) -> None:

@@ -1,31 +1,30 @@
-"""Texts of `--help` and of `job=NAME --help`."""
+"""Texts of `--help`, `--help TOPIC` and `job=NAME --help`."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from featx.base import Member
 from featx.config import Option, described_options
+from featx.errors import ConfigError, nearest
 
 _WIDTH = 120
 
+_COMMON = (
+    *("model", "layers", "reduce", "data", "out"),
+    *("precision", "dtype", "batch_size", "device", "executor"),
+)
+"""Options that most runs set."""
 
-def help_text(jobs: Iterable[Member], reads: Callable[[str], bool]) -> str:
-    """Return the text of `--help`: the jobs, and the options of a run without those of its groups.
+
+def help_text(jobs: Iterable[Member]) -> str:
+    """Return the text of `--help`: the jobs, the options that most runs set, and the groups.
 
     Hydra's own help would list the members of every group first, which takes a second.
-
-    Args:
-        jobs: jobs of the command; all of them are imported.
-        reads: whether the job of a run reads an option.
     """
     rows = [(f"job={job.name}", job.help) for job in jobs]
-    options = [
-        _described(each)
-        for each in described_options()
-        if "." not in each.name and reads(each.name)
-    ]
+    common = [_described(each) for each in described_options() if each.name in _COMMON]
     return (
         "featx: features of pretrained vision backbones, on disk.\n\n"
         "  python -m featx model=resnet50 layers=[layer4]\n"
@@ -34,9 +33,13 @@ def help_text(jobs: Iterable[Member], reads: Callable[[str], bool]) -> str:
         "  python -m featx -m model=resnet18,mobilenet_v2\n"
         "  python -m featx experiment=exact          # options of conf/experiment/exact.yaml\n\n"
         f"Jobs:\n{_in_columns(rows, max_lines=1)}\n\n"
-        f"Options of a run and their defaults:\n{_in_columns(options, max_lines=1)}\n\n"
-        "job=NAME --help shows all options of a job, job=extract --help those of a run,\n"
-        "--cfg job the configuration, --hydra-help what else Hydra can do.\n"
+        f"Options that most runs set, and their defaults:\n{_in_columns(common, max_lines=1)}\n\n"
+        "More:\n"
+        "  job=extract --help    All options of a run; job=NAME --help those of another job.\n"
+        "  --help data           The options of a group, or one option, such as --help data.root.\n"
+        f"{_groups_text()}\n"
+        "  --help all            Every option.\n"
+        "  --cfg job             The configuration; --hydra-help what else Hydra can do.\n\n"
         "Exit codes: 0 done, 1 the run failed (the same command resumes it), 2 a wrong command,\n"
         "config or store, 3 done with more failures than max_failures, 130 and 143 stopped.\n"
     )
@@ -48,6 +51,44 @@ def job_help_text(job: Member, reads: Callable[[str], bool]) -> str:
     return (
         f"job={job.name}: {job.help}\n\nOptions that it reads, and their defaults:\n"
         f"{_in_columns(options)}\n\npython -m featx --help shows all jobs.\n"
+    )
+
+
+def options_help_text(topic: str, job_names: Collection[str]) -> str:
+    """Return the text of `--help TOPIC` for a group, an option or 'all'.
+
+    Args:
+        topic: the word after `--help`.
+        job_names: names of the jobs.
+
+    Raises:
+        ConfigError: no option and no group has this name.
+    """
+    options = [
+        each
+        for each in described_options()
+        if topic == "all" or f"{each.name}.".startswith(f"{topic}.")
+    ]
+    if not options:
+        topics = ["all", *job_names, *(each.name for each in described_options())]
+        raise ConfigError(
+            f"--help {topic}: no job, group or option has this name.{nearest(topic, topics)} "
+            "python -m featx --help lists the jobs and groups."
+        )
+    text = f"Options and their defaults:\n{_in_columns([_described(each) for each in options])}\n"
+    if topic in job_names:
+        text += f"\npython -m featx job={topic} --help shows all options that the job reads.\n"
+    return text
+
+
+def _groups_text() -> str:
+    """Return the names of the groups in lines below that of `--help data`."""
+    groups = dict.fromkeys(
+        each.name.partition(".")[0] for each in described_options() if "." in each.name
+    )
+    indent = " " * 24
+    return textwrap.fill(
+        f"Groups: {', '.join(groups)}.", _WIDTH, initial_indent=indent, subsequent_indent=indent
     )
 
 

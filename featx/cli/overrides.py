@@ -32,6 +32,7 @@ EXPERIMENTS = "experiment"
 """Group of experiments: `experiment=NAME` reads experiment/NAME.yaml."""
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+)?(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
+_TOPIC = re.compile(r"[A-Za-z][\w.]*")
 _QUOTED = re.compile(r""""(?:\\"|[^"])*"|'(?:\\'|[^'])*'""", re.DOTALL)
 _SWEEP = re.compile(r"(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
 _LIKE_A_NUMBER = re.compile(
@@ -52,6 +53,7 @@ class CommandLine:
         has_files: whether options come from files as well.
         wants_version: whether --version was given.
         wants_help: whether --help was given.
+        help_topics: words beside --help, such as 'probe' of `--help probe`.
     """
 
     typed: Sequence[str]
@@ -61,6 +63,7 @@ class CommandLine:
     has_files: bool = False
     wants_version: bool = False
     wants_help: bool = False
+    help_topics: Sequence[str] = ()
 
     @property
     def job(self) -> str | None:
@@ -93,6 +96,8 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
     for flag in ("--cfg", "-c", "--info", "-i"):
         if is_multirun and flag in argv:
             raise ConfigError(f"{flag} and -m exclude each other: it shows the config of one run.")
+    wants_help = any(argument in ("--help", "-h") for argument in argv)
+    help_topics: list[str] = []
     arguments: list[str] = []
     overrides: list[str] = []
     config_dirs: list[Path] = []
@@ -103,6 +108,8 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
             config_dirs.append(_config_dir(value if has_value else next(arguments_left, "")))
         elif argument in _WITH_VALUE:
             arguments += [argument, *itertools.islice(arguments_left, 1)]
+        elif wants_help and _TOPIC.fullmatch(argument):
+            help_topics.append(argument)
         elif (word := argument.lstrip("-")) in jobs:
             raise ConfigError(
                 f"cannot read {argument!r}: options are given as key=value. For the job: job={word}"
@@ -117,10 +124,16 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
     for override in _last_overrides(overrides):
         arguments += _translate(override, is_multirun, config_dirs, given)
     wants_version = "--version" in arguments
-    wants_help = "--help" in arguments or "-h" in arguments
     has_files = bool(config_dirs) or any(_is_experiment(override) for override in overrides)
     return CommandLine(
-        argv, arguments, frozenset(given), config_dirs, has_files, wants_version, wants_help
+        argv,
+        arguments,
+        frozenset(given),
+        config_dirs,
+        has_files,
+        wants_version,
+        wants_help,
+        help_topics,
     )
 
 

@@ -103,7 +103,7 @@ def test_two_workers_give_what_one_process_gives(
         "fingerprint"
     ]  # fmt: skip
     summary = json.loads(Path("store/summary.json").read_text())
-    assert summary["seconds"]["read"] > 0
+    assert summary["seconds"]["decode"] > 0  # reading files this small takes less than half a ms
     assert summary["images_per_second"] > 0
     assert summary["failures"] == 1
     assert "device     2 x CPU" in capfd.readouterr().err

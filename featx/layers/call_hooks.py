@@ -203,7 +203,7 @@ class LoopHooks(LayerHooks):
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End a pass."""
-        self.record.is_open = False
+        self.end_pass(output)
 
     def why_unseen(self) -> str:
         """Sentence about calls that no hook sees, or ''."""

@@ -200,8 +200,10 @@ class CaptureHooks(LayerHooks):
             leaf = x.detach().requires_grad_()
             # A model may write to its input, which autograd does not allow for a leaf.
             model_input = leaf.clone()
+            self.record.is_open = True
             with self.recording:
                 output = self._model(model_input)
+            self.end_pass(output)
             numbers = self._score(output)
             total = numbers.sum()
         self.numbers = numbers.detach()

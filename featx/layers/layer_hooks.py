@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import get_gradient_edge
 
 from featx.base import After, ElementPath, ModuleHooks, TensorHooks, elements, shapes_of
 from featx.errors import LayerError
@@ -96,6 +97,67 @@ _Key = tuple[int, str]
 
 
 @dataclass
+class _SharedOutput:
+    """An output of a layer that has a node of its own over the memory of an input.
+
+    If the model writes to it and reads the input again, the graph lacks the write. It holds nothing
+    that refers to the node: the hooks of the node refer to it.
+
+    Attributes:
+        name: name of the capture.
+        alias: the output without its graph; the version counter is that of the memory.
+        version: its version when the layer returned.
+        sources: nodes of the input, and of the tensor that the input is a view of.
+        number: sequence number of the own node; nodes that are made later have larger ones.
+        is_checked: whether the graph of the pass has been looked at.
+    """
+
+    name: str
+    alias: torch.Tensor
+    version: int
+    sources: set[Any]
+    number: int
+    is_checked: bool = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the model has changed the output, or the input, in place."""
+        return self.alias._version != self.version
+
+    def check(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Refuse a pass that has written to the memory and read the input again after the layer.
+
+        Args:
+            outputs: what the model returned.
+        """
+        self.is_checked = True
+        if not self.is_written:
+            return
+        nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node: Any = nodes.pop()
+            followers = {follower for follower, _ in node.next_functions if follower is not None}
+            if followers & self.sources and node._sequence_nr() > self.number:
+                raise self._refusal("reads the input again, whose gradients would lack the change")
+            nodes += followers - seen
+            seen |= followers
+
+    def refuse_unchecked(self, gradient: torch.Tensor) -> None:
+        """Hook on the output; refuses gradients of a call outside of a call of the model itself."""
+        if self.is_written and not self.is_checked:
+            raise self._refusal(
+                "may read the input again, which is seen in a call of the model itself, model(x)"
+            )
+
+    def _refusal(self, why: str) -> LayerError:
+        return LayerError(
+            f"{self.name}: the layer returns its input or a view of it, and the model changes that "
+            f"in place and {why}. Capture the gradient of another layer, or set inplace=False."
+        )
+
+
+@dataclass
 class PassRecord:
     """Tensors and events that the hooks have seen in one forward pass.
 
@@ -108,9 +170,11 @@ class PassRecord:
         calls: (id of a module, kind of capture) -> number of calls so far.
         operations: operations of the modules with a captured operation, in order.
         num_until_capture: length of `operations` when the last captured operation had run.
-        inputs: ids of a running module and its thread -> inputs, their new nodes, and versions.
-        versions: the same ids -> id of an input -> its version when the call began.
-        is_open: whether a call of the model itself is running; kept by `call_hooks.LoopHooks` only.
+        inputs: ids of a running module and its thread -> names of captures, their inputs, the new
+            nodes of these, and versions.
+        given: the same ids -> inputs of a module that may return them, and their versions.
+        shared: outputs over the memory of an input, of the call of the model that is running.
+        is_open: whether a call of the model itself is running; kept where gradients are followed.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -118,10 +182,11 @@ class PassRecord:
     calls: dict[_Key, int] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     num_until_capture: int = 0
-    inputs: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, int]]] = field(
+    inputs: dict[tuple[int, int], list[tuple[str, torch.Tensor, torch.Tensor, int]]] = field(
         default_factory=dict
     )
-    versions: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    given: dict[tuple[int, int], list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
+    shared: list[_SharedOutput] = field(default_factory=list)
     is_open: bool = False
 
 
@@ -259,8 +324,7 @@ class LayerHooks:
     def _note_versions(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook before a module that may return one of its inputs itself."""
         inputs = elements([*args, *kwargs.values()]).values()
-        versions = {id(tensor): version_of(tensor) for tensor in inputs}
-        self.record.versions[_call_of(module)] = versions
+        self.record.given[_call_of(module)] = [(tensor, version_of(tensor)) for tensor in inputs]
 
     def _after(self, key: _Key, points: list[CapturePoint]) -> After:
         """Hook after a module."""
@@ -272,7 +336,10 @@ class LayerHooks:
         if self._optional and points:
             paths = elements(value)
             points = [p for p in points if p.name not in self._optional or p.path in paths]
-        return self.take_all(points, value)
+        value = self.take_all(points, value)
+        if key[1] == "grad_output":
+            self.record.given.pop((key[0], threading.get_ident()), None)
+        return value
 
     def _end_of_inputs(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Hook after a module whose inputs have been replaced by nodes of their own.
@@ -280,11 +347,13 @@ class LayerHooks:
         If the module wrote to an input, the model may read it again, so it gets the history of the
         node.
         """
-        for tensor, node, version in self.record.inputs.pop(_call_of(module), ()):
+        for name, tensor, node, version in self.record.inputs.pop(_call_of(module), ()):
             if node._version != version:
                 # The values are there already; autograd must not take this for another write.
                 with _unsafe_preserve_version_counter(tensor), hide_operations():
                     tensor.copy_(node)
+            if any(each is node or each._base is node for each in elements(output).values()):
+                self._watch_shared(self.record, name, node, tensor)
 
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
         """Count a call of a module, and return the captures of this call.
@@ -341,12 +410,39 @@ class LayerHooks:
         # such as nn.Identity, and dropout in eval mode, return their input.
         if point.capture == "grad_input":
             followed = own_node(tensor)
-            record.inputs.setdefault(call, []).append((tensor, followed, followed._version))
+            inputs = record.inputs.setdefault(call, [])
+            inputs.append((point.name, tensor, followed, followed._version))
         else:
-            is_input = record.versions.get(call, {}).get(id(tensor)) == tensor._version
+            given = record.given.get(call, ())
+            is_input = any(x is tensor and version == tensor._version for x, version in given)
             followed = own_node(tensor) if is_input or tensor._is_view() else tensor
+            memory = tensor if tensor._base is None else tensor._base
+            if followed is not tensor and any(x is memory or x._base is memory for x, _ in given):
+                self._watch_shared(record, point.name, followed, tensor)
         self._followed.add(followed, self.receiver(record, point))
         return followed
+
+    def _watch_shared(
+        self, record: PassRecord, name: str, output: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Watch an output that has a node of its own over the memory of an input."""
+        tensors = [source] if source._base is None else [source, source._base]
+        nodes = {get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad}
+        with hide_operations():
+            alias = output.detach()
+        number = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
+        shared = _SharedOutput(name, alias, alias._version, nodes, number)
+        self._followed.add(output, shared.refuse_unchecked)
+        if record.is_open:
+            record.shared.append(shared)
+
+    def end_pass(self, output: Any) -> None:
+        """End a call of the model itself; refuses what gradients would be wrong after it."""
+        record = self.record
+        record.is_open = False
+        shared, record.shared = record.shared, []
+        for each in shared:
+            each.check(elements(output).values())
 
 
 def _call_of(module: nn.Module) -> tuple[int, int]:

@@ -6,10 +6,10 @@ from .hydra_config import compose_once as compose_once
 from .hydra_config import explain_error as explain_error
 from .hydra_config import register_with_hydra as register_with_hydra
 from .hydra_config import sweep_of as sweep_of
-from .layer_outline import last_stage as last_stage
-from .layer_outline import matching_names as matching_names
-from .layer_outline import outline as outline
+from .layer_tables import last_stage as last_stage
 from .layer_tables import layer_table as layer_table
+from .layer_tables import matching_names as matching_names
+from .layer_tables import outline as outline
 from .layer_tables import remarks as remarks
 from .layer_tables import table_rows as table_rows
 from .layer_tables import title as title

@@ -6,12 +6,6 @@ from .all_options import known_keys as known_keys
 from .all_options import member_groups as member_groups
 from .all_options import option_tree as option_tree
 from .all_options import refuse_given_of_others as refuse_given_of_others
-from .attribute import BY_CAPTUM as BY_CAPTUM
-from .attribute import DEFAULT_BASELINE as DEFAULT_BASELINE
-from .attribute import METHODS as METHODS
-from .attribute import OF_A_LAYER as OF_A_LAYER
-from .attribute import AttributeConfig as AttributeConfig
-from .checkpoint import CheckpointConfig as CheckpointConfig
 from .checks import MAY_BE_EMPTY as MAY_BE_EMPTY
 from .checks import Count as Count
 from .checks import NaturalNumber as NaturalNumber
@@ -26,8 +20,13 @@ from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig
 from .data import ViewName as ViewName
 from .data import source_of_path as source_of_path
-from .executor import ExecutorConfig as ExecutorConfig
+from .job import BY_CAPTUM as BY_CAPTUM
+from .job import DEFAULT_BASELINE as DEFAULT_BASELINE
+from .job import METHODS as METHODS
+from .job import OF_A_LAYER as OF_A_LAYER
+from .job import AttributeConfig as AttributeConfig
 from .job import ConformanceConfig as ConformanceConfig
+from .job import ExecutorConfig as ExecutorConfig
 from .job import ExportConfig as ExportConfig
 from .job import JobConfig as JobConfig
 from .job import LogConfig as LogConfig
@@ -38,6 +37,7 @@ from .job import StatusConfig as StatusConfig
 from .job import VerifyConfig as VerifyConfig
 from .job import ZeroshotConfig as ZeroshotConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY
+from .model import CheckpointConfig as CheckpointConfig
 from .model import CodeModelConfig as CodeModelConfig
 from .model import InputSize as InputSize
 from .model import LibraryModelConfig as LibraryModelConfig

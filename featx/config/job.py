@@ -1,12 +1,12 @@
-"""Groups with few options: of `job`, of single jobs, of the log and of the comparison of a run."""
+"""Groups with few options: of `job`, single jobs, executors, the log and the conformance."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Le
 
-from featx.config.checks import Count, NaturalNumber, OneOrMore, options
+from featx.config.checks import Count, NaturalNumber, OneOrMore, OnlyWith, names_tuple, options
 from featx.errors import ConfigError
 
 MAX_CONFORMANCE_IMAGES = 16
@@ -174,3 +174,117 @@ class ConformanceConfig:
     images: Annotated[int, Ge(1), Le(MAX_CONFORMANCE_IMAGES)] = 8
     """Number of images that go through the library's own transform and forward pass, 1 to 16; a
     resume compares none."""
+
+
+Method = Literal[
+    "saliency", "input_x_gradient", "integrated_gradients", "gradcam", "guided_gradcam", "occlusion"
+]
+METHODS: tuple[str, ...] = get_args(Method)
+OF_A_LAYER = ("gradcam", "guided_gradcam")
+BY_CAPTUM = ("integrated_gradients", "occlusion")
+DEFAULT_BASELINE = "mean"
+DEFAULT_STEPS = 32
+"""Points between baseline and image; the fields are None so that a value without effect shows."""
+
+
+@options("attribute")
+class AttributeConfig:
+    """Heat maps that job=attribute computes and draws."""
+
+    method: OneOrMore[Method] = "gradcam"
+    """Method of attribution: saliency, input_x_gradient, integrated_gradients, gradcam,
+    guided_gradcam or occlusion, or a list of them."""
+    layer: Annotated[str | None, OnlyWith("method", *OF_A_LAYER)] = None
+    """Layer of gradcam and guided_gradcam. null takes the last stage; of a transformer with a class
+    token it takes the stage before, whose patch tokens still have an effect."""
+    steps: Annotated[Count | None, OnlyWith("method", "integrated_gradients")] = None
+    """Number of points between baseline and image for integrated_gradients, 32 when not given."""
+    baseline: Annotated[Literal["black", "mean", "blur"] | None, OnlyWith("method", *BY_CAPTUM)] = (
+        None
+    )
+    """Image without information in integrated_gradients and occlusion: black, mean (of the model's
+    preprocessing; when not given) or blur (the image itself, blurred)."""
+    window: Annotated[Count | None, OnlyWith("method", "occlusion")] = None
+    """Side of the square that occlusion hides, in pixels of the crop; a seventh of the crop when
+    not given."""
+    stride: Annotated[Count | None, OnlyWith("method", "occlusion")] = None
+    """Pixels from one square of occlusion to the next, half of attribute.window when not given."""
+    per_class: NaturalNumber = 8
+    """Number of rows drawn for each class of the data set, on one sheet below OUT/sheets; 0 draws
+    none."""
+    feature_map_layer: str | None = None
+    """Layer whose feature maps are drawn as well, for the first image of each sheet."""
+
+    def __post_init__(self) -> None:
+        if self.window and self.stride and self.stride > self.window:
+            raise ConfigError(
+                f"attribute.stride={self.stride} is larger than attribute.window={self.window}: "
+                "pixels between two squares would never be hidden."
+            )
+        if self.feature_map_layer is not None and not self.per_class:
+            raise ConfigError(
+                "attribute.feature_map_layer draws a row of each sheet: attribute.per_class=0."
+            )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The option `method` as a tuple."""
+        return names_tuple(self.method)
+
+    def settings(self, method: str) -> dict[str, Any]:
+        """Return the options that change the values of a method, with defaults; not the layer."""
+        settings: dict[str, Any] = {}
+        if method == "integrated_gradients":
+            settings["steps"] = self.steps or DEFAULT_STEPS
+        if method == "occlusion":
+            settings |= {"window": self.window, "stride": self.stride}
+        if method in BY_CAPTUM:
+            settings["baseline"] = self.baseline or DEFAULT_BASELINE
+        return settings
+
+
+@options("executor")
+class ExecutorConfig:
+    """Processes that compute the parts of a run.
+
+    An executor with options of its own has them in a subclass in its own module, such as
+    `featx.pipeline.executors.slurm.SlurmOptions`, which overrides the properties below.
+    """
+
+    name: str = "local"
+    """Name of the executor; set by the option `executor` itself."""
+    workers: Count | None = None
+    """Number of worker processes that share the parts: processes of this machine, each with its
+    share of the CPUs or a GPU of its own; actors of Ray; tasks of a Slurm array. null computes in
+    this process (local), takes as many actors as the cluster has room for (ray), or 8 tasks
+    (slurm)."""
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether other processes than that of the command compute."""
+        return self.workers is not None or self.gpu_indices is not None or self.name != "local"
+
+    @property
+    def gpu_indices(self) -> list[int] | None:
+        """GPUs of this machine with one worker each; None if the option was not given."""
+        return None
+
+    @property
+    def num_local_workers(self) -> int:
+        """Number of processes of this machine that compute, with executor=local."""
+        return len(self.gpu_indices) if self.gpu_indices is not None else int(self.workers or 1)
+
+    @property
+    def num_cpus(self) -> int:
+        """Number of CPUs of each worker of a cluster."""
+        return 1
+
+    @property
+    def shared_folder(self) -> str | None:
+        """Folder that all machines see, if the executor needs one and the command names it."""
+        return None
+
+    @property
+    def task_seconds(self) -> float | None:
+        """Time limit of a worker in seconds; None if there is none."""
+        return None

@@ -38,7 +38,6 @@ from featx.config import (
     VerifyConfig,
     ZeroshotConfig,
 )
-from featx.config.attribute import MAX_PROJECTOR_IMAGES
 from featx.config.checks import Count, Matching, NaturalNumber, OneOrMore, names_tuple, options
 from featx.config.reduce import reduction_options
 from featx.errors import ConfigError, StoreError
@@ -53,6 +52,10 @@ CAPTURES: tuple[str, ...] = get_args(Capture)
 
 GRADIENTS = ("grad_output", "grad_input")
 """The captures that need a backward pass."""
+
+MAX_PROJECTOR_IMAGES = 1 << 14
+"""Largest number of images in TensorBoard's projector: sprites of 64 pixels on a sheet of 8192
+pixels, which browsers can show."""
 
 SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
 """Numbers whose gradient can be taken, besides the logit of a class by its index."""

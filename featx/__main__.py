@@ -53,7 +53,6 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     )
     from featx.cli import (
         checked_targets,
-        compose_once,
         explain_error,
         read_command_line,
         register_with_hydra,
@@ -89,7 +88,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
-        with checked_targets(), compose_once(line):
+        with checked_targets():
             hydra.main(version_base="1.3", **hydra_options)(one_job)()
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.hydra import Hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
@@ -295,29 +294,6 @@ def _check_targets(name: str, value: Any) -> None:
             _check_targets(name, entry)
     elif str(value).startswith("ext://") and value not in ("ext://sys.stdout", "ext://sys.stderr"):
         raise ConfigError(f"{name}={value}: refused, a config names no code to run.")
-
-
-@contextlib.contextmanager
-def compose_once(line: CommandLine) -> Iterator[None]:
-    """Let Hydra compose the config of a run once inside the block, if nothing sets hydra.mode.
-
-    Before each run, Hydra 1.3 composes the whole config only to read hydra.mode from it: 0.09 of
-    the 0.8 s of processor time of job=status (26 November 2026). Without a mode it takes the one of
-    the flags: a run, or several with -m.
-    """
-    read_mode = getattr(Hydra, "get_mode", None)  # not part of the interface of Hydra
-    if line.may_set_mode or read_mode is None:
-        yield
-        return
-
-    def no_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> None:
-        """Replace `Hydra.get_mode` for a config that has no mode."""
-
-    Hydra.get_mode = no_mode  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Hydra.get_mode = read_mode  # type: ignore[method-assign]
 
 
 def sweep_of(line: CommandLine) -> tuple[int, frozenset[str]]:

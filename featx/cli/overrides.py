@@ -71,14 +71,6 @@ class CommandLine:
         jobs = [text.partition("=")[2] for text in self.typed if text.startswith("job=")]
         return jobs[-1] if jobs else None
 
-    @property
-    def may_set_mode(self) -> bool:
-        """Whether hydra.mode may be set: by an option of Hydra, or in a file of the user."""
-        prefixes = ("hydra", "--config", "-c", "--experimental")
-        return self.has_files or any(
-            argument.lstrip("+~").startswith(prefixes) for argument in self.arguments
-        )
-
 
 def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> CommandLine:
     """Translate the arguments of the command.

@@ -120,7 +120,13 @@ class TensorHooks:
         # torch 2.14 crashes in register_hook on a view whose base was changed in place, unless
         # this attribute has renewed its node.
         _ = tensor.grad_fn
-        return self._keep(tensor.register_hook(function))  # type: ignore[no-untyped-call]
+
+        def hook(gradient: torch.Tensor | None) -> Any:
+            # Autograd passes None for an output that nothing reads of a node with several, such as
+            # the states of nn.LSTM, or a part of torch.chunk.
+            return None if gradient is None else function(gradient)
+
+        return self._keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def add_to_written_view(
         self,
@@ -146,7 +152,8 @@ class TensorHooks:
         def hook(gradients: Any, _: Any) -> None:
             # The gradient that CopySlices passes on has the layout of the base, from its first
             # element.
-            function(gradients[0].as_strided(*place))
+            if gradients[0] is not None:
+                function(gradients[0].as_strided(*place))
 
         self._keep(written.register_hook(hook))
 

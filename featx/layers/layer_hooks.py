@@ -32,7 +32,7 @@ def pick_path(
     listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
     name, colon, capture = request.partition(":")
     plain = name.removesuffix(element_name(path)) or "the model"
-    gives = "takes" if colon else "gives"
+    gives = "takes" if capture in ("input", "grad_input") else "gives"
     first = element_name(next(iter(elements), ()))
     example = name.removesuffix(element_name(path)) + first + colon + capture
     if list(elements) == [()]:
@@ -100,60 +100,52 @@ _Key = tuple[int, str]
 class _SharedOutput:
     """An output of a layer that has a node of its own over the memory of an input.
 
-    If the model writes to it and reads the input again, the graph lacks the write. It holds nothing
-    that refers to the node: the hooks of the node refer to it.
+    If the model writes to one of the two and reads the other later, the graph lacks the write.
 
     Attributes:
         name: name of the capture.
-        alias: the output without its graph; the version counter is that of the memory.
+        output: the output without its graph; the version counter is that of the memory.
         version: its version when the layer returned.
-        sources: nodes of the input, and of the tensor that the input is a view of.
+        memory: the input, or the tensor that the input is a view of.
+        sources: nodes of the input and of `memory`.
         number: sequence number of the own node; nodes that are made later have larger ones.
-        is_checked: whether the graph of the pass has been looked at.
     """
 
     name: str
-    alias: torch.Tensor
+    output: torch.Tensor
     version: int
+    memory: torch.Tensor
     sources: set[Any]
     number: int
-    is_checked: bool = False
 
     @property
     def is_written(self) -> bool:
         """Whether the model has changed the output, or the input, in place."""
-        return self.alias._version != self.version
+        return self.output._version != self.version
 
-    def check(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Refuse a pass that has written to the memory and read the input again after the layer.
-
-        Args:
-            outputs: what the model returned.
-        """
-        self.is_checked = True
+    def check(self, results: Iterable[torch.Tensor]) -> None:
+        """Refuse a pass whose graph may lack a write; `results` are what the model returned."""
         if not self.is_written:
             return
-        nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        if _node_of(self.memory) not in self.sources:
+            raise self.refusal("the input in place later, which gradients would lack")
+        nodes = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
         seen = set(nodes)
         while nodes:
             node: Any = nodes.pop()
             followers = {follower for follower, _ in node.next_functions if follower is not None}
             if followers & self.sources and node._sequence_nr() > self.number:
-                raise self._refusal("reads the input again, whose gradients would lack the change")
+                raise self.refusal(
+                    "the output in place and reads the input again, whose gradients would lack it"
+                )
             nodes += followers - seen
             seen |= followers
 
-    def refuse_unchecked(self, gradient: torch.Tensor) -> None:
-        """Hook on the output; refuses gradients of a call outside of a call of the model itself."""
-        if self.is_written and not self.is_checked:
-            raise self._refusal(
-                "may read the input again, which is seen in a call of the model itself, model(x)"
-            )
-
-    def _refusal(self, why: str) -> LayerError:
+    def refusal(self, why: str) -> LayerError:
+        """The error for a pass that cannot be captured."""
         return LayerError(
-            f"{self.name}: the layer returns its input or a view of it, and the model changes that "
-            f"in place and {why}. Capture the gradient of another layer, or set inplace=False."
+            f"{self.name}: the layer returns its input or a view of it, and the model changes "
+            f"{why}. Capture the gradient of another layer, or set inplace=False."
         )
 
 
@@ -349,10 +341,16 @@ class LayerHooks:
         """
         for name, tensor, node, version in self.record.inputs.pop(_call_of(module), ()):
             if node._version != version:
+                arguments = elements([*args, *kwargs.values()]).values()
+                if sum(_share_memory(each, node) for each in arguments) > 1:
+                    raise LayerError(
+                        f"{name}: the layer gets the same memory twice and changes it in place, "
+                        "which gradients would lack. Capture the gradient of another layer."
+                    )
                 # The values are there already; autograd must not take this for another write.
                 with _unsafe_preserve_version_counter(tensor), hide_operations():
                     tensor.copy_(node)
-            if any(each is node or each._base is node for each in elements(output).values()):
+            if any(_share_memory(each, node) for each in elements(output).values()):
                 self._watch_shared(self.record, name, node, tensor)
 
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
@@ -416,8 +414,7 @@ class LayerHooks:
             given = record.given.get(call, ())
             is_input = any(x is tensor and version == tensor._version for x, version in given)
             followed = own_node(tensor) if is_input or tensor._is_view() else tensor
-            memory = tensor if tensor._base is None else tensor._base
-            if followed is not tensor and any(x is memory or x._base is memory for x, _ in given):
+            if followed is not tensor and any(_share_memory(x, tensor) for x, _ in given):
                 self._watch_shared(record, point.name, followed, tensor)
         self._followed.add(followed, self.receiver(record, point))
         return followed
@@ -426,23 +423,46 @@ class LayerHooks:
         self, record: PassRecord, name: str, output: torch.Tensor, source: torch.Tensor
     ) -> None:
         """Watch an output that has a node of its own over the memory of an input."""
-        tensors = [source] if source._base is None else [source, source._base]
-        nodes = {get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad}
+        memory = source if source._base is None else source._base
+        nodes = {_node_of(tensor) for tensor in (source, memory)}
         with hide_operations():
             alias = output.detach()
         number = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
-        shared = _SharedOutput(name, alias, alias._version, nodes, number)
-        self._followed.add(output, shared.refuse_unchecked)
         if record.is_open:
+            shared = _SharedOutput(name, alias, alias._version, memory, nodes, number)
             record.shared.append(shared)
+            return
+        # Nothing ends the pass. The nodes must not refer to themselves by their hooks.
+        shared = _SharedOutput(name, alias, alias._version, alias, set(), number)
+
+        def refuse(gradient: torch.Tensor) -> None:
+            if shared.is_written:
+                raise shared.refusal(
+                    "one of the two in place; what reads the other is seen in model(x) only"
+                )
+
+        for tensor in (output, source):
+            self._followed.add(tensor, refuse)
 
     def end_pass(self, output: Any) -> None:
         """End a call of the model itself; refuses what gradients would be wrong after it."""
         record = self.record
         record.is_open = False
         shared, record.shared = record.shared, []
-        for each in shared:
+        for each in shared if output is not None else ():  # None after an exception
             each.check(elements(output).values())
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    """Node of a tensor in the graph; None if it requires no gradients."""
+    return get_gradient_edge(tensor).node if tensor.requires_grad else None
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are views of the same memory, for autograd or without it."""
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return False
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _call_of(module: nn.Module) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from featx.images.decoder_channels import (
     send,
     warning_bytes,
 )
-from featx.images.image_policy import ACCEPTED_DAMAGE
+from featx.images.decoder_warnings import ACCEPTED_DAMAGE
 from featx.images.shared_memory import BUFFER_SHIFT, NO_BUFFER, Slot, SlotLayout
 from featx.types import ImageFault
 

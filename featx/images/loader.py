@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from featx.base import num_cpus
-from featx.images.decode_settings import DecodeSettings
+from featx.images.decode_settings import PILLOW, DecodeSettings
 from featx.images.decoder_channels import Job, LoaderTimes
 from featx.images.decoder_pool import KEPT_BATCHES, DecoderPool
 from featx.images.decoder_warnings import DecoderWarnings
-from featx.images.image_policy import PILLOW
 from featx.images.preprocess import centre_crop
 from featx.images.row_loader import RowLoader, image_in_place
 from featx.types import Batch, Failure, Listing, Part, Source, ViewSource

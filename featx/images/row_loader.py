@@ -24,7 +24,7 @@ from featx.images.decode import (
 )
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
-from featx.images.image_policy import warn
+from featx.images.decoder_warnings import warn
 from featx.images.image_reading import read_image
 from featx.images.preprocess import Preprocess
 from featx.images.rgb_conversion import PixelFormatError

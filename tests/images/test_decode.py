@@ -29,7 +29,7 @@ from featx.config import DataConfig
 from featx.errors import ConfigError
 from featx.images import PILLOW, ImagePolicy, decode_pillow
 from featx.images.decode import FORMATS, decode_array
-from featx.images.image_policy import SIMPLEJPEG
+from featx.images.decode_settings import SIMPLEJPEG
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from featx.base import import_extra
 from featx.config import CheckpointConfig, ModelConfig, TransformConfig, check_weights_like, options
 from featx.errors import ConfigError, ModelError, WeightsError, first_line, nearest, one_line
-from featx.models.catalogue import known_names
+from featx.models.catalogue import hint_elsewhere, known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
-from featx.models.name_hints import hint_elsewhere
 from featx.models.timm_metadata import timm_stages
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from urllib.parse import urlparse
 from featx.base import log_message
 from featx.config import LibraryModelConfig, check_weights_like, options
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line, one_line
-from featx.models.catalogue import is_known, known_names
+from featx.models.catalogue import hint, is_known, known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
-from featx.models.name_hints import hint
 from featx.models.timm_metadata import timm_classes, timm_stages
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from featx.base import free_memory, is_kept_in_threads, num_cpus, resident_memory
 from featx.config import Config
-from featx.engine.row_checks import same_bits
+from featx.engine.compute import same_bits
 from featx.types import ResumeState
 
 if TYPE_CHECKING:

@@ -179,18 +179,12 @@ def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:
     expected = [engine.run(x) for x in batches]
 
     def agrees(i: int) -> bool:
-        return all(
-            same_bits(value, expected[i][name])
-            for _ in range(_TRIES)
-            for name, value in _run_on_own_stream(replicas[i], batches[i]).items()
-        )
+        for _ in range(_TRIES):
+            with replicas[i].own_stream():
+                values = replicas[i].run(batches[i])
+            if not all(same_bits(value, expected[i][name]) for name, value in values.items()):
+                return False
+        return True
 
     with engine.replicas(count) as replicas, ThreadPoolExecutor(count) as threads:
         return all(threads.map(agrees, range(count)))
-
-
-def _run_on_own_stream(replica: Engine, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rows of a batch on the CPU, computed on the stream of the replica."""
-    with replica.own_stream():
-        values: dict[str, torch.Tensor] = replica.run(batch)
-    return values

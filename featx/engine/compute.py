@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.layers import CapturePoint, StoredReduce
+from featx.layers import CapturePoint, StoredReduce, largest_magnitudes
 from featx.types import LayerSpec
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -160,13 +160,6 @@ def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     `isfinite` on a CPU.
     """
     return {name: torch.isfinite(largest_magnitudes(value)) for name, value in features.items()}
-
-
-def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
-    """(B,) largest magnitude of each row of (B, ...) values; 0 for rows without values."""
-    if not value.numel():
-        return value.new_zeros(len(value))
-    return value.reshape(len(value), -1).abs().amax(1)
 
 
 def describe_nonfinite(value: torch.Tensor, precision: str, store_dtype: torch.dtype) -> str:

@@ -7,9 +7,7 @@ what the model's library itself computes (`Backbone.embedding`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import nn
 from featx.base import ModuleHooks
 from featx.engine.device_model import DeviceModel
 from featx.layers import REDUCTIONS, CapturePoint, ChosenLayers, StoredReduce, bound_reduction, pick
+from featx.models import eval_mode
 
 _HOOKED = ("input", "output")
 """Kinds of captures that hooks of PyTorch keep as well."""
@@ -45,7 +44,7 @@ def plain_rows(
     They are dataset name -> (B, ...) float32 on the CPU. `explain_missing_plain_path` must accept
     the captures. Raises ModelError if the forward pass fails.
     """
-    with model.named_failure(x), torch.no_grad(), _eval_mode(model.module):
+    with model.named_failure(x), torch.no_grad(), eval_mode(model.module):
         library = model.backbone.embedding
         are_embeddings = all(p.name == "embedding" and r.name in _UNCHANGED for p, r in chosen)
         if library is not None and are_embeddings:
@@ -87,15 +86,3 @@ def _capture_values(
                 hooks.add(part, after=functools.partial(after, point))
         module(x.clone())
     return values
-
-
-@contextlib.contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put all modules in eval mode inside the block, and restore their modes after it."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training

@@ -21,6 +21,7 @@ from .gradient_target import values_of_classes as values_of_classes
 from .layer_hooks import pick as pick
 from .output_collector import OutputCollector as OutputCollector
 from .output_collector import check_storable as check_storable
+from .output_collector import largest_magnitudes as largest_magnitudes
 from .position_checks import check_positions as check_positions
 from .profiling import Profile as Profile
 from .profiling import Values as Values

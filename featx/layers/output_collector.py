@@ -85,7 +85,7 @@ class OutputCollector:
     def cast(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Cast (B, ...) values to the dtype of the store; keeps magnitudes for `underflow_rows`."""
         if self._dtype == torch.float16 and value.dtype != torch.float16:
-            self._largest[name] = value.reshape(len(value), -1).abs().amax(1)
+            self._largest[name] = largest_magnitudes(value)
         else:
             # An earlier pass may have computed this layer in another precision.
             self._largest.pop(name, None)
@@ -110,6 +110,13 @@ class OutputCollector:
         return {
             name: (largest > 0) & (largest < smallest) for name, largest in self._largest.items()
         }
+
+
+def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
+    """(B,) largest magnitude of each row of (B, ...) values; 0 for rows without values."""
+    if not value.numel():
+        return value.new_zeros(len(value))
+    return value.reshape(len(value), -1).abs().amax(1)
 
 
 def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:

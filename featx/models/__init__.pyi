@@ -1,5 +1,6 @@
 from .base import Backbone as Backbone
 from .base import LibraryEmbedding as LibraryEmbedding
+from .base import eval_mode as eval_mode
 from .base import random_id as random_id
 from .base import seeded as seeded
 from .base import state_sha256 as state_sha256

@@ -45,9 +45,6 @@ _REFUSED_ARGS = {
 }
 """Arguments of timm.create_model -> what to do instead."""
 
-_COUNTER = "num_batches_tracked"
-"""Counter of BatchNorm, which eval mode never reads."""
-
 
 @options("model")
 class TimmOptions(LibraryModelConfig):
@@ -397,13 +394,14 @@ def _check_whole(
     the same value under the same name.
     """
     from featx.models.base import tensor_digest
+    from featx.models.checkpoint_match import COUNTER
 
     def digests(of_module: nn.Module) -> dict[str, bytes]:
         """Digest of each tensor, so that two models need not be in memory at once."""
         return {key: tensor_digest(tensor) for key, tensor in of_module.state_dict().items()}
 
     loaded, initial = digests(module), digests(create_random())
-    same = [key for key in loaded if loaded[key] == initial.get(key) and not key.endswith(_COUNTER)]
+    same = [key for key in loaded if loaded[key] == initial.get(key) and not key.endswith(COUNTER)]
     default = digests(create_default()) if same else {}
     if absent := [key for key in same if loaded[key] != default.get(key)]:
         raise WeightsError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,14 @@ def bound(
         engine.configure_compute(FP32)
         engine.chosen = found.chosen  # type: ignore[attr-defined]
         yield engine
+
+
+def assert_refused(
+    error: type[Exception], message: str, backbone: Backbone, *layers: Any, **options: Any
+) -> None:
+    """An engine with captures of `layers`, as of `bound`, is refused before the first run."""
+    with pytest.raises(error, match=message), bound(backbone, *layers, **options):
+        pass
 
 
 def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> torch.Tensor:

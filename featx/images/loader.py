@@ -97,7 +97,9 @@ class Loader:
             self._is_pinned,
             self._num_kept,
         )
-        pool.on_warnings = self._count_warnings
+        pool.on_warnings = lambda row, messages: self._warnings.add(
+            self._rows.image_key(row), messages
+        )
         return pool
 
     def end_decoders(self) -> None:
@@ -235,7 +237,3 @@ class Loader:
         failure_of = {failure.row: failure for failure in job.failures}
         for image, row in zip(images[: len(job.rows)].clone(), job.rows.tolist(), strict=True):
             yield failure_of.get(row, image)
-
-    def _count_warnings(self, row: int, messages: list[str]) -> None:
-        """Count the warnings of the image of a row."""
-        self._warnings.add(self._rows.image_key(row), messages)

@@ -445,24 +445,15 @@ class ProjectionOptions(ReduceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_statistics_path()
-
-    @property
-    def statistics_path(self) -> str:
-        """Path of the statistics.
-
-        Raises:
-            ConfigError: it is not given.
-        """
-        self._check_statistics_path()
-        return str(self.stats)
-
-    def _check_statistics_path(self) -> None:
-        """Raise a ConfigError if the path of the statistics is not given."""
         if not self.stats:
             raise ConfigError(
                 f"reduce={self.name} needs reduce.stats=FILE, the stats.h5 that job=stats made."
             )
+
+    @property
+    def statistics_path(self) -> str:
+        """Path of the statistics."""
+        return str(self.stats)
 
     def with_statistics_path(self, path: str) -> ProjectionOptions:
         """Return a copy that reads the statistics from another path."""

@@ -549,23 +549,6 @@ def test_a_model_that_was_made_in_inference_mode_is_taken_as_it_is() -> None:
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_complex_numbers_are_refused() -> None:
-    """A store of float32 would keep their real part."""
-
-    class Spectrum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spectrum, self.magnitude = nn.Identity(), nn.Identity()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.magnitude(self.spectrum(torch.fft.rfft2(x)).abs())
-
-    message = "spectrum gives complex numbers, and a store keeps real"
-    assert_refused(LayerError, message, backbone_of(Spectrum()), "spectrum")
-    with bound(backbone_of(Spectrum()), "magnitude") as engine:
-        assert engine.run(noise())["magnitude"].dtype == torch.float32
-
-
 def test_a_model_that_splits_its_batch_is_refused() -> None:
     """As DataParallel does: each call of a layer sees a slice, and a hook keeps one of them."""
 

@@ -28,12 +28,12 @@ from featx.images import WINDOW_ERROR
 from featx.layers import (
     CapturePoint,
     ChosenLayers,
-    KeyedReduction,
     OutputCollector,
     ProjectedReduce,
     Reduction,
     RowLayout,
     StoredReduce,
+    TokenSample,
     bound_reduction,
 )
 from featx.types import ImageFault, LayerSpec, ResumeState, Status, TokenGeometry
@@ -179,7 +179,7 @@ class Windows:
                 "{name: grid, rows: 64, columns: 64}' or reduce=align makes them equal, "
                 "'model.transform.resize=[HEIGHT,WIDTH]' the images."
             )
-        bound_args = reduce.bound_args if isinstance(reduce, KeyedReduction) else {}
+        bound_args = reduce.bound_args if isinstance(reduce, TokenSample) else {}
         row = torch.empty(1, *shape, dtype=self.store_dtype, device="meta")
         return spec_of(layer.point, layer.reduce, row, compute_dtype, bound_args)
 
@@ -256,7 +256,7 @@ class Windows:
         values = {}
         for name, value in self._blend(engine, image, covered):
             reduce = reductions[name]
-            keyed = isinstance(reduce, KeyedReduction)
+            keyed = isinstance(reduce, TokenSample)
             values[name] = reduce(value, keys) if keyed else reduce(value)  # type: ignore[call-arg]
         return values
 

@@ -36,10 +36,10 @@ from .projection import reads_positions as reads_positions
 from .reductions import POOLED as POOLED
 from .reductions import REDUCTIONS as REDUCTIONS
 from .reductions import ProjectionOptions as ProjectionOptions
+from .reductions import TokenSample as TokenSample
 from .reductions import WhitenOptions as WhitenOptions
 from .reductions import channel_axis as channel_axis
 from .reductions import reduction as reduction
-from .row_layout import KeyedReduction as KeyedReduction
 from .row_layout import Reduction as Reduction
 from .row_layout import RowLayout as RowLayout
 from .row_layout import channels_last as channels_last

@@ -9,7 +9,8 @@ import torch
 
 from featx.errors import LayerError, RunError
 from featx.layers.layer_hooks import lazy_copy
-from featx.layers.row_layout import KeyedReduction, Reduction, reduced_shape
+from featx.layers.reductions import TokenSample
+from featx.layers.row_layout import Reduction, reduced_shape
 from featx.layers.trace import CapturePoint
 
 
@@ -56,12 +57,12 @@ class OutputCollector:
     @property
     def needs_keys(self) -> bool:
         """Whether a reduction depends on the keys of the images."""
-        return any(isinstance(each, KeyedReduction) for each in self._reductions.values())
+        return any(isinstance(each, TokenSample) for each in self._reductions.values())
 
     def bound_args(self, name: str) -> dict[str, float | str]:
         """Parameters of the reduction of a capture that follow from its layer."""
         reduction = self._reductions.get(name)
-        return reduction.bound_args if isinstance(reduction, KeyedReduction) else {}
+        return reduction.bound_args if isinstance(reduction, TokenSample) else {}
 
     def keep(self, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """Reduce and cast a captured tensor; raise RunError if its rows have another shape."""
@@ -74,7 +75,7 @@ class OutputCollector:
         tensor = tensor.detach()  # drop the graph, if gradients are taken
         self.compute_dtypes[point.name] = tensor.dtype
         reduction = self._reductions[point.name]
-        if isinstance(reduction, KeyedReduction):
+        if isinstance(reduction, TokenSample):
             reduced = reduction(tensor, self.keys)
         else:
             reduced = reduction(tensor)

@@ -17,7 +17,6 @@ from featx.base import Member, Registry, for_options, sampled_positions
 from featx.config import Count, Positive, ReduceConfig, options
 from featx.errors import ConfigError, FeatxError, ReduceError
 from featx.layers.row_layout import (
-    KeyedReduction,
     Reduction,
     RowLayout,
     channels_last,
@@ -349,8 +348,8 @@ class SampleOptions(ReduceConfig):
 
 
 @dataclass(frozen=True)
-class TokenSample(KeyedReduction):
-    """The function of reduce=sample for the rows of a layer.
+class TokenSample:
+    """The function of reduce=sample for the rows of a layer, which depend on keys as well.
 
     Attributes:
         view: function from the tensor of the layer to (B, T, C) tokens.
@@ -380,7 +379,7 @@ class TokenSample(KeyedReduction):
 
     @property
     def bound_args(self) -> dict[str, float | str]:
-        """Candidates of the layer, from which the positions of any row follow."""
+        """Candidates of the layer, from which positions follow; recorded with the options."""
         rows, columns = self.grid
         found: dict[str, float | str] = {"first": self.first, "num_candidates": self.num_candidates}
         return {**found, "rows": rows, "columns": columns} if rows else found

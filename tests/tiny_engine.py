@@ -41,11 +41,12 @@ def bound(
     dtype: str = "float32",
     device: torch.device = CPU,
     images: torch.Tensor | None = None,
+    target: str | int = "predicted",
 ) -> Iterator[Engine]:
     """An engine with captures of `layers`: names, or (name, reduction); proven on `images`."""
     pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
-    with Engine(backbone, device, dtype) as engine:
-        traced = engine.trace()
+    with Engine(backbone, device, dtype, target) as engine:
+        traced = engine.trace([name for name, _ in pairs])
         requests = [(name, make_reduce(r) if isinstance(r, str) else r) for name, r in pairs]
         found = select(requests, traced, backbone.classifier, backbone.stages)
         engine.trial_images = images

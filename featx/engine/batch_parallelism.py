@@ -88,24 +88,15 @@ def decide(
     memory_before: int | None,
     make_batch: Callable[[int], torch.Tensor],
 ) -> BatchParallelism:
-    if cpus is None:
-        return _decide_on_device(engine, make_batch)
-    room = room_for_batches(memory_before, resident_memory(), cpus)
-    return _decide_on_cpu(cpus, engine, room, resume_state)
-
-
-def _decide_on_cpu(
-    cpus: int,
-    engine: Engine,
-    room: int,
-    resume_state: ResumeState | None,
-) -> BatchParallelism:
-    """Choose threads per batch and parallel batches on a CPU.
+    """Choose threads per batch and parallel batches; `cpus` are those of a CPU that computes.
 
     Threads that share a batch wait for each other after every operation, above all while other
     threads decode images. Threads with a batch each do not. The last bits of a row depend on the
     number of threads of its batch, so a resumed run keeps that number.
     """
+    if cpus is None:
+        return _decide_on_device(engine, make_batch)
+    room = room_for_batches(memory_before, resident_memory(), cpus)
     # Threads whose freed memory is not kept ask the kernel for it in every layer, so there one
     # batch at a time has all CPUs.
     if not engine.can_be_replicated or not is_kept_in_threads():

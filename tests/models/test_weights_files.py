@@ -9,22 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from saved_weights import RunsCode, State
 from torch import nn
 
 from featx.errors import WeightsError
 from featx.models import load_weights, read_weights, seeded, state_sha256
-
-State = dict[str, torch.Tensor]
-
-
-class RunsCode:
-    """Unpickling this writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return Path.touch, (self.path,)
 
 
 def net() -> nn.Sequential:

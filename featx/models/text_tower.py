@@ -237,9 +237,8 @@ def _whole_model(config: OpenClipOptions) -> Any:
     except FeatxError:
         raise
     except Exception as error:  # of several libraries: texts of other models come from the hub
-        reason = first_line(error)
         raise ModelError(
-            f"open_clip cannot build the text tower of {source.name}: {reason}"
+            f"open_clip cannot build the text tower of {source.name}: {first_line(error)}"
         ) from error
     if source.file is None:
         raise FeatxError(f"the weights of {source.name} are in no file.")
@@ -266,8 +265,7 @@ def _tokenizer(config: OpenClipOptions) -> Any:
     try:
         return import_open_clip().get_tokenizer(place)
     except Exception as error:  # of several libraries: files of tokenizers come from the hub
-        reason = first_line(error)
         raise WeightsError(
-            f"the tokenizer of {config.name} cannot be loaded: {reason} Put its files into a "
-            "folder with open_clip_config.json, and name the folder as model.name."
+            f"the tokenizer of {config.name} cannot be loaded: {first_line(error)} Put its files "
+            "into a folder with open_clip_config.json, and name the folder as model.name."
         ) from error

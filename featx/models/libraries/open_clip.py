@@ -296,12 +296,11 @@ def _download_errors(pretrained_cfg: dict[str, Any], source: ClipSource) -> Iter
             resolve_hub()
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        reason = first_line(error)
         advice = f"`hf download {repository}`" if repository else pretrained_cfg.get("url")
         raise WeightsError(
             f"the weights {source.tag} of {source.name} are not on this machine and cannot be "
-            f"loaded ({reason}). Fetch them with {advice} on a machine with internet access, and "
-            f"give the file: model.weights=FILE model.weights_like={source.tag}."
+            f"loaded ({first_line(error)}). Fetch them with {advice} on a machine with internet "
+            f"access, and give the file: model.weights=FILE model.weights_like={source.tag}."
         ) from error
 
 

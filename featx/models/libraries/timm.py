@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -259,12 +259,7 @@ def _create_pretrained(name: str, config: TimmOptions, seed: int) -> Any:
     with _weights_errors(name, cfg):
         module = _create(name, True, config.args, size, seed)
         if config.args or size:
-            _check_whole(
-                name,
-                module,
-                lambda: _create(name, False, config.args, size, seed),
-                lambda: _create(name, True, {}, None, seed),
-            )
+            _check_whole(name, module, config, seed)
     return module
 
 
@@ -380,12 +375,7 @@ def _weights_errors(name: str, cfg: Any, is_random: bool = False) -> Iterator[No
         ) from error
 
 
-def _check_whole(
-    name: str,
-    module: nn.Module,
-    create_random: Callable[[], nn.Module],
-    create_default: Callable[[], nn.Module],
-) -> None:
+def _check_whole(name: str, module: nn.Module, config: TimmOptions, seed: int) -> None:
     """Check that weights leave no parameter of a model at its initial value.
 
     timm loads without `strict` if model.args change the head or the pooling, and reports parameters
@@ -400,9 +390,10 @@ def _check_whole(
         """Digest of each tensor, so that two models need not be in memory at once."""
         return {key: tensor_digest(tensor) for key, tensor in of_module.state_dict().items()}
 
-    loaded, initial = digests(module), digests(create_random())
+    loaded = digests(module)
+    initial = digests(_create(name, False, config.args, config.size, seed))
     same = [key for key in loaded if loaded[key] == initial.get(key) and not key.endswith(COUNTER)]
-    default = digests(create_default()) if same else {}
+    default = digests(_create(name, True, {}, None, seed)) if same else {}
     if absent := [key for key in same if loaded[key] != default.get(key)]:
         raise WeightsError(
             f"the weights of {name} lack {', '.join(absent[:5])}{', ...' if absent[5:] else ''} of "

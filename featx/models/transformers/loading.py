@@ -130,9 +130,8 @@ def _from_state(
                 **plan.arguments,
             )
     except RuntimeError as error:
-        reason = one_line(error)
         raise WeightsError(
-            f"the weights of {origin} do not fit their config.json: {reason}"
+            f"the weights of {origin} do not fit their config.json: {one_line(error)}"
         ) from error
     return module, info
 

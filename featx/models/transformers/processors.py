@@ -111,10 +111,9 @@ def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
                 **options,
             )
     except Exception as error:  # of many kinds: unknown classes, wrong values, missing keys
-        reason = one_line(error)
         raise WeightsError(
             f"the image processor of {folder} ({(nested if has_nested else plain).name}, {CONFIG}) "
-            f"cannot be opened: {reason}"
+            f"cannot be opened: {one_line(error)}"
         ) from error
 
 
@@ -136,10 +135,9 @@ def _size_of(reference: Reference, name: str) -> tuple[int, int]:
         try:
             shapes.append(tuple(reference(made_image(size)).shape))
         except Exception as error:  # of the processor
-            reason = one_line(error)
             raise ModelError(
                 f"the image processor {name} fails for an RGB image of {size[0]} x {size[1]} "
-                f"pixels: {reason}"
+                f"pixels: {one_line(error)}"
             ) from error
     if len(set(shapes)) > 1 or len(shapes[0]) != 3 or shapes[0][0] != 3:
         made = ", ".join(f"{width}x{height}" for width, height in MADE_SIZES[:2])

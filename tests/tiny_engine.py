@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -40,11 +41,12 @@ def bound(
     dtype: str = "float32",
     device: torch.device = CPU,
     images: torch.Tensor | None = None,
+    target: str | int = "predicted",
 ) -> Iterator[Engine]:
     """An engine with captures of `layers`: names, or (name, reduction); proven on `images`."""
     pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
-    with Engine(backbone, device, dtype) as engine:
-        traced = engine.trace()
+    with Engine(backbone, device, dtype, target) as engine:
+        traced = engine.trace([name for name, _ in pairs])
         requests = [(name, make_reduce(r) if isinstance(r, str) else r) for name, r in pairs]
         found = select(requests, traced, backbone.classifier, backbone.stages)
         engine.trial_images = images
@@ -52,6 +54,14 @@ def bound(
         engine.configure_compute(FP32)
         engine.chosen = found.chosen  # type: ignore[attr-defined]
         yield engine
+
+
+def assert_refused(
+    error: type[Exception], message: str, backbone: Backbone, *layers: Any, **options: Any
+) -> None:
+    """An engine with captures of `layers`, as of `bound`, is refused before the first run."""
+    with pytest.raises(error, match=message), bound(backbone, *layers, **options):
+        pass
 
 
 def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> torch.Tensor:

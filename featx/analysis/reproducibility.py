@@ -225,7 +225,7 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
     args: dict[str, Any] = dict(spec.reduce_args)
     member = REDUCTIONS.get(spec.reduce)
     if not member.needs_statistics:
-        # The others follow from the layer (KeyedReduction.bound_args), and are compared with those
+        # The others follow from the layer (TokenSample.bound_args), and are compared with those
         # of the new rows.
         option_names = {option.name for option in fields(member.options or ReduceConfig)}
         return make_reduce(spec.reduce, **{key: args[key] for key in args if key in option_names})

@@ -15,7 +15,7 @@ import torch
 
 from featx.base import free_memory, is_kept_in_threads, num_cpus, resident_memory
 from featx.config import Config
-from featx.engine.row_checks import same_bits
+from featx.engine.compute import same_bits
 from featx.types import ResumeState
 
 if TYPE_CHECKING:
@@ -88,24 +88,15 @@ def decide(
     memory_before: int | None,
     make_batch: Callable[[int], torch.Tensor],
 ) -> BatchParallelism:
-    if cpus is None:
-        return _decide_on_device(engine, make_batch)
-    room = room_for_batches(memory_before, resident_memory(), cpus)
-    return _decide_on_cpu(cpus, engine, room, resume_state)
-
-
-def _decide_on_cpu(
-    cpus: int,
-    engine: Engine,
-    room: int,
-    resume_state: ResumeState | None,
-) -> BatchParallelism:
-    """Choose threads per batch and parallel batches on a CPU.
+    """Choose threads per batch and parallel batches; `cpus` are those of a CPU that computes.
 
     Threads that share a batch wait for each other after every operation, above all while other
     threads decode images. Threads with a batch each do not. The last bits of a row depend on the
     number of threads of its batch, so a resumed run keeps that number.
     """
+    if cpus is None:
+        return _decide_on_device(engine, make_batch)
+    room = room_for_batches(memory_before, resident_memory(), cpus)
     # Threads whose freed memory is not kept ask the kernel for it in every layer, so there one
     # batch at a time has all CPUs.
     if not engine.can_be_replicated or not is_kept_in_threads():
@@ -179,18 +170,12 @@ def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:
     expected = [engine.run(x) for x in batches]
 
     def agrees(i: int) -> bool:
-        return all(
-            same_bits(value, expected[i][name])
-            for _ in range(_TRIES)
-            for name, value in _run_on_own_stream(replicas[i], batches[i]).items()
-        )
+        for _ in range(_TRIES):
+            with replicas[i].own_stream():
+                values = replicas[i].run(batches[i])
+            if not all(same_bits(value, expected[i][name]) for name, value in values.items()):
+                return False
+        return True
 
     with engine.replicas(count) as replicas, ThreadPoolExecutor(count) as threads:
         return all(threads.map(agrees, range(count)))
-
-
-def _run_on_own_stream(replica: Engine, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rows of a batch on the CPU, computed on the stream of the replica."""
-    with replica.own_stream():
-        values: dict[str, torch.Tensor] = replica.run(batch)
-    return values

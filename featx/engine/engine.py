@@ -27,10 +27,12 @@ from featx.engine.compute import (
     Compute,
     Formats,
     TimedRows,
+    describe_nonfinite,
+    finite_rows,
+    row_tolerance,
     spec_of,
 )
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
-from featx.engine.row_checks import describe_nonfinite, finite_rows, row_tolerance
 from featx.engine.weight_casting import Captured, PreparedWeights
 from featx.errors import ModelError, RunError, require
 from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector, clone_captured

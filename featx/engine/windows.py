@@ -21,20 +21,19 @@ import torch
 
 from featx.base import size_text
 from featx.config import make_reduce
-from featx.engine.compute import BatchRows, spec_of
+from featx.engine.compute import BatchRows, describe_nonfinite, finite_rows, spec_of
 from featx.engine.engine import Engine
-from featx.engine.row_checks import describe_nonfinite, finite_rows
 from featx.errors import LayerError, ReduceError
 from featx.images import WINDOW_ERROR
 from featx.layers import (
     CapturePoint,
     ChosenLayers,
-    KeyedReduction,
     OutputCollector,
     ProjectedReduce,
     Reduction,
     RowLayout,
     StoredReduce,
+    TokenSample,
     bound_reduction,
 )
 from featx.types import ImageFault, LayerSpec, ResumeState, Status, TokenGeometry
@@ -180,7 +179,7 @@ class Windows:
                 "{name: grid, rows: 64, columns: 64}' or reduce=align makes them equal, "
                 "'model.transform.resize=[HEIGHT,WIDTH]' the images."
             )
-        bound_args = reduce.bound_args if isinstance(reduce, KeyedReduction) else {}
+        bound_args = reduce.bound_args if isinstance(reduce, TokenSample) else {}
         row = torch.empty(1, *shape, dtype=self.store_dtype, device="meta")
         return spec_of(layer.point, layer.reduce, row, compute_dtype, bound_args)
 
@@ -257,7 +256,7 @@ class Windows:
         values = {}
         for name, value in self._blend(engine, image, covered):
             reduce = reductions[name]
-            keyed = isinstance(reduce, KeyedReduction)
+            keyed = isinstance(reduce, TokenSample)
             values[name] = reduce(value, keys) if keyed else reduce(value)  # type: ignore[call-arg]
         return values
 

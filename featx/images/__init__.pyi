@@ -1,13 +1,13 @@
 from .decode import decode_pillow as decode_pillow
 from .decode import image_sizes as image_sizes
 from .decode import is_decoded_reduced as is_decoded_reduced
+from .decode_settings import PILLOW as PILLOW
 from .decode_settings import DecodeSettings as DecodeSettings
+from .decode_settings import ImagePolicy as ImagePolicy
+from .decode_settings import num_heic_without_decoder as num_heic_without_decoder
 from .decoder import DecodingClock as DecodingClock
 from .decoder_pool import FEW_ROWS as FEW_ROWS
 from .decoder_pool import DecoderPool as DecoderPool
-from .image_policy import PILLOW as PILLOW
-from .image_policy import ImagePolicy as ImagePolicy
-from .image_policy import num_heic_without_decoder as num_heic_without_decoder
 from .image_reading import read_image as read_image
 from .label_maps import LabelTransform as LabelTransform
 from .label_maps import read_label_map as read_label_map

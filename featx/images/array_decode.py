@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import counted
-from featx.images.image_policy import ImagePolicy
+from featx.images.decode_settings import ImagePolicy
 from featx.images.rgb_conversion import NUMBER_TYPES, format_fault, missing_codecs
 from featx.types import ImageFault, Status
 

@@ -33,7 +33,7 @@ from featx.images.array_decode import (
     pillow_array,
     why_not_rgb,
 )
-from featx.images.image_policy import PILLOW, SIMPLEJPEG, ImagePolicy
+from featx.images.decode_settings import PILLOW, SIMPLEJPEG, ImagePolicy
 from featx.images.jpeg_decode import (
     JPEG,
     check_jpeg,

@@ -11,20 +11,23 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.images.decoder_channels import (
+    BUFFER_SHIFT,
     MESSAGE,
+    NO_BUFFER,
     NO_ROW,
     TASK,
     Channels,
     Kind,
     LoaderTimes,
+    Slot,
+    SlotLayout,
     error_bytes,
     fault_bytes,
     read_range,
     send,
     warning_bytes,
 )
-from featx.images.image_policy import ACCEPTED_DAMAGE
-from featx.images.shared_memory import BUFFER_SHIFT, NO_BUFFER, Slot, SlotLayout
+from featx.images.decoder_warnings import ACCEPTED_DAMAGE
 from featx.types import ImageFault
 
 

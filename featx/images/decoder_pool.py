@@ -36,6 +36,7 @@ from featx.images.decoder import Decoder, RowWorker
 from featx.images.decoder_channels import (
     ATOMIC_BYTES,
     MESSAGE,
+    NO_BUFFER,
     NO_ROW,
     TASK,
     Cause,
@@ -46,9 +47,12 @@ from featx.images.decoder_channels import (
     Job,
     Kind,
     LoaderTimes,
+    Slot,
+    SlotLayout,
+    Spool,
+    anonymous_file,
 )
 from featx.images.decoder_supervisor import RESUME, START_ALL, Supervisor
-from featx.images.shared_memory import NO_BUFFER, Slot, SlotLayout, Spool, anonymous_file
 from featx.types import NO_IMAGE, Failure, ImageFault, Status
 
 CAN_FORK = sys.platform.startswith("linux")
@@ -447,7 +451,10 @@ class DecoderPool:
                 return
             job = self._groups[group].job
             if kind == Kind.DONE:
-                self._end_group(group)
+                buffer = self._groups.pop(group).buffer
+                if buffer != NO_BUFFER:
+                    self._spool.release(buffer)
+                self._count_done(job)
                 self.times.add(*times)
                 self._send()  # decoders have taken records, so that pipes may have room
             elif kind == Kind.DAMAGED:
@@ -458,13 +465,6 @@ class DecoderPool:
             elif kind == Kind.ERROR:
                 job.fail(row, pickle.loads(content))
                 self._state.notify_all()
-
-    def _end_group(self, number: int) -> None:
-        """Count a group as done; the lock is held."""
-        group = self._groups.pop(number)
-        if group.buffer != NO_BUFFER:
-            self._spool.release(group.buffer)
-        self._count_done(group.job)
 
     def _count_done(self, job: Job) -> None:
         """Count a group of a job as done; the lock is held."""

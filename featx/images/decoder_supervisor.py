@@ -76,7 +76,9 @@ class Supervisor:
         poll.register(wake, select.POLLIN)
         limit_s = _CHECK_INTERVAL_S if self._limit_s is None else self._limit_s / 4
         while True:
-            self._start_missing()
+            for index in range(0 if self._is_paused else self._target):
+                if not self._table.pids[index]:
+                    self._start_decoder(index)
             ready = dict(poll.poll(1000 * min(limit_s, _CHECK_INTERVAL_S)))
             if os.getppid() != parent or (self._control in ready and not self._obey()):
                 self._end_decoders()
@@ -103,12 +105,6 @@ class Supervisor:
         elif order == RESUME:
             self._is_paused = False
         return bool(order)
-
-    def _start_missing(self) -> None:
-        """Fork the decoders that do not run."""
-        for index in range(0 if self._is_paused else self._target):
-            if not self._table.pids[index]:
-                self._start_decoder(index)
 
     def _start_decoder(self, index: int) -> None:
         """Fork a decoder."""

@@ -26,6 +26,9 @@ MAX_REASONS = 20
 OTHER = "other warnings"
 """Reason under which all further warnings are counted."""
 
+ACCEPTED_DAMAGE = "damaged JPEG: "
+"""Beginning of the warning about an image that is damaged and accepted."""
+
 _logged: set[str] = set()
 """Reasons that this process has logged. A process may load images for many runs, and logs once."""
 
@@ -63,6 +66,12 @@ class DecoderWarnings:
 def reason_of(message: str) -> str:
     """A warning without what differs between images: numbers become N."""
     return _NUMBERS.sub("N", message)[:_LENGTH]
+
+
+def warn(message: str) -> None:
+    """Warn of the image that is decoded; `redirect_warnings` collects it as one of Pillow's."""
+    # With a new registry each time, as Python would show one text only once.
+    warnings.warn_explicit(message, UserWarning, __file__, 1, "PIL.featx", {})
 
 
 def redirect_warnings() -> Callable[[], list[str]]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.images.image_policy import ACCEPT, ACCEPTED_DAMAGE, ImagePolicy, warn
+from featx.images.decode_settings import ACCEPT, ImagePolicy
+from featx.images.decoder_warnings import ACCEPTED_DAMAGE, warn
 from featx.types import ImageFault, Status
 
 JPEG = b"\xff\xd8\xff"

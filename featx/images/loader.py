@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from featx.base import num_cpus
-from featx.images.decode_settings import DecodeSettings
+from featx.images.decode_settings import PILLOW, DecodeSettings
 from featx.images.decoder_channels import Job, LoaderTimes
 from featx.images.decoder_pool import KEPT_BATCHES, DecoderPool
 from featx.images.decoder_warnings import DecoderWarnings
-from featx.images.image_policy import PILLOW
 from featx.images.preprocess import centre_crop
 from featx.images.row_loader import RowLoader, image_in_place
 from featx.types import Batch, Failure, Listing, Part, Source, ViewSource
@@ -98,7 +97,9 @@ class Loader:
             self._is_pinned,
             self._num_kept,
         )
-        pool.on_warnings = self._count_warnings
+        pool.on_warnings = lambda row, messages: self._warnings.add(
+            self._rows.image_key(row), messages
+        )
         return pool
 
     def end_decoders(self) -> None:
@@ -236,7 +237,3 @@ class Loader:
         failure_of = {failure.row: failure for failure in job.failures}
         for image, row in zip(images[: len(job.rows)].clone(), job.rows.tolist(), strict=True):
             yield failure_of.get(row, image)
-
-    def _count_warnings(self, row: int, messages: list[str]) -> None:
-        """Count the warnings of the image of a row."""
-        self._warnings.add(self._rows.image_key(row), messages)

@@ -119,25 +119,10 @@ class Preprocess:
         Raises:
             ImageFault: with a scale, a pixel is not finite.
         """
-        return self.crop_uint8(image) if self.scale is None else self._crop_scaled(image)
-
-    def without_crop(self) -> Preprocess:
-        """The transform that resizes a whole image to the input, whatever its proportions."""
-
-        def reference(image: Image.Image) -> torch.Tensor:
-            height, width = self.crop
-            resized = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
-            return self.normalise(torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None])[0]
-
-        return replace(self, reference=reference, resize=self.crop)
-
-    def _crop_scaled(self, image: npt.NDArray[Any]) -> torch.Tensor:
-        """Divide, resize, crop and normalise in float32; arguments as of `crop_array`.
-
-        These are the steps of torchvision on a tensor: bicubic values are not limited to the range
-        of the pixels.
-        """
-        assert self.scale is not None
+        if self.scale is None:
+            return self.crop_uint8(image)
+        # In float32, by the steps of torchvision on a tensor: bicubic values are not limited to the
+        # range of the pixels.
         pixels = np.ascontiguousarray(self.scale.apply(image).transpose(2, 0, 1))
         x = torch.from_numpy(pixels)[None]
         if self.channels == "bgr":
@@ -151,6 +136,16 @@ class Preprocess:
             for values in (self.mean, self.std)
         )
         return (x - mean).div_(std)
+
+    def without_crop(self) -> Preprocess:
+        """The transform that resizes a whole image to the input, whatever its proportions."""
+
+        def reference(image: Image.Image) -> torch.Tensor:
+            height, width = self.crop
+            resized = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
+            return self.normalise(torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None])[0]
+
+        return replace(self, reference=reference, resize=self.crop)
 
     def crop_uint8(self, image: npt.NDArray[np.uint8]) -> torch.Tensor:
         """Resize to `resize` and crop the centre, on the CPU.

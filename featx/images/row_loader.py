@@ -24,7 +24,7 @@ from featx.images.decode import (
 )
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
-from featx.images.image_policy import warn
+from featx.images.decoder_warnings import warn
 from featx.images.image_reading import read_image
 from featx.images.preprocess import Preprocess
 from featx.images.rgb_conversion import PixelFormatError
@@ -36,7 +36,6 @@ from featx.types import (
     Listing,
     Source,
     Status,
-    View,
     ViewSource,
     image_checksum,
 )
@@ -107,6 +106,7 @@ class RowLoader:
         self.keys = listing.keys
         self._decoding = decoding
         self._policy = decoding.policy
+        self._takes_pillow = decoding.reference and self._policy.channels is None
         self._views = source if isinstance(source, ViewSource) else None
         # The size of a box or a crop is unknown before its image is decoded.
         at_full_size = decoding.reference or self._views is not None
@@ -144,17 +144,32 @@ class RowLoader:
         checksum: npt.NDArray[np.uint64],
         clock: DecodingClock,
     ) -> None:
-        """Load an image into its place in a batch."""
+        """Load an image, or a view of one, into its place in a batch."""
+        preprocess = self._decoding.preprocess
         try:
-            if self._views is not None:
-                view = self._views.view(bytes(self.keys[row]))
-                self._fill_view(row, view, read, out, checksum, clock)
+            if self._views is None:
+                data = read()
+                checksum[0] = image_checksum(data)
+                with clock:
+                    self._put(out, self._prepare(self._decode(data), preprocess))
                 return
-            data = read()
-            checksum[0] = image_checksum(data)
+            view, key = self._views.view(bytes(self.keys[row])), self.image_key(row)
+            if self._whole is None or self._whole.key != key:
+                self._whole = None  # the next image needs its memory
+                self._return_memory()
+                self._whole = self._load_whole(key, read, checksum, clock)
+            image = self._whole
+            checksum[0] = image.checksum
+            if isinstance(image.decoded, ImageFault):
+                fault = image.decoded
+                raise ImageFault(fault.status, str(fault), fault.error)
+            for text in image.warnings:
+                warn(text)
             with clock:
-                # numpy copies in this thread; torch would start threads of OpenMP.
-                self._put(out, self._prepare(self._decode(data), self._decoding.preprocess))
+                cut = self._as_transform_input(cut_view(image.decoded, view))
+                if view.crop is not None:
+                    preprocess = preprocess.without_crop()
+                self._put(out, self._prepare(cut, preprocess))
         except MemoryError as error:
             raise self._out_of_memory(row) from error
 
@@ -163,7 +178,7 @@ class RowLoader:
         out[: _NUM_HEADER if self._has_windows else None] = 0
 
     def _put(self, out: npt.NDArray[Any], pixels: npt.NDArray[Any]) -> None:
-        """Copy an image into its place."""
+        """Copy an image into its place; numpy starts no threads of OpenMP, as torch would."""
         if not self._has_windows:
             np.copyto(out, pixels)
             return
@@ -183,35 +198,6 @@ class RowLoader:
             "free some memory and give the same command again. A smaller batch_size or "
             "data.max_pixels needs less."
         )
-
-    def _fill_view(
-        self,
-        row: int,
-        view: View,
-        read: Callable[[], bytes],
-        out: npt.NDArray[Any],
-        checksum: npt.NDArray[np.uint64],
-        clock: DecodingClock,
-    ) -> None:
-        """Load a view of an image into its place; arguments and errors as of `fill`."""
-        key = self.image_key(row)
-        if self._whole is None or self._whole.key != key:
-            self._whole = None  # the next image needs its memory
-            self._return_memory()
-            self._whole = self._load_whole(key, read, checksum, clock)
-        image = self._whole
-        checksum[0] = image.checksum
-        if isinstance(image.decoded, ImageFault):
-            fault = image.decoded
-            raise ImageFault(fault.status, str(fault), fault.error)
-        for text in image.warnings:
-            warn(text)
-        with clock:
-            cut = self._as_transform_input(cut_view(image.decoded, view))
-            preprocess = self._decoding.preprocess
-            if view.crop is not None:
-                preprocess = preprocess.without_crop()
-            self._put(out, self._prepare(cut, preprocess))
 
     def _load_whole(
         self,
@@ -291,13 +277,12 @@ class RowLoader:
         The whole image stays in the type of its decoder: a copy of 20,000 x 20,000 pixels would
         need 1.2 GB more.
         """
-        takes_pillow = self._decoding.reference and self._policy.channels is None
-        if takes_pillow:
+        if self._takes_pillow:
             return cut if isinstance(cut, Image.Image) else Image.fromarray(cut)
         return np.array(cut) if isinstance(cut, Image.Image) else cut
 
     def _decode(self, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""
-        if self._decoding.reference and self._policy.channels is None:
+        if self._takes_pillow:
             return decode_pillow(data, self._policy, self._at_least)
         return decode_array(data, self._policy, self._at_least)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from featx.images.image_policy import ImagePolicy
+from featx.images.decode_settings import ImagePolicy
 from featx.images.jpeg_decode import check_jpeg, with_tables
 from featx.images.tiff_decode import BLACK_IS_ZERO, COMPRESSIONS, RGB, YCBCR, check_page
 from featx.images.tiff_tags import (

@@ -14,7 +14,8 @@ from PIL import Image, UnidentifiedImageError
 
 from featx.errors import counted
 from featx.images.array_decode import check_array, wrong_channels
-from featx.images.image_policy import ImagePolicy, warn
+from featx.images.decode_settings import ImagePolicy
+from featx.images.decoder_warnings import warn
 from featx.images.jpeg_decode import check_jpeg, with_tables
 from featx.images.rgb_conversion import (
     NUMBER_TYPES,

@@ -81,7 +81,8 @@ def read_tags(data: bytes) -> list[Tags]:
                     raise ImageFault(
                         Status.DECODE_ERROR, "its tags overlap, to more bytes than it has"
                     )
-                pages.append({tag.code: _values(tag) for tag in page.tags if _is_read(tag)})
+                read = (t for t in page.tags if t.code in _READ and t.count <= MAX_VALUES)
+                pages.append({tag.code: _values(tag) for tag in read})
     except (ImageFault, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - as damaged images in featx.images.decode
@@ -91,10 +92,6 @@ def read_tags(data: bytes) -> list[Tags]:
         message = f"its tags are damaged: {str(problem)[:150]}"
         raise ImageFault(Status.DECODE_ERROR, message, type(problem).__name__) from problem
     return pages
-
-
-def _is_read(tag: TiffTag) -> bool:
-    return tag.code in _READ and tag.count <= MAX_VALUES
 
 
 def _values(tag: TiffTag) -> Sequence[float]:

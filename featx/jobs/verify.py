@@ -162,7 +162,7 @@ def _images_text(images: ImagesReport) -> str:
     lines = [f"{same} are those that the rows were computed from ({images.read} were read)"]
     for keys, state in (
         (images.changed, "changed since"),
-        (images.gone, "not there any more, so their rows were not compared"),
+        (images.gone, "missing or empty now, so their rows were not compared"),
     ):
         if keys:
             lines.append(f"{len(keys)} {state}: {_first(keys, 10)}")

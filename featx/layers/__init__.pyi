@@ -21,6 +21,7 @@ from .gradient_target import values_of_classes as values_of_classes
 from .layer_hooks import pick as pick
 from .output_collector import OutputCollector as OutputCollector
 from .output_collector import check_storable as check_storable
+from .output_collector import largest_magnitudes as largest_magnitudes
 from .position_checks import check_positions as check_positions
 from .profiling import Profile as Profile
 from .profiling import Values as Values
@@ -35,10 +36,10 @@ from .projection import reads_positions as reads_positions
 from .reductions import POOLED as POOLED
 from .reductions import REDUCTIONS as REDUCTIONS
 from .reductions import ProjectionOptions as ProjectionOptions
+from .reductions import TokenSample as TokenSample
 from .reductions import WhitenOptions as WhitenOptions
 from .reductions import channel_axis as channel_axis
 from .reductions import reduction as reduction
-from .row_layout import KeyedReduction as KeyedReduction
 from .row_layout import Reduction as Reduction
 from .row_layout import RowLayout as RowLayout
 from .row_layout import channels_last as channels_last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +126,6 @@ class CaptureHooks(LayerHooks):
         expected: what each pass of `forward` must do, and whether it ends early.
         score: function from the output of the model to the (B,) numbers whose gradients are taken;
             required by `forward` if a capture is a gradient.
-        optional: as for `LayerHooks`.
 
     Attributes:
         numbers: (B,) result of `score` in the last pass.
@@ -139,9 +138,8 @@ class CaptureHooks(LayerHooks):
         keep: Keep = lambda point, x: x,
         expected: Expected = ANYTHING,
         score: Callable[[Any], torch.Tensor] | None = None,
-        optional: Collection[str] = (),
     ) -> None:
-        super().__init__(module, points, optional)
+        super().__init__(module, points)
         self._score = score
         self._keep = keep
         self._expected = expected

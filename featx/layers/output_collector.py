@@ -9,7 +9,8 @@ import torch
 
 from featx.errors import LayerError, RunError
 from featx.layers.layer_hooks import lazy_copy
-from featx.layers.row_layout import KeyedReduction, Reduction, reduced_shape
+from featx.layers.reductions import TokenSample
+from featx.layers.row_layout import Reduction, reduced_shape
 from featx.layers.trace import CapturePoint
 
 
@@ -56,12 +57,12 @@ class OutputCollector:
     @property
     def needs_keys(self) -> bool:
         """Whether a reduction depends on the keys of the images."""
-        return any(isinstance(each, KeyedReduction) for each in self._reductions.values())
+        return any(isinstance(each, TokenSample) for each in self._reductions.values())
 
     def bound_args(self, name: str) -> dict[str, float | str]:
         """Parameters of the reduction of a capture that follow from its layer."""
         reduction = self._reductions.get(name)
-        return reduction.bound_args if isinstance(reduction, KeyedReduction) else {}
+        return reduction.bound_args if isinstance(reduction, TokenSample) else {}
 
     def keep(self, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """Reduce and cast a captured tensor; raise RunError if its rows have another shape."""
@@ -74,7 +75,7 @@ class OutputCollector:
         tensor = tensor.detach()  # drop the graph, if gradients are taken
         self.compute_dtypes[point.name] = tensor.dtype
         reduction = self._reductions[point.name]
-        if isinstance(reduction, KeyedReduction):
+        if isinstance(reduction, TokenSample):
             reduced = reduction(tensor, self.keys)
         else:
             reduced = reduction(tensor)
@@ -85,7 +86,7 @@ class OutputCollector:
     def cast(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Cast (B, ...) values to the dtype of the store; keeps magnitudes for `underflow_rows`."""
         if self._dtype == torch.float16 and value.dtype != torch.float16:
-            self._largest[name] = value.reshape(len(value), -1).abs().amax(1)
+            self._largest[name] = largest_magnitudes(value)
         else:
             # An earlier pass may have computed this layer in another precision.
             self._largest.pop(name, None)
@@ -110,6 +111,13 @@ class OutputCollector:
         return {
             name: (largest > 0) & (largest < smallest) for name, largest in self._largest.items()
         }
+
+
+def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
+    """(B,) largest magnitude of each row of (B, ...) values; 0 for rows without values."""
+    if not value.numel():
+        return value.new_zeros(len(value))
+    return value.reshape(len(value), -1).abs().amax(1)
 
 
 def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:

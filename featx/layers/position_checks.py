@@ -40,20 +40,28 @@ def check_positions(
     Raises:
         ReduceError: positions are in another order, or their order cannot be determined.
     """
+    height, width = image.shape[2:]
     for point, to_map in maps:
         # A gradient has the positions of its tensor, so the tensor is checked without a backward
         # pass.
         forward = replace(point, capture=point.capture.removeprefix("grad_"))
         with torch.no_grad(), CaptureHooks(module, [forward], clone_captured) as hooks:
             first = to_map(hooks.forward(image.clone())[point.name].float())
-            separate_cells, cells = _cells(first.shape[2], first.shape[3])
-            changes = [_response(hooks, point, to_map, image, first, cell) for cell in cells]
-            responses = torch.stack(changes)
+            rows, columns = first.shape[2:]
+            separate_cells, cells = _cells(rows, columns)
+            changes = []
+            for row, column in cells:
+                top, bottom = row * height // rows, (row + 1) * height // rows
+                left, right = column * width // columns, (column + 1) * width // columns
+                changed_image = image.clone()
+                changed_image[:, :, top:bottom, left:right] *= -2
+                changed = to_map(hooks.forward(changed_image)[point.name].float())
+                changes.append((changed - first)[0].double().norm(dim=0))
+            responses = torch.stack(changes)  # of all positions to each cell
         if not (
             _own_position_responds_most(responses, separate_cells)
             and _near_position_responds_most(responses, cells)
         ):
-            rows, columns = first.shape[2:]
             raise ReduceError(
                 f"{point.name}: its {rows} x {columns} positions are not in the row-major order "
                 "of the image: when single cells of an image were changed, other positions "
@@ -76,26 +84,6 @@ def _cells(rows: int, columns: int) -> tuple[list[tuple[int, int]], list[tuple[i
         elif cell not in corners:
             more.append(cell)
     return separate_cells, [*separate_cells, *more[: _NUM_CELLS - len(separate_cells)]]
-
-
-def _response(
-    hooks: CaptureHooks,
-    point: CapturePoint,
-    to_map: ToMap,
-    image: torch.Tensor,
-    first: torch.Tensor,
-    cell: tuple[int, int],
-) -> torch.Tensor:
-    """(rows, columns) float64: by how much each position changes if one cell of the image does."""
-    (row, column), (rows, columns) = cell, first.shape[2:]
-    height, width = image.shape[2:]
-    top, bottom = row * height // rows, (row + 1) * height // rows
-    left, right = column * width // columns, (column + 1) * width // columns
-    changed_image = image.clone()
-    changed_image[:, :, top:bottom, left:right] *= -2
-    changed_map = to_map(hooks.forward(changed_image)[point.name].float())
-    changes: torch.Tensor = (changed_map - first)[0].double().norm(dim=0)
-    return changes
 
 
 def _own_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:

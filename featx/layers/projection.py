@@ -10,8 +10,8 @@ import torch
 from featx.base import plain_tensors
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
-from featx.layers.reductions import REDUCTIONS, channel_axis, reduction
-from featx.layers.row_layout import KeyedReduction, Reduction, RowLayout, reduced_shape
+from featx.layers.reductions import REDUCTIONS, TokenSample, channel_axis, reduction
+from featx.layers.row_layout import Reduction, RowLayout, reduced_shape
 from featx.layers.trace import CapturePoint
 
 
@@ -87,7 +87,7 @@ class ProjectedReduce:
         statistics belong to rows of another shape.
         """
         first_reduction = reduction(self.first, rows)
-        if isinstance(first_reduction, KeyedReduction):
+        if isinstance(first_reduction, TokenSample):
             raise ReduceError(
                 f"reduce={self.name} does not fit {rows.layer}: its statistics are of rows after "
                 f"reduce={self.first.name}, which depend on the key of the image. Take statistics "

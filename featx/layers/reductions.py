@@ -17,7 +17,6 @@ from featx.base import Member, Registry, for_options, sampled_positions
 from featx.config import Count, Positive, ReduceConfig, options
 from featx.errors import ConfigError, FeatxError, ReduceError
 from featx.layers.row_layout import (
-    KeyedReduction,
     Reduction,
     RowLayout,
     channels_last,
@@ -349,8 +348,8 @@ class SampleOptions(ReduceConfig):
 
 
 @dataclass(frozen=True)
-class TokenSample(KeyedReduction):
-    """The function of reduce=sample for the rows of a layer.
+class TokenSample:
+    """The function of reduce=sample for the rows of a layer, which depend on keys as well.
 
     Attributes:
         view: function from the tensor of the layer to (B, T, C) tokens.
@@ -380,7 +379,7 @@ class TokenSample(KeyedReduction):
 
     @property
     def bound_args(self) -> dict[str, float | str]:
-        """Candidates of the layer, from which the positions of any row follow."""
+        """Candidates of the layer, from which positions follow; recorded with the options."""
         rows, columns = self.grid
         found: dict[str, float | str] = {"first": self.first, "num_candidates": self.num_candidates}
         return {**found, "rows": rows, "columns": columns} if rows else found
@@ -445,24 +444,15 @@ class ProjectionOptions(ReduceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_statistics_path()
-
-    @property
-    def statistics_path(self) -> str:
-        """Path of the statistics.
-
-        Raises:
-            ConfigError: it is not given.
-        """
-        self._check_statistics_path()
-        return str(self.stats)
-
-    def _check_statistics_path(self) -> None:
-        """Raise a ConfigError if the path of the statistics is not given."""
         if not self.stats:
             raise ConfigError(
                 f"reduce={self.name} needs reduce.stats=FILE, the stats.h5 that job=stats made."
             )
+
+    @property
+    def statistics_path(self) -> str:
+        """Path of the statistics."""
+        return str(self.stats)
 
     def with_statistics_path(self, path: str) -> ProjectionOptions:
         """Return a copy that reads the statistics from another path."""

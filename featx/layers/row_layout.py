@@ -22,18 +22,6 @@ Reduction: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Function from the layer's tensor, (B, ...), to the stored rows, (B, ...)."""
 
 
-class KeyedReduction:
-    """Reduction whose rows depend on the keys of the images as well as on the tensor."""
-
-    def __call__(self, x: torch.Tensor, keys: Sequence[bytes] = ()) -> torch.Tensor:
-        raise NotImplementedError
-
-    @property
-    def bound_args(self) -> dict[str, float | str]:
-        """Parameters that follow from the layer, recorded with those of the options."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class RowLayout:
     """Shape of a layer's rows, and what is known about their dimensions.

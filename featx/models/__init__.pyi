@@ -1,5 +1,6 @@
 from .base import Backbone as Backbone
 from .base import LibraryEmbedding as LibraryEmbedding
+from .base import eval_mode as eval_mode
 from .base import random_id as random_id
 from .base import seeded as seeded
 from .base import state_sha256 as state_sha256
@@ -9,6 +10,7 @@ from .batchnorm_folding import foldable_pairs as foldable_pairs
 from .catalogue import RECOMMENDED as RECOMMENDED
 from .catalogue import CatalogueEntry as CatalogueEntry
 from .catalogue import WeightsOnDisk as WeightsOnDisk
+from .catalogue import hint as hint
 from .catalogue import installed_version as installed_version
 from .catalogue import listed_models as listed_models
 from .catalogue import read_catalogue as read_catalogue
@@ -24,7 +26,6 @@ from .libraries import ModelLibrary as ModelLibrary
 from .libraries import build_backbone as build_backbone
 from .libraries import given_factory as given_factory
 from .libraries import resolve_library as resolve_library
-from .name_hints import hint as hint
 from .preprocessing import stated_preprocess as stated_preprocess
 from .text_tower import TEMPLATE_SETS as TEMPLATE_SETS
 from .text_tower import TextClassifier as TextClassifier

@@ -245,6 +245,19 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put all modules in eval mode inside the block, and restore the mode of each after it."""
+    # A frozen BatchNorm is in eval mode within a model that trains.
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
 def random_id(seed: int) -> str:
     """Description of random weights in the store."""
     return f"random (seed {seed})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,12 +182,7 @@ def _load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[
     ]
     if dropped:
         nest = match.prefix[: match.prefix.rfind("/") + 1]
-        parts = Counter(first_part(name.removeprefix(nest)) for name in dropped)
-        parts_text = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
-        log_message(
-            f"{origin}: {counted(len(dropped), 'tensor')} left out, as no part of the model: "
-            f"{parts_text}{', ...' if len(parts) > 8 else ''}"
-        )
+        log_left_out([name.removeprefix(nest) for name in dropped], origin, "the model")
     if match.conversion:
         changed = f", {', '.join(match.computed)} resampled" if match.computed else ""
         log_message(f"{origin}: names converted by {match.conversion}{changed}")
@@ -199,6 +194,16 @@ def _load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[
         "dropped": sorted(dropped) if len(dropped) <= _LISTED else counts,
     }
     return {key: value for key, value in description.items() if value}
+
+
+def log_left_out(names: Collection[str], origin: str, model: str) -> None:
+    """Write one line about the tensors of a checkpoint that a model has no use for."""
+    parts = Counter(map(first_part, names))
+    parts_text = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
+    log_message(
+        f"{origin}: {counted(len(names), 'tensor')} left out, as no part of {model}: "
+        f"{parts_text}{', ...' if len(parts) > 8 else ''}"
+    )
 
 
 def _check_values(

@@ -66,12 +66,11 @@ def open_program(path: Path) -> Program:
         try:
             program = torch.export.load(path)
         except Exception as error:  # of several kinds: the archive is right, its content is not
-            reason = first_line(error)
             raise ModelError(
                 f"model.name={path} cannot be opened by torch {torch.__version__} "
-                f"({type(error).__name__}: {reason}). It may be damaged, written by a newer "
-                "torch, or use operators that this one does not have. Copy it again, or export the "
-                "model again."
+                f"({type(error).__name__}: {first_line(error)}). It may be damaged, written by a "
+                "newer torch, or use operators that this one does not have. Copy it again, or "
+                "export the model again."
             ) from error
         _check_nodes(program, path)
         shape = _input_shape(program, path)
@@ -153,11 +152,10 @@ def check_forward(program: Program, size: tuple[int, int], name: str) -> None:
     except ModelError:
         raise
     except Exception as error:  # a guard of the program, or an operator
-        reason = first_line(error)
         raise ModelError(
             f"{name} does not take two images of {size[0]} x {size[1]} pixels "
-            f"({type(error).__name__}: {reason}). model.transform.crop=[HEIGHT,WIDTH] gives "
-            "another size, if it was exported for several."
+            f"({type(error).__name__}: {first_line(error)}). model.transform.crop=[HEIGHT,WIDTH] "
+            "gives another size, if it was exported for several."
         ) from error
     after = program.module.state_dict()
     if changed := [key for key, x in before.items() if not torch.equal(x, after[key])]:

@@ -6,6 +6,7 @@ code that is known to be right can tell, so it writes what it computes, and feat
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 
 from featx.errors import ConfigError
+from featx.models.base import eval_mode
 
 _FORMAT = "featx golden 1"
 
@@ -69,17 +71,9 @@ def write_golden(
         )
     opened = [_rgb_image(image) for image in images]
     inputs = torch.stack([transform(image).float() for image in opened])
-    modules = list(module.modules()) if isinstance(module, torch.nn.Module) else []
-    # Each has a mode of its own: a frozen BatchNorm is in eval mode within a model that trains.
-    modes = [part.training for part in modules]
-    if isinstance(module, torch.nn.Module):
-        module.eval()
-    try:
-        with torch.no_grad():
-            expected = module(inputs)
-    finally:
-        for part, mode in zip(modules, modes, strict=True):
-            part.training = mode
+    mode = eval_mode(module) if isinstance(module, torch.nn.Module) else contextlib.nullcontext()
+    with torch.no_grad(), mode:
+        expected = module(inputs)
     if not isinstance(expected, torch.Tensor) or len(expected) != len(inputs):
         shape = tuple(expected.shape) if isinstance(expected, torch.Tensor) else ""
         raise ConfigError(

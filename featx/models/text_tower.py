@@ -18,7 +18,14 @@ from featx.models.libraries.open_clip import (
     import_open_clip,
     source_of,
 )
-from featx.models.transformers.folder import refuse_code
+from featx.models.transformers.folder import (
+    VOCABULARIES,
+    find_folder,
+    read_config,
+    read_state,
+    refuse_code,
+)
+from featx.models.transformers.loading import Blueprint, import_transformers, load_model, quiet
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
 
 TEMPLATE_SETS = ("openai", "simple")
 """Names of lists of templates that open_clip has."""
+
+_TWO_TOWERS = {"clip": "CLIPModel", "siglip": "SiglipModel"}
+"""model_type of config.json -> class that holds both towers."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +89,83 @@ def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device
         classifier = text_classifier(config, texts, ["{}"], device)
         return TextVectors(classifier.weight.numpy(), None, classifier.weights_sha256)
     from featx.models.base import state_sha256
-    from featx.models.transformers.texts import load_two_towers, text_features
 
     _refuse_random_weights(config)
-    model, tokenizer = load_two_towers(config.name)
+    model, tokenizer = _load_two_towers(config.name)
     sha256 = state_sha256(model.vision_model)
     # CLIP projects the vector that `embedding` is; that of SigLIP is compared as it is.
     head = getattr(model, "visual_projection", None)
     projection = None if head is None else head.weight.detach().T.contiguous().numpy()
-    vectors = text_features(model, tokenizer, texts, device).numpy()
+    vectors = _text_features(model, tokenizer, texts, device).numpy()
     if not np.isfinite(vectors).all():
         raise WeightsError(f"the text tower of {config.name} gives values that are not finite.")
     return TextVectors(vectors, projection, sha256)
+
+
+def _load_two_towers(name: str) -> tuple[Any, Any]:
+    """Load image and text tower of a folder, and its tokenizer.
+
+    Raises ConfigError if the model has no text tower, WeightsError if files cannot be loaded.
+    """
+    transformers = import_transformers()
+    folder = find_folder(name)
+    values = read_config(folder)
+    model_type = str(values.pop("model_type"))
+    if model_type not in _TWO_TOWERS:
+        raise ConfigError(
+            f"texts need a model with a text tower: model.name={name} has the model_type "
+            f"{model_type}, expected {' or '.join(_TWO_TOWERS)}."
+        )
+    model = getattr(transformers, _TWO_TOWERS[model_type])
+    plan = Blueprint(model, model.config_class.from_dict(values), {})
+    return load_model(plan, read_state(folder), name).eval(), _folder_tokenizer(folder)
+
+
+def _text_features(
+    model: Any, tokenizer: Any, texts: Sequence[str], device: torch.device
+) -> torch.Tensor:
+    """Compute what get_text_features returns for texts, (q, P) float32 on the CPU.
+
+    Raises ConfigError if a text has more tokens than the model reads.
+    """
+    import torch
+
+    sizes = model.config.text_config
+    limit = sizes.max_position_embeddings
+    for text, ids in zip(texts, tokenizer(list(texts)).input_ids, strict=True):
+        if len(ids) > limit:
+            raise ConfigError(
+                f"the text {text!r} has {len(ids)} tokens, and the model reads {limit}: shorten it."
+            )
+        if max(ids, default=0) >= sizes.vocab_size:
+            raise WeightsError(
+                f"the tokenizer is not that of the model, which has {sizes.vocab_size} tokens: it "
+                f"has the token {max(ids)} for {text!r}."
+            )
+    # SigLIP was trained with texts of full length; CLIP does not read what follows the end.
+    tokens = tokenizer(list(texts), padding="max_length", max_length=limit, return_tensors="pt")
+    with torch.no_grad():
+        output = model.to(device).get_text_features(**tokens.to(device))
+    features: torch.Tensor = output.pooler_output.float().cpu()
+    return features
+
+
+def _folder_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder; `read_config` has refused one that names code."""
+    from transformers import AutoTokenizer
+
+    # Without them transformers makes a tokenizer that knows no word.
+    reason = f"it has none of {', '.join(VOCABULARIES)}."
+    if any((folder / name).is_file() for name in VOCABULARIES):
+        try:
+            with quiet():
+                return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # noqa: BLE001 - of several libraries, about damaged files
+            reason = first_line(error)
+    raise WeightsError(
+        f"the tokenizer of {folder} cannot be loaded: {reason} Copy the files of the tokenizer "
+        "into the folder of the model."
+    )
 
 
 def _refuse_random_weights(config: ModelConfig) -> None:
@@ -162,9 +237,8 @@ def _whole_model(config: OpenClipOptions) -> Any:
     except FeatxError:
         raise
     except Exception as error:  # of several libraries: texts of other models come from the hub
-        reason = first_line(error)
         raise ModelError(
-            f"open_clip cannot build the text tower of {source.name}: {reason}"
+            f"open_clip cannot build the text tower of {source.name}: {first_line(error)}"
         ) from error
     if source.file is None:
         raise FeatxError(f"the weights of {source.name} are in no file.")
@@ -191,8 +265,7 @@ def _tokenizer(config: OpenClipOptions) -> Any:
     try:
         return import_open_clip().get_tokenizer(place)
     except Exception as error:  # of several libraries: files of tokenizers come from the hub
-        reason = first_line(error)
         raise WeightsError(
-            f"the tokenizer of {config.name} cannot be loaded: {reason} Put its files into a "
-            "folder with open_clip_config.json, and name the folder as model.name."
+            f"the tokenizer of {config.name} cannot be loaded: {first_line(error)} Put its files "
+            "into a folder with open_clip_config.json, and name the folder as model.name."
         ) from error

@@ -204,7 +204,7 @@ def gone_images_text(keys: npt.NDArray[np.bytes_], rows: npt.NDArray[np.int64]) 
     """Clause that names images that no longer exist."""
     count = len(rows)
     named = named_keys(keys[rows].tolist(), count)
-    return f"{counted(count, 'image is', 'images are')} not there any more: {named}"
+    return f"{counted(count, 'image is', 'images are')} missing or empty now: {named}"
 
 
 def changed_failures_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str:

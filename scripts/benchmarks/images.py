@@ -24,7 +24,7 @@ def decode(arguments: argparse.Namespace) -> None:
 
     from featx.images import ImagePolicy, Preprocess
     from featx.images.decode import decode_array
-    from featx.images.image_policy import SIMPLEJPEG
+    from featx.images.decode_settings import SIMPLEJPEG
 
     torch.set_num_threads(1)
     transform = v2.Compose(

@@ -24,7 +24,7 @@ from benchmarks.photos import make_photos
 from benchmarks.rounds import Add
 from featx.base import keep_freed_memory
 from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
-from featx.images.image_policy import SIMPLEJPEG
+from featx.images.decode_settings import SIMPLEJPEG
 from featx.sources import FolderSource
 from featx.types import Listing, Part, Source
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from tiny_engine import backbone_of, bound
+from tiny_engine import assert_refused, backbone_of, bound
 from tiny_model import KEYS, extract
 from torch import nn
 
@@ -163,11 +163,7 @@ class Cached(Net):
 def test_what_breaks_rows_is_refused(
     make: Callable[[], nn.Module], layer: str, error: type[FeatxError], message: str
 ) -> None:
-    with (
-        pytest.raises(error, match=message),
-        bound(backbone_of(make()), layer, images=IMAGES),
-    ):
-        pass
+    assert_refused(error, message, backbone_of(make()), layer, images=IMAGES)
 
 
 def test_dynamic_quantisation_is_refused() -> None:
@@ -177,21 +173,17 @@ def test_dynamic_quantisation_is_refused() -> None:
             nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 8)).eval(),
             {nn.Linear},
         )
-    with (
-        pytest.raises(ModelError, match="3: the row of an image changes"),
-        bound(backbone_of(module), "3", images=IMAGES),
-    ):
-        pass
+    assert_refused(
+        ModelError, "3: the row of an image changes", backbone_of(module), "3", images=IMAGES
+    )
 
 
 def test_a_loop_that_neighbours_prolong_is_refused_where_only_its_result_is_taken() -> None:
     images = IMAGES.clone()
     images[::2] = 100  # dark ones, that are computed otherwise among bright ones
-    with (
-        pytest.raises(ModelError, match="head: the row of an image changes"),
-        bound(backbone_of(Loop()), "head", images=images),
-    ):
-        pass
+    assert_refused(
+        ModelError, "head: the row of an image changes", backbone_of(Loop()), "head", images=images
+    )
 
 
 def test_what_is_right_is_taken() -> None:
@@ -238,11 +230,13 @@ def test_a_call_that_is_asked_for_by_its_number_counts_the_others() -> None:
                 z = self.block(z)
             return self.head(z.mean((2, 3)))
 
-    with (
-        pytest.raises(RunError, match=r"'block' is called 3 times .* called 2 times"),
-        bound(backbone_of(Twice()), "block@2", images=IMAGES),
-    ):
-        pass
+    assert_refused(
+        RunError,
+        r"'block' is called 3 times .* called 2 times",
+        backbone_of(Twice()),
+        "block@2",
+        images=IMAGES,
+    )
 
 
 @pytest.mark.usefixtures("in_tmp_path")

@@ -16,12 +16,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ConvBatchNorm, with_statistics
 
-from featx.config import ReduceConfig
 from featx.engine import COMPUTE_DTYPES, Compute, Engine
-from featx.engine.row_checks import row_cosines
+from featx.engine.compute import row_cosines
 from featx.engine.weight_casting import cast_weights, castable_weights
 from featx.errors import ModelError
-from featx.layers import no_fast_path, select
+from featx.layers import no_fast_path
 from featx.models import fold_pairs, state_sha256
 
 BF16 = torch.bfloat16
@@ -359,10 +358,7 @@ def test_a_compiled_pass_reads_the_weights_that_were_cast() -> None:
 
 def test_gradients_are_those_of_float32_weights() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 4))
-    backbone = backbone_of(module)
-    with Engine(backbone, torch.device("cpu"), "float32", target="logsumexp") as engine:
-        chosen = select([("1:grad_output", ReduceConfig())], engine.trace(), None, None).chosen
-        engine.attach_captures(chosen)
+    with bound(backbone_of(module), "1:grad_output", target="logsumexp") as engine:
         configured(engine)
         assert {p.dtype for p in module.parameters()} == {torch.float32}
 

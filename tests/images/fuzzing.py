@@ -28,7 +28,7 @@ from PIL import Image
 
 from featx.images import PILLOW, ImagePolicy
 from featx.images.decode import decode_array
-from featx.images.image_policy import SIMPLEJPEG
+from featx.images.decode_settings import SIMPLEJPEG
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (10, 20, 30), 89_478_485)

@@ -23,13 +23,14 @@ import numpy as np
 import pytest
 from conftest import make_image, slow_except
 from encoded_images import encode, make_png, png_chunk
+from fuzzing import outcome
 from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
 from featx.errors import ConfigError
 from featx.images import PILLOW, ImagePolicy, decode_pillow
 from featx.images.decode import FORMATS, decode_array
-from featx.images.image_policy import SIMPLEJPEG
+from featx.images.decode_settings import SIMPLEJPEG
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status
 
@@ -52,11 +53,7 @@ def fault_of(data: bytes, policy: ImagePolicy = POLICY) -> ImageFault:
 
 
 def attempt(data: bytes, jpeg: str = PILLOW) -> np.ndarray | ImageFault:
-    """The pixels, or the fault; anything else is raised."""
-    try:
-        return decode_array(data, replace(POLICY, jpeg=jpeg), None)
-    except ImageFault as fault:
-        return fault
+    return outcome(data, replace(POLICY, jpeg=jpeg), None)
 
 
 def mixed(value: int, alpha: int, under: int) -> int:

@@ -19,7 +19,7 @@ from tiny_model import extract, run_job
 from featx.errors import StoreMismatchError
 from featx.images import PILLOW, ImagePolicy, decode_pillow
 from featx.images.decode import decode_array
-from featx.images.image_policy import ACCEPT, SIMPLEJPEG
+from featx.images.decode_settings import ACCEPT, SIMPLEJPEG
 from featx.images.jpeg_decode import jpeg_damage
 from featx.types import ImageFault, Status
 

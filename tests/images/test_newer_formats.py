@@ -20,7 +20,7 @@ from tiny_model import extract
 from featx.errors import ConfigError, StoreMismatchError
 from featx.images import ImagePolicy, decode_pillow
 from featx.images.decode import decode_array
-from featx.images.image_policy import heif_version
+from featx.images.decode_settings import heif_version
 from featx.sources import FolderSource
 from featx.types import ImageFault, Status
 

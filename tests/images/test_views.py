@@ -16,10 +16,11 @@ from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as TF
 
 from featx.config import DataConfig
-from featx.images import DecodeSettings, ImagePolicy, Loader
+from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
 from featx.images.views import random_box
 from featx.models.preprocessing import pillow_preprocess
 from featx.sources import FolderSource, with_views
+from featx.sources.boxes import BoxedSource
 from featx.types import Part, RandomCrop
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -178,15 +179,16 @@ def test_pixels_depend_on_key_view_and_bounds_only(tmp_path: Path) -> None:
     assert not torch.equal(renamed[b"9.png#crop1"], some[b"0.png#crop1"])
 
 
+class Counted(FolderSource):
+    """Notes each image that is read in a file beside its folder."""
+
+    def read(self, key: bytes) -> bytes:
+        with self.root.with_name("reads").open("ab") as file:  # decoders read, in processes
+            file.write(key + b"\n")
+        return super().read(key)
+
+
 def test_an_image_is_read_once_for_its_views(tmp_path: Path) -> None:
-    reads = tmp_path / "reads"
-
-    class Counted(FolderSource):
-        def read(self, key: bytes) -> bytes:
-            with reads.open("ab") as file:  # decoders read, each in its own process
-                file.write(key + b"\n")
-            return super().read(key)
-
     source = with_views(
         Counted(write_photos(tmp_path / "photos")), DataConfig(views=["original", "vflip"], crops=6)
     )
@@ -194,4 +196,35 @@ def test_an_image_is_read_once_for_its_views(tmp_path: Path) -> None:
     policy = ImagePolicy("apply", (0, 0, 0), 1 << 20)
     with Loader(source, listing, DecodeSettings(PREPROCESS, policy)) as loader:
         assert len([*loader.batches([Part(0, 0, len(listing))], 5)]) == 5
-    assert sorted(reads.read_text().splitlines()) == ["0.png", "1.bmp", "2.png"]
+    assert sorted((tmp_path / "reads").read_text().splitlines()) == ["0.png", "1.bmp", "2.png"]
+
+
+@pytest.mark.parametrize("ending", ["png", "tif", "jpg"])
+def test_boxes_of_an_image_are_read_once_and_are_its_pixels(tmp_path: Path, ending: str) -> None:
+    """Also those of an image that cannot be decoded; each box equals the tile saved as PNG."""
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 200, 3), np.uint8)
+    images = tmp_path / "images"
+    images.mkdir()
+    Image.fromarray(pixels).save(images / f"a.{ending}")
+    (images / "b.png").write_bytes(b"no image")
+    corners = [(x, y) for x in range(0, 168, 24) for y in range(0, 264, 24)]
+    lines = [f"{name},{x},{y},32,32" for name in (f"a.{ending}", "b.png") for x, y in corners]
+    table = tmp_path / "boxes.csv"
+    table.write_text("\n".join(["path,x,y,width,height", *lines]))
+    source = BoxedSource(Counted(images), table)
+    listing = source.listing()
+    preprocess = Preprocess(lambda image: None, (32, 32), 32, "bilinear", (0, 0, 0), (1, 1, 1))  # type: ignore[arg-type,return-value]
+    decoding = DecodeSettings(preprocess, ImagePolicy("apply", (0, 0, 0), 1 << 20))
+    with Loader(source, listing, decoding) as loader:
+        batches = [batch for _, batch in loader.batches([Part(0, 0, len(listing))], 8)]
+    assert sorted((tmp_path / "reads").read_text().splitlines()) == [f"a.{ending}", "b.png"]
+    whole = np.asarray(Image.open(images / f"a.{ending}"))
+    failed = {failure.row for batch in batches for failure in batch.failures}
+    assert failed == {row for row, key in enumerate(listing.keys) if key.startswith(b"b.png")}
+    for batch in batches:
+        for i in range(batch.count):
+            if (row := batch.start + i) not in failed:
+                box = source.view(bytes(listing.keys[row])).box
+                assert box is not None
+                tile = whole[box.y : box.y + 32, box.x : box.x + 32]
+                assert np.array_equal(batch.images[i].numpy(), tile.transpose(2, 0, 1))

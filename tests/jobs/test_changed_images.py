@@ -270,12 +270,12 @@ def test_an_image_that_is_gone_keeps_its_row(
     (photos / names[4]).unlink()
     capfd.readouterr()
     after = extract(table, refresh=True, **LENIENT)
-    assert f"1 image is not there any more: {names[4]}" in capfd.readouterr().err
+    assert f"1 image is missing or empty now: {names[4]}" in capfd.readouterr().err
     assert after["conv"][:].tobytes() == before.tobytes()
     assert run_job("verify", store="store") == 0
     output = capfd.readouterr().out
     assert "20 are those that the rows were computed from" in output
-    assert f"1 not there any more, so their rows were not compared: {names[4]}" in output
+    assert f"1 missing or empty now, so their rows were not compared: {names[4]}" in output
 
 
 def test_images_elsewhere_are_not_compared_and_verify_says_so(

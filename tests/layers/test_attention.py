@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from tiny_engine import CPU, FP32, backbone_of, noise
+from tiny_engine import CPU, backbone_of, bound, noise
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from zoo import PatchTransformer, vision_transformer
@@ -40,10 +40,7 @@ def choose(module: nn.Module, *requests: str) -> Selection:
 def run(
     module: nn.Module, x: torch.Tensor, requests: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    with Engine(backbone_of(module, SIDE), CPU, "float32") as engine:
-        pairs = [(request, ReduceConfig()) for request in requests]
-        engine.attach_captures(select(pairs, engine.trace(requests), None, None).chosen)
-        engine.configure_compute(FP32)
+    with bound(backbone_of(module, SIDE), *requests) as engine:
         return engine.run(x), engine.unfused_modules
 
 

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import slow_except
-from tiny_engine import CPU, FP32, backbone_of, noise
+from tiny_engine import backbone_of, bound, noise
 from torch import nn
 from zoo import ClampedNet, PatchTransformer, ResidualConvNet, vision_transformer
 
-from featx.config import ReduceConfig
-from featx.engine import Compute, Engine
+from featx.engine import Compute
 from featx.errors import RunError
-from featx.layers import select
 
 pytestmark = pytest.mark.usefixtures("without_compiler")
 
@@ -69,10 +67,7 @@ def test_every_engine_of_a_process_is_compiled() -> None:
     """PyTorch keeps a few graphs of a function and runs it uncompiled from then on."""
     for channels in range(3, 6):
         module = nn.Sequential(nn.Conv2d(3, channels, 1))
-        with Engine(backbone_of(module), CPU, "float32") as engine:
-            found = select([("0", ReduceConfig())], engine.trace(), None, None)
-            engine.attach_captures(found.chosen)
-            engine.configure_compute(FP32)
+        with bound(backbone_of(module), "0") as engine:
             engine.run(noise())
             engine.configure_compute(Compute("fp32", True, False, 4))
             with torch._dynamo.config.patch(recompile_limit=1):
@@ -103,11 +98,8 @@ CASES = {
 @pytest.mark.parametrize("case", slow_except(CASES, "in_place", "repeated"))
 def test_compiled_values_are_the_eager_ones(case: str) -> None:
     make, side, layers = CASES[case]
-    with Engine(backbone_of(make(), side), CPU, "float32") as engine:
-        requests = [(layer, ReduceConfig()) for layer in layers]
-        engine.attach_captures(select(requests, engine.trace(layers), None, None).chosen)
+    with bound(backbone_of(make(), side), *layers) as engine:
         x = noise(4, side)
-        engine.configure_compute(FP32)
         eager = {name: value.clone() for name, value in engine.run(x).items()}
         engine.configure_compute(Compute("fp32", True, False, 4))
         engine.run(noise(4, side, seed=9))
@@ -119,9 +111,7 @@ def test_compiled_values_are_the_eager_ones(case: str) -> None:
 
 def test_a_write_that_only_images_show_is_found_when_compiled() -> None:
     x = 100 * noise().abs()
-    with Engine(backbone_of(ClampedNet()), CPU, "float32") as engine:
-        requests = [("layer", ReduceConfig()), ("clamp", ReduceConfig())]
-        engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
+    with bound(backbone_of(ClampedNet()), "layer", "clamp") as engine:
         engine.configure_compute(Compute("fp32", True, False, 4))
         values = engine.run(x)
     assert torch.equal(values["layer"], x)
@@ -138,9 +128,7 @@ def test_captures_in_another_order_are_an_error_when_compiled() -> None:
             return self.a(self.b(x)) if self.swap else self.b(self.a(x))
 
     module = Counted()
-    with Engine(backbone_of(module), CPU, "float32") as engine:
-        requests = [("a", ReduceConfig()), ("b", ReduceConfig())]
-        engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
+    with bound(backbone_of(module), "a", "b") as engine:
         engine.configure_compute(Compute("fp32", True, False, 4))
         engine.run(noise())
         module.swap = True

@@ -6,13 +6,11 @@ import copy
 
 import pytest
 import torch
-from tiny_engine import backbone_of, noise
+from tiny_engine import backbone_of, bound, noise
 from torch import nn
 
-from featx.config import ReduceConfig
-from featx.engine import Compute, Engine
 from featx.errors import LayerError
-from featx.layers import CapturePoint, select
+from featx.layers import CapturePoint
 from featx.models import Backbone, LibraryEmbedding
 from featx.models.libraries.timm import embedding_of
 
@@ -65,13 +63,8 @@ def timm_backbone(vector: str = "pooled") -> Backbone:
 
 
 def embedding(backbone: Backbone, x: torch.Tensor) -> tuple[CapturePoint, torch.Tensor]:
-    with Engine(backbone, torch.device("cpu"), "float32") as engine:
-        traced = engine.trace(["embedding"])
-        requests = [("embedding", ReduceConfig())]
-        chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
-        engine.attach_captures(chosen)
-        engine.configure_compute(Compute("fp32", False, False, len(x)))
-        return chosen[0][0], engine.run(x)["embedding"]
+    with bound(backbone, "embedding") as engine:
+        return engine.chosen[0][0], engine.run(x)["embedding"]  # type: ignore[attr-defined]
 
 
 def test_a_fresh_batchnorm_does_not_pass_for_the_identity() -> None:

@@ -10,16 +10,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from tiny_engine import CPU, backbone_of, num_hooks
+from tiny_engine import backbone_of, bound, num_hooks
 from tiny_model import extract
 from torch import nn
 
 import featx
 from featx import jobs
-from featx.config import Config, make_reduce
-from featx.engine import Compute, Engine
+from featx.config import Config
 from featx.errors import ConfigError, LayerError, ModelError, StoreMismatchError
-from featx.layers import select, target_values
+from featx.layers import target_values
 
 SIDE = 6
 
@@ -60,10 +59,7 @@ def gradients(
     reduce: str = "none",
 ) -> dict[str, torch.Tensor]:
     backbone = backbone_of(module.eval().requires_grad_(False), SIDE)
-    with Engine(backbone, CPU, "float32", target) as engine:
-        requests = [(layer, make_reduce(reduce)) for layer in layers]
-        engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
-        engine.configure_compute(Compute("fp32", False, False, len(x)))
+    with bound(backbone, *((layer, reduce) for layer in layers), target=target) as engine:
         return engine.run(x, labels)
 
 

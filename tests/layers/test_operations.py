@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from conftest import slow_except
-from tiny_engine import CPU, FP32, backbone_of, bound, hooked, noise, num_hooks
+from tiny_engine import backbone_of, bound, hooked, noise, num_hooks
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
@@ -18,7 +18,7 @@ from zoo import ClampedNet, ResidualConvNet
 
 import featx
 from featx.config import ReduceConfig
-from featx.engine import Compute, Engine
+from featx.engine import Compute
 from featx.errors import ConfigError, LayerError, RunError
 from featx.layers import CaptureHooks, CapturePoint, select, trace_forward
 from featx.layers.operations import OperationRecorder, plain_name
@@ -256,11 +256,7 @@ def test_what_featx_does_with_a_layer_is_no_operation_of_the_model() -> None:
 
 def test_gradients_at_operations_are_autograds() -> None:
     module, x = ResidualConvNet(), noise()
-    backbone = backbone_of(module)
-    with Engine(backbone, CPU, "float32", target=2) as engine:
-        asked = [("add:grad_output", ReduceConfig()), ("flatten:grad_output", ReduceConfig())]
-        engine.attach_captures(select(asked, engine.trace(), None, None).chosen)
-        engine.configure_compute(FP32)
+    with bound(backbone_of(module), "add:grad_output", "flatten:grad_output", target=2) as engine:
         got = engine.run(x)
     out = hooked(module, "conv2", x) + x
     out.requires_grad_()

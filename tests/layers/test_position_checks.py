@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_engine import backbone_of, bound, noise
+from tiny_engine import assert_refused, backbone_of, bound, noise
 from torch import nn
 
-from featx.config import make_reduce
-from featx.engine import Engine
 from featx.errors import ReduceError
-from featx.layers import select, trace_forward
+
+GRID = ("tokens", "grid")
+SCRAMBLED = ReduceError, r"tokens.*: .* positions are not in the row-major order"
 
 
 class Patches(nn.Module):
@@ -39,7 +39,7 @@ BY_UNITS = [
 def test_tokens_in_row_major_order_make_a_grid(num_prefix: int) -> None:
     module = Patches(ROW_MAJOR, num_prefix)
     backbone = backbone_of(module, 16, num_prefix)
-    with bound(backbone, ("tokens", "grid")) as engine:
+    with bound(backbone, GRID) as engine:
         found = engine.run(noise(side=16))["tokens"]
     maps = module(noise(side=16))[:, num_prefix:].transpose(1, 2).reshape(4, 8, 4, 4)
     expected = torch.nn.functional.adaptive_avg_pool2d(maps, 2)
@@ -50,11 +50,7 @@ def test_tokens_in_row_major_order_make_a_grid(num_prefix: int) -> None:
 def test_tokens_in_another_order_are_refused(order: list[int]) -> None:
     """Hiera keeps them by mask units: a grid of them would be scrambled."""
     backbone = backbone_of(Patches(order), 16)
-    with (
-        pytest.raises(ReduceError, match=r"tokens: .* positions are not in the row-major"),
-        bound(backbone, ("tokens", "grid")),
-    ):
-        pass
+    assert_refused(*SCRAMBLED, backbone, GRID)
     with bound(backbone, ("tokens", "avg")) as engine:
         assert engine.run(noise(side=16))["tokens"].shape == (4, 8)
 
@@ -70,32 +66,20 @@ def test_groups_of_tokens_that_look_like_a_map_are_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.tokens(self.patches(x).reshape(len(x), 4, 4, 8))
 
-    with (
-        pytest.raises(ReduceError, match="positions are not in the row-major order"),
-        bound(backbone_of(Groups(), 16), ("tokens", "grid")),
-    ):
-        pass
+    assert_refused(*SCRAMBLED, backbone_of(Groups(), 16), GRID)
 
 
 def test_gradients_are_checked_by_the_tensor_they_belong_to() -> None:
     module = nn.Sequential(Patches(BY_UNITS), nn.Flatten(), nn.Linear(128, 3))
-    backbone = backbone_of(module, 16)
-    with Engine(backbone, torch.device("cpu"), "float32") as engine:
-        requests = [("0.tokens:grad_output", make_reduce("grid"))]
-        chosen = select(requests, trace_forward(module, noise(2, 16)), None, None).chosen
-        with pytest.raises(ReduceError, match="positions are not in the row-major order"):
-            engine.attach_captures(chosen)
+    assert_refused(*SCRAMBLED, backbone_of(module, 16), ("0.tokens:grad_output", "grid"))
 
 
 def test_a_register_token_is_no_class_token() -> None:
     """timm's vit_little_patch16_reg4_gap_256 has four registers and pools the patches."""
     backbone = backbone_of(Patches(ROW_MAJOR, 4), 16, 4)
     backbone.has_class_token = False
-    with (
-        pytest.raises(ReduceError, match=r"4 tokens in front .* are register tokens.*patch_avg"),
-        bound(backbone, ("tokens", "cls")),
-    ):
-        pass
+    message = r"4 tokens in front .* are register tokens.*patch_avg"
+    assert_refused(ReduceError, message, backbone, ("tokens", "cls"))
     with bound(backbone, ("tokens", "patch_avg")) as engine:
         found = engine.run(noise(side=16))["tokens"]
     expected = backbone.module(noise(side=16))[:, 4:].mean(1)
@@ -107,8 +91,4 @@ def test_tokens_that_the_image_does_not_change_are_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(0 * x)
 
-    with (
-        pytest.raises(ReduceError, match="positions are not in the row-major order"),
-        bound(backbone_of(Constant(ROW_MAJOR), 16), ("tokens", "grid")),
-    ):
-        pass
+    assert_refused(*SCRAMBLED, backbone_of(Constant(ROW_MAJOR), 16), GRID)

@@ -1,4 +1,4 @@
-"""Every reduction against numbers worked out by hand on tiny tensors."""
+"""Every reduction against numbers worked out by hand on tiny tensors, and by the contract."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from featx.config import make_reduce
+from featx.config import ReduceConfig, make_reduce
 from featx.errors import ConfigError, ReduceError
-from featx.layers import RowLayout, channels_last, reduction
+from featx.layers import Reduction, RowLayout, channels_last, reduction
+from featx.testing import ReductionContract
 
 SQUARE = (224, 224)
 
@@ -73,12 +76,6 @@ def test_gem_with_its_exponent() -> None:
     assert reduced(-x, "gem").max().item() == pytest.approx(1e-6, rel=1e-3)
 
 
-def test_pooling_of_a_vector_is_refused() -> None:
-    for name in ("cls", "patch_avg", "grid"):
-        with pytest.raises(ReduceError, match=f"reduce={name} does not fit layer"):
-            reduced(torch.zeros(2, 8), name)
-
-
 @pytest.mark.parametrize("prefix", [1, 2, 5])
 def test_cls_is_the_first_token(prefix: int) -> None:
     assert reduced(tokens(prefix), "cls", prefix).tolist() == [[1000] * 3] * 2
@@ -125,11 +122,6 @@ def test_map_of_tokens_is_the_map(prefix: int) -> None:
     assert torch.equal(reduced(nchw().permute(0, 2, 3, 1), "map"), nchw())
 
 
-def test_grid_finer_than_the_map_is_refused() -> None:
-    with pytest.raises(ReduceError, match=r"4 x 4 cells are more than its 2 x 2 positions"):
-        reduced(nchw(), "grid", size=4)
-
-
 def test_sums_are_taken_in_float32() -> None:
     """4096 ones in half precision would stop at 2048."""
     x = torch.ones(1, 1, 64, 64, dtype=torch.float16)
@@ -137,37 +129,6 @@ def test_sums_are_taken_in_float32() -> None:
     assert reduced(x, "avg").dtype == torch.float32
     assert reduced(torch.full((1, 4, 2), 60000.0, dtype=torch.float16), "patch_avg").max() == 60000
     assert torch.isfinite(reduced(x * 1000, "gem")).all()
-
-
-def test_cls_without_a_class_token_is_refused() -> None:
-    with pytest.raises(ReduceError, match="no class token"):
-        reduced(tokens(0), "cls")
-
-
-def test_tokens_that_make_no_grid_are_refused() -> None:
-    """CaiT's blocks hold patches only, though the model has a class token: row 0 is no class."""
-    for name in ("cls", "patch_avg", "grid"):
-        with pytest.raises(ReduceError, match="4 tokens are not 1 prefix tokens and a grid"):
-            reduced(tokens(0), name, prefix=1)
-    with pytest.raises(ReduceError, match="197 tokens are not 5 prefix"):
-        reduced(torch.zeros(1, 197, 2), "patch_avg", prefix=5)
-
-
-def test_cls_of_a_map_is_refused() -> None:
-    with pytest.raises(ReduceError, match=r"expected tokens \(T, C\)"):
-        reduced(nchw(), "cls", 1)
-
-
-@pytest.mark.parametrize("shape", [(7, 7, 7), (1, 1, 1)])
-def test_a_map_that_could_be_either_way_is_refused(shape: tuple[int, int, int]) -> None:
-    with pytest.raises(ReduceError, match=r"could be \(C, H, W\) or \(H, W, C\)"):
-        reduced(torch.zeros(2, *shape), "avg")
-
-
-def test_a_map_of_other_proportions_is_refused() -> None:
-    """(heads, tokens, channels) is no map."""
-    with pytest.raises(ReduceError, match="no map of the input's proportions"):
-        reduced(torch.zeros(2, 12, 197, 64), "avg")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +147,100 @@ def test_channels_last_follows_the_inputs_proportions(
     assert channels_last("avg", RowLayout("layer", row_shape, input_size)) is expected
 
 
-def test_a_message_names_the_layer_the_shape_and_a_way_on() -> None:
-    with pytest.raises(ReduceError, match=r"layer.*\(8, 1, 2, 3\).*layers=\{layer: none\}"):
-        reduced(torch.zeros(2, 8, 1, 2, 3), "avg")
+NO_GRID = "4 tokens are not 1 prefix tokens and a grid"
+EITHER_WAY = r"could be \(C, H, W\) or \(H, W, C\)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "options", "message"),
+    [
+        *(((8,), name, {}, f"{name} does not fit layer") for name in ("cls", "patch_avg", "grid")),
+        ((3, 2, 2), "grid", {"size": 4}, "4 x 4 cells are more than its 2 x 2 positions"),
+        ((4, 3), "cls", {}, "no class token"),
+        ((3, 2, 2), "cls", {"prefix": 1}, r"expected tokens \(T, C\)"),
+        # CaiT's blocks hold patches only, though the model has a class token: row 0 is no class.
+        *(((4, 3), name, {"prefix": 1}, NO_GRID) for name in ("cls", "patch_avg", "grid")),
+        ((197, 2), "patch_avg", {"prefix": 5}, "197 tokens are not 5 prefix"),
+        *((shape, "avg", {}, EITHER_WAY) for shape in ((7, 7, 7), (1, 1, 1))),
+        # (heads, tokens, channels) is no map.
+        ((12, 197, 64), "avg", {}, "no map of the input's proportions"),
+        ((8, 1, 2, 3), "avg", {}, r"layer.*\(8, 1, 2, 3\).*layers=\{layer: none\}"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    shape: tuple[int, ...], name: str, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ReduceError, match=message):
+        reduced(torch.zeros(2, *shape), name, **options)
+
+
+def patchcore_embedding(maps: list[torch.Tensor]) -> torch.Tensor:
+    """The formula of anomalib's PatchcoreModel.generate_embedding: (B, sum of C, H, W)."""
+    pooled = [nn.AvgPool2d(3, 1, 1)(x) for x in maps]
+    size = pooled[0].shape[-2:]
+    resized = [F.interpolate(x, size=size, mode="bilinear") for x in pooled[1:]]
+    return torch.cat([pooled[0], *resized], 1)
+
+
+def test_concatenated_layers_of_align_are_patchcores() -> None:
+    maps = [torch.randn(3, 6, 8, 8), torch.randn(3, 10, 4, 4), torch.randn(3, 5, 2, 2)]
+    asked = make_reduce("align", rows=8, columns=8, pool=3)
+    found = [reduction(asked, RowLayout("x", tuple(x.shape[1:]), (32, 32)))(x) for x in maps]
+    torch.testing.assert_close(torch.cat(found, 1), patchcore_embedding(maps), rtol=0, atol=1e-5)
+
+
+def test_tokens_and_channels_last_maps_are_the_same_map() -> None:
+    x = torch.randn(2, 6, 4, 4)
+    asked = make_reduce("align", rows=7, columns=5)
+    expected = F.interpolate(x, (7, 5), mode="bilinear")
+    tokens = torch.cat([torch.randn(2, 1, 6), x.flatten(2).transpose(1, 2)], 1)
+    for given in (x, x.movedim(1, -1), tokens):
+        rows = RowLayout("x", tuple(given.shape[1:]), (32, 32), num_prefix_tokens=1)
+        found = reduction(asked, rows)(given)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_what_does_not_fit_align_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reduce\.pool=2: expected an odd number"):
+        make_reduce("align", pool=2)
+    with pytest.raises(ConfigError, match=r"reduce\.rows=0"):
+        make_reduce("align", rows=0)
+    with pytest.raises(ReduceError, match="expected a map or patch tokens"):
+        reduction(make_reduce("align"), RowLayout("x", (6,), (32, 32)))
+
+
+MAP, TOKENS = (6, 8, 8), (1 + 16, 6)
+"""Rows of an input of 32 by 32 pixels: 6 channels, and a class token before 4 x 4 patches."""
+
+CASES = {
+    "none": (ReduceConfig("none"), MAP),
+    "flatten": (ReduceConfig("flatten"), MAP),
+    "avg of a map": (ReduceConfig("avg"), MAP),
+    "avg of tokens": (ReduceConfig("avg"), TOKENS),
+    "max of a map": (ReduceConfig("max"), MAP),
+    "max of tokens": (ReduceConfig("max"), TOKENS),
+    "gem of a map": (make_reduce("gem", p=3.0), MAP),
+    "gem of tokens": (make_reduce("gem", p=3.0), TOKENS),
+    "cls": (ReduceConfig("cls"), TOKENS),
+    "patch_avg": (ReduceConfig("patch_avg"), TOKENS),
+    "grid of a map": (make_reduce("grid", size=2), MAP),
+    "align of a map": (make_reduce("align", rows=5, columns=5, pool=3), MAP),
+    "align of tokens": (make_reduce("align", rows=5, columns=5), TOKENS),
+    "sample of a map": (make_reduce("sample", k=5), MAP),
+    "sample of tokens": (make_reduce("sample", k=5), TOKENS),
+    "grid of tokens": (make_reduce("grid", size=2), TOKENS),
+    "grid of rows and columns": (make_reduce("grid", rows=3, columns=5), MAP),
+    "map of a map": (make_reduce("map"), MAP),
+    "map of tokens": (make_reduce("map"), TOKENS),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+class TestReductions(ReductionContract):
+    @pytest.fixture
+    def row_shape(self, case: str) -> tuple[int, ...]:
+        return CASES[case][1]
+
+    @pytest.fixture
+    def reduction(self, case: str, row_shape: tuple[int, ...]) -> Reduction:
+        return reduction(CASES[case][0], RowLayout("layer", row_shape, (32, 32), 1))

@@ -15,15 +15,15 @@ import featx
 from featx.base import sampled_positions
 from featx.config import make_reduce
 from featx.errors import ConfigError, ReduceError, StoreError, StoreMismatchError
-from featx.layers import KeyedReduction, RowLayout, reduction
+from featx.layers import RowLayout, TokenSample, reduction
 from featx.testing.tiny_extraction import extract, options, write_images
 
 SAMPLE = {"name": "sample", "k": 5, "seed": 3}
 
 
-def bound(shape: tuple[int, ...], prefix: int = 1, **options: Any) -> KeyedReduction:
+def bound(shape: tuple[int, ...], prefix: int = 1, **options: Any) -> TokenSample:
     found = reduction(make_reduce("sample", **options), RowLayout("layer", shape, (32, 32), prefix))
-    assert isinstance(found, KeyedReduction)
+    assert isinstance(found, TokenSample)
     return found
 
 

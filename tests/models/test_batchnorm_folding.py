@@ -58,31 +58,37 @@ def test_what_somebody_looks_at_stays(kept: str) -> None:
     assert foldable_pairs(with_statistics(ConvBatchNorm()), X, captured=[kept]) == []
 
 
-def test_calls_of_several_maps_are_not_folded() -> None:
-    assert foldable_pairs(with_statistics(ConvBatchNorm(called_twice=True)), X, captured=()) == []
+class ReadsBefore(ConvBatchNorm):
+    """Reads the output of the convolution before its BatchNorm does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        mean = y.mean()
+        return self.relu(self.bn(y)) + mean
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_an_output_that_somebody_else_reads_is_not_folded(before: bool) -> None:
-    class Reads(ConvBatchNorm):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.conv(x)
-            mean = y.mean() if before else 0
-            z = self.relu(self.bn(y))
-            return z + (mean if before else y.mean())
-
-    assert foldable_pairs(with_statistics(Reads()), X, captured=()) == []
-    module = with_statistics(nn.Sequential(ConvBatchNorm(read_twice=True), nn.Flatten()))
-    assert foldable_pairs(module, X, captured=()) == []
+def standardised() -> nn.Module:
+    """A convolution that computes its weights in each pass."""
+    block = ConvBatchNorm()
+    block.conv.__class__ = type("ScaledStdConv2d", (nn.Conv2d,), {})
+    return block
 
 
-def test_weights_that_are_computed_in_each_pass_are_not_folded() -> None:
-    module = with_statistics(ConvBatchNorm())
-    nn.utils.parametrizations.weight_norm(module.conv)
-    assert foldable_pairs(module, X, captured=()) == []
-    old = with_statistics(ConvBatchNorm())
-    old.conv.__class__ = type("ScaledStdConv2d", (nn.Conv2d,), {})
-    assert foldable_pairs(old, X, captured=()) == []
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ConvBatchNorm(called_twice=True),
+        ReadsBefore,
+        lambda: nn.Sequential(ConvBatchNorm(read_twice=True), nn.Flatten()),
+        standardised,
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)),
+    ],
+    ids=["called twice", "read before", "read after", "standardised", "no statistics"],
+)
+def test_a_convolution_that_is_more_than_the_norms_is_not_folded(
+    make: Callable[[], nn.Module],
+) -> None:
+    assert foldable_pairs(with_statistics(make().eval()), X, captured=()) == []
 
 
 HOOKED: dict[str, Callable[[ConvBatchNorm], object]] = {
@@ -155,11 +161,6 @@ def test_an_exception_in_the_midst_of_folding_leaves_the_module() -> None:
     module[1].bn.running_mean = pairs[1][1].running_var * 0
     assert facts(module)[0] == before[0]  # type: ignore[index]
     assert not any("forward" in part.__dict__ for part in module.modules())
-
-
-def test_batch_statistics_are_not_folded() -> None:
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
-    assert foldable_pairs(module, X, captured=()) == []
 
 
 @pytest.mark.parametrize(("read_twice", "folds"), [(False, True), (True, False)])

@@ -13,14 +13,13 @@ import timm
 import torch
 import torchvision
 from conftest import slow_except
+from saved_weights import State, saved
 from tiny_model import extract, run_job, write_images
 
 import featx
 from featx.config import CheckpointConfig, TransformConfig, model_options
 from featx.errors import ConfigError, LayerError, ModelError, WeightsError
 from featx.models import Backbone, build_backbone, seeded
-
-State = dict[str, torch.Tensor]
 
 NAMES = {"timm": "test_resnet", "torchvision": "mobilenet_v3_small"}
 HEADS = {"timm": "fc", "torchvision": "classifier.3"}
@@ -33,11 +32,6 @@ def made(library: str, classes: int) -> torch.nn.Module:
         else:
             model = torchvision.models.get_model(NAMES[library], weights=None, num_classes=classes)
     return model.eval()  # type: ignore[no-any-return]
-
-
-def saved(folder: Path, checkpoint: Any) -> Path:
-    torch.save(checkpoint, folder / "mine.pth")
-    return folder / "mine.pth"
 
 
 def build(path: Path, library: str, **options: Any) -> Backbone:

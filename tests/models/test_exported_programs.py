@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_model
 import torch
 import torch.nn.functional as F
 from conftest import make_image
@@ -41,14 +42,13 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Iterator[Path]:
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of five images, the current folder above it."""
     (tmp_path / "photos").mkdir()
     for i in range(5):
         make_image(60 + i, 50, seed=i).save(tmp_path / "photos" / f"{i}.png")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        yield tmp_path / "photos"
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "photos"
 
 
 def built(path: Path, **transform: Any) -> Backbone:
@@ -57,23 +57,9 @@ def built(path: Path, **transform: Any) -> Backbone:
 
 
 def extract(program: Path, photos: Path, **more: Any) -> featx.FeatureStore:
-    return featx.extract(
-        **{
-            "model": {
-                "library": "export",
-                "name": str(program),
-                "transform": {"resize": [32, 32]},
-            },
-            "data": str(photos),
-            "device": "cpu",
-            "precision": "fp32",
-            "batch_size": 4,
-            "dtype": "float32",
-            "decode": "reference",
-            "out": "store",
-            **more,
-        }
-    )
+    model = {"library": "export", "name": str(program), "transform": {"resize": [32, 32]}}
+    keys = {"layers": ["embedding"], "dtype": "float32", "decode": "reference", **more}
+    return tiny_model.extract(photos, model=model, **keys)
 
 
 def inputs_of(photos: Path) -> torch.Tensor:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_image
+from tiny_model import extract
 
-import featx
 from featx.config import TransformConfig, model_options
 from featx.errors import ConfigError, ModelError, StoreMismatchError, WeightsError
 from featx.jobs import base as jobs
@@ -94,23 +93,14 @@ def built(folder: Path | str, entry: str = "small", seed: int = 0, **more: Any) 
     return build_backbone(config, seed)
 
 
-def extract(clone: Path, **more: Any) -> featx.FeatureStore:
-    return featx.extract(
-        model={
-            "library": "hub", "name": "clone", "entry": "small", "args": TRAINED,
-            "transform": {"resize": 32, "crop": 32},
-        },
-        data="photos", device="cpu", precision="fp32", batch_size=4, out="store", **more,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def photos(clone: Path) -> Path:
-    folder = clone.parent / "photos"
-    folder.mkdir()
-    for i in range(4):
-        make_image(60 + i, 50, seed=i).save(folder / f"{i}.png")
-    return folder
+RUN = {
+    "model": {
+        "library": "hub", "name": "clone", "entry": "small", "args": TRAINED,
+        "transform": {"resize": 32, "crop": 32},
+    },
+    "layers": ["embedding"],
+}  # fmt: skip
+"""Options of a run with the network of the checkout."""
 
 
 def test_the_model_is_that_of_torch_hub(clone: Path) -> None:
@@ -157,10 +147,10 @@ def test_an_edited_checkout_is_seen_and_has_another_digest(clone: Path) -> None:
 
 
 def test_a_resume_after_an_edit_is_refused(clone: Path, photos: Path) -> None:
-    extract(clone)
+    extract(photos, **RUN)
     (clone / "featx_test_nets" / "small.py").write_text(NETS + "# edited\n")
     with pytest.raises(StoreMismatchError, match=r"model\.code_sha256"):
-        extract(clone)
+        extract(photos, **RUN)
     fingerprint = json.loads(Path("store/featx.json").read_text())["fingerprint"]
     assert fingerprint["model.entry"] == "small"
     assert fingerprint["model.args"] == {"pretrained": True}
@@ -169,7 +159,7 @@ def test_a_resume_after_an_edit_is_refused(clone: Path, photos: Path) -> None:
 def test_a_store_does_not_lead_to_a_checkout(
     clone: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extract(clone)
+    extract(photos, **RUN)
     capsys.readouterr()
     asked = {"store": "store", "verify": {"reextract_rows": 2}}
     other = {"library": "hub", "name": "clone", "entry": "asks"}

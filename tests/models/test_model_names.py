@@ -1,6 +1,10 @@
-"""Model names are known without importing the libraries, and are the libraries' own."""
+"""Names of models are known without importing the libraries; errors say what to type instead."""
 
 from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +16,17 @@ from featx.config import (
     model_options,
 )
 from featx.errors import ConfigError, FeatxError, ModelError
-from featx.models import LIBRARIES, build_backbone, read_catalogue, resolve_library
+from featx.models import LIBRARIES, build_backbone, hint, read_catalogue, resolve_library
 from featx.models.catalogue import is_known, known_names
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def said_of(name: str, library: str = "auto") -> str:
+    """The message about an unknown model."""
+    with pytest.raises(ModelError) as raised:
+        resolve_library(model_options(name=name, library=library))
+    return str(raised.value)
 
 
 def test_torchvision_names_are_those_it_registers() -> None:
@@ -86,9 +99,7 @@ def test_a_deprecated_name_of_timm_is_answered_with_what_it_became(
 def test_a_deprecated_name_of_timm_is_never_suggested(typed: str) -> None:
     from timm.models._registry import _deprecated_models
 
-    with pytest.raises(FeatxError) as caught:
-        resolve_library(model_options(name=typed))
-    suggested = str(caught.value).partition("Nearest:")[2].replace(",", " ").split()
+    suggested = said_of(typed).partition("Nearest:")[2].replace(",", " ").split()
     assert suggested
     assert not {name.strip(".") for name in suggested} & set(_deprecated_models)
 
@@ -106,9 +117,7 @@ def test_a_deprecated_name_of_timm_is_never_suggested(typed: str) -> None:
 def test_the_name_of_a_family_is_answered_with_the_recommended_models_of_it(
     word: str, first: str
 ) -> None:
-    with pytest.raises(FeatxError) as caught:
-        resolve_library(model_options(name=word))
-    suggested = str(caught.value).partition("Nearest: ")[2].partition(". ")[0].split(", ")
+    suggested = said_of(word).partition("Nearest: ")[2].partition(". ")[0].split(", ")
     assert suggested[0] == first
     for name in suggested:
         resolve_library(model_options(name=name))
@@ -149,3 +158,175 @@ def test_a_library_refuses_the_options_of_another_one() -> None:
 def test_an_unknown_name_lists_the_nearest(name: str, library: str, nearest: str) -> None:
     with pytest.raises(ModelError, match=f"unknown model '{name}'.*Nearest:.*{nearest}"):
         resolve_library(model_options(name=name, library=library))
+
+
+# What the errors say
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dinov2_vits14", "The same weights: model=vit_small_patch14_dinov2.lvd142m (timm)."),
+        ("dinov2_vits14", "model=transformers model.name=facebook/dinov2-small."),
+        (
+            "dinov2_vitb14_reg",
+            "The same weights: model=vit_base_patch14_reg4_dinov2.lvd142m",
+        ),
+        ("dino_vits16", "The same weights: model=vit_small_patch16_224.dino (timm)."),
+        ("dinov3_vits16", "or architecture: model=vit_small_patch16_dinov3.lvd1689m (timm)."),
+        ("facebook/dinov2-base", "model=transformers model.name=facebook/dinov2-base."),
+        ("facebook/dinov2-base", "architecture: model=vit_base_patch14_dinov2.lvd142m (timm)."),
+        ("ViT-B/32", "or model=open_clip model.name=ViT-B-32 model.weights=openai (open_clip)."),
+        ("clip-vit-base-patch32", "model=transformers model.name=openai/clip-vit-base-patch32."),
+        ("openai/clip-vit-base-patch32", "model=vit_base_patch32_clip_quickgelu_224.openai (timm)"),
+        ("RN50x4", "model=open_clip model.name=RN50x4 model.weights=openai"),
+        ("ViT-H-14", "model=open_clip model.name=ViT-H-14 model.weights=laion2b_s32b_b79k"),
+        ("google/vit-base-patch16-224", "model=vit_base_patch16_224.orig_in21k_ft_in1k (timm)"),
+        ("siglip-base-patch16-224", "architecture: model=vit_base_patch16_siglip_224.webli (timm)"),
+        ("facebook/convnext-tiny-224", "architecture: model=convnext_tiny (torchvision)"),
+        ("microsoft/resnet-50", "architecture: model=resnet50 (torchvision)."),
+        (
+            "resnet-50",
+            "model=resnet50 (torchvision) or model=resnet50.a1_in1k (timm).",
+        ),
+        ("ResNet50", "model=resnet50 (torchvision)"),
+        ("efficientnet-b0", "model=efficientnet_b0 (torchvision)"),
+        ("vit-b-16", "model=vit_b_16 (torchvision)"),
+        ("convnext-tiny", "model=convnext_tiny (torchvision)"),
+        ("vit_base_patch14_dinov2-lvd142m", "model=vit_base_patch14_dinov2.lvd142m (timm)."),
+        ("laion/CLIP-ViT-B-32-laion2B-s34B-b79K", "model.weights=laion2b_s34b_b79k"),
+        ("timm/resnet50.a1_in1k", "The same weights: model=resnet50.a1_in1k (timm)."),
+        ("torchvision/resnet50", "architecture: model=resnet50 (torchvision)."),
+        ("owner/model", "model=transformers model.name=owner/model if it is a model for transfo"),
+        ("/no/such/folder", "There is no such file or folder."),
+    ],
+)
+def test_the_message_says_what_to_type(name: str, said: str) -> None:
+    assert said in said_of(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "said"),
+    [
+        (
+            "vit_tiny_patch16_224",
+            "torchvision",
+            "model=vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+        ),
+        ("resnet50.a1_in1k", "torchvision", "model=resnet50.a1_in1k (timm)."),
+        ("maxvit_t", "timm", "model=maxvit_t (torchvision)."),
+        ("ResNet18", "torchvision", "model=resnet18 (torchvision)"),
+    ],
+)
+def test_a_name_of_another_library(name: str, library: str, said: str) -> None:
+    assert said in said_of(name, library)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"library": "transformers", "name": "dinov2_vits14"}, "facebook/dinov2-small."),
+        ({"library": "transformers", "name": "dinov2_vits14"}, "model=vit_small_patch14_dinov2.lv"),
+        ({"library": "transformers", "name": "resnet50"}, "model=resnet50 (torchvision)"),
+        ({"library": "transformers", "name": "ResNet-50"}, "model=resnet50 (torchvision)"),
+        ({"library": "open_clip", "name": "dinov2_vits14"}, "model=vit_small_patch14_dinov2.lvd1"),
+        ({"library": "hub", "name": "dinov2_vits14", "entry": "x"}, "model=vit_small_patch14_di"),
+        ({"library": "hub", "name": "ViT-B/32", "entry": "x"}, "model=open_clip model.name=ViT-B-"),
+    ],
+)
+def test_a_library_that_takes_any_name_says_who_has_it(options: dict[str, str], said: str) -> None:
+    """model=transformers, open_clip and hub find out that they lack a model as they open it."""
+    with pytest.raises(FeatxError) as raised:
+        build_backbone(model_options(**options), 0)
+    assert said in str(raised.value)
+
+
+def test_the_name_of_a_family_leads_to_transformers() -> None:
+    assert "siglip is a family of transformers: model=transformers model.name=" in said_of("siglip")
+    assert "family" not in said_of("siglipp")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~no_such_user/dinov2", "$x", "%", "-"])
+def test_odd_names_are_unknown_models_too(name: str) -> None:
+    assert said_of(name).startswith("unknown model ")
+
+
+@pytest.mark.parametrize("name", ["resnet51", "no_such_model_at_all"])
+def test_a_name_that_nobody_knows_gets_the_nearest_and_the_search(name: str) -> None:
+    assert hint(name) == ""
+    assert "job=models models.query=WORDS searches the names" in said_of(name)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", {"model_type": "dinov2"}, "model=transformers model.name=FOLDER."),
+        ("config.json", {"architecture": "resnet18"}, "model=timm model.name=local-dir:FOLDER."),
+        ("open_clip_config.json", {}, "model=open_clip model.name=FOLDER."),
+        ("other.json", {}, "It is a folder without the config.json of a model."),
+    ],
+)
+def test_a_folder_gets_the_library_of_what_it_holds(
+    file: str, content: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text(json.dumps(content))
+    assert said.replace("FOLDER", str(tmp_path)) in said_of(str(tmp_path))
+
+
+def test_a_file_of_weights_is_an_option_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.pth"
+    file.write_bytes(b"")
+    assert f"model=NAME model.weights={file}" in said_of(str(file))
+
+
+ROWS = [row.split("\t") for row in (SCRIPTS / "known_models.tsv").read_text().splitlines()[1:]]
+"""Rows of the table of which scripts/model_catalogue makes the column `also`."""
+
+
+def test_the_catalogue_has_the_names_of_other_programs() -> None:
+    also = {name for entry in read_catalogue().entries for name in entry.also}
+    expected = {row[0] if row[6] else f"~{row[0]}" for row in ROWS if row[0]}
+    assert also == expected | {f"~{row[2]}" for row in ROWS if row[2]}
+
+
+def test_no_name_of_another_program_is_a_name_of_a_library() -> None:
+    """Otherwise featx would never get to the message."""
+    names = {*LIBRARIES.get("timm").names(), *LIBRARIES.get("torchvision").names()}
+    every = [name for row in ROWS for name in (row[0], row[2]) if name]
+    assert len(every) == len(set(every)) > 100
+    assert not names.intersection(every, (name.partition("/")[2] for name in every))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0] or row[2])
+def test_every_suggestion_exists_and_the_same_weights_are_the_same(row: list[str]) -> None:
+    """timm's and open_clip's own tables name the file of the authors, or its copy on the hub."""
+    import open_clip
+    import timm
+    from torchvision.models import list_models
+
+    _, _, _, clip, of_timm, torchvision, evidence = row
+    assert clip or of_timm or torchvision
+    if torchvision:
+        assert torchvision in list_models()
+        assert not evidence
+    if clip:
+        assert open_clip.get_pretrained_cfg(*clip.split())["url"].endswith(f"/{evidence}")
+    if of_timm:
+        assert of_timm in _timm_weights()
+        assert resolve_library(model_options(name=of_timm)).name == "timm"
+        cfg = timm.get_pretrained_cfg(of_timm)
+        if evidence and not cfg.url:
+            # open_clip names the authors' file and this repository for one set of weights.
+            tags = [open_clip.get_pretrained_cfg(*each) for each in open_clip.list_pretrained()]
+            copies = {tag["hf_hub"].strip("/") for tag in tags if evidence in tag["url"]}
+            assert copies == {cfg.hf_hub_id}
+            assert "quickgelu" in of_timm, "timm's note asks for it"
+        else:
+            assert cfg.url.endswith(f"/{evidence}") or not evidence
+
+
+@functools.cache
+def _timm_weights() -> set[str]:
+    import timm
+
+    return set(timm.list_pretrained())

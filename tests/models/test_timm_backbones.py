@@ -15,6 +15,7 @@ import timm
 import torch
 from conftest import make_image
 from safetensors.torch import save_file
+from saved_weights import RunsCode
 from timm.data.config import resolve_model_data_config
 from timm.data.transforms_factory import create_transform
 
@@ -75,11 +76,7 @@ def test_weights_with_a_url_come_from_pytorchs_cache(cached_gcvit: Path) -> None
 
 
 def test_a_cached_pickle_with_code_is_refused_and_not_run(cached_gcvit: Path) -> None:
-    class RunsCode:
-        def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-            return Path.touch, (cached_gcvit.parent / "ran",)
-
-    torch.save({"w": RunsCode()}, cached_gcvit)
+    torch.save({"w": RunsCode(cached_gcvit.parent / "ran")}, cached_gcvit)
     with pytest.raises(WeightsError, match=r"gcvit_xxtiny.*cannot be read.*tensors only"):
         build("gcvit_xxtiny")
     assert not (cached_gcvit.parent / "ran").exists()

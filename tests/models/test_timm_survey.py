@@ -31,4 +31,4 @@ def test_the_table_has_a_member_of_every_file_of_timm() -> None:
     ids=lambda member: member.name,
 )
 def test_a_member_is_as_the_table_says(member: Member) -> None:
-    assert str(survey(member)) == _documented(member)
+    assert survey(member) == _documented(member)

@@ -8,14 +8,11 @@ import pytest
 import torch
 from conftest import slow_except
 from timm_survey import is_close, randomise_constants
-from tiny_engine import backbone_of, noise
+from tiny_engine import backbone_of, bound, noise
 from torch import nn
 from torchvision import models
 
-from featx.config import ReduceConfig
-from featx.engine import Compute, Engine
 from featx.errors import LayerError
-from featx.layers import select
 from featx.models import Backbone, seeded
 from featx.models.libraries.torchvision import classifier_of
 
@@ -45,13 +42,7 @@ LAST = {
 
 
 def embedding(backbone: Backbone, x: torch.Tensor) -> torch.Tensor:
-    with Engine(backbone, torch.device("cpu"), "float32") as engine:
-        traced = engine.trace(["embedding"])
-        requests = [("embedding", ReduceConfig())]
-        engine.attach_captures(
-            select(requests, traced, backbone.classifier, backbone.stages).chosen
-        )
-        engine.configure_compute(Compute("fp32", False, False, len(x)))
+    with bound(backbone, "embedding") as engine:
         return engine.run(x)["embedding"]
 
 

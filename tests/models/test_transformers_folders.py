@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import make_image
 from safetensors.torch import load_file, save_file
+from saved_weights import RunsCode
 from tiny_model import run_job
 from transformers_zoo import SMALL, quiet, small_model, tf, write_folder
 
@@ -153,20 +154,10 @@ def test_damaged_and_missing_files_are_named(folder: Path) -> None:
         build(folder)
 
 
-class _Witness:
-    """Unpickled, it creates a file."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self._file,))
-
-
 def test_pickled_weights_are_not_opened(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     witness = tmp_path / "ran"
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Witness(witness)))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(RunsCode(witness)))
     with pytest.raises(WeightsError, match=r"are pickled \(pytorch_model\.bin\)"):
         build(folder)
     assert not witness.exists()

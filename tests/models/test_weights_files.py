@@ -9,22 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from saved_weights import RunsCode, State
 from torch import nn
 
 from featx.errors import WeightsError
 from featx.models import load_weights, read_weights, seeded, state_sha256
-
-State = dict[str, torch.Tensor]
-
-
-class RunsCode:
-    """Unpickling this writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return Path.touch, (self.path,)
 
 
 def net() -> nn.Sequential:
@@ -205,9 +194,3 @@ def test_weights_with_nan_are_refused(state: State) -> None:
     state["1.bias"][0] = float("nan")
     with pytest.raises(WeightsError, match=r"damaged: NaN in 1 tensor \(1.bias\)"):
         load_weights(net(), state, "w.pth")
-
-
-def test_a_whole_pickled_module_is_refused(tmp_path: Path) -> None:
-    torch.save(net(), tmp_path / "model.pth")
-    with pytest.raises(WeightsError, match="tensors only"):
-        read_weights(tmp_path / "model.pth")

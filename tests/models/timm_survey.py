@@ -162,22 +162,8 @@ MEMBERS = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was found of one member; each column in words, as in the docs."""
-
-    member: Member
-    embedding: str
-    stages: str
-    grid: str
-
-    def __str__(self) -> str:
-        cells = (self.member.file, f"`{self.member.name}`", self.embedding, self.stages, self.grid)
-        return f"| {' | '.join(cells)} |"
-
-
-def survey(member: Member) -> Row:
-    """Compare one architecture with timm's own functions.
+def survey(member: Member) -> str:
+    """Compare one architecture with timm's own functions; return its row of the table.
 
     Raises:
         AssertionError: featx gives other values than timm.
@@ -188,7 +174,8 @@ def survey(member: Member) -> Row:
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         stages, grid = _survey_stages(member, engine, x)
         backbone.module.requires_grad_(False)  # as before the first `configure_compute`
-        return Row(member, _survey_embedding(engine, x), stages, grid)
+        cells = member.file, f"`{member.name}`", _survey_embedding(engine, x), stages, grid
+        return f"| {' | '.join(cells)} |"
 
 
 def _backbone(member: Member) -> Backbone:
@@ -213,7 +200,7 @@ def randomise_constants(module: torch.nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
 
 
-def _run(
+def run_captures(
     engine: Engine, chosen: list[Any], x: torch.Tensor
 ) -> list[tuple[CapturePoint, torch.Tensor]]:
     """The captures, each with the rows that a run stores."""
@@ -231,7 +218,7 @@ def _survey_embedding(engine: Engine, x: torch.Tensor) -> str:
         chosen = select([("embedding", ReduceConfig())], traced, None, None).chosen
     except LayerError as error:
         return f"refused: {_first_sentence(error)}"
-    ((point, found),) = _run(engine, chosen, x)
+    ((point, found),) = run_captures(engine, chosen, x)
     with torch.no_grad():
         try:
             expected = module.forward_head(module.forward_features(x.clone()), pre_logits=True)
@@ -251,7 +238,7 @@ def _survey_stages(member: Member, engine: Engine, x: torch.Tensor) -> tuple[str
         chosen = select([("stages", ReduceConfig())], traced, None, backbone.stages).chosen
     except LayerError as error:
         return f"refused: {_first_sentence(error)}", ""
-    found = _run(engine, chosen, x)
+    found = run_captures(engine, chosen, x)
     features = _timm_features(member, backbone, len(found), x)
     stages = f"{len(found)}, timm's features"
     if features is None:
@@ -282,7 +269,7 @@ def _survey_grids(
     for i in sorted(numbers):
         point, _ = found[i]
         try:
-            ((_, grid),) = _run(engine, [(point, make_reduce("grid", size=2))], x)
+            ((_, grid),) = run_captures(engine, [(point, make_reduce("grid", size=2))], x)
         except ReduceError as error:
             refused.append(_reason(error))
             continue
@@ -366,7 +353,7 @@ def table() -> str:
     """The table of surveys.md."""
     rows = []
     for member in MEMBERS:
-        rows.append(str(survey(member)))
+        rows.append(survey(member))
         sys.stderr.write(f"{rows[-1]}\n")
         gc.collect()
     head = "| file | architecture | `embedding` | `stages` | `reduce=grid` of these |\n"

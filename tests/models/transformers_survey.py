@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm_survey import is_close, write_table
+from timm_survey import is_close, run_captures, write_table
 from transformers_zoo import SMALL, quiet, tf, write_folder
 
 from featx.config import ReduceConfig, make_reduce, model_options
-from featx.engine import Compute, Engine
+from featx.engine import Engine
 from featx.errors import LayerError, ReduceError
 from featx.layers import select
 from featx.models import Backbone, build_backbone
@@ -109,19 +109,8 @@ EXPECTED = {
 """model_type -> what transformers gives, written down beside featx's own table."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was found of one family; each column in words, as in the docs."""
-
-    model_type: str
-    cells: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"| `{self.model_type}` | {' | '.join(self.cells)} |"
-
-
-def survey(model_type: str, folder: Path) -> Row:
-    """Compare one family with plain calls of transformers.
+def survey(model_type: str, folder: Path) -> str:
+    """Compare one family with plain calls of transformers; return its row of the table.
 
     Args:
         model_type: the family.
@@ -139,7 +128,8 @@ def survey(model_type: str, folder: Path) -> Row:
         tokens = _tokens(engine, expected, output, x)
         stages = _stages(engine, output, x)
         kind = type(backbone.module).__name__
-    return Row(model_type, (f"`{kind}`", expected.words, *tokens, *stages))
+    cells = f"`{model_type}`", f"`{kind}`", expected.words, *tokens, *stages
+    return f"| {' | '.join(cells)} |"
 
 
 @torch.no_grad()
@@ -168,11 +158,7 @@ def run(
     chosen = select(
         [(request, reduce or ReduceConfig())], traced, None, engine.backbone.stages
     ).chosen
-    engine.attach_captures(chosen)
-    engine.configure_compute(Compute("fp32", False, False, len(x)))
-    values = engine.run(x)
-    engine.without_hooks()
-    return [(point, values[point.name]) for point, _ in chosen]
+    return run_captures(engine, chosen, x)
 
 
 def _tokens(engine: Engine, expected: Expected, output: Any, x: torch.Tensor) -> tuple[str, str]:
@@ -271,7 +257,7 @@ def table(root: Path) -> str:
     """The table of surveys.md."""
     rows = []
     for model_type in SMALL:
-        rows.append(str(survey(model_type, write_folder(root / model_type, model_type))))
+        rows.append(survey(model_type, write_folder(root / model_type, model_type)))
         sys.stderr.write(f"{rows[-1]}\n")
     head = "| model_type | class | `embedding` | `last_hidden_state` | its reductions | `stages` |"
     return f"{head} `grid` of these |\n|{'---|' * 7}\n" + "\n".join(rows) + "\n"

@@ -154,17 +154,13 @@ def _call_factory(config: CustomOptions, seed: int) -> nn.Module:
     return module  # type: ignore[no-any-return]  # the type was checked
 
 
-def _builder(model: object) -> Callable[..., Any]:
-    """Return a function that returns the module of an object of a Python program."""
-    from torch import nn
-
-    return (lambda: model) if isinstance(model, nn.Module) else model  # type: ignore[return-value]
-
-
 def _import_factory(path: str) -> Callable[..., Any]:
     """Import package.module:factory; modules in the current folder are found as well."""
     if path in _given.get():
-        return _builder(_given.get()[path])
+        from torch import nn
+
+        model = _given.get()[path]
+        return (lambda: model) if isinstance(model, nn.Module) else model  # type: ignore[return-value]
     module_name, _, attribute = path.partition(":")
     if module_name == _PYTHON_OBJECT:
         raise ModelError(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from featx.base import log_message
 from featx.config import CodeModelConfig, options
 from featx.errors import ConfigError, FeatxError, ModelError, nearest
+from featx.models.catalogue import hint_elsewhere
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
@@ -137,8 +138,6 @@ def _build_untrained(config: HubOptions, seed: int, option: str) -> nn.Module:
 
 def _find_folder(name: str) -> Path:
     """Return the absolute path of the folder with a hubconf.py that model.name names."""
-    from featx.models.name_hints import hint_elsewhere
-
     folder = Path(name).expanduser()
     if not folder.is_dir():
         repository = _REPOSITORY.fullmatch(name)

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from featx.base import import_extra
 from featx.config import CheckpointConfig, ModelConfig, TransformConfig, check_weights_like, options
 from featx.errors import ConfigError, ModelError, WeightsError, first_line, nearest, one_line
-from featx.models.catalogue import known_names
+from featx.models.catalogue import hint_elsewhere, known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
-from featx.models.name_hints import hint_elsewhere
 from featx.models.timm_metadata import timm_stages
 
 if TYPE_CHECKING:
@@ -297,12 +296,11 @@ def _download_errors(pretrained_cfg: dict[str, Any], source: ClipSource) -> Iter
             resolve_hub()
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        reason = first_line(error)
         advice = f"`hf download {repository}`" if repository else pretrained_cfg.get("url")
         raise WeightsError(
             f"the weights {source.tag} of {source.name} are not on this machine and cannot be "
-            f"loaded ({reason}). Fetch them with {advice} on a machine with internet access, and "
-            f"give the file: model.weights=FILE model.weights_like={source.tag}."
+            f"loaded ({first_line(error)}). Fetch them with {advice} on a machine with internet "
+            f"access, and give the file: model.weights=FILE model.weights_like={source.tag}."
         ) from error
 
 

@@ -17,8 +17,7 @@ from featx.config import (
     WindowConfig,
 )
 from featx.errors import ConfigError, FeatxError, ModelError, nearest
-from featx.models.catalogue import read_catalogue, search_models
-from featx.models.name_hints import hint
+from featx.models.catalogue import hint, read_catalogue, search_models
 from featx.models.transformers.families import FAMILIES
 
 if TYPE_CHECKING:

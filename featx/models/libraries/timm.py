@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -14,10 +14,9 @@ from urllib.parse import urlparse
 from featx.base import log_message
 from featx.config import LibraryModelConfig, check_weights_like, options
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line, one_line
-from featx.models.catalogue import is_known, known_names
+from featx.models.catalogue import hint, is_known, known_names
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
-from featx.models.name_hints import hint
 from featx.models.timm_metadata import timm_classes, timm_stages
 
 if TYPE_CHECKING:
@@ -45,9 +44,6 @@ _REFUSED_ARGS = {
     "exportable": "it changes no values",
 }
 """Arguments of timm.create_model -> what to do instead."""
-
-_COUNTER = "num_batches_tracked"
-"""Counter of BatchNorm, which eval mode never reads."""
 
 
 @options("model")
@@ -263,12 +259,7 @@ def _create_pretrained(name: str, config: TimmOptions, seed: int) -> Any:
     with _weights_errors(name, cfg):
         module = _create(name, True, config.args, size, seed)
         if config.args or size:
-            _check_whole(
-                name,
-                module,
-                lambda: _create(name, False, config.args, size, seed),
-                lambda: _create(name, True, {}, None, seed),
-            )
+            _check_whole(name, module, config, seed)
     return module
 
 
@@ -379,12 +370,7 @@ def _weights_errors(name: str, cfg: Any, is_random: bool = False) -> Iterator[No
         ) from error
 
 
-def _check_whole(
-    name: str,
-    module: nn.Module,
-    create_random: Callable[[], nn.Module],
-    create_default: Callable[[], nn.Module],
-) -> None:
+def _check_whole(name: str, module: nn.Module, config: TimmOptions, seed: int) -> None:
     """Check that weights leave no parameter of a model at its initial value.
 
     timm loads without `strict` if model.args change the head or the pooling, and reports parameters
@@ -393,14 +379,16 @@ def _check_whole(
     the same value under the same name.
     """
     from featx.models.base import tensor_digest
+    from featx.models.checkpoint_match import COUNTER
 
     def digests(of_module: nn.Module) -> dict[str, bytes]:
         """Digest of each tensor, so that two models need not be in memory at once."""
         return {key: tensor_digest(tensor) for key, tensor in of_module.state_dict().items()}
 
-    loaded, initial = digests(module), digests(create_random())
-    same = [key for key in loaded if loaded[key] == initial.get(key) and not key.endswith(_COUNTER)]
-    default = digests(create_default()) if same else {}
+    loaded = digests(module)
+    initial = digests(_create(name, False, config.args, config.size, seed))
+    same = [key for key in loaded if loaded[key] == initial.get(key) and not key.endswith(COUNTER)]
+    default = digests(_create(name, True, {}, None, seed)) if same else {}
     if absent := [key for key in same if loaded[key] != default.get(key)]:
         raise WeightsError(
             f"the weights of {name} lack {', '.join(absent[:5])}{', ...' if absent[5:] else ''} of "

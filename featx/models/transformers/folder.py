@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ModelError, WeightsError, counted, first_line
+from featx.models.catalogue import hint_elsewhere
 from featx.models.hugging_face import HUB_NAME, read_json, resolve_hub
-from featx.models.name_hints import hint_elsewhere
 
 if TYPE_CHECKING:
     import torch

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from featx.base import import_extra, log_message
+from featx.base import import_extra
 from featx.errors import ModelError, WeightsError, counted, one_line
 
 if TYPE_CHECKING:
@@ -97,6 +96,8 @@ def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
 
 def load_model(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) -> torch.nn.Module:
     """Return the model with the tensors of a folder, in float32."""
+    from featx.models.checkpoint import log_left_out
+
     module, info = _from_state(plan, state, origin)
     missing = info["missing_keys"]
     no_pooler = missing and all(map(_is_of_pooler, missing)) and not any(map(_is_of_pooler, state))
@@ -104,7 +105,8 @@ def load_model(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) 
         unpooled = replace(plan, arguments={**plan.arguments, _POOLING: False})
         module, info = _from_state(unpooled, state, origin)
     _check_loaded(module, info, origin)
-    _log_left_out(info["unexpected_keys"], module, origin)
+    if left_out := [_own_name(name, module) for name in info["unexpected_keys"]]:
+        log_left_out(left_out, origin, f"a {type(module).__name__}")
     return module  # type: ignore[no-any-return]  # transformers is not typed here
 
 
@@ -128,9 +130,8 @@ def _from_state(
                 **plan.arguments,
             )
     except RuntimeError as error:
-        reason = one_line(error)
         raise WeightsError(
-            f"the weights of {origin} do not fit their config.json: {reason}"
+            f"the weights of {origin} do not fit their config.json: {one_line(error)}"
         ) from error
     return module, info
 
@@ -171,17 +172,6 @@ def _check_loaded(module: Any, info: Mapping[str, Any], origin: str) -> None:
 def _own_name(name: str, module: Any) -> str:
     """Return the name of a tensor without what stands for the whole model in front of it."""
     return name.removeprefix(f"{module.base_model_prefix}.")
-
-
-def _log_left_out(names: Any, module: Any, origin: str) -> None:
-    """Write one line about the tensors of a folder that the model has no use for."""
-    if names:
-        parts = Counter(_own_name(name, module).partition(".")[0] for name in names)
-        parts_text = ", ".join(f"{part} ({number})" for part, number in parts.most_common(8))
-        log_message(
-            f"{origin}: {counted(len(names), 'tensor')} left out, as no part of a "
-            f"{type(module).__name__}: {parts_text}"
-        )
 
 
 @contextlib.contextmanager

@@ -1,37 +1,55 @@
 """Image processors of transformers as featx's preprocessing.
 
-A processor is a Python class with options. If it can be stated in the values of the fast path
-(`statements.py`), images are computed there; otherwise the processor computes them itself.
+A processor is a Python class with options. If these can be stated in values that the fast path
+follows, images are computed there; otherwise the processor computes them itself. A statement is
+derived from class and options, and then proven: processor and statement are computed for made
+images of odd sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from featx.errors import ModelError, WeightsError, one_line
 from featx.models.hugging_face import read_json
 from featx.models.transformers.folder import CONFIG, PROCESSORS
 from featx.models.transformers.loading import import_transformers, quiet
-from featx.models.transformers.statements import (
-    MADE_SIZES,
-    RESAMPLING,
-    Reference,
-    is_proven,
-    made_image,
-    name_of,
-    normalisation,
-    plain_sizes,
-    statement_of,
-)
 
 if TYPE_CHECKING:
     import torch
     from PIL import Image
 
     from featx.images import Preprocess
+
+Reference: TypeAlias = "Callable[[Image.Image], torch.Tensor]"
+"""Function from an RGB image to (3, H, W) float32, normalised."""
+
+MADE_SIZES = ((225, 301), (100, 37), (501, 225), (600, 90), (400, 400))
+"""(width, height) of the made images: odd margins, small, wide, tall and square."""
+
+_CLOSE = 0.01
+"""Largest accepted difference of processor and statement, in levels of 255. They differ by the
+rounding of float32, or by whole levels."""
+
+_PLAIN = frozenset(
+    {
+        "BeitImageProcessor",
+        "MobileNetV2ImageProcessor",
+        "PvtImageProcessor",
+        "SegformerImageProcessor",
+    }
+)
+"""Processors that override methods for labels and segmentation maps only."""
+
+_LARGE = 384
+"""Side from which the processor of ConvNeXt resizes to a square instead of cropping."""
+
+RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""Pillow's numbers of interpolations."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ def processor_choice(folder: Path, size: tuple[int, int] | None) -> ProcessorCho
         and is_proven(processor, reference, statement)
     ):
         return ProcessorChoice(replace(statement, reference=reference), name, True)
-    return ProcessorChoice(_by_the_processor(processor, kind, reference, crop), name, False)
+    return ProcessorChoice(_by_the_processor(processor, reference, crop), name, False)
 
 
 def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
@@ -93,10 +111,9 @@ def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
                 **options,
             )
     except Exception as error:  # of many kinds: unknown classes, wrong values, missing keys
-        reason = one_line(error)
         raise WeightsError(
             f"the image processor of {folder} ({(nested if has_nested else plain).name}, {CONFIG}) "
-            f"cannot be opened: {reason}"
+            f"cannot be opened: {one_line(error)}"
         ) from error
 
 
@@ -118,10 +135,9 @@ def _size_of(reference: Reference, name: str) -> tuple[int, int]:
         try:
             shapes.append(tuple(reference(made_image(size)).shape))
         except Exception as error:  # of the processor
-            reason = one_line(error)
             raise ModelError(
                 f"the image processor {name} fails for an RGB image of {size[0]} x {size[1]} "
-                f"pixels: {reason}"
+                f"pixels: {one_line(error)}"
             ) from error
     if len(set(shapes)) > 1 or len(shapes[0]) != 3 or shapes[0][0] != 3:
         made = ", ".join(f"{width}x{height}" for width, height in MADE_SIZES[:2])
@@ -133,9 +149,7 @@ def _size_of(reference: Reference, name: str) -> tuple[int, int]:
     return shapes[0][1], shapes[0][2]
 
 
-def _by_the_processor(
-    processor: Any, kind: str, reference: Reference, crop: tuple[int, int]
-) -> Preprocess:
+def _by_the_processor(processor: Any, reference: Reference, crop: tuple[int, int]) -> Preprocess:
     """The preprocessing that the processor computes for every image."""
     from featx.images import Preprocess
 
@@ -177,3 +191,170 @@ def _options_of_size(processor: Any, size: tuple[int, int]) -> dict[str, Any]:
         "width": round(resize[1] * width / old_width),
     }
     return {"size": exact, "crop_size": crop}
+
+
+# Statements: what a processor does, derived from its class and options, and proven
+
+
+@functools.cache
+def made_image(size: tuple[int, int]) -> Image.Image:
+    """Return an RGB image with structure at several scales, edges and noise."""
+    import numpy as np
+    from PIL import Image
+
+    width, height = size
+    y, x = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.sin(x / 9 + y / 31), np.cos(x / 40), np.sin(y / 7)], axis=-1)
+    edges = 60 * ((x // 23 + y // 17) % 2)[..., None]
+    noise = np.random.default_rng(0).normal(0, 12, (height, width, 3))
+    return Image.fromarray(np.clip(97 + 80 * waves + edges + noise, 0, 255).astype(np.uint8))
+
+
+def statement_of(processor: Any) -> Preprocess | None:
+    """State what a processor does; None for one that this module does not know."""
+    from featx.models.preprocessing import pillow_preprocess
+
+    name = name_of(processor)
+    rule = _RULES.get(name, plain_sizes if _is_plain(processor, name) else None)
+    if rule is None or not processor.do_resize or getattr(processor, "do_pad", None):
+        return None
+    sizes = rule(processor)
+    interpolation = RESAMPLING.get(int(processor.resample))
+    if sizes is None or interpolation is None:
+        return None
+    resize, crop = sizes
+    is_bgr = name == "MobileViTImageProcessor" and processor.do_flip_channel_order
+    mean, std = normalisation(processor)
+    return pillow_preprocess(
+        resize=resize,
+        crop=crop,
+        interpolation=interpolation,
+        mean=mean,
+        std=std,
+        offset="floor",
+        channels="bgr" if is_bgr else "rgb",
+    )
+
+
+def name_of(processor: Any) -> str:
+    """Name of the class of a processor, whatever its backend."""
+    return type(processor).__name__.removesuffix("Pil")
+
+
+def _is_plain(processor: Any, name: str) -> bool:
+    """Return whether a processor does what its options say in the order resize, crop, normalise."""
+    own = vars(type(processor))
+    return name in _PLAIN or not {"_preprocess", "preprocess", "resize", "rescale"} & set(own)
+
+
+Sizes: TypeAlias = tuple[int | tuple[int, int], tuple[int, int]]
+"""`resize` and `crop` of a `Preprocess`."""
+
+
+def plain_sizes(processor: Any) -> Sizes | None:
+    """Sizes of a processor that resizes and then may crop."""
+    size, crop = processor.size, _crop_size(processor)
+    if size.height and size.width:
+        exact = (int(size.height), int(size.width))
+        return exact, crop or exact
+    if size.shortest_edge and not size.longest_edge and crop:
+        return int(size.shortest_edge), crop
+    return None
+
+
+def _crop_size(processor: Any) -> tuple[int, int] | None:
+    """(height, width) of the crop of a processor, or None if it does not crop."""
+    if not getattr(processor, "do_center_crop", None):
+        return None
+    return int(processor.crop_size.height), int(processor.crop_size.width)
+
+
+def _convnext_sizes(processor: Any) -> Sizes | None:
+    """Sizes of the processor of ConvNeXt, ResNet and RegNet: a crop up to 383 pixels."""
+    side = processor.size.shortest_edge
+    if not side or getattr(processor, "do_center_crop", None):
+        return None
+    square = (int(side), int(side))
+    return (square if side >= _LARGE else int(side / processor.crop_pct)), square
+
+
+def _levit_sizes(processor: Any) -> Sizes | None:
+    """Sizes of the processor of LeViT: 256 pixels for a crop of 224."""
+    side, crop = processor.size.shortest_edge, _crop_size(processor)
+    return (int(256 / 224 * side), crop) if side and crop else None
+
+
+_RULES = {
+    "ConvNextImageProcessor": _convnext_sizes,
+    "DINOv3ViTImageProcessor": plain_sizes,
+    "LevitImageProcessor": _levit_sizes,
+    "MobileViTImageProcessor": plain_sizes,
+}
+"""Processors with an own way of resizing -> their sizes."""
+
+Triple: TypeAlias = tuple[float, float, float]
+
+
+def normalisation(processor: Any) -> tuple[Triple, Triple]:
+    """Mean and standard deviation for values in [0, 1], whatever the scale of the processor."""
+    factor = 255 * (processor.rescale_factor if processor.do_rescale else 1.0)
+    is_normalised = processor.do_normalize and name_of(processor) != "MobileViTImageProcessor"
+    mean = _triple(processor.image_mean if is_normalised else 0.0)
+    std = _triple(processor.image_std if is_normalised else 1.0)
+    return _triple([x / factor for x in mean]), _triple([x / factor for x in std])
+
+
+def _triple(value: Any) -> Triple:
+    """A number for each channel, of one number or three."""
+    if isinstance(value, int | float):
+        return float(value), float(value), float(value)
+    red, green, blue = (float(x) for x in value)
+    return red, green, blue
+
+
+def is_proven(processor: Any, reference: Reference, statement: Preprocess) -> bool:
+    """Return whether the statement makes the images of the processor, of all made images."""
+    import torch
+
+    resizes_floats = name_of(processor) == "DINOv3ViTImageProcessor"
+    stated = _float_reference(statement) if resizes_floats else statement.reference
+    scale = 255 * torch.tensor(statement.std).view(3, 1, 1)
+    return all(
+        bool(((reference(image) - stated(image)) * scale).abs().max() <= _CLOSE)
+        for image in map(made_image, (*MADE_SIZES, *_sizes_of_half_margins(statement)))
+    )
+
+
+def _sizes_of_half_margins(statement: Preprocess) -> list[tuple[int, int]]:
+    """(width, height) of two images at whose crop rounding and cutting of half a pixel differ.
+
+    The offset of a margin of 3, 7, 11 ... pixels is 2, 4, 6 ... if it is rounded to even, and 1, 3,
+    5 ... if it is cut.
+    """
+    if not isinstance(statement.resize, int):
+        return []
+    short, (height, width) = statement.resize, statement.crop
+    wide = short + (3 - (short - width)) % 4
+    tall = short + (3 - (short - height)) % 4
+    return [(wide, short), (short, tall)]
+
+
+def _float_reference(statement: Preprocess) -> Reference:
+    """The statement computed on floats, which are not rounded after resizing."""
+    import torch.nn.functional as F
+    from torchvision.transforms import functional as TF
+
+    from featx.images import centre_crop
+
+    def reference(image: Image.Image) -> torch.Tensor:
+        x = TF.pil_to_tensor(image).float()[None] / 255
+        size, mode = statement.resize, statement.interpolation
+        if isinstance(size, int):
+            short = min(x.shape[2:])
+            size = (size * x.shape[2] // short, size * x.shape[3] // short)
+        x = F.interpolate(x, size=size, mode=mode, antialias=True, align_corners=False)
+        cropped = centre_crop(x[0], statement.crop, "floor")
+        normalised: torch.Tensor = TF.normalize(cropped, [*statement.mean], [*statement.std])
+        return normalised
+
+    return reference

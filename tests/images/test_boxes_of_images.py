@@ -10,7 +10,7 @@ from PIL import Image
 
 from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
 from featx.sources import FolderSource
-from featx.sources.boxes import BoxedSource
+from featx.sources.views import BoxedSource
 from featx.types import Part
 
 

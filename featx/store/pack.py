@@ -15,7 +15,7 @@ import numpy as np
 
 from featx.base import name_text, size_text
 from featx.errors import FeatxError, RunError, StoreError, counted
-from featx.storage import AtomicFolder, exclusive_lock
+from featx.storage import AtomicFolder
 from featx.store import layout
 from featx.store.checksums import check_chunks, good_chunks
 from featx.store.chunk_file import ChunkFile
@@ -90,7 +90,7 @@ def pack_store(root: Path) -> bool:
     """
     manifest = require_manifest(root)
     disk = AtomicFolder(root)
-    with exclusive_lock(root / layout.LOCK):
+    with disk.lock(root / layout.LOCK):
         # Slurm tasks without a driver write without this lock.
         refuse_other_writers(root)
         clear_leftovers(disk)

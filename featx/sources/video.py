@@ -25,7 +25,7 @@ from annotated_types import Ge, Lt
 from featx.base import CRASHES, module_command, module_environment, num_cpus, require_extra
 from featx.config import options
 from featx.errors import DataError, MissingExtraError, RunError
-from featx.sources.base import FolderSource, endings
+from featx.sources.base import FolderSource, endings, state_of
 from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.row_keys import frame_key
 from featx.types import ImageFault, Listing, Source, Status
@@ -108,7 +108,7 @@ class VideoSource:
         video, _, time_s = key.rpartition(b"@")
         path = self._path(video)
         try:
-            state = _state(path)
+            state = state_of(os.stat(path))[:2]  # noqa: PTH116 - unusual bytes
         except FileNotFoundError as error:
             self._folder.check_root()
             raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError") from error
@@ -132,7 +132,7 @@ class VideoSource:
         """Return the number of frames of a video; 1 if it cannot be opened."""
         path = self._path(video)
         try:
-            self._states[video] = _state(path)
+            self._states[video] = state_of(os.stat(path))[:2]  # noqa: PTH116 - unusual bytes
             lasts_s = self._frames.duration_s(path)
             if lasts_s / self._every_s > (size := self._states[video][0]):
                 raise DataError(
@@ -151,12 +151,6 @@ class VideoSource:
     def _path(self, video: bytes) -> str:
         """Return the absolute path of a video."""
         return os.path.abspath(os.path.join(self._folder.root, os.fsdecode(video)))  # noqa: PTH100 - unusual bytes
-
-
-def _state(path: str) -> tuple[int, int]:
-    """Return size and mtime, which change when a file does."""
-    info = os.stat(path)  # noqa: PTH116 - unusual bytes
-    return info.st_size, info.st_mtime_ns
 
 
 class FrameReader:

@@ -27,6 +27,7 @@ from system_calls import Calls, watched
 from featx.errors import RunError, StoreError, StoreLockedError, StoreMismatchError
 from featx.store import FeatureStore
 from featx.store.pack import pack
+from featx.store.part_files import part_path
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
@@ -35,10 +36,6 @@ pytestmark = pytest.mark.usefixtures("without_retry_waits")
 def run() -> MadeRun:
     """Four parts of 8 rows, the last one short; failures in the first and the third."""
     return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21])
-
-
-def part_path(root: Path, index: int) -> Path:
-    return root / "parts" / f"part-{index:06d}.h5"
 
 
 def missing(run: MadeRun, root: Path) -> list[int]:
@@ -87,19 +84,6 @@ def test_the_next_session_does_only_what_is_missing(run: MadeRun, tmp_path: Path
     after = part_path(tmp_path, 1).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert missing(run, tmp_path) == []
-
-
-def test_a_packed_store_is_done_and_leftover_parts_go(run: MadeRun, tmp_path: Path) -> None:
-    """The process may die between publishing the packed file and deleting the parts."""
-    run.write(tmp_path)
-    pack(tmp_path)
-    part_path(tmp_path, 2).unlink()
-    with run.session(tmp_path).hold() as session:
-        assert session.is_packed
-        assert session.missing() == []
-        assert session.failures == list(run.failures)
-    assert not (tmp_path / "parts").exists()
-    assert np.array_equal(FeatureStore(tmp_path)["flat"], run.expected("flat"), equal_nan=True)
 
 
 def zero(path: Path) -> None:

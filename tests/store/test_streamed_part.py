@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
 import os
 import random
@@ -11,9 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import slow_except, with_path
-from made_store import MadeRun, as_bfloat16, dataset_digests, make_run, temporary_files
-from system_calls import Calls, watched
+from made_store import MadeRun, as_bfloat16, make_run, temporary_files
 
-from featx.errors import FeatxError, RunError
+from featx.errors import RunError
 from featx.store import FeatureStore, check_store
 from featx.store.part_files import part_path
 
@@ -69,12 +64,13 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     assert written(replace(run, streamed=True), tmp_path / "streamed", 2) == in_memory
 
 
-def test_the_rows_handed_over_are_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streamed_bytes", [0, 1 << 60], ids=["streamed", "in memory"])
+def test_the_rows_handed_over_are_not_kept(tmp_path: Path, streamed_bytes: int) -> None:
     """The engine may use its buffers again, also those of rows of an incomplete chunk."""
     run = make_run(6, 8, {"x": (3,)})
     with run.session(tmp_path / "store").hold() as session:
         [part] = session.missing()
-        builder = session.begin_part(part, run.specs, streamed_bytes=0)
+        builder = session.begin_part(part, run.specs, streamed_bytes)
         for row in range(6):
             values = run.features["x"][row : row + 1].copy()
             builder.add(row, {"x": values}, [])
@@ -159,53 +155,6 @@ def test_a_disk_that_gives_back_other_bytes_is_noticed(
     assert list((root / "parts").iterdir()) == []
     run.finish(root)
     assert check_store(root).complete
-
-
-@pytest.fixture
-def quick() -> Iterator[Path]:
-    """A folder in memory where there is one: very many stores are made, and each is synced."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
-
-
-SMALL = replace(make_run(10, 4, {"a": (3,), "b": (2, 2)}, failed=[5]), streamed=True)
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
-
-
-def fail_everywhere(work: Path, step: int, lasting: bool) -> int:
-    """Fail call after call of a run; how many failures were met."""
-    run = SMALL
-    expected = dataset_digests(run.finish(work / "whole", packed=True) / "features.h5")
-    for count, fail_at in enumerate(itertools.count(1, step)):
-        root, error = work / "store", ERRORS[count % len(ERRORS)]
-        shutil.rmtree(root, ignore_errors=True)
-        with watched(Calls(root, fail_at, error, spare=("unlink",), lasting=lasting)) as calls:
-            try:
-                run.finish(root)
-                message = None
-            except FeatxError as failure:
-                message = str(failure)
-        if message is not None:
-            assert os.strerror(error) in message, calls.failed
-            assert str(root) in message
-        assert not lasting or calls.untouched or temporary_files(root) == []
-        run.finish(root, packed=True)
-        assert dataset_digests(root / "features.h5") == expected
-        assert temporary_files(root) == []
-        if calls.untouched:
-            return count
-    raise AssertionError("unreachable")
-
-
-def test_whichever_call_fails_the_run_says_so_and_resumes(quick: Path) -> None:
-    assert fail_everywhere(quick, 17, lasting=True) > 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lasting", [False, True])
-def test_every_single_call_may_fail(quick: Path, lasting: bool) -> None:
-    assert fail_everywhere(quick, 1, lasting) > 30
 
 
 KILLED = """

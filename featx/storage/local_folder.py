@@ -142,13 +142,13 @@ class AtomicFolder:
             path.parent.rmdir()
 
     @contextlib.contextmanager
-    def reserve_file(self, path: Path, size: int, replace: bool = False) -> Iterator[ReservedFile]:
+    def reserve_file(self, path: Path, size: int) -> Iterator[ReservedFile]:
         """File for h5py whose space is reserved first; published when the block succeeds.
 
-        `size` is its largest size in bytes. Unless `replace`, an existing file is kept. Raises
-        RunError if the disk is full or fails; nothing is left behind.
+        `size` is its largest size in bytes. An existing file is kept. Raises RunError if the disk
+        is full or fails; nothing is left behind.
         """
-        with self._new_file(path, replace) as temporary:
+        with self._new_file(path, replace=False) as temporary:
             file = ReservedFile(temporary.descriptor, size)
             try:
                 yield file

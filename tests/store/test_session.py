@@ -8,10 +8,6 @@ import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +16,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import slow_except, with_path
-from made_store import MadeRun, dataset_digests, make_listing, make_run, temporary_files
+from conftest import slow_except
+from made_store import MadeRun, make_listing, make_run, temporary_files
 from system_calls import Calls, watched
 
 from featx.errors import RunError, StoreError, StoreLockedError, StoreMismatchError
@@ -491,56 +487,3 @@ def test_a_full_disk_in_the_middle_keeps_what_is_committed(
         assert [part.index for part in session.missing()] == [1, 2, 3]
         session.commit(run.builder(run.grid.part(1)))
     assert missing(run, tmp_path) == [2, 3]
-
-
-WRITE_FOREVER = """
-import sys
-from pathlib import Path
-from made_store import make_run
-from featx.store.pack import pack
-run, root = make_run(num_rows=77, part_rows=4, failed=[2, 17, 70]), Path(sys.argv[1])
-session = run.session(root)
-with session.hold():
-    print("held", flush=True)
-    for part in session.missing():
-        session.commit(run.builder(part))
-    if not session.is_packed:
-        pack(root)
-        session.finish_packing()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_killed_again_and_again_the_store_ends_as_if_it_never_was(
-    tmp_path: Path, seed: int
-) -> None:
-    run = make_run(num_rows=77, part_rows=4, failed=[2, 17, 70])
-    expected = dataset_digests(run.write(tmp_path / "whole", packed=True) / "features.h5")
-    root = tmp_path / "killed"
-    rng = np.random.default_rng(seed)
-    environment = with_path(Path(__file__).resolve().parent.parent)
-    kills, acknowledged = 0, 0
-    for attempt in range(200):  # each lives longer, until one is not killed in time
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITE_FOREVER, str(root)],
-            stdout=subprocess.PIPE,
-            env=environment,
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"held\n"
-            time.sleep(rng.uniform(0, 0.06 * (attempt + 1)))
-            process.kill()
-            kills += process.wait() == -signal.SIGKILL
-        if not (root / "features.h5").exists():
-            present = FeatureStore(root).num_rows_present
-            assert present >= acknowledged, "a committed part was lost"
-            acknowledged = present
-        else:
-            break
-    assert kills, "it was never killed; the test proves nothing"
-    with run.session(root).hold() as session:
-        assert session.is_packed
-    assert dataset_digests(root / "features.h5") == expected
-    assert_whole(run, root)
-    assert temporary_files(root) == []

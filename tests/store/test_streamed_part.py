@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import slow_except, with_path
-from made_store import MadeRun, as_bfloat16, make_run, temporary_files
+from made_store import MadeRun, as_bfloat16, dataset_digests, make_run, temporary_files
 
 from featx.errors import RunError
 from featx.store import FeatureStore, check_store
@@ -161,13 +161,18 @@ KILLED = """
 import json, sys
 from dataclasses import replace
 from pathlib import Path
+from featx.store.pack import pack
 from made_store import make_run
-run = replace(make_run(**json.loads(sys.argv[2])), streamed=True)
+root, streamed = Path(sys.argv[1]), sys.argv[3] == "True"
+run = replace(make_run(**json.loads(sys.argv[2])), streamed=streamed)
 print("ready", flush=True)
-with run.session(Path(sys.argv[1])).hold() as session:
+with run.session(root).hold() as session:
     for part in session.missing():
         session.commit(run.part_of(session, part, 2))
         print(part.index, flush=True)
+    if not session.is_packed:
+        pack(root)
+        session.finish_packing()
 """
 
 KILL_RUN: dict[str, Any] = {
@@ -176,21 +181,23 @@ KILL_RUN: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_200_kills_lose_no_committed_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("streamed", "num_kills"), [(True, 200), (False, 40)])
+def test_kills_lose_no_committed_part(tmp_path: Path, streamed: bool, num_kills: int) -> None:
     """What a run said to be committed is there after a kill, and never anything else."""
     run, draw = make_run(**KILL_RUN), random.Random(7)
-    root, said = tmp_path / "store", set()
-    for _ in range(200):
-        command = [sys.executable, "-c", KILLED, str(root), json.dumps(KILL_RUN)]
+    root, said, kills = tmp_path / "store", set(), 0
+    while kills < num_kills:
+        command = [sys.executable, "-c", KILLED, str(root), json.dumps(KILL_RUN), str(streamed)]
         environment = with_path(Path(__file__).parents[2], Path(__file__).parents[1])
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            time.sleep(draw.uniform(0, 0.3))
+            time.sleep(draw.uniform(0, 0.35))
             process.send_signal(signal.SIGKILL)
             said |= {int(line) for line in process.stdout if line.endswith("\n")}
+        kills += process.returncode == -signal.SIGKILL
         if not (root / "samples.h5").exists():  # it comes before the first part
             assert not said
             continue
@@ -201,12 +208,14 @@ def test_200_kills_lose_no_committed_part(tmp_path: Path) -> None:
             assert there[8 * index : 8 * index + 8].all(), f"part {index} was committed and is gone"
         for name in run.features:
             assert np.array_equal(store[name][:][there], run.expected(name)[there], equal_nan=True)
-        if there.all():  # begun again, so that every kill meets a run
+        if process.returncode == 0:  # begun again, so that every kill meets a run
             shutil.rmtree(root)
             said.clear()
-    run.finish(root)
+    run.finish(root, packed=True)
     assert check_store(root).complete
     assert temporary_files(root) == []
+    whole = run.copied(tmp_path / "whole", packed=True)
+    assert dataset_digests(root / "features.h5") == dataset_digests(whole / "features.h5")
 
 
 LARGE_PART = """

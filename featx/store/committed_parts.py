@@ -10,8 +10,7 @@ from pathlib import Path
 from featx.errors import StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, is_url
 from featx.store import layout
-from featx.store.checksums import check_chunks
-from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.hdf5_files import check_chunks, damage_text, open_metadata
 from featx.store.manifest import Manifest, Run, num_runs_of
 from featx.store.part_files import DamageRecord, inspect_parts, part_names, part_path
 from featx.store.result_files import read_failures

@@ -17,10 +17,16 @@ from featx.base import name_text, size_text
 from featx.errors import FeatxError, RunError, StoreError, counted
 from featx.storage import AtomicFolder
 from featx.store import layout
-from featx.store.checksums import check_chunks, good_chunks
 from featx.store.chunk_file import ChunkFile
 from featx.store.committed_parts import remove_parts
-from featx.store.hdf5_files import damage_text, dataset_filters, open_hdf5, open_plain_dataset
+from featx.store.filter_pipeline import dataset_filters
+from featx.store.hdf5_files import (
+    check_chunks,
+    damage_text,
+    good_chunks,
+    open_hdf5,
+    open_plain_dataset,
+)
 from featx.store.heartbeat import refuse_other_writers
 from featx.store.image_states import read_image_checksums
 from featx.store.listing import read_listing, row_values, same_values

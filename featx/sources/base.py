@@ -311,7 +311,9 @@ class FolderSource:
                 self._skipped["links to a folder above"] += 1
                 continue
             above = folder.above | {folder.real}
-            if folder.prefix and _is_store(folder.path):
+            # The images of a store of featx (heat maps, sprites) are output.
+            manifest = os.path.join(folder.path, os.fsencode(layout.MANIFEST))
+            if folder.prefix and os.path.lexists(manifest):
                 self._skipped["stores of featx"] += 1
                 continue
             try:
@@ -365,11 +367,6 @@ class FolderSource:
     def _is_inside(self, target: bytes) -> bool:
         """Return whether a path without links lies in the folder."""
         return os.path.commonpath((target, self._real_root)) == self._real_root
-
-
-def _is_store(folder: bytes) -> bool:
-    """Return whether a folder is a featx store, whose images (heat maps, sprites) are output."""
-    return os.path.lexists(os.path.join(folder, os.fsencode(layout.MANIFEST)))
 
 
 SYSTEM_FOLDERS = frozenset(

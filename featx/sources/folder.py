@@ -13,9 +13,9 @@ import numpy as np
 from featx.config import NaturalNumber, options
 from featx.errors import DataError, counted
 from featx.sources.base import FolderSource, endings
-from featx.sources.csv_check import check_csv
 from featx.sources.labels import from_values
 from featx.sources.registry import SOURCES, FileOptions, source_member
+from featx.sources.table_files import check_csv
 from featx.types import Listing, Source
 
 

@@ -168,8 +168,7 @@ class MapSource:
         self._paths_are_keys = paths_are_keys
         self._columns = dict(columns)
         self._lock = threading.RLock()
-        self._keys: npt.NDArray[np.bytes_] | None = None
-        self._rows: npt.NDArray[np.int64] | None = None
+        self._listed: tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64]] | None = None
         self._labels: list[object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,22 +187,17 @@ class MapSource:
         keys = self._keys_of(count)
         labels, classes, warnings = self._labels_of(count)
         order = sorting_order(keys, "dataset.keys has some")
-        self._keys = keys[order]
-        self._rows = order
+        self._listed = keys[order], order
         note = "" if classes else "no attribute targets or labels, and items without a label"
         columns = {name: values[order] for name, values in self._columns.items()}
         return Listing(
-            self._keys, labels[order], classes, columns=columns, warnings=warnings, label_note=note
+            keys[order], labels[order], classes, columns=columns, warnings=warnings, label_note=note
         )
 
     def read(self, key: bytes) -> bytes:
         """Read one item and encode its image without loss."""
-        with self._lock:
-            if self._rows is None:
-                self.listing()
-        assert self._keys is not None
-        assert self._rows is not None
-        row = int(self._rows[find_row(self._keys, key)])
+        keys, rows = self._keys_and_rows()
+        row = int(rows[find_row(keys, key)])
         # The user's own code may raise anything; it is recorded as a failure of this row.
         try:
             with self._lock:
@@ -237,13 +231,10 @@ class MapSource:
         """
         if not isinstance(self._dataset, list | tuple):
             return None
-        if self._rows is None:
-            self.listing()
-        assert self._keys is not None
-        assert self._rows is not None
+        listed, rows = self._keys_and_rows()
         states = np.full(len(keys), UNTOLD)
         paths: dict[int, bytes] = {}
-        for i, row in enumerate(self._rows[find_rows(self._keys, keys)].tolist()):
+        for i, row in enumerate(rows[find_rows(listed, keys)].tolist()):
             try:
                 image = _split(self._dataset[row])[0]
                 if isinstance(image, ImageFile.ImageFile):
@@ -264,10 +255,17 @@ class MapSource:
 
     def place(self, key: bytes) -> str:
         """Return the path of a row."""
-        assert self._rows is not None
-        assert self._keys is not None
-        row = int(self._rows[find_row(self._keys, key)])
+        keys, rows = self._keys_and_rows()
+        row = int(rows[find_row(keys, key)])
         return str(Path(_split(self._dataset[row])[0]).absolute())
+
+    def _keys_and_rows(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64]]:
+        """Return the keys of the listing, and the row of the data set of each."""
+        with self._lock:
+            if self._listed is None:
+                self.listing()
+            assert self._listed is not None
+            return self._listed
 
     def _keys_of(self, count: int) -> npt.NDArray[np.bytes_]:
         """Return (count,) keys: `dataset.keys` if present, else row numbers."""

@@ -109,13 +109,11 @@ def with_views(source: Source, config: DataConfig) -> Source:
         a source with one row per box (`BoxedSource`, or `ReadBoxes` if the source reads boxes
         itself) and view (`ViewedSource`); or `source` itself if none of them is set.
     """
-    if config.boxes is not None:
-        from featx.sources.boxes import BoxedSource, ReadBoxes
+    from featx.sources.views import BoxedSource, ReadBoxes, ViewedSource
 
+    if config.boxes is not None:
         boxed = BoxedSource(source, Path(config.boxes).expanduser())
         source = ReadBoxes(boxed, source) if isinstance(source, BoxReader) else boxed
     if config.has_views:
-        from featx.sources.views import ViewedSource
-
         source = ViewedSource(source, config)
     return source

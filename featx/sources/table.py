@@ -21,7 +21,6 @@ from featx.base import import_extra, name_text
 from featx.config import column_name_problem, options
 from featx.errors import ConfigError, DataError, counted
 from featx.sources.base import FolderSource
-from featx.sources.csv_check import Quoting
 from featx.sources.labels import (
     Labels,
     choose_label_column,
@@ -37,7 +36,7 @@ from featx.sources.path_patterns import base_of, find_files, is_pattern
 from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import numbered_keys, sorting_order
 from featx.sources.table_columns import column_values, text_bytes
-from featx.sources.table_files import ENDINGS, CsvForm, CsvTable, ParquetTable, Table
+from featx.sources.table_files import ENDINGS, CsvForm, CsvTable, ParquetTable, Quoting, Table
 from featx.types import Listing, Source
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"

@@ -8,7 +8,6 @@ environment, ~/.aws, .netrc), never from data.root.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import threading
@@ -27,6 +26,7 @@ from featx.sources.path_patterns import (
     has_stars,
     is_pattern,
 )
+from featx.storage import PositionedFile
 
 PROTOCOLS = (
     "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hf",
@@ -74,35 +74,25 @@ class Shard:
     mtime_ns: int | None = None
 
 
-class CompressedFile(io.RawIOBase):
+class CompressedFile(PositionedFile):
     """The bytes of a shard as a file.
 
     It keeps the exception of the last read, which a decompressor may hide.
     """
 
     def __init__(self, shard: Shard) -> None:
-        self._shard, self._offset = shard, 0
+        super().__init__(shard.size)
+        self._shard = shard
         self.error: Exception | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._shard.size}[whence]
-        self._offset = start + offset
-        return self._offset
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         try:
-            data = self._shard.read(self._offset, len(buffer))
+            data = self._shard.read(self._position, len(buffer))
         except Exception as error:
             self.error = error
             raise
         buffer[: len(data)] = data
-        self._offset += len(data)
+        self._position += len(data)
         return len(data)
 
 

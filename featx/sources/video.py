@@ -1,31 +1,45 @@
 """Source data=video: frames of videos, one every data.every_s seconds.
 
 A key is the path of the video and the time of the frame in seconds: 'talks/clip.mp4@00012.000'.
+Videos are opened in processes (video_process.py), which may crash or hang.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import math
 import os
-from typing import Annotated, ClassVar
+import signal
+import subprocess
+import threading
+import weakref
+from multiprocessing import Pipe
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Lt
 
-from featx.base import require_extra
+from featx.base import CRASHES, module_command, module_environment, num_cpus, require_extra
 from featx.config import options
-from featx.errors import DataError
-from featx.sources.base import FolderSource, endings
+from featx.errors import DataError, MissingExtraError, RunError
+from featx.sources.base import FolderSource, endings, state_of
 from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.row_keys import frame_key
-from featx.sources.video_reader import FrameReader
 from featx.types import ImageFault, Listing, Source, Status
 
 EXTENSIONS = frozenset(b".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg".split())
 """File name extensions that count as videos, compared without regard to case. The content is
 checked only when a video is opened."""
+
+_MOST = 4
+"""Maximum number of processes; each takes a few hundred MiB of memory."""
+
+_TRIES = 2
+"""Attempts per request. A process may have died because of an earlier video, so a failed request is
+repeated once in a new process."""
 
 
 @options("data")
@@ -94,7 +108,7 @@ class VideoSource:
         video, _, time_s = key.rpartition(b"@")
         path = self._path(video)
         try:
-            state = _state(path)
+            state = state_of(os.stat(path))[:2]  # noqa: PTH116 - unusual bytes
         except FileNotFoundError as error:
             self._folder.check_root()
             raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError") from error
@@ -118,7 +132,7 @@ class VideoSource:
         """Return the number of frames of a video; 1 if it cannot be opened."""
         path = self._path(video)
         try:
-            self._states[video] = _state(path)
+            self._states[video] = state_of(os.stat(path))[:2]  # noqa: PTH116 - unusual bytes
             lasts_s = self._frames.duration_s(path)
             if lasts_s / self._every_s > (size := self._states[video][0]):
                 raise DataError(
@@ -139,10 +153,120 @@ class VideoSource:
         return os.path.abspath(os.path.join(self._folder.root, os.fsdecode(video)))  # noqa: PTH100 - unusual bytes
 
 
-def _state(path: str) -> tuple[int, int]:
-    """Return size and mtime, which change when a file does."""
-    info = os.stat(path)  # noqa: PTH116 - unusual bytes
-    return info.st_size, info.st_mtime_ns
+class FrameReader:
+    """Durations and frames of videos, decoded in parallel; a video always uses the same process."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._children = [_Child() for _ in range(min(_MOST, num_cpus()))]
+        weakref.finalize(self, _end, self._children)
+
+    def duration_s(self, path: str) -> float:
+        """Return the duration of a video in seconds. Raises as `frame` does."""
+        header, _ = self._ask(path, {"path": path})
+        return float(header["duration_s"])
+
+    def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
+        """Return the frame that is displayed at a time, as PPM."""
+        request = {"path": path, "time_s": time_s, "max_pixels": max_pixels}
+        return self._ask(path, request)[1]
+
+    def _ask(self, path: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Send a request to the process of a video and return the answer; raises as `frame`
+        does."""
+        # One process per video, where the video stays open between requests.
+        child = self._children[hash(path) % len(self._children)]
+        with child.lock:
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    header, frame = child.ask(request, self._timeout_s)
+                    break
+                except ImageFault:
+                    child.end()
+                    if not tries_left:
+                        raise
+                except BaseException:  # a late answer would be taken for the next one
+                    child.end()
+                    raise
+        if "status" in header:
+            raise ImageFault(Status(header["status"]), header["message"], header["error"])
+        if "errno" in header:
+            raise OSError(header["errno"], header["strerror"], path)
+        return header, frame
+
+
+class _Child:
+    """One process, which is started by the first request."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: dict[str, Any], limit_s: float | None) -> tuple[dict[str, Any], bytes]:
+        """Send a request, wait for the answer, and return its JSON object and the bytes behind it.
+
+        After an exception, the caller must call `end`.
+        """
+        if self._process is None:
+            self._start()
+        with contextlib.suppress(BrokenPipeError):  # reading the answer reports that it has ended
+            self._requests.send_bytes(json.dumps(request).encode())
+        if not self._answers.poll(limit_s):
+            message = "decoding takes longer than data.timeout_s, also in a subprocess"
+            raise ImageFault(Status.TIMEOUT, message, "TimeoutError")
+        return self._receive()
+
+    def end(self) -> None:
+        """Kill the process if it runs; the next request starts a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            self._requests.close()
+            self._answers.close()
+
+    def _start(self) -> None:
+        """Start the process and wait until torchcodec is imported."""
+        theirs, self._requests = Pipe(duplex=False)
+        self._answers, answers = Pipe(duplex=False)
+        with theirs, answers:
+            # FFmpeg logs a line per frame to stderr.
+            self._process = subprocess.Popen(
+                module_command("featx.sources.video_process"),
+                env=module_environment(),
+                stdin=theirs.fileno(),
+                stdout=answers.fileno(),
+                stderr=subprocess.DEVNULL,
+            )
+        header, _ = self._receive()  # imports have no time limit
+        if "lacks" in header:
+            self.end()
+            raise MissingExtraError(
+                'data=video needs torchcodec, pip install "featx[video]", and FFmpeg\'s shared '
+                f"libraries (4 to 9), such as apt install ffmpeg: {header['lacks']}"
+            )
+
+    def _receive(self) -> tuple[dict[str, Any], bytes]:
+        """Return the JSON object of an answer and the bytes behind it, or raise why none comes."""
+        try:
+            header, _, frame = self._answers.recv_bytes().partition(b"\n")
+            return json.loads(header), frame
+        except (EOFError, OSError):
+            assert self._process is not None
+            code = self._process.wait()
+        if -code in CRASHES:
+            name = signal.Signals(-code).name
+            message = f"decoding it ends the process with {name}, also in a subprocess"
+            raise ImageFault(Status.CRASHES_DECODER, message, name)
+        if code == -signal.SIGKILL:  # as the kernel does when memory is exhausted
+            raise MemoryError("the process that decodes videos was killed")
+        raise RunError(f"the process that decodes videos ended with exit code {code}.")
+
+
+def _end(children: list[_Child]) -> None:
+    """Kill all processes, when the reader is garbage-collected or at exit."""
+    for child in children:
+        child.end()
 
 
 SOURCES.register(

@@ -5,16 +5,33 @@ A key is the key of the image, '#', and the view: 'cat/001.jpg#hflip', 'cat/001.
 
 from __future__ import annotations
 
+import csv
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import name_bytes, name_text
 from featx.config import DataConfig, ViewName, names_tuple
-from featx.sources.row_keys import sorting_order
-from featx.types import Listing, RandomCrop, Source, Stateful, View, ViewSource
+from featx.errors import DataError, counted
+from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
+from featx.sources.row_keys import box_key, parse_box_key, sorting_order
+from featx.sources.table_files import check_csv
+from featx.types import (
+    Box,
+    BoxReader,
+    Listing,
+    RandomCrop,
+    Source,
+    Stateful,
+    View,
+    ViewSource,
+)
 
 _SEPARATOR = b"#"
 """Separator between the key of the image and the view."""
@@ -30,6 +47,12 @@ _ORIENTATIONS: dict[ViewName, int] = {
     "rot90": 8,
 }
 """View -> EXIF orientation from which an image is turned so."""
+
+BOX_COLUMNS = ("path", "x", "y", "width", "height")
+"""Required columns of the table data.boxes. A column `label` is optional."""
+
+_NAMED_LINES = 10
+"""Maximum number of wrong lines that an error describes."""
 
 
 class DerivedSource(ABC):
@@ -103,3 +126,153 @@ class ViewedSource(DerivedSource):
 def parent_key(key: bytes) -> bytes:
     """Return the key of the row of the other source from which a row is made."""
     return key.rpartition(_SEPARATOR)[0]
+
+
+class _Line(NamedTuple):
+    """One line of the table."""
+
+    image_key: bytes
+    key: bytes
+    label: str | None
+
+
+class BoxedSource(DerivedSource):
+    """Boxes of the images of another source, in bytewise order of their keys."""
+
+    def __init__(self, source: Source, file: Path) -> None:
+        super().__init__(source)
+        self._file = file
+        self._label_note = ""
+
+    def listing(self) -> Listing:
+        """List all boxes."""
+        images = self._source.listing()
+        lines, labelled = self._lines()
+        keys = np.array([line.key for line in lines], dtype=np.bytes_)
+        order = sorting_order(keys, f"data.boxes={self._file} has some boxes")
+        keys = keys[order]
+        image_keys = np.array([lines[i].image_key for i in order], dtype=np.bytes_)
+        # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
+        # valid, and the comparison below finds the mismatch.
+        positions = np.minimum(np.searchsorted(images.keys, image_keys), len(images.keys) - 1)
+        if (unknown := image_keys[images.keys[positions] != image_keys]).size:
+            raise DataError(
+                f"data.boxes={self._file} names {counted(len(np.unique(unknown)), 'image')} that "
+                f"the data set does not have, such as {name_text(bytes(unknown[0]))}. A path is "
+                f"written as the keys are, such as {name_text(bytes(images.keys[0]))}, with "
+                "/ for the backslashes of Windows."
+            )
+        labels, classes, warnings = images.labels[positions], images.classes, images.warnings
+        if labelled:
+            origin = f"data.boxes={self._file}, column label"
+            labels, classes, more = from_csv_texts((line.label for line in lines), origin)
+            labels, warnings = labels[order], (*warnings, *more)
+        elif classes:  # images without a box must not leave their class behind
+            labels, classes, _ = renumber(np.array(classes, dtype=object), labels)
+        content_tags = None if images.content_tags is None else images.content_tags[positions]
+        columns = {name: values[positions] for name, values in images.columns.items()}
+        return Listing(
+            keys,
+            labels,
+            classes,
+            images.skipped,
+            content_tags,
+            columns,
+            warnings,
+            self._label_note or images.label_note,
+        )
+
+    def view(self, key: bytes) -> View:
+        """Return the box that a row consists of, in pixels of the upright image."""
+        return View(_box_of(key))
+
+    def _lines(self) -> tuple[list[_Line], bool]:
+        """Read the table. Returns the lines, and whether the table has a column `label`."""
+        try:
+            delimiter = check_csv(self._file)
+            with self._file.open(
+                newline="", encoding="utf-8-sig", errors="surrogateescape"
+            ) as file:
+                reader = csv.DictReader(file, delimiter=delimiter)
+                names = list(reader.fieldnames or [])
+                for wanted in (*BOX_COLUMNS, "label"):
+                    if (name := find_column(names, wanted)) is not None:
+                        names[names.index(name)] = wanted
+                reader.fieldnames = names
+                self._label_note = self._note_on_columns(names)
+                if missing := [name for name in BOX_COLUMNS if name not in names]:
+                    raise DataError(
+                        f"data.boxes={self._file} has no column {', '.join(missing)}; expected a "
+                        f"header with {', '.join(BOX_COLUMNS)} and, if there are labels, label."
+                    )
+                if duplicates := sorted({name for name in names if names.count(name) > 1}):
+                    raise DataError(
+                        f"data.boxes={self._file} has the column {', '.join(duplicates)} more than "
+                        "once."
+                    )
+                lines = list(self._convert_lines(reader))
+        except csv.Error as error:
+            line = reader.line_num + 1
+            raise DataError(f"data.boxes={self._file}, line {line}: {error}.") from error
+        except OSError as error:
+            raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
+        if not lines:
+            raise DataError(f"data.boxes={self._file} has no boxes.")
+        return lines, "label" in names
+
+    def _note_on_columns(self, names: list[str]) -> str:
+        """Return which columns look like labels and are not used."""
+        names = [name for name in names if name not in BOX_COLUMNS]
+        note = note_on_columns(names, "label" if "label" in names else None, option="")
+        return f"data.boxes={self._file}: {note}" if "looks like" in note else ""
+
+    def _convert_lines(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
+        """Convert the lines of the table one by one; errors of all lines are one error."""
+        problems: list[str] = []
+        for line in reader:
+            if None in line or None in line.values():
+                number = "more" if None in line else "fewer"
+                problems.append(
+                    f"line {reader.line_num}: there are {number} fields than columns. A delimiter "
+                    "in a field needs quotes; a field may be empty."
+                )
+                continue
+            numbers = [str(line[name]).strip() for name in BOX_COLUMNS[1:]]
+            are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)
+            if not line["path"] or not are_whole_numbers or 0 in map(int, numbers[2:]):
+                problems.append(
+                    f"line {reader.line_num}: {','.join(numbers)} of {line['path']!r} is no box; "
+                    "expected x, y, width and height in whole pixels, the last two above 0."
+                )
+                continue
+            image_key = name_bytes(line["path"])
+            yield _Line(image_key, box_key(image_key, *map(int, numbers)), line.get("label"))
+        if len(problems) == 1:
+            raise DataError(f"data.boxes={self._file}, {problems[0]}")
+        if problems:
+            more = len(problems) - _NAMED_LINES
+            shown = [*problems[:_NAMED_LINES], *([f"and {more} more"] if more > 0 else [])]
+            raise DataError(
+                f"data.boxes={self._file}: {len(problems)} lines are wrong.\n" + "\n".join(shown)
+            )
+
+
+class ReadBoxes:
+    """Boxes that their source reads one by one, so that each row is an image of its own."""
+
+    def __init__(self, boxed: BoxedSource, reader: BoxReader) -> None:
+        self._boxed = boxed
+        self._reader = reader
+        self.listing = boxed.listing
+        self.states = boxed.states
+
+    def read(self, key: bytes) -> bytes:
+        """Read the box of a row as an encoded image. Raises as `Source.read` does."""
+        return self._reader.read_box(parent_key(key), _box_of(key))
+
+
+def _box_of(key: bytes) -> Box:
+    """Return the box that the key of a row names."""
+    parsed = parse_box_key(key)
+    assert parsed is not None  # such keys are made by `listing` only
+    return parsed[1]

@@ -1,10 +1,10 @@
 from . import s3_outage as s3_outage
 from .durability import sync_entries as sync_entries
-from .folder_lock import exclusive_lock as exclusive_lock
 from .local_file import RawFile as RawFile
 from .local_file import is_local as is_local
 from .local_folder import AtomicFolder as AtomicFolder
 from .local_folder import disk_mismatch_error as disk_mismatch_error
+from .local_folder import exclusive_lock as exclusive_lock
 from .local_folder import memory_mismatch_error as memory_mismatch_error
 from .s3_file import S3File as S3File
 from .s3_file import prefetch_files as prefetch_files

@@ -63,17 +63,13 @@ class RawFile:
         shape = (max(0, self.size - width + 1),)
         return np.ndarray(shape, f"V{width}", self.mapped.data, strides=(1,))
 
-    def read_into(self, buffer: Bytes, address: int, label: str) -> None:
-        """Fill `buffer` with the bytes that start at `address`; the label is for messages."""
-        if self.mapped is None:
-            self.pread_into(buffer, address, label)
-            return
-        buffer[:] = self.mapped[address : address + len(buffer)]
-
     def read_ranges_into(self, ranges: Iterable[tuple[Bytes, int]], label: str) -> None:
-        """Fill several buffers, each with the bytes that start at its address."""
+        """Fill buffers, each with the bytes from its address on; the label is for messages."""
         for buffer, address in ranges:
-            self.read_into(buffer, address, label)
+            if self.mapped is None:
+                self.pread_into(buffer, address, label)
+            else:
+                buffer[:] = self.mapped[address : address + len(buffer)]
 
     def pread_into(self, buffer: Bytes, address: int, label: str) -> None:
         """Fill `buffer` by system calls, which raise an error where a memory map raises SIGBUS."""

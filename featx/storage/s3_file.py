@@ -100,7 +100,7 @@ class S3File(PositionedFile):
         # A long read bypasses the cache, as it would push most other blocks out.
         if last - first >= _MAX_CACHED_BLOCKS // 2:
             whole = np.empty(stop - address, np.uint8)
-            self.read_into(whole, address, str(self._path))
+            self.pread_into(whole, address, str(self._path))
             return whole.tobytes()
         with self._lock:
             missing = [i for i in range(first, last + 1) if i not in self._blocks]
@@ -127,11 +127,9 @@ class S3File(PositionedFile):
         """Size of the object; it cannot change, as every request asks for the same entity tag."""
         return self.size
 
-    def read_into(self, buffer: Bytes, address: int, label: str) -> None:
+    def pread_into(self, buffer: Bytes, address: int, label: str) -> None:
         """Fill `buffer` with the bytes that start at `address`."""
         self.read_ranges_into([(buffer, address)], label)
-
-    pread_into = read_into
 
     def read_ranges_into(self, ranges: Iterable[tuple[Bytes, int]], label: str) -> None:
         """Fill several buffers, (n,) uint8, each with the bytes that start at its address.

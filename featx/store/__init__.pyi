@@ -26,9 +26,9 @@ from .image_states import changed_states as changed_states
 from .image_states import stored_image_checksums as stored_image_checksums
 from .image_states import write_image_states as write_image_states
 from .layer_array import LayerArray as LayerArray
+from .layer_array import matching_layers as matching_layers
+from .layer_array import only_layer as only_layer
 from .layer_array import row_indices as row_indices
-from .layer_selection import matching_layers as matching_layers
-from .layer_selection import only_layer as only_layer
 from .layout import Grid as Grid
 from .layout import geometry_of as geometry_of
 from .layout import geometry_values as geometry_values

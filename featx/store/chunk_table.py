@@ -22,10 +22,15 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import codecs, layout
-from featx.store.checksums import chunks_with_verdict, failures_agree, row_datasets
 from featx.store.dtypes import NAMES, dtype_name, raw_dtype
-from featx.store.filter_pipeline import Pipeline
-from featx.store.hdf5_files import dataset_filters, open_metadata, open_raw
+from featx.store.filter_pipeline import Pipeline, dataset_filters
+from featx.store.hdf5_files import (
+    chunks_with_verdict,
+    failures_agree,
+    open_metadata,
+    open_raw,
+    row_datasets,
+)
 from featx.store.manifest import num_runs_of
 from featx.types import with_features
 

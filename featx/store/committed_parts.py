@@ -10,8 +10,7 @@ from pathlib import Path
 from featx.errors import StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, is_url
 from featx.store import layout
-from featx.store.checksums import check_chunks
-from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.hdf5_files import check_chunks, damage_text, open_metadata
 from featx.store.manifest import Manifest, Run, num_runs_of
 from featx.store.part_files import DamageRecord, inspect_parts, part_names, part_path
 from featx.store.result_files import read_failures
@@ -34,6 +33,11 @@ class CommittedParts:
 
     With `is_dry`, `survey` writes nothing. `indices` are those of the committed parts.
     """
+
+    _manifest: Manifest
+    """Manifest of the last survey."""
+    _listing: Listing | None
+    """Listing with which the store was started, or None if no file has it."""
 
     def __init__(self, disk: AtomicFolder, is_dry: bool = False) -> None:
         self.indices: set[int] = set()
@@ -117,19 +121,19 @@ class CommittedParts:
         self._suspects = {*suspects, *map(layout.part_name, self._record.lost)}
         if self._record.lost:
             self._suspects |= self._record.files & {layout.PACKED}
-        # The listing with which the store was started, or None if this run has another one.
+        self._manifest = manifest
         stored = None if listing is None else listing.head(manifest.num_rows)
-        stored = stored if matches_manifest(stored, manifest) else None
+        self._listing = stored if matches_manifest(stored, manifest) else None
         packed, problem = self._root / layout.PACKED, None
         self.num_packed_runs = 0
         if packed.exists():
-            problem = self._survey_packed(packed, manifest)
+            problem = self._survey_packed(packed)
         if self.num_packed_runs < len(manifest.runs):
-            self._survey_parts(manifest, stored)
+            self._survey_parts()
         elif not self._is_dry:
             remove_parts(self._disk)
         if problem is not None:
-            self._keep_packed_rows(packed, problem, manifest, stored)
+            self._keep_packed_rows(packed, problem)
         # features.h5 stays in the record until it is there again, so that a repair packs the store;
         # an object store is not packed.
         awaits_packing = layout.PACKED in self._record.files and not self.num_packed_runs
@@ -138,11 +142,10 @@ class CommittedParts:
             files.add(layout.PACKED)
         self._write_record(frozenset(files))
 
-    def _survey_parts(self, manifest: Manifest, listing: Listing | None) -> None:
+    def _survey_parts(self) -> None:
         """Find the parts that features.h5 does not hold."""
-        parts = {
-            layout.part_name(part.index): part for run in manifest.runs for part in run.parts()
-        }
+        runs = self._manifest.runs
+        parts = {layout.part_name(part.index): part for run in runs for part in run.parts()}
         present = []
         for name in sorted(part_names(self._root)):
             path, part = self._root / layout.PARTS / name, parts.get(name)
@@ -157,7 +160,7 @@ class CommittedParts:
                 present.append(part)
             elif not self._is_dry:
                 self._disk.remove(path)  # killed before it was deleted
-        for part, problem, failures in inspect_parts(self._root, manifest, present):
+        for part, problem, failures in inspect_parts(self._root, self._manifest, present):
             path = part_path(self._root, part.index)
             problem = problem or self._recorded_problem(path)
             if problem is None:
@@ -168,8 +171,8 @@ class CommittedParts:
                     aside = self._disk.set_aside(path, self._root)
                     logger.warning("%s is not valid: it is a folder, moved to %s.", path, aside)
             else:
-                rows = sound_rows_of_part(path, manifest, part, listing)
-                self._keep(path, part, rows, problem, manifest, listing)
+                rows = sound_rows_of_part(path, self._manifest, part, self._listing)
+                self._keep(path, part, rows, problem)
 
     def _recorded_problem(self, path: Path) -> str | None:
         """Say what is wrong with a file that is known or recorded to be damaged, or None."""
@@ -183,21 +186,20 @@ class CommittedParts:
             return damage_text(path, error)
         return None
 
-    def _survey_packed(self, path: Path, manifest: Manifest) -> str | None:
+    def _survey_packed(self, path: Path) -> str | None:
         """Check features.h5 and record its runs; return what is wrong with it, or None."""
-        num_runs, failures, problem = _inspect_packed(path, manifest)
+        num_runs, failures, problem = _inspect_packed(path, self._manifest)
         if (problem := problem or self._recorded_problem(path)) is not None:
             return problem
         self.num_packed_runs = num_runs
         self.add_failures(failures)
-        for run in manifest.runs[:num_runs]:
+        for run in self._manifest.runs[:num_runs]:
             self.indices.update(part.index for part in run.parts())
         return None
 
-    def _keep_packed_rows(
-        self, path: Path, problem: str, manifest: Manifest, listing: Listing | None
-    ) -> None:
+    def _keep_packed_rows(self, path: Path, problem: str) -> None:
         """Write the sound rows of a damaged features.h5 as parts."""
+        manifest, listing = self._manifest, self._listing
         if listing is None:
             return
         runs: Sequence[Run] = ()
@@ -216,7 +218,7 @@ class CommittedParts:
                     lost = rows.lost if rows is not None else [(part.start, part.stop)]
                     # A part of its own may have been left by a killed repair, damaged as well.
                     if _count(lost) < _count(self._lost.get(part.index, [(0, len(part) + 1)])):
-                        self._keep(path, part, rows, problem, manifest, listing)
+                        self._keep(path, part, rows, problem)
         if self._is_dry:
             return
         if not runs:  # an orphan of an earlier run may have given its file this name
@@ -225,15 +227,7 @@ class CommittedParts:
         elif all(part.index in self.indices for run in runs for part in run.parts()):
             self._disk.remove(path)
 
-    def _keep(
-        self,
-        path: Path,
-        part: Part,
-        rows: SoundRows | None,
-        problem: str,
-        manifest: Manifest,
-        listing: Listing | None,
-    ) -> None:
+    def _keep(self, path: Path, part: Part, rows: SoundRows | None, problem: str) -> None:
         """Write a part of which all rows are sound, or record those that are lost."""
         num_sound = 0 if rows is None else int(rows.good.sum())
         if not self._is_dry:
@@ -243,9 +237,9 @@ class CommittedParts:
             )  # fmt: skip
         if rows is not None:
             self.add_failures(rows.failures)
-        if rows is not None and listing is not None and num_sound == len(part):
+        if rows is not None and self._listing is not None and num_sound == len(part):
             if not self._is_dry:
-                data = rows.build(manifest.run_of(part), listing, manifest)
+                data = rows.build(self._manifest.run_of(part), self._listing, self._manifest)
                 self._disk.replace(part_path(self._root, part.index), data)
             self.indices.add(part.index)
             self._lost.pop(part.index, None)

@@ -12,10 +12,17 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.checksums import chunks_with_verdict, classes_agree, failures_agree
 from featx.store.chunk_table import has_chunk_table
 from featx.store.dtypes import dtype_name, from_raw
-from featx.store.hdf5_files import check_hard_links, damage_text, open_hdf5, open_plain_dataset
+from featx.store.hdf5_files import (
+    check_hard_links,
+    chunks_with_verdict,
+    classes_agree,
+    damage_text,
+    failures_agree,
+    open_hdf5,
+    open_plain_dataset,
+)
 from featx.store.layout import geometry_values
 from featx.store.listing import column_names, is_column_type, row_values, same_values
 from featx.store.result_files import read_failures

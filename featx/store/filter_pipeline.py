@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, require
-from featx.store.hdf5_files import dataset_filters
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """(n,) uint8, contiguous."""
@@ -77,6 +76,13 @@ class Pipeline:
         if len(data) != self.chunk_bytes:
             raise StoreError(f"{len(data)} bytes instead of the {self.chunk_bytes} of a chunk")
         return data
+
+
+def dataset_filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
+    """Number and parameters of each filter of a dataset, in the order of writing."""
+    properties = dataset.id.get_create_plist()
+    filters = (properties.get_filter(i) for i in range(properties.get_nfilters()))
+    return [(number, values) for number, _, values, _ in filters]
 
 
 def _is_known(number: int, values: tuple[int, ...]) -> bool:

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from featx.errors import StoreError
 from featx.storage import AtomicFolder, prefetch_files
 from featx.store import layout
-from featx.store.checksums import chunks_with_verdict
-from featx.store.hdf5_files import open_metadata, raise_unless_damage
+from featx.store.hdf5_files import chunks_with_verdict, open_metadata, raise_unless_damage
 from featx.store.manifest import Manifest, num_runs_of
 from featx.store.part_files import part_names, part_path
 from featx.types import IMAGE_STATE, UNKNOWN_IMAGE, Part

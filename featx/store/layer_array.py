@@ -1,16 +1,17 @@
-"""Lazy array over one layer of a store; rows are read when it is indexed."""
+"""Layers of a store: lazy arrays over their rows, and the choice of some by the option `layers`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import sampled_positions, size_text
-from featx.errors import StoreError
+from featx.base import glob_to_regex, sampled_positions, size_text
+from featx.errors import ConfigError, LayerError, StoreError, nearest
 from featx.store.contents import Contents
 from featx.store.layer_reader import LayerReader
 from featx.store.layout import geometry_of
@@ -20,14 +21,17 @@ T = TypeVar("T")
 
 
 class LayerSource(Protocol):
-    """What `LayerArray` needs of a `FeatureStore`, which makes it."""
+    """What layers need of the `FeatureStore` that has them."""
 
     root: Path
     _contents: Contents
     _layer_reader: LayerReader
 
     @property
+    def layers(self) -> tuple[str, ...]: ...
+    @property
     def key_bytes(self) -> npt.NDArray[np.bytes_]: ...
+    def __contains__(self, layer: object) -> bool: ...
     def __len__(self) -> int: ...
     def _retry_if_packed(self, read: Callable[[], T]) -> T: ...
 
@@ -177,3 +181,45 @@ def row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
         raise IndexError(f"row {int(indices[outside][0])} is out of range for {length} rows")
     rows = indices.astype(np.int64)
     return np.where(rows < 0, rows + length, rows), array.ndim == 0
+
+
+def matching_layers(store: LayerSource, requested: Any) -> tuple[str, ...]:
+    """Layers that match a name, a glob or a list of these, each once, in the requested order.
+
+    None stands for all layers. Raises ConfigError if `requested` has another type or is an empty
+    list, and LayerError if the store has no matching layer, or no layers at all.
+    """
+    if not store.layers:
+        raise LayerError(f"{store.root} has no layers yet.")
+    if requested is None:
+        return store.layers
+    wanted = [requested] if isinstance(requested, str) else requested
+    if isinstance(wanted, Mapping):
+        wanted = list(wanted)  # as a run was given layers with their reductions
+    if not isinstance(wanted, list | tuple) or not wanted:
+        raise ConfigError(f"layers={requested}: expected a name, a glob or a list of them.")
+    names: dict[str, None] = {}
+    for name in map(str, wanted):
+        if name in store:
+            names[name] = None
+            continue
+        pattern = re.compile(glob_to_regex(name))
+        matches = [layer for layer in store.layers if pattern.fullmatch(layer)]
+        if not matches:
+            known = ", ".join(store.layers)
+            raise LayerError(
+                f"{store.root} has no layer {name!r}; it has {known}.{nearest(name, store.layers)}"
+            )
+        names |= dict.fromkeys(matches)
+    return tuple(names)
+
+
+def only_layer(store: LayerSource, requested: Any) -> str:
+    """Name of the single layer that matches; None suffices for a store of one layer.
+
+    Raises ConfigError if several layers match, and LayerError if none does.
+    """
+    names = matching_layers(store, requested)
+    if len(names) > 1:
+        raise ConfigError(f"name one layer with layers=: {store.root} has {', '.join(names)}.")
+    return names[0]

@@ -19,7 +19,7 @@ from featx.store.chunk_reader import ChunkReader
 from featx.store.chunk_table import read_column_by_table
 from featx.store.contents import Contents, Segment
 from featx.store.open_files import Handles, OpenFile
-from featx.store.tail_file import MANY_FILES, TailFile, map_in_threads
+from featx.store.part_files import MANY_FILES, TailFile, map_in_threads
 
 
 class LayerReader:

@@ -46,11 +46,11 @@ def listing_identity(listing: Listing) -> str:
     return f"{len(listing)} rows, sha256 {listing_digest(listing)}"
 
 
-def content_tags_digest(listing: Listing, num_rows: int | None = None) -> str | None:
-    """SHA-256 over the content tags of the first rows, or all; None for a listing without tags."""
+def content_tags_digest(listing: Listing) -> str | None:
+    """SHA-256 over the content tags of all rows; None for a listing without tags."""
     if listing.content_tags is None:
         return None
-    content_tags = np.ascontiguousarray(listing.content_tags[:num_rows].astype("<i8", copy=False))
+    content_tags = np.ascontiguousarray(listing.content_tags.astype("<i8", copy=False))
     return hashlib.sha256(content_tags.data).hexdigest()
 
 
@@ -91,27 +91,18 @@ def listing_file(listing: Listing) -> bytes:
 
 
 def write_listing(
-    disk: AtomicFolder,
-    path: Path,
-    listing: Listing,
-    replace: bool = True,
-    streamed_bytes: int = STREAMED_BYTES,
+    disk: AtomicFolder, path: Path, listing: Listing, streamed_bytes: int = STREAMED_BYTES
 ) -> None:
-    """Write a listing as samples.h5; the values of a large one on a disk exist once in memory.
+    """Write a listing as samples.h5, in place of one that is there.
 
-    Args:
-        replace: replace an existing file; otherwise an existing file is kept.
-        streamed_bytes: least size of a listing that is not built in memory.
-
-    Raises:
-        RunError: the disk is full or fails, or the file reads back differently.
+    The values of a listing of `streamed_bytes` or more on a disk exist once in memory. Raises
+    RunError if the disk is full or fails, or the file reads back differently.
     """
     num_bytes = sum(values.nbytes for values in row_values(listing).values())
     if num_bytes < streamed_bytes or is_url(disk.root):
-        write = disk.replace if replace else disk.publish
-        write(path, listing_file(listing))
+        disk.replace(path, listing_file(listing))
         return
-    with ChunkFile(path, disk.begin_file(path, replace)) as file:
+    with ChunkFile(path, disk.begin_file(path, replace=True)) as file:
         _fill(file, listing)
         file.publish()
 

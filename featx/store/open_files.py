@@ -18,12 +18,12 @@ import numpy.typing as npt
 from featx.errors import FeatxError, StoreError
 from featx.storage import RawFile, S3File, S3Path
 from featx.store import layout
-from featx.store.checksums import compared_chunks
 from featx.store.chunk_reader import ChunkReader, Verify, repair_hint
+from featx.store.filter_pipeline import dataset_filters
 from featx.store.hdf5_files import (
     check_hard_links,
+    compared_chunks,
     damage_text,
-    dataset_filters,
     map_values,
     open_hdf5,
     open_plain_dataset,

@@ -15,12 +15,18 @@ import numpy as np
 
 from featx.base import name_text, size_text
 from featx.errors import FeatxError, RunError, StoreError, counted
-from featx.storage import AtomicFolder, exclusive_lock
+from featx.storage import AtomicFolder
 from featx.store import layout
-from featx.store.checksums import check_chunks, good_chunks
 from featx.store.chunk_file import ChunkFile
 from featx.store.committed_parts import remove_parts
-from featx.store.hdf5_files import damage_text, dataset_filters, open_hdf5, open_plain_dataset
+from featx.store.filter_pipeline import dataset_filters
+from featx.store.hdf5_files import (
+    check_chunks,
+    damage_text,
+    good_chunks,
+    open_hdf5,
+    open_plain_dataset,
+)
 from featx.store.heartbeat import refuse_other_writers
 from featx.store.image_states import read_image_checksums
 from featx.store.listing import read_listing, row_values, same_values
@@ -90,7 +96,7 @@ def pack_store(root: Path) -> bool:
     """
     manifest = require_manifest(root)
     disk = AtomicFolder(root)
-    with exclusive_lock(root / layout.LOCK):
+    with disk.lock(root / layout.LOCK):
         # Slurm tasks without a driver write without this lock.
         refuse_other_writers(root)
         clear_leftovers(disk)

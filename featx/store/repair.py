@@ -11,10 +11,9 @@ from pathlib import Path
 from featx.errors import StoreError
 from featx.storage import open_folder
 from featx.store import layout
-from featx.store.checksums import check_chunks
 from featx.store.committed_parts import CommittedParts
 from featx.store.file_checks import DamageReport
-from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.hdf5_files import check_chunks, damage_text, open_metadata
 from featx.store.listing import read_listing, write_listing
 from featx.store.manifest import Manifest, Run, num_runs_of, require_manifest
 from featx.store.part_files import clear_leftovers, part_path

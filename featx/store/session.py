@@ -323,18 +323,16 @@ class StoreSession:
                 f"{manifest} was created by another process, which started this store at the "
                 "same time. Give the same command again to resume it, or choose another out=DIR."
             )
-        if listing.exists():
-            num_rows, problem = compare_listing(listing, self.listing)
-            if problem or num_rows != len(self.listing):
-                write_listing(self.disk, listing, self.listing)
-            if problem:
-                logger.warning(
-                    "%s is not valid: %s. It was written again from the listing of this run.",
-                    listing,
-                    problem,
-                )
-        else:
+        there = listing.exists()
+        num_rows, problem = compare_listing(listing, self.listing) if there else (None, None)
+        if problem or num_rows != len(self.listing):
             write_listing(self.disk, listing, self.listing)
+        if problem:
+            logger.warning(
+                "%s is not valid: %s. It was written again from the listing of this run.",
+                listing,
+                problem,
+            )
         if before is not None and before.runs != self.manifest.runs:
             data = self.manifest.to_json()
             if not self.disk.compare_and_swap(manifest, self._manifest_before, data):

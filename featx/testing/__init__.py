@@ -12,18 +12,12 @@ import pytest
 
 # Without this, a failed assertion below would not show its values.
 pytest.register_assert_rewrite(
-    *(
-        f"featx.testing.{name}"
-        for name in ("sources", "models", "reductions", "codecs", "executors", "exports", "jobs")
-    )
+    *(f"featx.testing.{name}" for name in ("sources", "models", "formats", "runs"))
 )
 
-from featx.testing.codecs import CodecContract  # noqa: E402
-from featx.testing.executors import ExecutorContract  # noqa: E402
-from featx.testing.exports import ExportContract  # noqa: E402
-from featx.testing.jobs import JobContract  # noqa: E402
-from featx.testing.models import ModelLibraryContract  # noqa: E402
-from featx.testing.reductions import ReductionContract  # noqa: E402
+from featx.testing.formats import CodecContract, ExportContract  # noqa: E402
+from featx.testing.models import ModelLibraryContract, ReductionContract  # noqa: E402
+from featx.testing.runs import ExecutorContract, JobContract  # noqa: E402
 from featx.testing.sources import SourceContract  # noqa: E402
 
 __all__ = [

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,8 +20,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from featx.base import num_cpus
 from featx.errors import StoreError
 from featx.store import FeatureStore, TokenReader, Verify
-from featx.torch.keyed_delay import EpochOrder, EpochSizes
-from featx.torch.token_plan import (
+from featx.torch.keyed_delay import (
+    EpochOrder,
+    EpochSizes,
     block_tokens,
     choose_blocks,
     effective_images,
@@ -37,25 +38,9 @@ from featx.torch.token_selection import (
     select_tokens,
     token_geometry,
 )
+from featx.types import with_features
 
 Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """Arguments that determine the batches of an epoch; a state fits no others."""
-
-    fingerprint: str
-    layer: str
-    tokens: str
-    batch_size: int
-    order: str
-    seed: int
-    blocks: tuple[int, int]
-    segments: int
-    drop_last: bool
-    rank: int
-    world_size: int
 
 
 class TokenDataset(IterableDataset[Batch]):
@@ -264,7 +249,7 @@ class TokenDataset(IterableDataset[Batch]):
             raise IndexError(f"rows and positions are lists, not arrays of shape {rows.shape}.")
         reader = self._reader()
         tokens = reader.take(rows, positions)
-        if (failed := ~self._ok[rows]).any():
+        if (failed := ~with_features(self.store.status[rows])).any():
             raise StoreError(f"{self.store.root}: row {int(rows[failed][0])} is not ok.")
         return _as_tensor(tokens, reader)
 
@@ -280,7 +265,13 @@ class TokenDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of an epoch, or the rest of it after `load_state_dict`."""
-        _refuse_many_workers()
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(
+                f"num_workers={worker.num_workers}: TokenDataset takes 0 or 1. It reads in threads "
+                "of its own; each worker would need a memory of its own, would give all tokens "
+                "again, and sending a batch to the training process costs more than reading it."
+            )
         # As a generator, this runs with the first `next`: an iterator that is never used must not
         # advance the epoch.
         epoch = int(self._shared[0])
@@ -311,7 +302,7 @@ class TokenDataset(IterableDataset[Batch]):
             "batches": batches,
             "segment": segment,
             "offset": offset,
-            "arguments": asdict(self._arguments),
+            "arguments": dict(self._arguments),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -323,7 +314,7 @@ class TokenDataset(IterableDataset[Batch]):
         names = ("epoch", "batches", "segment", "offset")
         if not isinstance(state, Mapping) or not {"arguments", *names} <= {*state}:
             raise ValueError("the state is not one that state_dict of a TokenDataset returned.")
-        now = asdict(self._arguments)
+        now = self._arguments
         before = {name: state["arguments"].get(name) for name in now}
         ignored = set() if state["batches"] else {"rank", "world_size", "segments"}
         # A state may come from JSON, which has lists only.
@@ -346,10 +337,6 @@ class TokenDataset(IterableDataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None}
 
-    @cached_property
-    def _ok(self) -> npt.NDArray[np.bool_]:
-        return self.store.ok
-
     @property
     def _read_ahead_tokens(self) -> int:
         """Number of tokens that are read ahead in addition to those of the order."""
@@ -362,23 +349,23 @@ class TokenDataset(IterableDataset[Batch]):
         return self._sizes.held_tokens + self._read_ahead_tokens
 
     @cached_property
-    def _arguments(self) -> _Arguments:
-        """Arguments that determine the order."""
+    def _arguments(self) -> dict[str, Any]:
+        """Arguments that determine the batches of an epoch; a state fits no others."""
         chosen = hashlib.sha256(self._selection.rows.tobytes())
         chosen.update(self._selection.positions.tobytes())
-        return _Arguments(
-            fingerprint=str(self.store.attrs.get("fingerprint", "")),
-            layer=self.layer,
-            tokens=chosen.hexdigest(),
-            batch_size=self.batch_size,
-            order=self._order,
-            seed=self.seed,
-            blocks=self._group,
-            segments=self._sizes.num_segments,
-            drop_last=self.drop_last,
-            rank=self.rank,
-            world_size=self._sizes.world_size,
-        )
+        return {
+            "fingerprint": str(self.store.attrs.get("fingerprint", "")),
+            "layer": self.layer,
+            "tokens": chosen.hexdigest(),
+            "batch_size": self.batch_size,
+            "order": self._order,
+            "seed": self.seed,
+            "blocks": self._group,
+            "segments": self._sizes.num_segments,
+            "drop_last": self.drop_last,
+            "rank": self.rank,
+            "world_size": self._sizes.world_size,
+        }
 
     def _reader(self) -> TokenReader:
         """Reader of this process."""
@@ -463,14 +450,3 @@ def _as_tensor(values: npt.NDArray[Any], reader: TokenReader) -> torch.Tensor:
     bits = {"float16": np.float16, "float32": np.float32, "bfloat16": np.int16}[reader.dtype]
     tensor = torch.from_numpy(values.view(bits).reshape(len(values), reader.channels))
     return tensor.view(torch.bfloat16) if reader.dtype == "bfloat16" else tensor
-
-
-def _refuse_many_workers() -> None:
-    """Raise ValueError in a DataLoader with several worker processes."""
-    worker = get_worker_info()
-    if worker is not None and worker.num_workers > 1:
-        raise ValueError(
-            f"num_workers={worker.num_workers}: TokenDataset takes 0 or 1. It reads in threads of "
-            "its own; each worker would need a memory of its own, would give all tokens again, and "
-            "sending a batch to the training process costs more than reading it."
-        )

@@ -33,7 +33,7 @@ from featx.images import (
     row_loader,
 )
 from featx.sources import FolderSource
-from featx.sources.boxes import BoxedSource
+from featx.sources.views import BoxedSource
 from featx.types import Failure, Part, Status
 
 POLICY = ImagePolicy("apply", (255, 255, 255), 10**7)

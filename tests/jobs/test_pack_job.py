@@ -122,7 +122,7 @@ def test_a_running_writer_is_told_by_its_pid(stored: Stored) -> None:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from featx.storage.folder_lock import exclusive_lock\n"
+        "from featx.storage import exclusive_lock\n"
         "with exclusive_lock(Path('store/.lock')):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n"

@@ -14,7 +14,7 @@ from tiny_model import extract, run_job
 
 from featx.errors import ConfigError, DataError
 from featx.sources import FolderSource
-from featx.sources.boxes import BoxedSource
+from featx.sources.views import BoxedSource
 from featx.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

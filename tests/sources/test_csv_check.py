@@ -11,8 +11,8 @@ import pytest
 
 from featx.errors import ConfigError, DataError
 from featx.sources import open_source
-from featx.sources.csv_check import check_csv
 from featx.sources.table import TableOptions
+from featx.sources.table_files import check_csv
 
 pd = pytest.importorskip("pandas", reason="pandas is the other reader of these tests")
 

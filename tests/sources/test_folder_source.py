@@ -291,6 +291,11 @@ def test_a_path_too_long_to_be_listed_is_a_row_that_failed(tmp_path: Path) -> No
 # Reading one file
 
 
+def folder_becomes_a_file(path: Path) -> None:
+    shutil.rmtree(path.parent)
+    path.parent.touch()
+
+
 def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         path.unlink()
@@ -304,6 +309,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], Status, str]] = {
     "too large": (lambda path: os.truncate(path, MAX_FILE_BYTES + 1), Status.TOO_LARGE, ""),
     "gone": (Path.unlink, Status.MISSING, "no such file"),
     "its folder gone": (lambda path: shutil.rmtree(path.parent), Status.MISSING, "no such file"),
+    "its folder a file": (folder_becomes_a_file, Status.MISSING, "not a directory"),
     "a folder": (replaced_by(Path.mkdir), Status.MISSING, "not a regular file"),
     "a fifo": (replaced_by(os.mkfifo), Status.MISSING, "not a regular file"),
 }
@@ -323,15 +329,6 @@ def test_what_a_file_became_after_the_listing_is_a_row_that_failed(
     assert fault.status == status
     assert words in str(fault).lower()
     assert source.read(b"b/1.jpg") == b"image"
-
-
-def test_a_class_folder_that_became_a_file_is_missing(tmp_path: Path) -> None:
-    write(tmp_path, "a/1.jpg")
-    source = FolderSource(tmp_path)
-    source.listing()
-    shutil.rmtree(tmp_path / "a")
-    write(tmp_path, "a")
-    assert fault_of(source, b"a/1.jpg").status == Status.MISSING
 
 
 def test_a_locked_file_is_missing() -> None:

@@ -18,10 +18,10 @@ from pyarrow import parquet
 from featx.config import DataConfig
 from featx.errors import DataError
 from featx.sources import FolderSource, check_class_names, open_source, similar_names, source_of
-from featx.sources.boxes import BoxedSource
 from featx.sources.hdf5 import Hdf5Options
 from featx.sources.huggingface import HuggingFaceOptions
 from featx.sources.table import TableOptions
+from featx.sources.views import BoxedSource
 from featx.sources.webdataset import WebDatasetOptions
 from featx.types import Listing
 

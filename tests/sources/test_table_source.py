@@ -60,14 +60,6 @@ def test_a_csv_of_paths_and_names(tmp_path: Path) -> None:
     assert listing.content_tags is None
 
 
-def test_numbers_stay_numbers(tmp_path: Path) -> None:
-    listing = table(write(tmp_path / "t.csv", "path,label\nb,7\na,0\nc,\nd,-1\n")).listing()
-    assert listing.labels.tolist() == [0, 7, -1, -1]
-    assert listing.classes == tuple(map(str, range(8)))
-    names = table(write(tmp_path / "t.csv", "path,label\na,7\nb,x\n")).listing()
-    assert names.classes == ("7", "x")
-
-
 def test_columns_and_the_folder_of_the_paths_can_be_named(tmp_path: Path) -> None:
     files(tmp_path / "images", "007.jpg", "1.5")
     text = "path\tlabel\tfile\tkind\nx\t1\t007.jpg\tcat\ny\t2\t1.5\tdog\n"

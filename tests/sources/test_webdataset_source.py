@@ -244,14 +244,9 @@ def test_errors_before_the_start_say_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no images below .*\.tar"):
         shards(tmp_path / "empty").listing()
-    for content, message in (
-        (b"", "is empty"),
-        (b"<html>404</html>" * 100, "is no tar: the header at byte 0 is damaged"),
-        (b"BZh91AY", "compressed with bzip2"),
-    ):
-        (tmp_path / "x.tar").write_bytes(content)
-        with pytest.raises(DataError, match=rf"x\.tar .*{message}"):
-            shards(tmp_path / "x.tar").listing()
+    (tmp_path / "x.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=r"x\.tar .*is empty"):
+        shards(tmp_path / "x.tar").listing()
     with pytest.raises(DataError, match=r"no images in the 1 shards.*Left out: 1 other names"):
         shards(write_tar(tmp_path / "x.tar", {"a.txt": b"x"})).listing()
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
@@ -304,7 +299,7 @@ def test_without_indexed_gzip_a_compressed_shard_names_the_extra(
     ("hostile", "message"),
     [
         (b"", "is empty; expected a tar"),
-        (b"<html>404</html>" * 100, "is no tar: the header at byte 0"),
+        (b"<html>404</html>" * 100, "is no tar: the header at byte 0 is damaged"),
         (header_of_size(b"\xff" * 12) + bytes(1024), "impossible size"),
         (b"BZh91AY", "is compressed with bzip2"),
         (gzip.compress(bytes(20 << 20), mtime=0), "expand to more than"),

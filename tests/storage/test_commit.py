@@ -240,7 +240,7 @@ class TestReservedFile:
 
 HOLD = """
 import sys, pathlib
-from featx.storage.folder_lock import exclusive_lock
+from featx.storage import exclusive_lock
 with exclusive_lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -32,7 +32,7 @@ def test_a_range_behind_the_end_is_an_error(tmp_path: Path) -> None:
     with path.open("rb") as stream:
         file = RawFile(stream.fileno(), may_map=False)
     buffer = np.zeros(10, np.uint8)
-    file.read_into(buffer, 90, "bytes")
+    file.pread_into(buffer, 90, "bytes")
     assert buffer.tolist() == list(range(90, 100))
     with pytest.raises(StoreError, match="the file ends before byte 101"):
-        file.read_into(buffer, 91, "bytes")
+        file.pread_into(buffer, 91, "bytes")

@@ -64,19 +64,23 @@ def assert_right(run: MadeRun, root: Path, present: int = 0) -> FeatureStore:
     return store
 
 
-def first_run_and_growth(root: Path) -> None:
+def first_run_and_growth(root: Path, streamed: bool = False) -> None:
     """A run, and a second one that adds rows; given again, the one that was interrupted."""
     manifest = read_manifest(root)
     if manifest is None or manifest.num_rows == len(FIRST.listing):
-        FIRST.finish(root, packed=True)
-    GROWN.finish(root, grow=True, packed=True)
+        replace(FIRST, streamed=streamed).finish(root, packed=True)
+    replace(GROWN, streamed=streamed).finish(root, grow=True, packed=True)
 
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE, errno.EACCES)
 
 
-def fail_everywhere(work: Path, lasting: bool, step: int, shift: int) -> int:
-    """Fail call after call of a run that packs and grows; how many failures were met."""
+def fail_everywhere(work: Path, lasting: bool, step: int, shift: int, streamed: bool) -> int:
+    """Fail call after call of a run that packs and grows; how many failures were met.
+
+    With `streamed`, rows go to the disk as they come, and files can always be deleted.
+    """
+    spare = ("unlink",) if streamed else ()
     first_run_and_growth(work / "whole")
     expected = dataset_digests(work / "whole" / "features.h5")
     for count, fail_at in enumerate(itertools.count(1, step)):
@@ -84,9 +88,9 @@ def fail_everywhere(work: Path, lasting: bool, step: int, shift: int) -> int:
         root = work / "store"
         shutil.rmtree(root, ignore_errors=True)
         committed = Acknowledged()
-        with watched(Calls(root, fail_at, error, lasting=lasting)) as calls, committed:
+        with watched(Calls(root, fail_at, error, spare, lasting)) as calls, committed:
             try:
-                first_run_and_growth(root)
+                first_run_and_growth(root, streamed)
             except FeatxError as failure:
                 failure.add_note(f"call {fail_at}: {calls.failed}, {calls.seen[-1]}")
                 message = str(failure)
@@ -96,9 +100,10 @@ def fail_everywhere(work: Path, lasting: bool, step: int, shift: int) -> int:
             assert_clear(message, root, error)
         else:
             assert calls.untouched or calls.failed is not None
+        assert not (streamed and lasting) or temporary_files(root) == []
         if committed.rows:
             assert_right(GROWN, root, committed.rows)
-        first_run_and_growth(root)
+        first_run_and_growth(root, streamed)
         assert dataset_digests(root / "features.h5") == expected
         assert temporary_files(root) == []
         if calls.untouched:
@@ -136,16 +141,21 @@ def assert_clear(message: str, root: Path, error: int) -> None:
     ), message
 
 
-@pytest.mark.parametrize("lasting", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_whichever_call_fails_the_run_says_so_and_resumes(quick: Path, lasting: bool) -> None:
-    assert fail_everywhere(quick, lasting, step=23, shift=0) > 8
+@pytest.mark.parametrize(
+    ("lasting", "streamed"),
+    [pytest.param(False, False, marks=pytest.mark.slow), (True, False), (True, True)],
+)
+def test_whichever_call_fails_the_run_says_so_and_resumes(
+    quick: Path, lasting: bool, streamed: bool
+) -> None:
+    assert fail_everywhere(quick, lasting, 23, 0, streamed) > 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shift", range(3))
+@pytest.mark.parametrize(("shift", "streamed"), [(0, False), (1, False), (2, False), (0, True)])
 @pytest.mark.parametrize("lasting", [False, True])
-def test_every_single_call_may_fail(quick: Path, lasting: bool, shift: int) -> None:
-    assert fail_everywhere(quick, lasting, step=1, shift=shift) > 150
+def test_every_single_call_may_fail(quick: Path, lasting: bool, shift: int, streamed: bool) -> None:
+    assert fail_everywhere(quick, lasting, 1, shift, streamed) > 150
 
 
 def test_short_writes_go_unnoticed(quick: Path) -> None:

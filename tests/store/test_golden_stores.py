@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_stores import CODECS, GOLDEN, PARTS, golden_run
+from golden_stores import CODECS, GOLDEN, PARTS, TOKENS, golden_run, golden_tokens
 from made_store import MadeRun, dataset_digests, make_added
 
 from featx.store import FeatureStore, check_store, dtypes, read_manifest, repair_files
@@ -16,8 +16,12 @@ from featx.store import FeatureStore, check_store, dtypes, read_manifest, repair
 @pytest.fixture(params=[*CODECS, PARTS])
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[MadeRun, Path]:
     """A run, and a copy of the store that holds it."""
-    codec = "gzip" if request.param == PARTS else request.param
-    return golden_run(codec), Path(shutil.copytree(GOLDEN / request.param, tmp_path / "golden"))
+    copy = shutil.copytree(GOLDEN / request.param, tmp_path / "golden")
+    return run_of(request.param), Path(copy)
+
+
+def run_of(name: str) -> MadeRun:
+    return golden_run("gzip" if name == PARTS else name)
 
 
 def assert_reads(root: Path, run: MadeRun) -> None:
@@ -54,8 +58,9 @@ def test_it_verifies(golden: tuple[MadeRun, Path]) -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_this_code_writes_the_same(golden: tuple[MadeRun, Path], tmp_path: Path) -> None:
-    run, root = golden
+@pytest.mark.parametrize("name", [*CODECS, PARTS, TOKENS])
+def test_this_code_writes_the_same(tmp_path: Path, name: str) -> None:
+    run, root = golden_tokens() if name == TOKENS else run_of(name), GOLDEN / name
     packed = (root / "features.h5").exists()
     now = run.finish(tmp_path / "now", packed=packed)
     files = sorted(path.relative_to(root) for path in root.rglob("*.h5"))

@@ -70,14 +70,12 @@ def test_the_bytes_are_those_of_a_file_built_in_memory(name: str, tmp_path: Path
     assert compare_listing(path, listing)[1] == "its dataset /label is not that of this store"
 
 
-def test_an_existing_file_is_replaced_or_kept(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
     path, disk = tmp_path / "samples.h5", AtomicFolder(tmp_path)
     for streamed_bytes in (0, 1 << 30):
-        write_listing(disk, path, make_listing(4), streamed_bytes=streamed_bytes)
-        write_listing(disk, path, make_listing(9), False, streamed_bytes)
-        assert path.read_bytes() == bytes(listing_file(make_listing(4)))
-        write_listing(disk, path, make_listing(9), True, streamed_bytes)
-        assert path.read_bytes() == bytes(listing_file(make_listing(9)))
+        for num_rows in (4, 9):
+            write_listing(disk, path, make_listing(num_rows), streamed_bytes)
+            assert path.read_bytes() == bytes(listing_file(make_listing(num_rows)))
     assert temporary_files(tmp_path) == []
 
 

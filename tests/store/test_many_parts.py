@@ -16,8 +16,7 @@ import featx
 from featx.store import Manifest
 from featx.store.chunk_table import read_column_by_table
 from featx.store.hdf5_files import open_raw
-from featx.store.part_files import inspect_parts, part_path
-from featx.store.tail_file import TailFile, map_in_threads
+from featx.store.part_files import TailFile, inspect_parts, map_in_threads, part_path
 from featx.types import Part
 
 FAILED = (2, 9)

@@ -13,7 +13,7 @@ from made_store import make_run
 
 from featx.errors import MissingExtraError
 from featx.store import codecs
-from featx.store.checksums import chunks_with_verdict
+from featx.store.hdf5_files import chunks_with_verdict
 
 VERIFY = """
 import sys

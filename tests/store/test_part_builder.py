@@ -118,18 +118,6 @@ def test_a_part_says_that_it_is_not_complete_and_where_it_belongs() -> None:
         assert file["label"][:].tolist() == run.listing.labels[16:].tolist()
 
 
-def test_the_rows_handed_over_are_not_kept() -> None:
-    """The engine may use its buffers again."""
-    run = make_run(num_rows=8, part_rows=8)
-    rows = {name: values.copy() for name, values in run.features.items()}
-    builder = PartBuilder(run.grid.part(0), run.specs)
-    builder.add(0, rows, [])
-    for values in rows.values():
-        values[:] = 0
-    with build(run, builder) as file:
-        assert np.array_equal(file["features/flat"], run.features["flat"])
-
-
 def broken_batches() -> dict[str, tuple[int, dict[str, Any], list[Failure]]]:
     run = make_run(num_rows=24, part_rows=8)
     good = {name: values[:4] for name, values in run.features.items()}

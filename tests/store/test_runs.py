@@ -398,6 +398,7 @@ def test_a_kill_between_the_longer_listing_and_the_manifest_changes_nothing(
 def test_leftover_parts_of_a_packed_run_are_cleared_and_are_no_damage(
     first: MadeRun, tmp_path: Path, packed: bool
 ) -> None:
+    """The process may die between publishing the packed file and deleting the parts."""
     added = make_added(first, MORE)
     first.copied(tmp_path)
     added.finish(tmp_path)

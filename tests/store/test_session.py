@@ -8,10 +8,6 @@ import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +16,14 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import slow_except, with_path
-from made_store import MadeRun, dataset_digests, make_listing, make_run, temporary_files
+from conftest import slow_except
+from made_store import MadeRun, make_listing, make_run, temporary_files
 from system_calls import Calls, watched
 
 from featx.errors import RunError, StoreError, StoreLockedError, StoreMismatchError
 from featx.store import FeatureStore
 from featx.store.pack import pack
+from featx.store.part_files import part_path
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
@@ -35,10 +32,6 @@ pytestmark = pytest.mark.usefixtures("without_retry_waits")
 def run() -> MadeRun:
     """Four parts of 8 rows, the last one short; failures in the first and the third."""
     return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], damaged=[5, 21])
-
-
-def part_path(root: Path, index: int) -> Path:
-    return root / "parts" / f"part-{index:06d}.h5"
 
 
 def missing(run: MadeRun, root: Path) -> list[int]:
@@ -87,19 +80,6 @@ def test_the_next_session_does_only_what_is_missing(run: MadeRun, tmp_path: Path
     after = part_path(tmp_path, 1).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert missing(run, tmp_path) == []
-
-
-def test_a_packed_store_is_done_and_leftover_parts_go(run: MadeRun, tmp_path: Path) -> None:
-    """The process may die between publishing the packed file and deleting the parts."""
-    run.write(tmp_path)
-    pack(tmp_path)
-    part_path(tmp_path, 2).unlink()
-    with run.session(tmp_path).hold() as session:
-        assert session.is_packed
-        assert session.missing() == []
-        assert session.failures == list(run.failures)
-    assert not (tmp_path / "parts").exists()
-    assert np.array_equal(FeatureStore(tmp_path)["flat"], run.expected("flat"), equal_nan=True)
 
 
 def zero(path: Path) -> None:
@@ -507,56 +487,3 @@ def test_a_full_disk_in_the_middle_keeps_what_is_committed(
         assert [part.index for part in session.missing()] == [1, 2, 3]
         session.commit(run.builder(run.grid.part(1)))
     assert missing(run, tmp_path) == [2, 3]
-
-
-WRITE_FOREVER = """
-import sys
-from pathlib import Path
-from made_store import make_run
-from featx.store.pack import pack
-run, root = make_run(num_rows=77, part_rows=4, failed=[2, 17, 70]), Path(sys.argv[1])
-session = run.session(root)
-with session.hold():
-    print("held", flush=True)
-    for part in session.missing():
-        session.commit(run.builder(part))
-    if not session.is_packed:
-        pack(root)
-        session.finish_packing()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_killed_again_and_again_the_store_ends_as_if_it_never_was(
-    tmp_path: Path, seed: int
-) -> None:
-    run = make_run(num_rows=77, part_rows=4, failed=[2, 17, 70])
-    expected = dataset_digests(run.write(tmp_path / "whole", packed=True) / "features.h5")
-    root = tmp_path / "killed"
-    rng = np.random.default_rng(seed)
-    environment = with_path(Path(__file__).resolve().parent.parent)
-    kills, acknowledged = 0, 0
-    for attempt in range(200):  # each lives longer, until one is not killed in time
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITE_FOREVER, str(root)],
-            stdout=subprocess.PIPE,
-            env=environment,
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"held\n"
-            time.sleep(rng.uniform(0, 0.06 * (attempt + 1)))
-            process.kill()
-            kills += process.wait() == -signal.SIGKILL
-        if not (root / "features.h5").exists():
-            present = FeatureStore(root).num_rows_present
-            assert present >= acknowledged, "a committed part was lost"
-            acknowledged = present
-        else:
-            break
-    assert kills, "it was never killed; the test proves nothing"
-    with run.session(root).hold() as session:
-        assert session.is_packed
-    assert dataset_digests(root / "features.h5") == expected
-    assert_whole(run, root)
-    assert temporary_files(root) == []

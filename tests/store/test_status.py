@@ -21,7 +21,6 @@ from featx.jobs.status import statuses
 from featx.storage import AtomicFolder
 from featx.store import Heartbeat, QueueState, heartbeat, read_heartbeats, store_status
 from featx.store.heartbeat import pid_namespace
-from featx.store.pack import pack
 from featx.types import Part
 
 
@@ -82,11 +81,7 @@ def test_nobody_at_work_leaves_no_time_and_says_so(run: MadeRun, tmp_path: Path)
 
 
 def test_a_packed_store_is_complete(run: MadeRun, tmp_path: Path) -> None:
-    session = run.session(tmp_path)
-    run.write(tmp_path)
-    with session.hold():
-        pack(tmp_path)
-        session.finish_packing()
+    run.write(tmp_path, packed=True)
     status = store_status(tmp_path)
     assert (status.complete, status.packed, status.stuck) == (True, True, [])
 

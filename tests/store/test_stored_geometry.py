@@ -13,11 +13,11 @@ from pathlib import Path
 import h5py
 import pytest
 from golden_stores import GOLDEN, TOKENS, golden_tokens
-from made_store import dataset_digests, edited, make_added, make_run
+from made_store import edited, make_added, make_run
 
 import featx
 from featx.errors import StoreError
-from featx.store import check_store, read_manifest
+from featx.store import check_store
 from featx.types import TokenGeometry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,18 +44,6 @@ def test_h5py_alone_reads_them() -> None:
         assert attrs["class_token"] == 1
         assert attrs["token_grid"].tolist() == [2, 3]
         assert attrs["input_size"].tolist() == [32, 48]
-
-
-def test_this_code_writes_the_golden_store(tmp_path: Path) -> None:
-    run = golden_tokens()
-    now = run.finish(tmp_path / "now", packed=True)
-    golden = GOLDEN / TOKENS
-    assert (golden / "featx.json").read_bytes() == (now / "featx.json").read_bytes()
-    manifest = read_manifest(golden)
-    assert manifest is not None
-    assert manifest.runs == (run.as_run(),)
-    for name in ("features.h5", "samples.h5"):
-        assert dataset_digests(golden / name) == dataset_digests(now / name)
 
 
 def test_a_layer_without_places_has_none(tmp_path: Path) -> None:

@@ -22,16 +22,13 @@ from featx.store import DamageReport, check_store
 from featx.store.committed_parts import remove_parts
 from featx.store.file_checks import Damage
 from featx.store.pack import pack
+from featx.store.part_files import part_path
 
 
 @pytest.fixture
 def run() -> MadeRun:
     """Four parts of 8 rows, the last one short."""
     return make_run(29, 8, failed=[2, 17, 20], damaged=[5, 21]).identified()
-
-
-def part_path(root: Path, index: int) -> Path:
-    return root / "parts" / f"part-{index:06d}.h5"
 
 
 def snapshot(root: Path) -> dict[Path, tuple[bytes, int]]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from made_store import MadeRun, make_run
+from made_store import MadeRun, as_bfloat16, make_run
 from torch.utils.data import DataLoader
 
 from featx.errors import LayerError, StoreError
@@ -117,16 +116,14 @@ def test_the_dtype_is_float32_or_what_is_asked_for(
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("keeps_blocks", [True, False])
 def test_bfloat16_stays_bfloat16(tmp_path: Path, packed: bool, keeps_blocks: bool) -> None:
-    made = make_run(num_rows=9, part_rows=4)
-    bits = {name: (v.view(np.uint32) >> 16).astype("<u2") for name, v in made.features.items()}
-    specs = tuple(replace(spec, dtype="bfloat16") for spec in made.specs)
-    root = replace(made, features=bits, specs=specs).write(tmp_path, packed=packed)
+    run = as_bfloat16(make_run(num_rows=9, part_rows=4))
+    root = run.write(tmp_path, packed=packed)
     dataset = FeatureDataset(root, "map", dtype=None)
     if keeps_blocks:
         dataset.keep_blocks(2, 9)
     batch, _ = next(iter(DataLoader(dataset, batch_size=9)))
     assert dataset[2][0].dtype == batch.dtype == torch.bfloat16
-    assert np.array_equal(batch.view(torch.int16).numpy().view("<u2"), bits["map"])
+    assert np.array_equal(batch.view(torch.int16).numpy().view("<u2"), run.features["map"])
     assert dataset.store["map"].stored_dtype == "bfloat16"
 
 

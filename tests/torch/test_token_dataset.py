@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import slow_except, with_path
-from made_store import MadeRun, make_run, pack_alone
+from made_store import MadeRun, as_bfloat16, make_run, pack_alone
 from torch.utils.data import DataLoader
 
 import featx
@@ -127,10 +127,8 @@ def test_compressed_layers(tmp_path: Path, codec: str) -> None:
 
 
 def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
-    run = make_run(9, 4, {"tokens": (5, 4)})
-    bits = np.arange(180, dtype=np.uint16).reshape(9, 5, 4) + 0x3F00
-    specs = tuple(replace(spec, dtype="bfloat16") for spec in run.specs)
-    root = replace(run, specs=specs, features={"tokens": bits}).finish(tmp_path / "store")
+    run = as_bfloat16(make_run(9, 4, {"tokens": (5, 4)}))
+    bits, root = run.features["tokens"], run.finish(tmp_path / "store")
     found = TokenDataset(root, "tokens", tokens="all").take([8, 0], [1, 4])
     assert found.dtype == torch.bfloat16
     assert np.array_equal(found.view(torch.int16).numpy().view(np.uint16), bits[[8, 0], [1, 4]])

@@ -20,7 +20,7 @@ from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
 from featx.images.views import random_box
 from featx.models.preprocessing import pillow_preprocess
 from featx.sources import FolderSource, with_views
-from featx.sources.boxes import BoxedSource
+from featx.sources.views import BoxedSource
 from featx.types import Part, RandomCrop
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)

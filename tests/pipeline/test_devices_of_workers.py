@@ -22,7 +22,7 @@ from torch import nn
 import featx
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, ModelError, RunError
-from featx.pipeline.executors import worker, worker_spec
+from featx.pipeline.executors import job_folder, worker
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -210,9 +210,9 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
         build_run_context(from_composed(keys), "", FEATURES, output) as context,
         output.open(context),
     ):
-        spec = worker_spec.worker_spec(context, output.write_session, output.for_workers(), "")
+        spec = job_folder.worker_spec(context, output.write_session, output.for_workers(), "")
         fingerprint = {**spec.fingerprint, "version.torch": "0.1"}
-        other = worker_spec.replace(spec, fingerprint=fingerprint)
+        other = job_folder.replace(spec, fingerprint=fingerprint)
         with (
             pytest.raises(RunError, match=r"version.torch: the driver has '0.1', this '"),
             worker.worker_context(other, "cpu"),

@@ -11,9 +11,10 @@ from annotated_types import MinLen
 from featx.base import log_message, num_cpus
 from featx.config import Config, ExecutorConfig, NaturalNumber, options
 from featx.errors import ConfigError, counted
+from featx.pipeline.executors.job_folder import WorkerSpec
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
-from featx.pipeline.executors.worker_spec import Session, WorkerSpec
+from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
 

@@ -10,8 +10,8 @@ from featx.base import Member, Registry
 
 if TYPE_CHECKING:
     from featx.config import Config
-    from featx.pipeline.executors.worker_spec import Session, WorkerSpec
-    from featx.pipeline.output import Output
+    from featx.pipeline.executors.job_folder import WorkerSpec
+    from featx.pipeline.output import Output, Session
     from featx.pipeline.run_context import RunContext
     from featx.pipeline.run_metrics import RunOutcome
 
@@ -58,7 +58,7 @@ def run_distributed(
         FeatxError: a worker failed; the message names it, the part and its rows.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    from featx.pipeline.executors.worker_spec import worker_spec
+    from featx.pipeline.executors.job_folder import worker_spec
 
     executor = EXECUTORS.get(context.config.executor.name)
     spec = worker_spec(context, session, output, config_yaml)

@@ -21,28 +21,18 @@ class Executor(Member):
     """A place where workers compute the parts of a run.
 
     Attributes:
-        check: checks, before images are listed, that the executor can be used with a config; raises
-            MissingExtraError, ConfigError or RunError.
         run: computes the missing parts in workers, with a `WorkerPool`; raises RunError if a
             worker failed, and Interrupted after SIGINT or SIGTERM.
+        check: checks, before images are listed, that the executor can be used with a config; raises
+            MissingExtraError, ConfigError or RunError.
     """
 
-    check: Callable[[Config], None]
     run: Callable[[RunContext, Session, WorkerSpec], RunOutcome]
+    check: Callable[[Config], None] = lambda config: None
 
 
 EXECUTORS: Registry[Executor] = Registry("executor", "featx.pipeline.executors")
 """Executors by the value of the option `executor`."""
-
-
-def check_executor(config: Config) -> None:
-    """Check that the executor of a config can be used; does nothing if the run has no workers.
-
-    Raises MissingExtraError if a package is not installed, and FeatxError if its cluster cannot be
-    used.
-    """
-    if config.is_distributed:
-        EXECUTORS.get(config.executor.name).check(config)
 
 
 def run_distributed(

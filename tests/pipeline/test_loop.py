@@ -43,15 +43,20 @@ class Images:
 
 
 class NotingSink:
-    """Notes what happens when; `commit` is what a part's commit does beside that."""
+    """Notes what happens when; `commit` and `add` are what these do beside that."""
 
     num_rows = 12
     num_failed = 0
     seconds: dict[str, float] = {}  # noqa: RUF012 - nobody writes to it
 
-    def __init__(self, commit: Callable[[int], None] = lambda index: None) -> None:
+    def __init__(
+        self,
+        commit: Callable[[int], object] = lambda index: None,
+        add: Callable[[int], object] = lambda start: None,
+    ) -> None:
         self.committed: list[int] = []
         self.taken: list[int] = []
+        self.add = add
         self._commit = commit
 
     @property
@@ -67,9 +72,6 @@ class NotingSink:
     def begin_part(self, part: Part) -> NotingPart:
         return NotingPart(part, self)
 
-    def take(self, batch: Batch, rows: Rows) -> None:
-        self.taken.append(rows.features["first"])
-
     def commit(self, rows: NotingPart) -> None:
         self._commit(rows.part.index)
         self.committed.append(rows.part.index)
@@ -81,7 +83,8 @@ class NotingPart:
     sink: NotingSink
 
     def add(self, batch: Batch, rows: Rows) -> None:
-        self.sink.take(batch, rows)
+        self.sink.add(batch.start)
+        self.sink.taken.append(rows.features["first"])
 
 
 def context() -> Any:
@@ -102,14 +105,7 @@ def context() -> Any:
 
 
 def test_the_start_ends_with_the_first_batch() -> None:
-    work = NotingSink(lambda index: time.sleep(0.2))
-    take = work.take
-
-    def slow(batch: Batch, rows: Rows) -> None:
-        time.sleep(0.05)
-        take(batch, rows)
-
-    work.take = slow  # type: ignore[method-assign]
+    work = NotingSink(lambda index: time.sleep(0.2), lambda start: time.sleep(0.05))
     start = run_parts(context(), work, DISK).start_seconds
     assert list(start) == ["trial", "first batch"]
     assert start["trial"] == 0.5
@@ -118,15 +114,10 @@ def test_the_start_ends_with_the_first_batch() -> None:
 
 def test_the_next_part_is_computed_meanwhile() -> None:
     computing = threading.Event()
-    work = NotingSink(lambda index: None if index else _wait(computing))
-    take = work.take
-
-    def noticed(batch: Batch, rows: Rows) -> None:
-        if batch.start >= 4:
-            computing.set()  # the first commit continues only now
-        take(batch, rows)
-
-    work.take = noticed  # type: ignore[method-assign]
+    work = NotingSink(
+        lambda index: None if index else _wait(computing),
+        lambda start: start >= 4 and computing.set(),  # the first commit continues only now
+    )
     run_parts(context(), work, DISK)
     assert work.committed == [0, 1, 2]
 
@@ -154,17 +145,13 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> Non
         failed.set()
         raise RunError("the disk is full")
 
-    work = NotingSink(fail)
-    take = work.take
-
-    def slowly(batch: Batch, rows: Rows) -> None:
-        if batch.start >= 4:
+    def slowly(start: int) -> None:
+        if start >= 4:
             computing.set()
             _wait(failed)
             time.sleep(0.05)
-        take(batch, rows)
 
-    work.take = slowly  # type: ignore[method-assign]
+    work = NotingSink(fail, slowly)
     with pytest.raises(RunError, match="disk is full"):
         run_parts(context(), work, DISK)
     assert work.taken == [0, 2, 4]
@@ -188,16 +175,12 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
         started.set()
         time.sleep(0.1)
 
-    work = NotingSink(commit)
-    take = work.take
-
-    def interrupted(batch: Batch, rows: Rows) -> None:
-        if batch.start == 4:
+    def interrupted(start: int) -> None:
+        if start == 4:
             _wait(started)
             os.kill(os.getpid(), signal.SIGTERM)
-        take(batch, rows)
 
-    work.take = interrupted  # type: ignore[method-assign]
+    work = NotingSink(commit, interrupted)
     with pytest.raises(Interrupted):
         run_parts(context(), work, DISK)
     assert work.committed == [0]

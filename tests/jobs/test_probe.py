@@ -68,25 +68,6 @@ def test_the_best_layer_is_on_top_and_all_are_below(capsys: pytest.CaptureFixtur
         assert shapes == expected
 
 
-def test_the_best_layer_is_not_chosen_by_its_test_accuracy(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """One layer knows the labels of test rows only, the other those of training rows only."""
-    write_store(Path("store"), Y, x=X)
-    probe(capsys)
-    from featx.analysis.probe.splits import holdout
-
-    split = holdout(Y, 0.2, 0.2, 0)
-    rng = np.random.default_rng(0)
-    train, test = rng.normal(size=(2, 300, 3)).astype(np.float32)
-    train[split.train, Y[split.train]] += 10
-    test[split.test, Y[split.test]] += 10
-    write_store(Path("other"), Y, for_test=test, for_train=train)
-    found = probe(capsys, store="other")
-    assert found["layer"] == "for_train"
-    assert found["validation_accuracy"] == 1.0
-
-
 def test_shuffled_labels_give_chance(capsys: pytest.CaptureFixture[str]) -> None:
     shuffled = np.random.default_rng(5).permutation(Y)
     write_store(Path("store"), shuffled, x=X)

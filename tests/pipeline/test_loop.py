@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from tiny_model import KEYS, extract, run_job
 
 from featx.config import Config
 from featx.engine import BatchParallelism
-from featx.errors import RunError
+from featx.errors import ConfigError, RunError
 from featx.images.decoder_channels import LoaderTimes
 from featx.pipeline import Interrupted, Rows, RunObserver, run_parts
 from featx.types import Batch, Part
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 DISK: Any = None  # is for profile=true alone
 PARTS = [Part(0, 0, 4), Part(1, 4, 8), Part(2, 8, 12)]
@@ -209,3 +215,48 @@ def test_observers_are_told_of_committed_parts_only() -> None:
 
 def _wait(event: threading.Event) -> None:
     assert event.wait(10), "nothing happened for ten seconds"
+
+
+# profile=true: a trace of all threads that Perfetto and Chrome can open
+
+
+def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        if event.get("ph") == "X":
+            found.setdefault(event["name"], []).append(event)
+    return found
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_run_in_their_threads(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = extract(photos, profile=True, batch_size=1, part_rows=4)
+    found = spans(Path("store/trace.json.gz"))
+    assert len(found["batch"]) == 8
+    assert {"wait for images", "commit a part", "aten::conv2d"} <= set(found)
+    threads = {name: {event["tid"] for event in found[name]} for name in ("batch", "commit a part")}
+    assert len(threads["batch"]) == 1
+    assert not threads["batch"] & threads["commit a part"]
+    assert "trace.json.gz opens in https://ui.perfetto.dev" in capsys.readouterr().err
+    plain = extract(photos, out="plain", batch_size=1, part_rows=4)
+    assert (store["conv"][:] == plain["conv"][:]).all()
+    assert not Path("plain/trace.json.gz").exists()
+
+
+def test_a_run_that_is_too_short_says_so(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extract(photos, profile=True, batch_size=16, part_rows=16)
+    assert "no trace was written" in capsys.readouterr().err
+    assert not Path("store/trace.json.gz").exists()
+
+
+def test_statistics_too(photos: Path) -> None:
+    assert run_job("stats", **{**KEYS, "data": str(photos), "profile": True}) == 0
+    assert spans(Path("store/trace.json.gz"))["batch"]
+
+
+def test_it_belongs_to_jobs_that_run() -> None:
+    with pytest.raises(ConfigError, match="profile has an effect with job=attribute, job=extract"):
+        run_job("layers", profile=True)

@@ -16,7 +16,7 @@ from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
 from featx.errors import RunError, StoreError, TooManyFailuresError
-from featx.pipeline import Interrupted
+from featx.pipeline import Interrupted, RunOutcome
 from featx.pipeline.executors import EXECUTORS
 from featx.pipeline.executors.job_folder import (
     PartClaims,
@@ -27,7 +27,6 @@ from featx.pipeline.executors.job_folder import (
     result_path,
 )
 from featx.pipeline.executors.worker_pool import MAX_DEATHS, WorkerPool
-from featx.pipeline.run_metrics import RunOutcome
 from featx.storage import AtomicFolder
 from featx.types import Failure, Part, Status
 

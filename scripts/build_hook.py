@@ -8,7 +8,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class ShippedFolders(BuildHookInterface):
-    """Wheel only; `featx.base.paths.shipped_folder` looks in both places."""
+    """Wheel only; `featx.base.installation.shipped_folder` looks in both places."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name == "wheel" and version != "editable":

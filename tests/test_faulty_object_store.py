@@ -72,7 +72,8 @@ def test_credentials_that_expire_in_mid_run_end_it_at_once(
         return error(400 if code == "ExpiredToken" else 403, code) if len(parts) > 2 else None
 
     proxy.set_faults(choose)
-    with pytest.raises(RunError, match=rf"{code}.*Nothing committed is lost. When the") as ended:
+    message = rf"{code}.*Nothing committed is lost. When the object store accepts the request"
+    with pytest.raises(RunError, match=message) as ended:
         extract(str(photos), out=out)
     assert ended.value.exit_code == 1
     proxy.set_faults(lambda method, path: None)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from made_store import make_run
-from tiny_model import KEYS, extract, job_config, run_job, write_image, write_images
+from tiny_model import extract, job_config, write_image, write_images
 
 import featx
-from featx.errors import ConfigError, DataError, StoreLockedError, StoreMismatchError, WeightsError
-from featx.storage import exclusive_lock
+from featx.errors import ConfigError, DataError, StoreMismatchError, WeightsError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -57,20 +55,6 @@ def test_a_reduction_that_leaves_a_vector_says_so(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_rows_that_are_computed_again_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    photos = write_images(Path("photos"), 6)
-    image = (photos / "cat" / "000.png").read_bytes()
-    (photos / "cat" / "000.png").write_bytes(image[: len(image) // 2])
-    run_job("extract", **KEYS, data="photos", max_failures=1.0)
-    capsys.readouterr()
-    (photos / "cat" / "000.png").write_bytes(image)
-    run_job("extract", **KEYS, data="photos", retry_failed=True)
-    assert "1 row computed again" in " ".join(capsys.readouterr().out.split())
-    run_job("extract", **KEYS, data="photos")
-    assert "nothing was left to do" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.slow
 def test_more_workers_than_parts_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     write_images(Path("photos"), 4)
     extract("photos", executor={"name": "local", "workers": 3})
@@ -95,14 +79,6 @@ def test_a_second_export_names_the_layers() -> None:
     featx.export_store(**options, layers=["flat", "map"])
     with pytest.raises(StoreMismatchError, match=r"layers: flat, map; now flat\n"):
         featx.export_store(**options, layers=["flat"])
-
-
-def test_the_holder_of_a_lock_is_a_sentence(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    with exclusive_lock(lock), pytest.raises(StoreLockedError) as caught, exclusive_lock(lock):
-        pass
-    assert f"another process, pid {os.getpid()} on " in str(caught.value)
-    assert "{" not in str(caught.value)
 
 
 def test_all_wrong_boxes_are_one_error() -> None:
@@ -139,11 +115,3 @@ def test_a_name_of_other_weights_is_answered_with_theirs() -> None:
     write_images(Path("photos"), 2)
     with pytest.raises(ConfigError, match=r"Give model=resmlp_12_224\.fb_dino\."):
         featx.extract("photos", model="resmlp_12_224_dino", out="store")
-
-
-def test_labels_of_xy_are_classes() -> None:
-    photos = write_images(Path("photos"), 6)
-    shutil.copy(photos / "cat" / "000.png", photos / "loose.png")
-    _, y = extract("photos").xy("conv")
-    assert sorted(set(y.tolist())) == [0, 1]
-    assert len(y) == 6

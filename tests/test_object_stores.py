@@ -24,8 +24,8 @@ from tiny_model import COMMAND, KEYS, TRUSTED, extract, run_job, write_image, wr
 import featx as package
 from featx import jobs
 from featx.config import from_composed, from_keywords
-from featx.errors import ConfigError, ObjectStoreError, RunError
-from featx.storage import durability, s3_client
+from featx.errors import ConfigError
+from featx.storage import s3_client
 from featx.store import check_store, layout, read_heartbeats
 from featx.torch import FeatureDataset, TokenDataset
 
@@ -87,14 +87,6 @@ def test_the_rows_are_those_of_a_run_to_the_disk(
     assert check_store(place(out)).complete
     assert run_job("verify", store=out, verify={"reextract_rows": 4}) == 0
     assert {"images", "store"} <= set(os.listdir()) <= {"cache", "images", "store"}
-
-
-@pytest.mark.slow
-def test_two_worker_processes_give_the_same_rows(images: Path, out: str) -> None:
-    near = extract(str(images))
-    far = extract(str(images), out=out, executor={"workers": 2})
-    assert rows_of(far) == rows_of(near)
-    assert check_store(place(out)).complete
 
 
 @pytest.mark.slow
@@ -257,30 +249,6 @@ def test_without_the_extra_the_command_names_it(
     assert done.returncode == 2
     assert 'pip install "featx[remote]"' in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_server_that_goes_away_stops_the_run_which_resumes_later(
-    images: Path, out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request, parts = s3_client.request, []
-
-    def failing(operation: str, **parameters: Any) -> dict[str, Any]:
-        parts.extend([1] if "/parts/" in parameters.get("Key", "") else [])
-        if len(parts) > 3:
-            raise ObjectStoreError(13, "the server refuses it (ExpiredToken)", "s3://there")
-        return request(operation, **parameters)
-
-    monkeypatch.setattr(durability, "RETRY_WAITS_S", (0, 0))
-    monkeypatch.setattr(s3_client, "request", failing)
-    with pytest.raises(
-        RunError, match=r"ExpiredToken.*When the object store accepts the request"
-    ) as output:
-        extract(str(images), out=out)
-    assert output.value.exit_code == 1
-    monkeypatch.setattr(s3_client, "request", request)
-    assert num_parts(out) == 3
-    assert rows_of(extract(str(images), out=out)) == rows_of(extract(str(images)))
 
 
 @pytest.mark.parametrize("packed", [True, False])

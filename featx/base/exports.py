@@ -6,6 +6,7 @@ import ast
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import FeatxError
@@ -65,7 +66,7 @@ def family(option: str) -> Registry[Member]:
     """Return the registry of the family whose option, such as 'data', selects a member."""
     if option not in _REGISTRIES:
         raise FeatxError(f"no family is declared for {option}; known: {', '.join(_REGISTRIES)}.")
-    registry: Registry[Member] = _import_name(_REGISTRIES[option])
+    registry: Registry[Member] = resolve_name(_REGISTRIES[option])
     return registry
 
 
@@ -76,10 +77,5 @@ def declare_functions(functions: Mapping[str, str]) -> None:
 
 def declared_function(name: str) -> Callable[..., Any]:
     """Return a function that was declared."""
-    function: Callable[..., Any] = _import_name(_FUNCTIONS[name])
+    function: Callable[..., Any] = resolve_name(_FUNCTIONS[name])
     return function
-
-
-def _import_name(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)

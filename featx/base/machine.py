@@ -33,7 +33,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     A container with 2 of 64 CPUs sees 64, and is throttled if it uses more than 2. The quota of a
     group limits all groups below it.
     """
-    return min(_limits_of_groups(root, "cpu", _quota_v2, _quota_v1), default=None)
+    return min(_limits_of_groups(root, "cpu", _quota), default=None)
 
 
 def free_memory(root: Path = Path("/")) -> float | None:
@@ -46,14 +46,7 @@ def free_memory(root: Path = Path("/")) -> float | None:
         available = next(line for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
-    free_of_groups = _limits_of_groups(
-        root,
-        "memory",
-        lambda group: _free_bytes(group, "memory.max", "memory.current", "inactive_file"),
-        lambda group: _free_bytes(
-            group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        ),
-    )
+    free_of_groups = _limits_of_groups(root, "memory", _free_bytes)
     return max(0.0, min([1024.0 * int(available.split()[1]), *free_of_groups]))
 
 
@@ -67,61 +60,52 @@ def resident_memory() -> int | None:
 
 
 def _limits_of_groups(
-    root: Path,
-    controller: str,
-    read_v2: Callable[[Path], float | None],
-    read_v1: Callable[[Path], float | None],
+    root: Path, controller: str, read: Callable[[Path], float | None]
 ) -> list[float]:
-    """Limits of a controller in all control groups of this process and those above them."""
+    """Limits of a controller in all control groups of this process and those above them.
+
+    A container may not see its own path. Folders that do not exist have no limit.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []  # not Linux
-    mounts = root / "sys/fs/cgroup"
-    limits: list[float] = []
+    limits: list[float | None] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            limits += _limits(mounts, path, read_v2)
-        elif controller in controllers.split(","):
-            for name in dict.fromkeys((controllers, controller)):
-                limits += _limits(mounts / name, path, read_v1)
-    return limits
-
-
-def _limits(mount: Path, path: str, read: Callable[[Path], float | None]) -> list[float]:
-    """Limits of a group and of those above it, up to the mount.
-
-    A container may not see its own path. Folders that do not exist have no limit.
-    """
-    group = mount / path.lstrip("/")
-    limits = [read(folder) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+        if controllers and controller not in controllers.split(","):
+            continue
+        # Version 2 names no controllers, and has a single mount.
+        for name in dict.fromkeys((controllers, controller) if controllers else ("",)):
+            mount = root / "sys/fs/cgroup" / name
+            group = mount / path.lstrip("/")
+            folders = [each for each in (group, *group.parents) if each.is_relative_to(mount)]
+            limits += map(read, folders)
     return [limit for limit in limits if limit is not None]
 
 
-def _quota_v2(group: Path) -> float | None:
-    """CPUs of one group in control groups version 2, or None."""
+def _quota(group: Path) -> float | None:
+    """CPUs of one control group, or None without a limit."""
     try:
-        quota, period = (group / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
+        if (group / "cpu.max").exists():  # version 2
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return None if int(quota) < 0 else int(quota) / int(period)
+    except (OSError, ValueError):  # "max" means no limit
         return None
 
 
-def _quota_v1(group: Path) -> float | None:
-    """CPUs of one group in control groups version 1, or None."""
-    try:
-        quota = int((group / "cpu.cfs_quota_us").read_text())
-        return None if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _free_bytes(group: Path, limit: str, used: str, dropped: str) -> float | None:
-    """Free bytes of one group, or None without a limit.
+def _free_bytes(group: Path) -> float | None:
+    """Free bytes of one control group, or None without a limit.
 
     The kernel drops cached files if memory is needed, so they count as free.
     """
+    limit, used, dropped = "memory.max", "memory.current", "inactive_file"
+    if not (group / limit).exists():  # version 1
+        limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        dropped = "total_inactive_file"
     try:
         limit_bytes = int((group / limit).read_text())
         used_bytes = int((group / used).read_text())

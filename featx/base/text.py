@@ -1,4 +1,4 @@
-"""Text for a terminal: tables, aligned facts, sizes, times; globs over names of layers."""
+"""Text for a terminal: tables, aligned facts, paths, sizes, times; globs over names of layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 WIDTH = 100
@@ -219,6 +220,21 @@ def time_text(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def shown_path(path: str | Path) -> str:
+    """Return a path relative to the current folder if that is shorter, else the absolute path.
+
+    A URL stays as it is.
+    """
+    text = str(path)
+    if "://" in text:
+        return text
+    try:
+        relative = os.path.relpath(text)
+    except OSError:  # the current folder was deleted
+        return text
+    return min(text, relative, key=len)
 
 
 def glob_to_regex(glob: str) -> str:

@@ -50,6 +50,11 @@ _ALWAYS_READ = ("job.name", "log.json")
 """Options that every job reads."""
 
 
+def code_options(config: Config) -> tuple[str, ...]:
+    """Return CUSTOM_CODE if the config names the code of a model."""
+    return () if config.model.code is None else CUSTOM_CODE
+
+
 class Input(Enum):
     """Kind of input that a job reads."""
 

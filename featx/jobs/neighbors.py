@@ -12,7 +12,7 @@ import numpy.typing as npt
 from featx.base import CountProgress, Table, log_message
 from featx.config import Config, NeighborsConfig
 from featx.errors import ConfigError, DataError
-from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
+from featx.jobs.base import JOBS, Input, Job, code_options, print_summary
 from featx.jobs.similarity_files import (
     chosen_layer,
     class_name,
@@ -283,8 +283,7 @@ def _reads_with(config: Config) -> Collection[str]:
     index = () if config.neighbors.recall is None else ("seed",)
     if config.neighbors.image is None:
         return index
-    code = () if config.model.code is None else CUSTOM_CODE
-    return (*index, *code, "reduce.name", "reduce.stats")
+    return (*index, *code_options(config), "reduce.name", "reduce.stats")
 
 
 JOBS.register(

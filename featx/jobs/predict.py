@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import numpy as np
 from featx.base import Section, Table, csv_bytes, facts, log_message, shown_path
 from featx.config import Config
 from featx.errors import ConfigError, counted
-from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
+from featx.jobs.base import JOBS, Input, Job, code_options, print_summary
 from featx.pipeline import exit_code
 from featx.storage import AtomicFolder
 
@@ -163,11 +163,6 @@ def _check(config: Config) -> None:
         raise ConfigError(f"layers has no effect: {config.store} is the head of one layer.")
 
 
-def _reads_with(config: Config) -> Collection[str]:
-    """Return the options that name the code of a custom model."""
-    return CUSTOM_CODE if config.model.code is not None else ()
-
-
 JOBS.register(
     Job(
         "predict",
@@ -179,7 +174,7 @@ JOBS.register(
             *("reduce.name", "reduce.stats"),
         ),
         why="features are computed as those of the store were; `layers` selects the head",
-        reads_with=_reads_with,
+        reads_with=code_options,
         check=_check,
     )
 )

@@ -18,7 +18,7 @@ from featx.analysis import (
 from featx.base import facts, size_text
 from featx.config import Config, VerifyConfig, from_saved
 from featx.errors import ConfigError, FeatxError, StoreError, counted
-from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
+from featx.jobs.base import JOBS, Input, Job, code_options, print_summary
 from featx.pipeline import check_extraction, run_extraction, unknown_images_text
 from featx.storage import is_url
 from featx.store import (
@@ -196,13 +196,11 @@ def _conclusion(
 
 def _reads_with(config: Config) -> Collection[str]:
     """Return the options that say how rows are extracted again, if they are."""
-    options: set[str] = set()
+    options = list(code_options(config))
     if config.verify.reextract_rows or config.verify.repair:
-        options |= {"device", "reduce.name", "reduce.stats"}
+        options += ["device", "reduce.name", "reduce.stats"]
     if config.verify.reextract_rows:
-        options.add("seed")
-    if config.model.code is not None:
-        options |= set(CUSTOM_CODE)
+        options.append("seed")
     return options
 
 

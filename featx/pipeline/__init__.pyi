@@ -22,6 +22,7 @@ from .loop import RunObserver as RunObserver
 from .loop import run_parts as run_parts
 from .output import PART_SECONDS as PART_SECONDS
 from .output import Output as Output
+from .output import Session as Session
 from .output import seconds_of_part as seconds_of_part
 from .row_failures import Rows as Rows
 from .row_failures import compute_rows as compute_rows

@@ -33,7 +33,7 @@ from featx.store import (
     read_packed,
     read_result,
 )
-from featx.types import Listing, Source, Stateful, StoreHeader
+from featx.types import Listing, Source, Stateful
 
 
 class FinishedRun:
@@ -59,9 +59,14 @@ class FinishedRun:
         """
         if not self._is_decided or self._weights is None:
             return None
-        versions = {
-            name: version for run in manifest.runs for name, version in _versions(run.header)
-        }
+        versions: dict[str, str] = {}
+        for run in manifest.runs:
+            versions |= run.header.versions
+            versions |= {
+                name.removeprefix("version."): str(version)  # of a decoder
+                for name, version in run.header.fingerprint.items()
+                if name.startswith("version.") and name != "version.cuda"
+            }
         if any(installed_version(name) != version for name, version in versions.items()):
             return None
         return digest(
@@ -154,16 +159,6 @@ def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Lis
     del states  # `image_changes` asks for them again
     changes = image_changes(source, listing.keys, out, manifest)
     return not (len(changes.rows) or len(changes.gone) or changes.num_unknown)
-
-
-def _versions(header: StoreHeader) -> list[tuple[str, str]]:
-    """Packages and their versions that a run of a store records."""
-    of_decoders = {
-        name.removeprefix("version."): str(version)
-        for name, version in header.fingerprint.items()
-        if name.startswith("version.") and name != "version.cuda"
-    }
-    return list({**header.versions, **of_decoders}.items())
 
 
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:

@@ -21,8 +21,8 @@ from featx.errors import DataError, counted
 from featx.images import ImagePolicy
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.provenance import fingerprint, header
+from featx.pipeline.run_listing import target_labels
 from featx.pipeline.run_metrics import StepTimer
-from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
 from featx.types import (
     NO_STATE,
@@ -256,8 +256,11 @@ def build_run_context(
     from featx.base import choose_devices, cpu_threads
     from featx.engine import TRIAL_IMAGES, AutoSettings, attach_windows, batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
-    from featx.pipeline.conformance_trial import compare_with_plain_path, take_plain_path
-    from featx.pipeline.golden_check import check_golden
+    from featx.pipeline.conformance_trial import (
+        check_golden,
+        compare_with_plain_path,
+        take_plain_path,
+    )
 
     timer.end("imports")
     with contextlib.ExitStack() as stack:

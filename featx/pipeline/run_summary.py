@@ -193,13 +193,17 @@ def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()
     `using` are lines of Python that use `store`, instead of the commands for features.
     """
     shown = shown_path(parse_path(out))
-    failures, warnings = parse_path(out) / layout.FAILURES_CSV, summary["decoder_warnings"]
-    rows = [
-        *([("start", _start_text(start))] if (start := summary["start_seconds"]) else []),
-        *([("warnings", _warnings_text(warnings))] if warnings else []),
-        *([("failed", shown_path(failures))] if summary["failures"] else []),
-        ("store", shown),
-    ]
+    rows = []
+    if seconds := summary["start_seconds"]:
+        steps = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
+        rows.append(("start", f"{sum(seconds.values()):.1f} s: {steps}"))
+    if counts := summary["decoder_warnings"]:
+        ordered = sorted(counts.items(), key=lambda item: -item[1])
+        lines = [f"{counted(count, 'image')}: {reason}" for reason, count in ordered]
+        rows.append(("warnings", "\n".join(lines)))
+    if summary["failures"]:
+        rows.append(("failed", shown_path(parse_path(out) / layout.FAILURES_CSV)))
+    rows.append(("store", shown))
     text = textwrap.fill(_verdict(summary), WIDTH)
     if using:
         opening = "\n".join(["import featx", f"store = {_opening_text(shown)}", *using])
@@ -224,11 +228,6 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     return f"Done: {', '.join(parts)}.{limit}"
 
 
-def _start_text(seconds: Mapping[str, float]) -> str:
-    steps = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
-    return f"{sum(seconds.values()):.1f} s: {steps}"
-
-
 def _following(summary: Mapping[str, Any], out: str) -> str:
     """Return the commands that most people run next, and Python that reads the last layer."""
     has_classes = summary["classes"] > 1
@@ -250,9 +249,3 @@ def _following(summary: Mapping[str, Any], out: str) -> str:
 def _opening_text(out: str) -> str:
     """Return the Python expression that opens a store."""
     return f"featx.open({json.dumps(out, ensure_ascii=False)})"
-
-
-def _warnings_text(counts: Mapping[str, int]) -> str:
-    """Number of images by decoder warning, most frequent first."""
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return "\n".join(f"{counted(count, 'image')}: {reason}" for reason, count in ordered)

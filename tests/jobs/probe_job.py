@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ def probe(
     assert run_job("probe", store=store, device="cpu", probe=options, show=show, **keys) == 0
     found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
     return found
+
+
+def given_split(keys: Iterable[str], splits: Iterable[str]) -> dict[str, str]:
+    """Write a split file; returns the options that give it to a probe."""
+    lines = [f"{key},{split}\n" for key, split in zip(keys, splits, strict=True)]
+    Path("split.csv").write_text("key,split\n" + "".join(lines))
+    return {"split": "column", "split_file": "split.csv"}
 
 
 def predictions(store: str = "store", **values: str) -> list[dict[str, str]]:

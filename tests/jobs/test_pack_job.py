@@ -131,12 +131,15 @@ def test_a_running_writer_is_told_by_its_pid(stored: Stored) -> None:
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "held\n"
-        with pytest.raises(StoreLockedError, match=f"pid {writer.pid} on ") as refused:
+        with pytest.raises(
+            StoreLockedError, match=f"another process, pid {writer.pid} on "
+        ) as refused:
             run_job("pack", out="store")
     finally:
         writer.kill()
         writer.communicate()
     assert refused.value.exit_code == 2
+    assert "{" not in str(refused.value)
     assert not PACKED.exists()
     # The lock goes with the process that held it.
     assert run_job("pack", out="store") == 0

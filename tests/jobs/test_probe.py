@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import make_labelled
-from probe_job import predictions
+from probe_job import given_split, predictions
 from probe_problem import blobs, write_store
 from safetensors.numpy import load_file
 from tiny_model import run_job
@@ -66,25 +66,6 @@ def test_the_best_layer_is_on_top_and_all_are_below(capsys: pytest.CaptureFixtur
         shapes = {key: value.shape for key, value in weights.items()}
         expected = {"weight": (3, width), "bias": (3,), "mean": (width,), "scale": (width,)}
         assert shapes == expected
-
-
-def test_the_best_layer_is_not_chosen_by_its_test_accuracy(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """One layer knows the labels of test rows only, the other those of training rows only."""
-    write_store(Path("store"), Y, x=X)
-    probe(capsys)
-    from featx.analysis.probe.splits import holdout
-
-    split = holdout(Y, 0.2, 0.2, 0)
-    rng = np.random.default_rng(0)
-    train, test = rng.normal(size=(2, 300, 3)).astype(np.float32)
-    train[split.train, Y[split.train]] += 10
-    test[split.test, Y[split.test]] += 10
-    write_store(Path("other"), Y, for_test=test, for_train=train)
-    found = probe(capsys, store="other")
-    assert found["layer"] == "for_train"
-    assert found["validation_accuracy"] == 1.0
 
 
 def test_shuffled_labels_give_chance(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,29 +151,22 @@ def test_a_note_on_one_fold_says_so(
 
 def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
-    roles = ["train"] * 150 + ["val"] * 50 + ["test"] * 90
-    lines = [f"{i:05d}.jpg,{role}" for i, role in enumerate(roles)]
-    lines += [f"{i:05d}.jpg," for i in range(290, 295)]  # without a split, as those not named
-    Path("splits.csv").write_text("\n".join(["key,split", "gone.jpg,train", *lines]))
-    found = probe(capsys, split="column", split_file="splits.csv")
+    keys = [f"{i:05d}.jpg" for i in range(300)]
+    # Five rows have no split, as those that are not named.
+    roles = ["train"] * 150 + ["val"] * 50 + ["test"] * 90 + [""] * 5
+    found = probe(capsys, **given_split(["gone.jpg", *keys[:295]], ["train", *roles]))
     assert found["split"]["fit"] == [150]
     assert found["split"]["validation_rows"] == [50]
     assert found["rows"] == 90
     assert found["notes_on_rows"] == [
-        "1 key of splits.csv is not among the labelled rows of the store",
-        "10 labelled rows without a split in splits.csv: left out",
+        "1 key of split.csv is not among the labelled rows of the store",
+        "10 labelled rows without a split in split.csv: left out",
     ]
     assert head()["mean"] == pytest.approx(X[:200].mean(0), rel=1e-4)
-    Path("splits.csv").write_text("key,split\n00000.jpg,train\n")
     with pytest.raises(DataError, match=r"no labelled row of the store for test.*'00000\.jpg'"):
-        probe(capsys, split="column", split_file="splits.csv")
-    Path("splits.csv").write_text(
-        "key,split\n"
-        + "\n".join(f"{i:05d}.jpg,{'test' if Y[i] == 2 else 'train'}" for i in range(300))
-        + "\n"
-    )
+        probe(capsys, **given_split(keys[:1], ["train"]))
     with pytest.raises(DataError, match="1 class is tested and not trained on, such as c2"):
-        probe(capsys, split="column", split_file="splits.csv")
+        probe(capsys, **given_split(keys, np.where(Y == 2, "test", "train")))
 
 
 def test_another_store_is_tested_with_classes_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,9 +204,8 @@ def test_a_given_split_that_divides_groups_is_reported() -> None:
     run_with(BOXES, {"role": np.roll(roles, 3)}).write(Path("divided"), packed=True)
     notes = probe("divided", split="column", split_column="role")["notes_on_rows"]
     assert any("between test and training rows" in note and "too high" in note for note in notes)
-    lines = [f'"{key.decode()}",{role.decode()}' for key, role in zip(BOXES, roles, strict=True)]
-    Path("split.csv").write_text("\n".join(["key,split", *lines]))
-    file = probe("sound", split="column", split_file="split.csv")
+    split = probe_job.given_split((f'"{key.decode()}"' for key in BOXES), map(bytes.decode, roles))
+    file = probe("sound", **split)
     assert file["notes_on_rows"] == found["notes_on_rows"]
 
 

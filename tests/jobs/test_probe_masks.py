@@ -14,7 +14,7 @@ import probe_job
 import pytest
 import torch
 from PIL import Image
-from probe_job import predictions
+from probe_job import given_split, predictions
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import confusion_matrix, jaccard_score
 from sklearn.preprocessing import StandardScaler
@@ -30,6 +30,10 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 COLOURS = np.array([[250, 20, 20], [20, 250, 20], [20, 20, 250], [230, 230, 20]], np.uint8)
 PATCHES = {**MODEL, "name": "patches", "factory": "zoo:PatchColours"}
 LAYERS = {"maps": "none", "tokens": "none"}
+
+
+KEYS = [f"{'ab'[i % 2]}/{i:03d}.png" for i in range(16)]
+"""Of the images of a data set, which are in two folders."""
 
 
 def write_image(classes: np.ndarray, path: Path, side: int = 4) -> None:
@@ -62,8 +66,8 @@ def scenes(count: int = 16, num_classes: int = 3) -> np.ndarray:
 def dataset(classes: np.ndarray, layers: dict[str, str] | None = None, **data: Any) -> None:
     """A store of images of these patches, and a mask for each."""
     for i, each in enumerate(classes):
-        write_image(each, Path(f"photos/{'ab'[i % 2]}/{i:03d}.png"))
-        mask(each.repeat(4, 0).repeat(4, 1), f"{'ab'[i % 2]}/{i:03d}.png")
+        write_image(each, Path("photos", KEYS[i]))
+        mask(each.repeat(4, 0).repeat(4, 1), KEYS[i])
     options = {"name": "folder", "root": "photos", **data}
     extract(options, model=PATCHES, layers=layers or LAYERS, part_rows=16)
 
@@ -205,14 +209,8 @@ def test_no_image_is_on_both_sides_and_groups_stay_whole() -> None:
         if found["layer_of_folds"][int(row["fold"]) - 1] == layer
     ]
     assert found["miou"] == pytest.approx(recomputed(chosen)["miou"], abs=1e-12)
-    Path("split.csv").write_text(
-        "key,split\n"
-        + "".join(f"{'ab'[i % 2]}/{i:03d}.png,{'test' if i > 12 else 'train'}\n" for i in range(16))
-    )
-    found = probe(split="column", split_file="split.csv")
-    assert {row["key"] for row in lines("maps")} == {
-        f"{'ab'[i % 2]}/{i:03d}.png" for i in (13, 14, 15)
-    }
+    probe(**given_split(KEYS, ["train"] * 13 + ["test"] * 3))
+    assert {row["key"] for row in lines("maps")} == {*KEYS[13:]}
 
 
 def test_boxes_of_an_image_take_its_mask_and_stay_together() -> None:
@@ -272,10 +270,10 @@ def test_ignored_pixels_count_nowhere_and_failed_rows_shift_nothing() -> None:
     (Path("photos") / "a").mkdir(parents=True)
     Path("photos/a/0005.png").write_bytes(b"no image")
     for i, each in enumerate(classes):
-        write_image(each, Path(f"photos/{'ab'[i % 2]}/{i:03d}.png"))
+        write_image(each, Path("photos", KEYS[i]))
         numbers = each.repeat(4, 0).repeat(4, 1)
         numbers[:7] = 9
-        mask(numbers, f"{'ab'[i % 2]}/{i:03d}.png")
+        mask(numbers, KEYS[i])
     extract("photos", model=PATCHES, layers=LAYERS, max_failures=1, part_rows=32)
     found = probe(ignore=9)
     assert found["notes_on_rows"][0] == "1 failed row is left out"
@@ -290,12 +288,7 @@ def test_a_class_that_is_only_tested_counts_with_0() -> None:
     classes = scenes(12)
     classes[11, :4] = 3
     dataset(classes, {"maps": "none"})
-    keys = [f"{'ab'[i % 2]}/{i:03d}.png" for i in range(12)]
-    Path("split.csv").write_text(
-        "key,split\n"
-        + "".join(f"{key},{'test' if i > 8 else 'train'}\n" for i, key in enumerate(keys))
-    )
-    found = probe(split="column", split_file="split.csv")
+    found = probe(**given_split(KEYS[:12], ["train"] * 9 + ["test"] * 3))
     assert found["iou"][3] == 0
     assert found["miou"] < 0.8
     assert "1 classes have no pixel in the training rows" in found["notes"][0]
@@ -314,8 +307,8 @@ def test_what_cannot_be_probed_is_refused_with_the_reason() -> None:
     text = refused(DataError, masks="empty")
     assert "none of the 16 rows" in text
     assert "and 11 more" in text
-    for i in range(16):
-        mask(np.where(np.eye(32) > 0, 255, 0), f"{'ab'[i % 2]}/{i:03d}.png", "one")
+    for key in KEYS:
+        mask(np.where(np.eye(32) > 0, 255, 0), key, "one")
     assert "the class 0 only" in refused(DataError, masks="one")
     assert "need" in (text := refused(ConfigError, memory_gib=1e-6))
     assert "probe.memory_gib=1e-06" in text

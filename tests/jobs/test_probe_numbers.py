@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from probe_job import predictions, probe
+from probe_job import given_split, predictions, probe
 from probe_problem import blobs, write_store
 from scipy import stats
 from sklearn import metrics as oracle
@@ -330,10 +330,7 @@ def test_few_test_rows_are_not_called_better(capsys: pytest.CaptureFixture[str])
     poor[54:58] = good[54:58][:, ::-1] * -1 + 10.0  # of the other class
     write_store(Path("store"), y, good=good, poor=poor)
     roles = ["train"] * 44 + ["validation"] * 10 + ["test"] * 6
-    keys = featx.open("store").keys
-    lines = [f"{key},{role}\n" for key, role in zip(keys, roles, strict=True)]
-    Path("split.csv").write_text("key,split\n" + "".join(lines))
-    found = probe(split="column", split_file="split.csv")
+    found = probe(**given_split(featx.open("store").keys, roles))
     (test,) = found["paired_tests"].values()
     out = " ".join(capsys.readouterr().out.split())
     assert (test["first_only"], test["second_only"], test["p"]) == (4, 0, 0.125)
@@ -399,17 +396,15 @@ def test_stores_of_other_rows_or_labels_are_not_compared() -> None:
     write_store(Path("reordered"), y, x=x)
     probe(store="reordered", test_share=0.01)
     with pytest.raises(DataError, match="has tested none of the 20 test rows"):
-        probe(compare_store="reordered", split="column", split_file=str(split_without("reordered")))
+        probe(compare_store="reordered", **split_without("reordered"))
 
 
-def split_without(store: str) -> Path:
-    """A split file whose test rows are no test rows of a store."""
-    avoided = {row["key"] for row in predictions(store) if row["split"] == "test"}
+def split_without(store: str) -> dict[str, str]:
+    """A given split whose test rows are no test rows of a store."""
+    avoided = {row["key"] for row in predictions(store, split="test")}
     keys = [f"{i:05d}.jpg" for i in range(100)]
     test = [key for key in keys if key not in avoided][:20]
-    text = "".join(f"{key},{'test' if key in test else 'train'}\n" for key in keys)
-    Path("split.csv").write_text("key,split\n" + text)
-    return Path("split.csv")
+    return given_split(keys, ["test" if key in test else "train" for key in keys])
 
 
 def test_too_few_resamples_are_refused() -> None:

@@ -73,7 +73,9 @@ def test_what_still_fails_stays_on_record(
     capfd.readouterr()
     computed.clear()
     after = extract(photos, retry_failed=True, **LENIENT)
-    assert "1 of 3 failed images can be read now" in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert "1 of 3 failed images can be read now" in printed.err
+    assert "1 row computed again" in printed.out
     assert [f["row"] for f in after.failures] == [2, 9]
     assert np.flatnonzero(~after.ok).tolist() == [2, 9]
     assert [start for _, start in computed] == [0]  # one batch of six

@@ -1,4 +1,4 @@
-"""Jobs other than job=extract with the tiny model in several processes, and what they made."""
+"""Jobs with the tiny model in several processes, and what they made."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tiny_model import KEYS, run_job
 import featx
 
 JOBS = ("stats", "attribute")
+"""Jobs other than job=extract."""
 
 _ATTRIBUTE: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}
 _ATTRIBUTE["attribute"] = {
@@ -18,10 +19,12 @@ _ATTRIBUTE["attribute"] = {
 }  # fmt: skip
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "extract": KEYS,
     "stats": {**KEYS, "layers": ["conv", "deep"], "stats": {"observation": "position"}},
     "attribute": _ATTRIBUTE,
 }
 OVERRIDES = {
+    "extract": ("layers=[conv]",),
     "stats": ("job=stats", "layers=[conv,deep]", "stats.observation=position"),
     "attribute": ("job=attribute", "attribute.method=[gradcam,saliency]", "attribute.layer=deep",
                   "attribute.feature_map_layer=conv", "attribute.per_class=1"),
@@ -37,8 +40,8 @@ def run(job: str, data: Path, out: str = "store", **keys: Any) -> int:
 def made(job: str, out: str = "store") -> dict[str, Any]:
     """Everything that has to be the same however the job was spread."""
     root = Path(out)
-    if job == "attribute":
-        images = {path.name: path.read_bytes() for path in (root / "sheets").iterdir()}
+    if job != "stats":
+        images = {path.name: path.read_bytes() for path in root.glob("sheets/*")}
         return {**dataset_digests(root), **images}
     statistics = featx.open_stats(root)
     numbers = {
@@ -53,7 +56,7 @@ def failures(root: Path) -> str:
 
 def parts_done(job: str, root: Path) -> int:
     """Parts of four rows, by the names of the files alone."""
-    if job == "attribute":
+    if job != "stats":
         return len(list((root / "parts").glob("part-*.h5")))
     spans = [path.stem.split("-")[1:] for path in (root / "stats-parts").glob("rows-*.h5")]
     return sum(-(-(int(stop) - int(start)) // 4) for start, stop in spans)

@@ -15,9 +15,8 @@ from typing import Any
 from made_store import MadeRun
 
 from featx.config import Config
-from featx.pipeline.executors import worker
+from featx.pipeline.executors import WorkerSpec, worker
 from featx.pipeline.executors.job_folder import WorkerReport
-from featx.pipeline.executors.worker_spec import WorkerSpec
 from featx.storage import AtomicFolder
 from featx.store import heartbeat_name, layout, part_names, publish_part, read_manifest
 from featx.types import Part

@@ -134,10 +134,6 @@ def tiny() -> Backbone:
     return Backbone(module, "tiny", "random", preprocess)
 
 
-def with_preprocess(backbone: Backbone, preprocess: Preprocess) -> Backbone:
-    return replace(backbone, preprocess=preprocess)
-
-
 class WithoutAntialias(Preprocess):
     def crop_uint8(self, image: Any) -> torch.Tensor:
         x = torch.from_numpy(image).permute(2, 0, 1)[None].float()
@@ -211,7 +207,7 @@ def test_faults_of_pixels_are_refused(
     request: pytest.FixtureRequest, photos: Path, model: str, fault: str
 ) -> None:
     backbone = request.getfixturevalue(model)
-    broken = with_preprocess(backbone, PIXEL_FAULTS[fault](backbone.preprocess))
+    broken = replace(backbone, preprocess=PIXEL_FAULTS[fault](backbone.preprocess))
     result = compared(broken, photos)
     assert any(sentence.startswith("pixels: ") for sentence in result.broken), fault
     assert not any(sentence.startswith("forward") for sentence in result.broken)

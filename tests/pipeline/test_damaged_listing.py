@@ -16,8 +16,8 @@ from featx.storage import AtomicFolder
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def interrupted(featx: Command, photos: Path) -> list[str]:
-    """A store of which the last part and what came after it are missing."""
+def stored(featx: Command, photos: Path) -> list[str]:
+    """Arguments of a command that has made a store with parts."""
     arguments = ["model=mobilenet_v3_small", "model.weights=null", "data=folder",
                  f"data.root={photos}", "out=run", "part_rows=4", "batch_size=4", "precision=fp32",
                  "pack=false", "device=cpu"]  # fmt: skip
@@ -26,14 +26,8 @@ def interrupted(featx: Command, photos: Path) -> list[str]:
     return arguments
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["key", "label", "classes"])
-def test_the_same_command_resumes(featx: Command, photos: Path, tmp_path: Path, name: str) -> None:
-    arguments = interrupted(featx, photos)
-    root = tmp_path / "run"
-    expected = package.open(root)
-    keys, labels, classes = expected.keys, expected.labels, expected.classes
-    features = expected["embedding"][:]
+def damage(root: Path, name: str) -> None:
+    """Remove the last part of a store, and flip a bit of a dataset of its listing."""
     AtomicFolder(root).remove(sorted((root / "parts").iterdir())[-1])
     path = root / "samples.h5"
     with h5py.File(path) as file:
@@ -41,6 +35,17 @@ def test_the_same_command_resumes(featx: Command, photos: Path, tmp_path: Path, 
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["key", "label", "classes"])
+def test_the_same_command_resumes(featx: Command, photos: Path, tmp_path: Path, name: str) -> None:
+    arguments = stored(featx, photos)
+    root = tmp_path / "run"
+    expected = package.open(root)
+    keys, labels, classes = expected.keys, expected.labels, expected.classes
+    features = expected["embedding"][:]
+    damage(root, name)
     done = featx(*arguments)
     assert done.returncode == 0, done.stderr
     assert f"samples.h5 is not valid: its dataset /{name}" in done.stderr
@@ -56,13 +61,8 @@ def test_the_same_command_resumes(featx: Command, photos: Path, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_another_data_set_is_not_taken_for_it(featx: Command, photos: Path, tmp_path: Path) -> None:
-    arguments = interrupted(featx, photos)
-    root = tmp_path / "run"
-    AtomicFolder(root).remove(sorted((root / "parts").iterdir())[-1])
-    data = bytearray((root / "samples.h5").read_bytes())
-    with h5py.File(root / "samples.h5") as file:
-        data[file["key"].id.get_offset()] ^= 4
-    (root / "samples.h5").write_bytes(data)
+    arguments = stored(featx, photos)
+    damage(tmp_path / "run", "key")
     sorted(photos.rglob("*.*"))[0].unlink()
     done = featx(*arguments)
     assert done.returncode == 2

@@ -8,10 +8,13 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import distributed_jobs
+import h5py
+import numpy as np
 import pytest
 from made_store import dataset_digests, temporary_files
 from PIL import Image
@@ -22,7 +25,7 @@ from torch import nn
 import featx
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, ModelError, RunError
-from featx.pipeline.executors import worker, worker_spec
+from featx.pipeline.executors import job_folder, worker
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -36,21 +39,31 @@ TWO: dict[str, Any] = {"executor": {"workers": 2}}
 GPUS: dict[str, Any] = {"executor": {"devices": [0, 1]}}
 
 
+def executor(name: str, **options: Any) -> dict[str, Any]:
+    return {"executor": {"name": name, **options}}
+
+
 def config(**keys: Any) -> Any:
     return from_composed(from_keywords(keys))
 
 
-@pytest.mark.parametrize("value", [0, -1, "all", True, 2.5, [0, 1]])
-def test_workers_are_a_number(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"executor\.workers=.*: expected a whole number"):
-        config(executor={"workers": value})
-
-
-@pytest.mark.parametrize("value", [0, 2, [], [0, -1], "all", True, [0.5]])
-def test_devices_are_a_list_of_gpus(value: object) -> None:
-    message = r"executor\.devices(=.*:| is empty:) expected a list of GPUs"
-    with pytest.raises(ConfigError, match=message):
-        config(executor={"devices": value})
+@pytest.mark.parametrize(
+    ("option", "values", "message"),
+    [
+        ("workers", [0, -1, "all", True, 2.5, [0, 1]], "=.*: expected a whole number"),
+        (
+            "devices",
+            [0, 2, [], [0, -1], "all", True, [0.5]],
+            "(=.*:| is empty:) expected a list",
+        ),
+    ],
+)
+def test_workers_are_a_number_and_devices_a_list_of_gpus(
+    option: str, values: list[object], message: str
+) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"executor\.{option}{message}"):
+            config(executor={option: value})
 
 
 @pytest.mark.parametrize(
@@ -61,6 +74,12 @@ def test_devices_are_a_list_of_gpus(value: object) -> None:
         ({**TWO, "tensorboard": True}, "tensorboard sees the batches of one process"),
         ({**TWO, "profile": True}, "profile sees the batches of one process"),
         ({"executor": "lokal"}, "executor=lokal: expected one of local, ray, slurm"),
+        (executor("slurm", address="auto"), "executor.address has an effect with executor=ray"),
+        (executor("slurm", devices=[0, 1]), r"devices has .*=local only \(now executor=slurm\)"),
+        (executor("slurm", cpus=0), "executor.cpus=0: expected a whole number of at least 1"),
+        (executor("slurm", mode="cloud"), "executor.mode=cloud: expected one of slurm, local"),
+        (executor("ray", gres="gpu:1"), "executor.gres has an effect with executor=slurm only"),
+        (executor("ray", gpus=-1.0), "executor.gpus=-1.0: expected a number above 0"),
     ],
 )
 def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str) -> None:
@@ -142,10 +161,21 @@ def test_any_number_of_workers_gives_the_same_bits_of_a_real_model(workers: int)
     assert dataset_digests("store") == dataset_digests(reference.root)
 
 
+def open_file() -> dict[str, Any]:
+    with h5py.File("images.h5", "w") as file:
+        file["x"] = np.random.default_rng(0).integers(0, 256, (13, 40, 40, 3), dtype=np.uint8)
+    return {"name": "hdf5", "root": "images.h5", "dataset": "/x"}
+
+
 @pytest.mark.slow
-def test_an_object_of_python_goes_to_the_workers_too() -> None:
-    extract(OfADataset(), out="reference")
-    extract(OfADataset(), executor={"workers": 2})
+@pytest.mark.parametrize("make", [OfADataset, open_file])
+def test_objects_and_sources_with_open_files_go_to_workers(
+    make: Callable[[], Any],
+) -> None:
+    """An object travels; a source with an open file is opened by each worker."""
+    data = make()
+    extract(data, out="reference")
+    extract(data, executor={"workers": 2})
     assert dataset_digests("store") == dataset_digests("reference")
 
 
@@ -155,19 +185,6 @@ def test_an_object_that_cannot_travel_is_refused_by_name() -> None:
 
     with pytest.raises(ConfigError, match=r"cannot be sent to other processes.*Local"):
         extract(Local(), executor={"workers": 2})
-
-
-@pytest.mark.slow
-def test_sources_with_open_files_are_opened_by_each_worker(tmp_path: Path) -> None:
-    import h5py
-    import numpy as np
-
-    with h5py.File("images.h5", "w") as file:
-        file["x"] = np.random.default_rng(0).integers(0, 256, (13, 40, 40, 3), dtype=np.uint8)
-    data = {"name": "hdf5", "root": "images.h5", "dataset": "/x"}
-    extract(data, out="reference")
-    extract(data, executor={"workers": 2})
-    assert dataset_digests("store") == dataset_digests("reference")
 
 
 # Threads
@@ -210,9 +227,9 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
         build_run_context(from_composed(keys), "", FEATURES, output) as context,
         output.open(context),
     ):
-        spec = worker_spec.worker_spec(context, output.write_session, output.for_workers(), "")
+        spec = job_folder.worker_spec(context, output.write_session, output.for_workers(), "")
         fingerprint = {**spec.fingerprint, "version.torch": "0.1"}
-        other = worker_spec.replace(spec, fingerprint=fingerprint)
+        other = job_folder.replace(spec, fingerprint=fingerprint)
         with (
             pytest.raises(RunError, match=r"version.torch: the driver has '0.1', this '"),
             worker.worker_context(other, "cpu"),
@@ -240,12 +257,6 @@ class Raising(nn.Module):
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
-COMMAND_OF_TWO = [
-    *(sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos"),
-    *("+model.args.pause_s=0.4", "executor.workers=2"),
-]
-"""An extraction of two workers that takes its time."""
-
 
 def command_of(job: str) -> list[str]:
     """A job of two workers that takes its time."""
@@ -257,31 +268,6 @@ def command_of(job: str) -> list[str]:
 
 # On a busy machine one worker may have done a part before the other had its first.
 KILLED = r"worker \d \(cpu\) was killed by SIGKILL (in part \d+ \(rows|before it had a part)"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", distributed_jobs.JOBS)
-@pytest.mark.parametrize("victim", ["worker", "driver"])
-def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, victim: str) -> None:
-    pause = {**MODEL, "args": {"pause_s": 0.4}}
-    distributed_jobs.run(job, photos, "reference", model=pause)
-    with running(command_of(job), **ONE_THREAD) as process:
-        wait_until(lambda: distributed_jobs.parts_done(job, Path("store")), process)
-        workers, decoders = workers_here()
-        assert len(workers) == 2
-        assert decoders
-        os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
-        _, output = process.communicate(timeout=120)
-    if victim == "worker":
-        assert process.returncode == 0, output
-        assert re.search(KILLED, output)
-    else:
-        assert all(ended(pid) for pid in (*workers, *decoders)), "a process lives on"
-        assert 1 <= distributed_jobs.parts_done(job, Path("store")) < 6
-        with running(command_of(job), **ONE_THREAD) as again:
-            assert outcome(again)[0] == 0
-    assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
-    assert temporary_files(Path("store")) == []
 
 
 def workers_here() -> tuple[list[int], list[int]]:
@@ -301,11 +287,17 @@ def workers_here() -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["worker", "driver", "sigint", "sigterm"])
-def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) -> None:
-    reference = extract(photos, out="reference", model={**MODEL, "args": {"pause_s": 0.4}})
-    with running(COMMAND_OF_TWO, **ONE_THREAD) as process:
-        wait_until(lambda: list(Path("store/parts").glob("part-*.h5")), process)
+@pytest.mark.parametrize(
+    ("job", "end"),
+    [
+        *(("extract", end) for end in ("worker", "driver", "sigint", "sigterm")),
+        *((job, end) for job in distributed_jobs.JOBS for end in ("worker", "driver")),
+    ],
+)
+def test_killed_in_the_middle_the_result_is_the_same(photos: Path, job: str, end: str) -> None:
+    distributed_jobs.run(job, photos, "reference", model={**MODEL, "args": {"pause_s": 0.4}})
+    with running(command_of(job), **ONE_THREAD) as process:
+        wait_until(lambda: distributed_jobs.parts_done(job, Path("store")), process)
         workers, decoders = workers_here()
         assert len(workers) == 2
         assert decoders
@@ -319,11 +311,11 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
         assert re.search(KILLED, output)
     else:
         assert took < 10
-        assert not Path("store/features.h5").exists()
         assert all(ended(pid) for pid in (*workers, *decoders)), "a process lives on"
-        with running(COMMAND_OF_TWO, **ONE_THREAD) as again:
+        assert 1 <= distributed_jobs.parts_done(job, Path("store")) < 6
+        with running(command_of(job), **ONE_THREAD) as again:
             assert outcome(again)[0] == 0
-    assert dataset_digests("store") == dataset_digests(reference.root)
+    assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
     assert temporary_files(Path("store")) == []
 
 

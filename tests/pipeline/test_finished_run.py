@@ -115,17 +115,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def would_build(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> Extract:
-    """As `extract_again`, of runs that stop where they would build the model."""
-    monkeypatch.chdir(inputs)
-    shutil.rmtree("store", ignore_errors=True)
-    shutil.copytree("finished", "store")
-    return command(note_built(monkeypatch, stops=True))
-
-
-@pytest.fixture
-def extract_again(inputs: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> Extract:
-    """As `extract`, for tests that change nothing but the store: a copy of it is the finished one.
+def finished(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in the folder of `inputs` with a copy of the finished store, which may be changed.
 
     The times and inodes of images and weights are part of what the command recognises, so these are
     the same files in every test.
@@ -133,6 +124,17 @@ def extract_again(inputs: Path, monkeypatch: pytest.MonkeyPatch, built: list[str
     monkeypatch.chdir(inputs)
     shutil.rmtree("store", ignore_errors=True)
     shutil.copytree("finished", "store")
+
+
+@pytest.fixture
+def would_build(finished: None, monkeypatch: pytest.MonkeyPatch) -> Extract:
+    """As `extract_again`, of runs that stop where they would build the model."""
+    return command(note_built(monkeypatch, stops=True))
+
+
+@pytest.fixture
+def extract_again(finished: None, built: list[str]) -> Extract:
+    """As `extract`, for tests that change nothing but the store."""
     return command(built)
 
 
@@ -318,7 +320,9 @@ def test_other_versions_build_the_model(
 
 
 @pytest.mark.slow
-def test_failed_rows_are_told(extract: Extract, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_rows_are_told_and_decide_the_exit_code(
+    extract: Extract, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("photos/cat/broken.png").write_bytes(b"no image")
     age(Path("photos/cat/broken.png"))
     assert extract(out="failing", max_failures=3)
@@ -329,13 +333,6 @@ def test_failed_rows_are_told(extract: Extract, capsys: pytest.CaptureFixture[st
     assert messages
     assert [line for line in again.err.splitlines() if "broken.png" in line] == messages
     assert "1 failed" in again.out
-
-
-@pytest.mark.slow
-def test_failed_rows_decide_the_exit_code(extract: Extract) -> None:
-    Path("photos/cat/broken.png").write_bytes(b"no image")
-    age(Path("photos/cat/broken.png"))
-    assert extract(out="failing", max_failures=3)
     codes = [
         subprocess.run(
             [

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from tiny_model import KEYS, extract, run_job
 
 from featx.config import Config
 from featx.engine import BatchParallelism
-from featx.errors import RunError
+from featx.errors import ConfigError, RunError
 from featx.images.decoder_channels import LoaderTimes
 from featx.pipeline import Interrupted, Rows, RunObserver, run_parts
 from featx.types import Batch, Part
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 DISK: Any = None  # is for profile=true alone
 PARTS = [Part(0, 0, 4), Part(1, 4, 8), Part(2, 8, 12)]
@@ -43,15 +49,20 @@ class Images:
 
 
 class NotingSink:
-    """Notes what happens when; `commit` is what a part's commit does beside that."""
+    """Notes what happens when; `commit` and `add` are what these do beside that."""
 
     num_rows = 12
     num_failed = 0
     seconds: dict[str, float] = {}  # noqa: RUF012 - nobody writes to it
 
-    def __init__(self, commit: Callable[[int], None] = lambda index: None) -> None:
+    def __init__(
+        self,
+        commit: Callable[[int], object] = lambda index: None,
+        add: Callable[[int], object] = lambda start: None,
+    ) -> None:
         self.committed: list[int] = []
         self.taken: list[int] = []
+        self.add = add
         self._commit = commit
 
     @property
@@ -67,9 +78,6 @@ class NotingSink:
     def begin_part(self, part: Part) -> NotingPart:
         return NotingPart(part, self)
 
-    def take(self, batch: Batch, rows: Rows) -> None:
-        self.taken.append(rows.features["first"])
-
     def commit(self, rows: NotingPart) -> None:
         self._commit(rows.part.index)
         self.committed.append(rows.part.index)
@@ -81,7 +89,8 @@ class NotingPart:
     sink: NotingSink
 
     def add(self, batch: Batch, rows: Rows) -> None:
-        self.sink.take(batch, rows)
+        self.sink.add(batch.start)
+        self.sink.taken.append(rows.features["first"])
 
 
 def context() -> Any:
@@ -102,14 +111,7 @@ def context() -> Any:
 
 
 def test_the_start_ends_with_the_first_batch() -> None:
-    work = NotingSink(lambda index: time.sleep(0.2))
-    take = work.take
-
-    def slow(batch: Batch, rows: Rows) -> None:
-        time.sleep(0.05)
-        take(batch, rows)
-
-    work.take = slow  # type: ignore[method-assign]
+    work = NotingSink(lambda index: time.sleep(0.2), lambda start: time.sleep(0.05))
     start = run_parts(context(), work, DISK).start_seconds
     assert list(start) == ["trial", "first batch"]
     assert start["trial"] == 0.5
@@ -118,15 +120,10 @@ def test_the_start_ends_with_the_first_batch() -> None:
 
 def test_the_next_part_is_computed_meanwhile() -> None:
     computing = threading.Event()
-    work = NotingSink(lambda index: None if index else _wait(computing))
-    take = work.take
-
-    def noticed(batch: Batch, rows: Rows) -> None:
-        if batch.start >= 4:
-            computing.set()  # the first commit continues only now
-        take(batch, rows)
-
-    work.take = noticed  # type: ignore[method-assign]
+    work = NotingSink(
+        lambda index: None if index else _wait(computing),
+        lambda start: start >= 4 and computing.set(),  # the first commit continues only now
+    )
     run_parts(context(), work, DISK)
     assert work.committed == [0, 1, 2]
 
@@ -154,17 +151,13 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> Non
         failed.set()
         raise RunError("the disk is full")
 
-    work = NotingSink(fail)
-    take = work.take
-
-    def slowly(batch: Batch, rows: Rows) -> None:
-        if batch.start >= 4:
+    def slowly(start: int) -> None:
+        if start >= 4:
             computing.set()
             _wait(failed)
             time.sleep(0.05)
-        take(batch, rows)
 
-    work.take = slowly  # type: ignore[method-assign]
+    work = NotingSink(fail, slowly)
     with pytest.raises(RunError, match="disk is full"):
         run_parts(context(), work, DISK)
     assert work.taken == [0, 2, 4]
@@ -188,16 +181,12 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
         started.set()
         time.sleep(0.1)
 
-    work = NotingSink(commit)
-    take = work.take
-
-    def interrupted(batch: Batch, rows: Rows) -> None:
-        if batch.start == 4:
+    def interrupted(start: int) -> None:
+        if start == 4:
             _wait(started)
             os.kill(os.getpid(), signal.SIGTERM)
-        take(batch, rows)
 
-    work.take = interrupted  # type: ignore[method-assign]
+    work = NotingSink(commit, interrupted)
     with pytest.raises(Interrupted):
         run_parts(context(), work, DISK)
     assert work.committed == [0]
@@ -226,3 +215,48 @@ def test_observers_are_told_of_committed_parts_only() -> None:
 
 def _wait(event: threading.Event) -> None:
     assert event.wait(10), "nothing happened for ten seconds"
+
+
+# profile=true: a trace of all threads that Perfetto and Chrome can open
+
+
+def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        if event.get("ph") == "X":
+            found.setdefault(event["name"], []).append(event)
+    return found
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_run_in_their_threads(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = extract(photos, profile=True, batch_size=1, part_rows=4)
+    found = spans(Path("store/trace.json.gz"))
+    assert len(found["batch"]) == 8
+    assert {"wait for images", "commit a part", "aten::conv2d"} <= set(found)
+    threads = {name: {event["tid"] for event in found[name]} for name in ("batch", "commit a part")}
+    assert len(threads["batch"]) == 1
+    assert not threads["batch"] & threads["commit a part"]
+    assert "trace.json.gz opens in https://ui.perfetto.dev" in capsys.readouterr().err
+    plain = extract(photos, out="plain", batch_size=1, part_rows=4)
+    assert (store["conv"][:] == plain["conv"][:]).all()
+    assert not Path("plain/trace.json.gz").exists()
+
+
+def test_a_run_that_is_too_short_says_so(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extract(photos, profile=True, batch_size=16, part_rows=16)
+    assert "no trace was written" in capsys.readouterr().err
+    assert not Path("store/trace.json.gz").exists()
+
+
+def test_statistics_too(photos: Path) -> None:
+    assert run_job("stats", **{**KEYS, "data": str(photos), "profile": True}) == 0
+    assert spans(Path("store/trace.json.gz"))["batch"]
+
+
+def test_it_belongs_to_jobs_that_run() -> None:
+    with pytest.raises(ConfigError, match="profile has an effect with job=attribute, job=extract"):
+        run_job("layers", profile=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import with_path
 from made_store import dataset_digests
 from processes import outcome, running, wait_until
 from tiny_model import COMMAND, MODEL, extract, write_image
@@ -162,16 +160,13 @@ def test_statistics_are_resumed_as_well(
         with pytest.raises(Interrupted):
             featx.stats(**keys)
     assert Path("store/.stats-overwriting").exists()
-    before = Path("store/stats-parts").stat().st_ino
     featx.stats(**keys)
-    assert before
     assert not Path("store/.stats-overwriting").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_the_command_resumes_after_any_end(photos: Path, signum: signal.Signals) -> None:
-    environment = with_path(Path(__file__).parent.parent)
     command = [
         sys.executable, "-m", "featx", *COMMAND, "data=folder", f"data.root={photos}",
         "overwrite=true", "model.args={pause_s: 0.3}",
@@ -191,5 +186,3 @@ def test_the_command_resumes_after_any_end(photos: Path, signum: signal.Signals)
     assert not MARK.exists()
     whole = extract(photos, out="whole")
     assert dataset_digests("store") == dataset_digests(whole.root)
-    assert environment
-    shutil.rmtree("store")

@@ -25,7 +25,6 @@ from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
 from featx.base import take_cpus
-from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import ray as ray_executor
@@ -240,19 +239,6 @@ def test_without_ray_the_extra_is_named_and_nothing_is_started(
         extract(photos, executor="ray")
     assert missing.value.exit_code == 2
     assert not Path("store").exists()
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"name": "slurm", "address": "auto"}, "executor.address has an effect with executor=ray"),
-        ({"name": "ray", "gres": "gpu:1"}, "executor.gres has an effect with executor=slurm only"),
-        ({"name": "ray", "gpus": -1.0}, "executor.gpus=-1.0: expected a number above 0"),
-    ],
-)
-def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        from_composed(from_keywords({"executor": keys}))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])

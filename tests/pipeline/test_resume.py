@@ -395,15 +395,6 @@ def test_the_command_and_python_begin_the_same_store() -> None:
     assert {part.split("=")[0].split(".")[0] for part in COMMAND} == set(KEYS)
 
 
-@pytest.mark.parametrize(("work_s", "seconds"), [(30, 2), (2560, 10), (10**6, 60)])
-def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
-    work_s: float, seconds: float
-) -> None:
-    target = FeatureOutput(from_composed(from_keywords(KEYS)))
-    most_rows, found = target.part_limits(None, [make_spec("a", (1024,))], work_s)
-    assert (most_rows, found) == (PART_BYTES / 4096, seconds)
-
-
 @pytest.mark.slow
 def test_the_size_of_a_part_is_chosen_when_a_store_is_started(
     photos: Path, monkeypatch: pytest.MonkeyPatch
@@ -419,25 +410,26 @@ def test_the_size_of_a_part_is_chosen_when_a_store_is_started(
     assert json.loads(Path("store-1/featx.json").read_bytes())["part_rows"] == 2048
 
 
-def test_the_size_of_a_part_is_a_limit_beside_the_minute() -> None:
-    target = FeatureOutput(
-        from_composed(from_keywords({**KEYS, "part_rows": "auto", "part_mib": 4096}))
-    )
-    assert target.part_limits(None, [make_spec("a", (1024,))], 10**6) == (1 << 20, 60)
+LIMIT = {"name": "slurm", "time_limit_min": 1}
 
 
 @pytest.mark.parametrize(
-    ("executor", "seconds"),
+    ("work_s", "keys", "most_bytes", "seconds"),
     [
-        ({"name": "slurm"}, 60),
-        ({"name": "slurm", "time_limit_min": 4}, 30),
-        ({"name": "slurm", "time_limit_min": 1}, 7.5),
-        ({"name": "slurm", "time_limit_min": 1, "mode": "local"}, 60),
-        ({"name": "local"}, 60),
+        (30, {}, PART_BYTES, 2),
+        (2560, {}, PART_BYTES, 10),
+        (10**6, {}, PART_BYTES, 60),
+        (10**6, {"part_rows": "auto", "part_mib": 4096}, 4096 << 20, 60),
+        (10**6, {"executor": {"name": "slurm"}}, PART_BYTES, 60),
+        (10**6, {"executor": {**LIMIT, "time_limit_min": 4}}, PART_BYTES, 30),
+        (10**6, {"executor": LIMIT}, PART_BYTES, 7.5),
+        (10**6, {"executor": {**LIMIT, "mode": "local"}}, PART_BYTES, 60),
     ],
 )
-def test_several_parts_fit_into_the_time_limit_of_a_task(
-    executor: dict[str, Any], seconds: float
+def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
+    work_s: float, keys: dict[str, Any], most_bytes: int, seconds: float
 ) -> None:
-    target = FeatureOutput(from_composed(from_keywords({**KEYS, "executor": executor})))
-    assert target.part_limits(None, [make_spec("a", (1024,))], 10**6)[1] == seconds
+    """Several fit into the time limit of a task, and `part_mib` is a limit beside the minute."""
+    target = FeatureOutput(from_composed(from_keywords({**KEYS, **keys})))
+    limits = target.part_limits(None, [make_spec("a", (1024,))], work_s)
+    assert limits == (most_bytes / 4096, seconds)

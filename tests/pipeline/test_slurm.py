@@ -25,12 +25,10 @@ from tiny_model import COMMAND, MODEL, extract
 
 import featx as package
 from featx.base import take_cpus
-from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, RunError, StoreLockedError
 from featx.pipeline.executors import slurm, slurm_task, worker
 from featx.pipeline.executors.job_folder import WorkerReport
-from featx.storage import AtomicFolder
-from featx.storage.s3_folder import S3Folder
+from featx.storage import AtomicFolder, open_folder
 from featx.store import Heartbeat, check_store, heartbeat_name, layout, read_heartbeats
 from featx.types import Part
 
@@ -314,16 +312,18 @@ def test_whether_the_driver_lives_is_read_from_its_heartbeat(tmp_path: Path) -> 
     assert not slurm_task.is_driver_alive(spec)
 
 
-def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) -> None:
-    run = make_run()
-    run.write(tmp_path / "store", [0])
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(bucket: str, is_remote: bool) -> None:
+    run, root = make_run(), place(f"s3://{bucket}/run") if is_remote else Path("store").absolute()
+    run.write(root, [0])
+    message = r"written by task 9 on cuda \(pid \d+ on .*continues without its driver.*job=stat"
     with (
-        Heartbeat(AtomicFolder(tmp_path / "store"), "task 9 on cuda", outlives_driver=True),
-        pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
-        run.session(tmp_path / "store").hold(),
+        Heartbeat(open_folder(root), "task 9 on cuda", outlives_driver=True),
+        pytest.raises(StoreLockedError, match=message),
+        run.session(root).hold(),
     ):
         pass
-    run.write(tmp_path / "store", [1])
+    run.write(root, [1])
 
 
 @pytest.mark.slow
@@ -344,40 +344,12 @@ def test_tasks_commit_into_a_bucket(
     assert len(cluster.arrays) == 1, "a finished store was submitted again"
 
 
-def test_in_a_bucket_nobody_else_writes_while_tasks_of_a_dead_driver_live(bucket: str) -> None:
-    run, root = make_run(), place(f"s3://{bucket}/run")
-    run.write(root, [0])
-    with (
-        Heartbeat(S3Folder(root), "task 9 on cuda", outlives_driver=True),
-        pytest.raises(StoreLockedError, match=r"by task 9 on cuda .*continues without its driver"),
-        run.session(root).hold(),
-    ):
-        pass
-    run.write(root, [1])
-
-
 def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: MadeSlurm) -> None:
     Path("file").touch()
     with pytest.raises(ConfigError, match=r"executor.folder=file/jobs: Not a directory.*all mach"):
         extract(photos, executor={**SLURM, "folder": "file/jobs"})
     assert extract(photos, executor={**SLURM, "folder": "jobs"}).complete
     assert list(Path("jobs").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            {"name": "slurm", "devices": [0, 1]},
-            r"executor.devices has an effect with executor=local only \(now executor=slurm\)",
-        ),
-        ({"name": "slurm", "cpus": 0}, r"executor.cpus=0: expected a whole number of at least 1"),
-        ({"name": "slurm", "mode": "cloud"}, "executor.mode=cloud: expected one of slurm, local"),
-    ],
-)
-def test_wrong_keys_are_reported(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        from_composed(from_keywords({"executor": keys}))
 
 
 def test_without_slurm_that_is_said_before_the_run(

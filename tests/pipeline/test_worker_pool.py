@@ -6,6 +6,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
 from featx.errors import RunError, StoreError, TooManyFailuresError
-from featx.pipeline import Interrupted
+from featx.pipeline import Interrupted, RunOutcome
 from featx.pipeline.executors import EXECUTORS
 from featx.pipeline.executors.job_folder import (
     PartClaims,
@@ -117,8 +118,13 @@ class FakePool(WorkerPool):
         return next(PartClaims(self.spec, number).parts()).index
 
     def report(self, number: int, **given: Any) -> None:
-        ready_path(self.spec, number).write_text(WorkerReport().to_json())
+        self.is_ready(number)
         result_path(self.spec, number).write_text(WorkerReport(**given).to_json())
+
+    def all_report(self, **given: Any) -> Mapping[int, str]:
+        for number in self.workers:
+            self.report(number, **given)
+        return dict.fromkeys(self.workers, "has ended")
 
     def is_ready(self, number: int) -> None:
         ready_path(self.spec, number).write_text(WorkerReport().to_json())
@@ -129,23 +135,21 @@ def pool(tmp_path: Path) -> FakePool:
     return FakePool(tmp_path)
 
 
-def finish(pool: FakePool) -> None:
-    """All is committed, and all workers report."""
+def run(pool: FakePool, *events: Callable[[], Mapping[int, str] | None]) -> RunOutcome:
+    """After these events all is committed, and all workers report."""
 
-    def commit() -> Mapping[int, str]:
+    def finish() -> Mapping[int, str]:
         pool.store.found |= {part.index: [] for part in PARTS}
-        for number in pool.workers:
-            pool.report(number)
-        return dict.fromkeys(pool.workers, "has ended")
+        return pool.all_report()
 
-    pool.events.append(commit)
+    pool.events += [*events, finish]
+    return pool.run()
 
 
 def test_a_run_ends_with_its_last_part_and_leaves_nothing_behind(
     pool: FakePool, tmp_path: Path
 ) -> None:
-    finish(pool)
-    outcome = pool.run()
+    outcome = run(pool)
     assert sorted(pool.store.committed_parts) == [0, 1, 2, 3, 4]
     assert pool.started == [0, 1]
     assert pool.graces == [0.0]
@@ -162,18 +166,14 @@ def test_each_part_is_claimed_once_and_neighbours_stay_together(pool: FakePool) 
         assert pool.claims(1) == [3, 4]
         assert pool.claims(0) == []
 
-    pool.events.append(look)
-    finish(pool)
-    pool.run()
+    run(pool, look)
 
 
 def test_the_last_parts_are_not_claimed_ahead(pool: FakePool) -> None:
     def look() -> None:
         assert [part.index for part in PartClaims(pool.spec, 0).parts()] == [0, 1, 2]
 
-    pool.events.append(look)
-    finish(pool)
-    pool.run()
+    run(pool, look)
 
 
 def test_a_committed_part_is_not_claimed(pool: FakePool) -> None:
@@ -181,9 +181,7 @@ def test_a_committed_part_is_not_claimed(pool: FakePool) -> None:
         pool.store.found[0] = []
         assert pool.claims(0) == [1, 2, 3, 4]
 
-    pool.events.append(look)
-    finish(pool)
-    pool.run()
+    run(pool, look)
 
 
 def test_the_parts_of_lost_workers_are_inherited_by_their_replacements(
@@ -204,9 +202,7 @@ def test_the_parts_of_lost_workers_are_inherited_by_their_replacements(
         ]
         assert inherited == [[1], [2]]
 
-    pool.events += [lose_both, look]
-    finish(pool)
-    outcome = pool.run()
+    outcome = run(pool, lose_both, look)
     output = capfd.readouterr().err
     assert "worker 0 was killed in part 1 (rows 4 to 7); another one takes its place" in output
     assert "worker 1 was killed before it had a part; another one takes its place" in output
@@ -273,28 +269,14 @@ def test_losses_without_a_part_count_with_those_that_were_replaced(pool: FakePoo
 
 def test_workers_that_end_between_two_parts_are_replaced_without_a_limit(pool: FakePool) -> None:
     """As Slurm preempts tasks again and again."""
-
-    def preempt() -> Mapping[int, str]:
-        ended = dict.fromkeys(pool.workers, "has ended")
-        for number in ended:
-            pool.report(number, num_parts=1, ended_by="SIGTERM")
-        return ended
-
-    pool.events += [preempt] * 4
-    finish(pool)
-    pool.run()
+    preempt = partial(pool.all_report, num_parts=1, ended_by="SIGTERM")
+    run(pool, *[preempt] * 4)
     assert pool.started == list(range(10))
 
 
 def test_workers_that_leave_parts_out_end_the_run(pool: FakePool) -> None:
     """It never waits for ever, even if somebody deletes what is committed."""
-
-    def leave() -> Mapping[int, str]:
-        for number in pool.workers:
-            pool.report(number)
-        return dict.fromkeys(pool.workers, "has ended")
-
-    pool.events += [leave] * 10
+    pool.events += [pool.all_report] * 10
     with pytest.raises(RunError, match="left parts out"):
         pool.run()
 
@@ -329,9 +311,7 @@ def test_parts_that_were_found_first_count_for_failures_but_not_for_the_speed(
 
         return event
 
-    pool.events += [find(0, failure), find(1), find(2)]
-    finish(pool)
-    pool.run()
+    run(pool, find(0, failure), find(1), find(2))
     assert pool.store.num_failed == 1
     assert rates[0] == 0 < rates[1]
 
@@ -365,9 +345,7 @@ def test_rows_count_that_were_computed_while_the_clock_ran(
                 pool.is_ready(0)
             if num_parts < len(PARTS):
                 return {}
-            for number in pool.workers:
-                pool.report(number, seconds={"model": 5.0}, underflow_rows={"flat": 1})
-            return dict.fromkeys(pool.workers, "has ended")
+            return pool.all_report(seconds={"model": 5.0}, underflow_rows={"flat": 1})
 
         return event
 

@@ -1,4 +1,4 @@
+from .job_folder import WorkerSpec as WorkerSpec
 from .registry import EXECUTORS as EXECUTORS
 from .registry import Executor as Executor
-from .registry import check_executor as check_executor
 from .registry import run_distributed as run_distributed

@@ -9,11 +9,12 @@ from typing import Annotated
 from annotated_types import MinLen
 
 from featx.base import log_message, num_cpus
-from featx.config import Config, ExecutorConfig, NaturalNumber, options
+from featx.config import ExecutorConfig, NaturalNumber, options
 from featx.errors import ConfigError, counted
+from featx.pipeline.executors.job_folder import WorkerSpec
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
-from featx.pipeline.executors.worker_spec import Session, WorkerSpec
+from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
 
@@ -41,10 +42,6 @@ class LocalOptions(ExecutorConfig):
         return self.devices
 
 
-def check(config: Config) -> None:
-    """Do nothing: this executor needs no further package."""
-
-
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     devices = [str(device) for device in context.devices]
     _warn(context, len(devices))
@@ -57,7 +54,6 @@ EXECUTORS.register(
         name="local",
         help="The process of the command, or worker processes of this machine.",
         options=LocalOptions,
-        check=check,
         run=run,
     )
 )

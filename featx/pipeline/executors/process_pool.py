@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from featx.base import module_command, module_environment
+from featx.pipeline.executors.job_folder import WorkerSpec
 from featx.pipeline.executors.worker_pool import WorkerPool
-from featx.pipeline.executors.worker_spec import Session, WorkerSpec
+from featx.pipeline.output import Session
 from featx.types import Part
 
 _NUM_LAST_LINES = 20

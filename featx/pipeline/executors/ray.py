@@ -12,10 +12,11 @@ from typing import Any
 from featx.base import import_extra
 from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, FeatxError, RunError
+from featx.pipeline.executors.job_folder import PickledWorkerSpec, WorkerSpec
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.worker import run_worker
 from featx.pipeline.executors.worker_pool import WorkerPool
-from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
+from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
 from featx.store import layout

@@ -10,8 +10,8 @@ from featx.base import Member, Registry
 
 if TYPE_CHECKING:
     from featx.config import Config
-    from featx.pipeline.executors.worker_spec import Session, WorkerSpec
-    from featx.pipeline.output import Output
+    from featx.pipeline.executors.job_folder import WorkerSpec
+    from featx.pipeline.output import Output, Session
     from featx.pipeline.run_context import RunContext
     from featx.pipeline.run_metrics import RunOutcome
 
@@ -21,28 +21,18 @@ class Executor(Member):
     """A place where workers compute the parts of a run.
 
     Attributes:
-        check: checks, before images are listed, that the executor can be used with a config; raises
-            MissingExtraError, ConfigError or RunError.
         run: computes the missing parts in workers, with a `WorkerPool`; raises RunError if a
             worker failed, and Interrupted after SIGINT or SIGTERM.
+        check: checks, before images are listed, that the executor can be used with a config; raises
+            MissingExtraError, ConfigError or RunError.
     """
 
-    check: Callable[[Config], None]
     run: Callable[[RunContext, Session, WorkerSpec], RunOutcome]
+    check: Callable[[Config], None] = lambda config: None
 
 
 EXECUTORS: Registry[Executor] = Registry("executor", "featx.pipeline.executors")
 """Executors by the value of the option `executor`."""
-
-
-def check_executor(config: Config) -> None:
-    """Check that the executor of a config can be used; does nothing if the run has no workers.
-
-    Raises MissingExtraError if a package is not installed, and FeatxError if its cluster cannot be
-    used.
-    """
-    if config.is_distributed:
-        EXECUTORS.get(config.executor.name).check(config)
 
 
 def run_distributed(
@@ -58,7 +48,7 @@ def run_distributed(
         FeatxError: a worker failed; the message names it, the part and its rows.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    from featx.pipeline.executors.worker_spec import worker_spec
+    from featx.pipeline.executors.job_folder import worker_spec
 
     executor = EXECUTORS.get(context.config.executor.name)
     spec = worker_spec(context, session, output, config_yaml)

@@ -18,12 +18,13 @@ from typing import Literal, NamedTuple
 from featx.base import module_command, module_environment
 from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
+from featx.pipeline.executors.job_folder import WorkerSpec
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.slurm_task import SIGNAL_DELAY_S, run_command
 from featx.pipeline.executors.worker import TIME_LIMIT
 from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
-from featx.pipeline.executors.worker_spec import Session, WorkerSpec
+from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
 from featx.store import QueueState, layout

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from featx.base import keep_freed_memory, own_process
-from featx.pipeline.executors.job_folder import WorkerReport, result_path
+from featx.pipeline.executors.job_folder import WorkerReport, WorkerSpec, result_path
 from featx.pipeline.executors.worker import TIME_LIMIT, read_spec, run_worker
-from featx.pipeline.executors.worker_spec import WorkerSpec
 from featx.storage import open_folder
 from featx.store import read_heartbeats
 

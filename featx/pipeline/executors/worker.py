@@ -33,13 +33,14 @@ from featx.errors import RunError
 from featx.pipeline.executors.job_folder import (
     SPEC,
     PartClaims,
+    PickledWorkerSpec,
     WorkerError,
     WorkerReport,
+    WorkerSpec,
     inherited_parts,
     ready_path,
     result_path,
 )
-from featx.pipeline.executors.worker_spec import PickledWorkerSpec, WorkerSpec
 from featx.pipeline.loop import PartRows, run_parts
 from featx.pipeline.row_failures import Rows
 from featx.pipeline.run_context import RunContext, build_run_context

@@ -23,15 +23,17 @@ from featx.errors import FeatxError, RunError, counted
 from featx.pipeline.executors.job_folder import (
     CLAIMS,
     SPEC,
+    PickledWorkerSpec,
     WorkerError,
     WorkerReport,
+    WorkerSpec,
     inherited_parts,
     ready_path,
     release_parts,
     result_path,
 )
 from featx.pipeline.executors.worker import TIME_LIMIT, rows_text
-from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
+from featx.pipeline.output import Session
 from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_metrics import RunMetrics, RunOutcome, bottleneck
 from featx.pipeline.stop_signals import GRACE_S, stop_signals

@@ -1,9 +1,11 @@
-"""Packages that not every installation has: they come with an extra of featx."""
+"""What is installed with featx: packages of its extras, its own files; and its cache."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 from featx.errors import MissingExtraError
@@ -34,3 +36,19 @@ def require_extra(package: str, what: str, title: str, extra: str) -> None:
 
 def _missing(what: str, title: str, extra: str) -> MissingExtraError:
     return MissingExtraError(f'{what} needs {title}: pip install "featx[{extra}]".')
+
+
+def shipped_folder(name: str) -> Path:
+    """Path of a folder that is installed with featx: 'conf' or 'data'.
+
+    In a wheel it is inside the package; in a checkout and an editable install, next to it.
+    """
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "_shipped" / name
+    return inside if inside.is_dir() else package.parent / name
+
+
+def cache_folder(name: str) -> Path:
+    """Folder of featx in the user's cache, `$XDG_CACHE_HOME/featx/NAME`; it may not exist."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "featx" / name

@@ -91,6 +91,8 @@ def _with_statistics(
     chosen: Sequence[tuple[CapturePoint, ReduceConfig]], config: Config, backbone: Backbone
 ) -> ChosenLayers:
     """Add the statistics that reduce=pca and reduce=whiten need to the chosen layers."""
+    if not any(reduce.statistics_path for _, reduce in chosen):
+        return chosen
     from featx.analysis.statistics.projected_reductions import with_statistics
 
     return with_statistics(chosen, config, backbone)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from featx.base import free_memory, is_kept_in_threads, num_cpus, resident_memory
-from featx.config import Config
+from featx.base import free_memory, is_kept_in_threads, resident_memory
 from featx.engine.compute import same_bits
 from featx.types import ResumeState
 
@@ -31,12 +30,14 @@ _TRIES = 3
 """Number of batches of each replica that are compared with those of the engine alone."""
 
 
-def cpus_that_compute(config: Config, device: torch.device) -> int | None:
-    """Number of CPUs on which this process computes forward passes, or None on other devices."""
+def cpus_that_compute(device: torch.device, cpus: int, is_local: bool) -> int | None:
+    """Number of CPUs on which this process computes forward passes, or None on other devices.
+
+    `cpus` are those of the process; a process of this machine computes in torch's threads at most.
+    """
     if device.type != "cpu":
         return None
-    cpus = config.cpus_of_worker(num_cpus())
-    return cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
+    return min(torch.get_num_threads(), cpus) if is_local else cpus
 
 
 def trial_threads(cpus: int | None, resume_state: ResumeState | None) -> int | None:

@@ -130,7 +130,7 @@ def run_output(
     # A data set that is a Python object is not in the digest, so nothing is resumed then.
     is_marked = config.overwrite and output.source is None
     mark = command_digest(config).encode() if is_marked else None
-    with metrics_of(config) as summary:
+    with metrics_of(config.log.metrics, config.out) as summary:
         if mark is not None and _has_mark(output, mark):
             log_message(
                 f"{output.root} was started by this command with overwrite=true and is not "

@@ -104,7 +104,7 @@ class FinishedRun:
         state = f"{len(listing)} of {len(listing)} rows are there already"
         announce(
             [
-                ("data", data_text(config, listing)),
+                ("data", data_text(config.data, listing)),
                 ("model", f"{header.model}, weights {header.weights}"),
                 ("output", f"{shown_path(out)}, {state}"),
             ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import keep_freed_memory, log_step, name_text, resident_memory
+from featx.base import keep_freed_memory, log_step, name_text, num_cpus, resident_memory
 from featx.config import Config, ReduceConfig
 from featx.errors import DataError, counted
 from featx.images import ImagePolicy
@@ -285,7 +285,9 @@ def build_run_context(
         resume_state = target.resume_state({point.name for point, _ in chosen})
         timer.end("trace")
 
-        cpus = batch_parallelism.cpus_that_compute(config, devices[0])
+        cpus = batch_parallelism.cpus_that_compute(
+            devices[0], config.cpus_of_worker(num_cpus()), executor.name == "local"
+        )
         # The trial passes use all threads; the run itself may use fewer per batch.
         stack.enter_context(cpu_threads(batch_parallelism.trial_threads(cpus, resume_state)))
         log_step("trying the settings on some images ...")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from featx.base import WAITING_SHARE, RunProgress, progress_listener
-from featx.config import Config
 from featx.errors import ConfigError
 from featx.storage import AtomicFolder, is_url
 
@@ -203,17 +202,17 @@ class MetricsFile:
 
 
 @contextlib.contextmanager
-def metrics_of(config: Config) -> Iterator[dict[str, Any]]:
-    """Write the progress of a run to `log.metrics`, if that is given.
+def metrics_of(path: str | None, out: str) -> Iterator[dict[str, Any]]:
+    """Write the progress of a run to the file `log.metrics`, if that is given.
 
     Yields an empty dict for the summary of the run.
     """
     summary: dict[str, Any] = {}
-    if config.log.metrics is None:
+    if path is None:
         yield summary
         return
-    out = config.out if is_url(config.out) else str(Path(config.out).absolute())
-    file = MetricsFile(Path(config.log.metrics).absolute(), out)
+    out = out if is_url(out) else str(Path(out).absolute())
+    file = MetricsFile(Path(path).absolute(), out)
     file.begin()
     try:
         with progress_listener(file.update):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featx.base import WIDTH, command_text, facts, shown_path, size_text, table
-from featx.config import Config, TransformConfig, UnpreparedModelConfig
+from featx.config import DataConfig, TransformConfig, UnpreparedModelConfig
 from featx.errors import counted
 from featx.layers import POOLED
 from featx.storage import parse_path
@@ -56,7 +56,7 @@ def describe_request(context: RunContext) -> list[tuple[str, str]]:
     if config.model.weights is not None:
         model += f" (sha256 {header.weights_sha256[:_DIGITS]}...)"
     rows = [
-        ("data", data_text(context.config, context.listing)),
+        ("data", data_text(context.config.data, context.listing)),
         ("model", model),
         *backbone.choices.items(),
     ]
@@ -99,15 +99,15 @@ def describe_computation(context: RunContext) -> list[tuple[str, str]]:
     return [*rows, *_doubts(context)]
 
 
-def data_text(config: Config, listing: Listing) -> str:
+def data_text(data: DataConfig, listing: Listing) -> str:
     """Describe the data set: its name, number of images and classes, and what is left out."""
     classes = _classes_text(listing)
-    where = shown_path(config.data.root) if config.data.root else config.data.name
-    data = f"{where}: {counted(len(listing), 'image')}, {classes}"
+    where = shown_path(data.root) if data.root else data.name
+    text = f"{where}: {counted(len(listing), 'image')}, {classes}"
     if listing.skipped:
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
-        data += f"\nleft out: {skipped}"
-    return data
+        text += f"\nleft out: {skipped}"
+    return text
 
 
 def _classes_text(listing: Listing) -> str:

@@ -197,7 +197,7 @@ def test_a_resume_keeps_the_number_of_threads(
 
     seen = []
     forward = nn.Conv2d.forward
-    monkeypatch.setattr("featx.engine.batch_parallelism.num_cpus", lambda: 3)
+    monkeypatch.setattr("featx.pipeline.run_context.num_cpus", lambda: 3)
     torch.set_num_threads(3)
     extract(photos, pack=False)
     assert json.loads(Path("store/featx.json").read_text())["resolved"]["threads"] == 3

@@ -321,7 +321,7 @@ def test_a_resume_keeps_the_threads_of_the_statistics(
 ) -> None:
     import torch
 
-    monkeypatch.setattr("featx.engine.batch_parallelism.num_cpus", lambda: 3)
+    monkeypatch.setattr("featx.pipeline.run_context.num_cpus", lambda: 3)
     torch.set_num_threads(3)
     with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):
         take(photos)

@@ -12,8 +12,7 @@ import numpy as np
 
 from featx.analysis.probe import methods
 from featx.analysis.probe.class_metrics import metrics_of_folds
-from featx.analysis.probe.compared_store import compared_store_entry, read_probe
-from featx.analysis.probe.comparisons import compare_with_best
+from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry
 from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import (
@@ -36,6 +35,7 @@ from featx.analysis.probe.metrics import (
     join_predictions,
     mean_and_spread,
 )
+from featx.analysis.probe.output_files import read_probe
 from featx.analysis.probe.records import Choice, Record, Results
 from featx.analysis.probe.splits import (
     RowSplits,
@@ -125,15 +125,14 @@ class ClassTask(RowTask):
 
     def test(
         self, opened: Problem, seed: int, split: Split, method: str, fitted: FittedProbe
-    ) -> tuple[Choice, Predictions]:
-        tested = Predictions.of_scores(
+    ) -> Predictions:
+        return Predictions.of_scores(
             opened.y[split.test],
             fitted.scores(split.test),
             method != "ridge",
             self.groups_of(seed, split),
             int(fitted.choice.setting) if method == "knn" else None,
         )
-        return fitted.choice, tested
 
     def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
         return metrics_of_folds(folds)

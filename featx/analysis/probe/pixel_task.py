@@ -97,8 +97,8 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
 
     def test(
         self, opened: Patches, seed: int, split: Split, method: str, fitted: FittedPatches
-    ) -> tuple[Choice, PixelCounts]:
-        return fitted.choice, count_pixels(fitted.classifier, opened, split.test)
+    ) -> PixelCounts:
+        return count_pixels(fitted.classifier, opened, split.test)
 
     def judge(self, folds: Sequence[PixelCounts]) -> dict[str, Any]:
         joined = PixelCounts.join(folds)

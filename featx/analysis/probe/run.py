@@ -103,8 +103,8 @@ def _probe_layer(
                 fits, records = [], []
                 for fold, split in enumerate(rows.splits):
                     fitted = task.fit(opened, seed, method, split)
-                    choice, tested = task.test(opened, seed, split, method, fitted)
-                    records.append(Record(seed, layer, method, fold, split, choice, tested))
+                    tested = task.test(opened, seed, split, method, fitted)
+                    records.append(Record(seed, layer, method, fold, split, fitted.choice, tested))
                     fits.append(fitted)
                 entry = task.entry(records)
                 if seed == results.seeds[0]:

@@ -28,7 +28,7 @@ Opened = TypeVar("Opened")
 """A layer as the methods read it."""
 
 Fitted = TypeVar("Fitted")
-"""A fitted probe."""
+"""A fitted probe, with its `choice`."""
 
 COLUMNS = ("layer", "method", "seed", "fold", "split", "key", "group")
 """First columns of predictions.csv and few_shot.csv."""
@@ -127,10 +127,8 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         """Choose a setting on the validation rows, and fit on all training rows."""
 
     @abstractmethod
-    def test(
-        self, opened: Opened, seed: int, split: Split, method: str, fitted: Fitted
-    ) -> tuple[Choice, Tested]:
-        """Return the choice of a fitted probe, and its results on the test rows."""
+    def test(self, opened: Opened, seed: int, split: Split, method: str, fitted: Fitted) -> Tested:
+        """Return the results of a fitted probe on the test rows."""
 
     @abstractmethod
     def judge(self, folds: Sequence[Tested]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from featx.analysis.probe.metrics import (
     Predictions,
     join_predictions,
 )
-from featx.analysis.probe.records import Choice, Record, Results
+from featx.analysis.probe.records import Record, Results
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import RowTask
 from featx.config import Config
@@ -75,10 +75,9 @@ class ValueTask(RowTask):
 
     def test(
         self, opened: Problem, seed: int, split: Split, method: str, fitted: FittedProbe
-    ) -> tuple[Choice, Predictions]:
+    ) -> Predictions:
         groups = self.groups_of(seed, split)
-        tested = Predictions(opened.y[split.test], fitted.scores(split.test), groups=groups)
-        return fitted.choice, tested
+        return Predictions(opened.y[split.test], fitted.scores(split.test), groups=groups)
 
     def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
         joined = join_predictions(folds)

@@ -30,7 +30,6 @@ from featx.export.report.layers import (
 )
 from featx.export.report.probe_results import ROLES, Probes, malformed, probes_of
 from featx.export.report.provenance import STAGES, provenance_of, reasons_of, speed_of
-from featx.export.report.rankings import rankings_of
 from featx.export.report.similar_rows import (
     find_duplicates,
     hard_queries,
@@ -39,6 +38,7 @@ from featx.export.report.similar_rows import (
     random_queries,
 )
 from featx.export.report.thumbnails import UNDECODED, UNREAD, Thumbnails
+from featx.export.results import rankings_of
 from featx.export.selection import as_utf8, data_of_store
 from featx.store import FeatureStore
 

@@ -390,10 +390,21 @@ def _groups_of_both(
 def check_sizes(rows: RowSplits, subject: str) -> None:
     """Check that no set of rows is empty; `subject` says how many rows there are."""
     for split in rows.splits:
-        if min(len(split.fit), len(split.validation), len(split.test)) == 0:
+        if len(split.fit) and len(split.validation) and len(split.test):
+            continue
+        if rows.groups is None or rows.grouped is None:
             raise DataError(
                 f"{subject} are too few to be divided into training, validation and test rows."
             )
+        aim, besides, remedy = "to test on", "", "Give rows of more groups"
+        if len(split.test):
+            aim, besides = "for validation, which chooses settings", " besides the test rows"
+            if "test_share" in rows.settings and rows.grouped.num_groups > 2:
+                remedy += f", or a smaller probe.test_share than {rows.settings['test_share']:g}"
+        raise DataError(
+            f"no row is left {aim}: {subject} have a single group ({rows.grouped.by}){besides}, "
+            f"and a group stays whole. {remedy}."
+        )
 
 
 def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:

@@ -7,6 +7,7 @@ from .layer_rows import BLOCK_BYTES as BLOCK_BYTES
 from .layer_rows import layer_vectors as layer_vectors
 from .leakage import MIN_FEATURES as MIN_FEATURES
 from .leakage import NEAR_COSINE as NEAR_COSINE
+from .metrics import LABEL_THRESHOLD as LABEL_THRESHOLD
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .mislabelled import JudgedLabels as JudgedLabels

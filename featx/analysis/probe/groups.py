@@ -105,11 +105,6 @@ def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | N
     return notes
 
 
-def divided_groups(groups: Groups, some: Ints, others: Ints) -> Ints:
-    """Return the groups, (k,), with rows among both of two sets of places."""
-    return np.intersect1d(groups.of_row[some], groups.of_row[others])
-
-
 def _origins(labelled: LabelledRows) -> tuple[npt.NDArray[Any], str | None]:
     origins = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
     kinds = {kind for _, kind in origins if kind is not None}

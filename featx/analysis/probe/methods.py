@@ -84,8 +84,9 @@ class FittedProbe:
 def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     """Choose a setting on `split.validation`, then fit on `split.train`.
 
-    The setting with the smallest loss is chosen; with classes, kNN and ridge choose by accuracy,
-    because their scores are no probabilities that have been fitted.
+    The setting with the smallest loss is chosen: the accuracy of a few validation rows takes few
+    values, and penalties that make all probabilities nearly equal often have the highest one. With
+    classes, kNN and ridge choose by accuracy, because their scores are no fitted probabilities.
     """
     options, name = problem.options, name_of_choice(method)
     grid: Sequence[float]

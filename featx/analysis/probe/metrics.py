@@ -53,6 +53,9 @@ METRICS = {
 }
 """Task -> its metrics in the order in which they are shown; the first one is that of the answer."""
 
+LABEL_THRESHOLD = 0.5
+"""Score from which a label of several counts as predicted."""
+
 CLASS_METRICS = tuple(metric.key for metric in METRICS["classification"])
 
 Ints = npt.NDArray[np.int64]

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from featx.analysis.probe.groups import (
     Groups,
-    divided_groups,
     fold_of_groups,
     overlap_notes,
     row_groups,
@@ -259,7 +258,7 @@ def _divided_group_notes(training: LabelledRows, groups: Groups, split: Split) -
         (split.test, split.train, "test and training", "the accuracy is too high"),
         (split.validation, split.fit, "validation and training", "strengths are chosen too well"),
     ):
-        divided = divided_groups(groups, some, others)
+        divided = np.intersect1d(groups.of_row[some], groups.of_row[others])
         if len(divided):
             rows = int(np.isin(groups.of_row[some], divided).sum())
             key = training.store.keys[training.rows[np.isin(groups.of_row, divided)][0]]

@@ -19,11 +19,7 @@ from featx.analysis.probe.metric_intervals import (
     interval_entry,
     units_of_rows,
 )
-from featx.analysis.probe.metrics import (
-    Matrix,
-    Predictions,
-    join_predictions,
-)
+from featx.analysis.probe.metrics import LABEL_THRESHOLD, Matrix, Predictions, join_predictions
 from featx.analysis.probe.records import Record, Results
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import RowTask
@@ -39,9 +35,6 @@ _OF_CLASSES = ("shots", "bootstrap", "compare_store")
 
 _NAMED = 5
 """Number of labels that a note names."""
-
-THRESHOLD = 0.5
-"""Score from which a label counts as predicted in macro_f1."""
 
 
 class ValueTask(RowTask):
@@ -199,7 +192,7 @@ def value_metrics(
     from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error
 
     def macro_f1(is_true: Matrix, scores: Matrix) -> float:
-        return float(f1_score(is_true > 0, scores >= THRESHOLD, zero_division=0))
+        return float(f1_score(is_true > 0, scores >= LABEL_THRESHOLD, zero_division=0))
 
     if task == "regression":
         return _compute_metrics(

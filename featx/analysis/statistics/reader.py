@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,11 @@ class Statistics(Mapping[str, Moments]):
             check_layer(file, self.path, name)
             return self._all_attributes(attributes_of(file[f"layers/{name}"]))
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[h5py.File]:
+    def _reading(self) -> AbstractContextManager[h5py.File]:
         """Open the file, whose checksum was verified by the constructor, if it is unchanged."""
         if _stamp_of(self.path) != self._stamp:
             raise StoreError(f"{self.path} has changed since it was opened; open it again.")
-        with reading(self.path, compare=False) as file:
-            yield file
+        return reading(self.path, compare=False)
 
     def _all_attributes(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the attributes of a layer, those of the file, and the gradient target."""

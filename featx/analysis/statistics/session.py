@@ -27,7 +27,7 @@ from featx.analysis.statistics.stats_file import (
     DamagedError,
     attributes_of,
     file_bytes,
-    read_checksums,
+    read_array,
     read_failures,
     read_layer,
     reading,
@@ -226,7 +226,8 @@ class StatsSession:
             root = attributes_of(file)
             self._check(path, root, start, stop)
             moments = {name: read_layer(file, path, name)[0] for name in self._layers}
-            return Contents(moments, read_failures(file), read_checksums(file))
+            failures, checksums = read_failures(file), read_array(file, layout.IMAGE_CHECKSUM)
+            return Contents(moments, failures, checksums)
 
     def file(self, start: int, stop: int) -> Path:
         """Return the path of the file of a span, which need not exist."""

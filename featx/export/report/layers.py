@@ -12,12 +12,10 @@ import numpy.typing as npt
 from featx.analysis.probe import BLOCK_BYTES as READ_BYTES
 from featx.analysis.probe import LabelledRows, layer_vectors
 from featx.analysis.similarity import layer_similarity
+from featx.analysis.statistics import float_blocks
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channel_axis
-from featx.store import FeatureStore, check_rows_present
-
-BLOCK_BYTES = 64 << 20
-"""Bytes of float32 values that are read at a time for statistics."""
+from featx.store import FeatureStore
 
 COMPONENTS = 50
 """Maximum number of principal components that t-SNE uses as input."""
@@ -52,11 +50,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, A
     smallest, largest = np.inf, -np.inf
     alive = np.zeros(features.shape[axis] if axis else width, bool)
     norms = []
-    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
-    for start in range(0, len(rows), step):
-        read = features[rows[start : start + step]]
-        check_rows_present(store, layer, rows[start : start + step], read)
-        values = read.astype(np.float32, copy=False)
+    for values in float_blocks(store, layer, rows):
         finite = np.isfinite(values)
         bad = values.size - int(finite.sum())
         nonfinite += bad

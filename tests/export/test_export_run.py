@@ -32,11 +32,6 @@ SMALL = {"shard_gib": 1000 / 2**30}
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
-
-
-@pytest.fixture
 def store() -> Path:
     return make_run(21, 8, failed=[3, 10]).copied(Path("store"))
 

@@ -17,7 +17,6 @@ from tiny_model import extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, StoreMismatchError
-from featx.export import selection
 
 pytest.importorskip("pyarrow", reason="the extra table is not installed")
 
@@ -48,11 +47,6 @@ TITLES = {
     "webdataset": "status",
 }
 """Format with columns -> what it calls the column `status`; tables have one of that name."""
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
 
 
 def make_store(columns: dict[str, list[Any]] = COLUMNS) -> featx.FeatureStore:

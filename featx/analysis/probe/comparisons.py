@@ -51,12 +51,20 @@ def compare(a: Predictions, b: Predictions) -> dict[str, Any]:
     group, which counts for the classifier with more right rows in it. Return unit ('row' or
     'group') and units, their number; difference, the accuracy of the first minus that of the second
     classifier, and interval (95 %), as returned by `bootstrapped_difference`; first_only and
-    second_only, the number of units that count for one of the two; p, as returned by `sign_test`;
-    and told_apart, whether p is below ALPHA and the interval, if there is one, excludes 0.
+    second_only, the number of units that count for one of the two; p, two-sided and exact, of the
+    sign test; and told_apart, whether p is below ALPHA and the interval, if there is one, excludes
+    0.
+
+    The sign test is McNemar's exact test: of equally good classifiers, each of the first_only +
+    second_only units is for either with probability 1/2. Q. McNemar, Note on the Sampling Error of
+    the Difference between Correlated Proportions or Percentages, Psychometrika 12 (1947).
     """
+    from scipy.stats import binomtest
+
     gains, sizes = _gains(a, b)
     first, second = int((gains > 0).sum()), int((gains < 0).sum())
-    interval, p = bootstrapped_difference(gains, sizes), sign_test(first, second)
+    p = float(binomtest(first, first + second).pvalue) if first + second else 1.0
+    interval = bootstrapped_difference(gains, sizes)
     return {
         "unit": "row" if a.groups is None else "group",
         "units": len(gains),
@@ -154,18 +162,6 @@ def resampled_test(
     error = float(np.std(differences, ddof=1)) * math.sqrt(1 / count + test_share)
     half = error * float(t.ppf(1 - ALPHA / 2, count - 1))
     return (mean - half, mean + half), 2 * float(t.sf(abs(mean) / error, count - 1))
-
-
-def sign_test(first: int, second: int) -> float:
-    """Compute the two-sided exact p-value of the sign test, which is McNemar's exact test.
-
-    If both classifiers are equally good, each of the first + second differences is for either of
-    them with probability 1/2. Q. McNemar, Note on the Sampling Error of the Difference between
-    Correlated Proportions or Percentages, Psychometrika 12 (1947).
-    """
-    from scipy.stats import binomtest
-
-    return float(binomtest(first, first + second).pvalue) if first + second else 1.0
 
 
 _EQUAL = "the difference is the same in every split, which tells nothing about its error"

@@ -264,7 +264,6 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
             entry["head_fitted_on"] = "all labelled rows"
         self.heads.setdefault(layer, (head, method))
 
-    @abstractmethod
     def finish_head(
         self,
         problem: Problem,
@@ -273,3 +272,6 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
         entry: dict[str, Any],
     ) -> Head:
         """Return the head of the fit on all rows, and add its details to the entry."""
+        entry["head_l2"] = final.choice.setting
+        assert final.head is not None
+        return final.head

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from featx.analysis.probe.class_task import SCORE
-from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import TaskKind, open_other_store, valued_rows
 from featx.analysis.probe.methods import FittedProbe, Problem
 from featx.analysis.probe.metric_intervals import (
@@ -83,17 +82,6 @@ class ValueTask(RowTask):
 
     def first_metric(self, tested: Predictions) -> float | None:
         return first_value_metric(self.kind.name, tested.y, tested.predicted)
-
-    def finish_head(
-        self,
-        problem: Problem,
-        fits: Sequence[FittedProbe],
-        final: FittedProbe,
-        entry: dict[str, Any],
-    ) -> Head:
-        entry["head_l2"] = final.choice.setting
-        assert final.head is not None
-        return final.head
 
     def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
         tested = join_predictions(results.tested(results.seeds[0]))

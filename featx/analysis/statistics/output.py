@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from featx.analysis.engine_specs import FEATURES
-from featx.analysis.statistics.covariance import gaussian_distance
-from featx.analysis.statistics.covariance import spread as spread_of
 from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer, norms_summary
-from featx.analysis.statistics.reader import Statistics, refuse_other_values
+from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
+from featx.analysis.statistics.reader import Statistics, refuse_other_values, summary_of
 from featx.analysis.statistics.session import FAILURES_CSV, StatsSession, spans_in
 from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,
@@ -24,7 +22,6 @@ from featx.analysis.statistics.stats_file import (
     STATS_IMAGES,
     stored_settings,
 )
-from featx.analysis.statistics.tokens import explain_missing_norms
 from featx.base import (
     differences,
     log_message,
@@ -426,36 +423,3 @@ def _check_reference(reference: Statistics, output: StatsOutput, context: RunCon
                 f"stats.reference={reference.path} keeps only the variances of {layer.spec.name}; "
                 "a distance needs stats.covariance=full there, too."
             )
-
-
-def summary_of(
-    statistics: Statistics, reference: Statistics | None, failures: Sequence[Failure]
-) -> dict[str, Any]:
-    """Return the result of a finished file as JSON types, with distances to other statistics, if
-    any.
-    """
-    layers, distances = {}, {}
-    for name in statistics:
-        moments = statistics[name]
-        about = statistics.about(name)
-        norms, reason = None, None
-        if moments.norms is not None:
-            norms = norms_summary(moments.norms)
-        elif "averaged_from" in about:
-            reason = explain_missing_norms(about["averaged_from"], {**about, "reduce": "none"})
-        else:
-            reason = explain_missing_norms(about["shape"], about)
-        layers[name] = {**spread_of(moments), "token_norms": norms, "no_token_norms": reason}
-        if reference is not None and name in reference:
-            subject = f"{statistics.path} and {reference.path}, {name}"
-            refuse_other_values(about, reference.about(name), subject)
-            other = reference[name]
-            has_covariances = min(moments.count, other.count) > 1
-            distances[name] = gaussian_distance(moments, other) if has_covariances else None
-    return {
-        "rows": statistics.attributes["stop"],
-        "failures": len(failures),
-        "file": str(statistics.path),
-        "layers": layers,
-        "frechet": distances,
-    }

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -222,12 +221,24 @@ class StatsSession:
 
     def read(self, path: Path, start: int, stop: int) -> Contents:
         """Read a file, and check that it belongs to this run and to rows [start, stop)."""
+        settings = dict(self._header.fingerprint)
         with reading(path) as file:
             root = attributes_of(file)
-            self._check(path, root, start, stop)
+            if root["fingerprint"] != digest(settings):
+                changes = differences(json.loads(root["settings"]), settings)
+                lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in changes]
+                raise StoreMismatchError(
+                    f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
+                    "another out=DIR, or overwrite=true."
+                )
+            if (root["start"], root["stop"]) != (start, stop):
+                raise DamagedError(
+                    f"{path} holds rows {root['start']} to {root['stop']}, expected {start} to "
+                    f"{stop}."
+                )
             moments = {name: read_layer(file, path, name)[0] for name in self._layers}
-            failures, checksums = read_failures(file), read_array(file, layout.IMAGE_CHECKSUM)
-            return Contents(moments, failures, checksums)
+            checksums = read_array(file, layout.IMAGE_CHECKSUM)
+            return Contents(moments, read_failures(file), checksums)
 
     def file(self, start: int, stop: int) -> Path:
         """Return the path of the file of a span, which need not exist."""
@@ -287,23 +298,6 @@ class StatsSession:
             "num_failed": len(contents.failures),
         }
         return self.disk.publish(path, file_bytes(root, self._layers, contents))
-
-    def _check(self, path: Path, attributes: Mapping[str, Any], start: int, stop: int) -> None:
-        """Check that a file belongs to this run and to these rows."""
-        settings = dict(self._header.fingerprint)
-        if attributes["fingerprint"] != digest(settings):
-            stored = json.loads(attributes["settings"])
-            changes = differences(stored, settings)
-            lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in changes]
-            raise StoreMismatchError(
-                f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
-                "another out=DIR, or overwrite=true."
-            )
-        if (attributes["start"], attributes["stop"]) != (start, stop):
-            raise DamagedError(
-                f"{path} holds rows {attributes['start']} to {attributes['stop']}, expected "
-                f"{start} to {stop}."
-            )
 
 
 def spans_in(folder: Path) -> list[tuple[int, int]]:

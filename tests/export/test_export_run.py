@@ -105,18 +105,6 @@ def test_a_complete_export_is_not_written_again(
     assert all(path.stat().st_ino != number for path, number in before.items())
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [("npy", "features/flat.npy"), ("zarr", "features.zarr")]
-)
-def test_an_export_that_has_lost_a_file_is_written_again(kind: str, name: str, store: Path) -> None:
-    """As after a kill between the record and the last file."""
-    export(kind)
-    expected = digests()
-    AtomicFolder(Path("out")).remove(Path("out") / name)
-    export(kind)
-    assert digests() == expected
-
-
 @pytest.mark.slow
 def test_killed_after_the_old_export_was_deleted(store: Path) -> None:
     export("npy", out="at-once", layers="flat")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from featx.analysis.probe import methods
-from featx.analysis.probe.class_metrics import metrics_of_folds
+from featx.analysis.probe.class_metrics import bootstrap_entry, prediction_metrics
 from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry
 from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
 from featx.analysis.probe.heads import Head
@@ -29,7 +29,6 @@ from featx.analysis.probe.leakage import (
     repeated_rows,
 )
 from featx.analysis.probe.methods import FittedProbe, Problem
-from featx.analysis.probe.metric_intervals import bootstrap_entry
 from featx.analysis.probe.metrics import (
     Predictions,
     join_predictions,
@@ -135,7 +134,11 @@ class ClassTask(RowTask):
         )
 
     def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
-        return metrics_of_folds(folds)
+        """Compute the metrics of all rows together; several folds add an entry `folds`."""
+        metrics = prediction_metrics(join_predictions(folds))
+        if len(folds) > 1:
+            metrics["folds"] = mean_and_spread([each.accuracy for each in folds])
+        return metrics
 
     @staticmethod
     def merit(validation: Mapping[str, float]) -> tuple[float, ...]:

@@ -10,13 +10,13 @@ import torch
 
 from featx.analysis.probe.labelled_rows import TaskKind
 from featx.analysis.probe.masks import read_masks
-from featx.analysis.probe.metric_intervals import (
+from featx.analysis.probe.metrics import (
     INTERVAL_RESAMPLES,
+    Ints,
     drawn_units,
     interval_entry,
     units_of_rows,
 )
-from featx.analysis.probe.metrics import Ints
 from featx.analysis.probe.patches import (
     FittedPatches,
     Patches,

@@ -11,14 +11,17 @@ import numpy as np
 from featx.analysis.probe.class_task import SCORE
 from featx.analysis.probe.labelled_rows import TaskKind, open_other_store, valued_rows
 from featx.analysis.probe.methods import FittedProbe, Problem
-from featx.analysis.probe.metric_intervals import (
+from featx.analysis.probe.metrics import (
     BLOCK_NUMBERS,
     INTERVAL_RESAMPLES,
+    LABEL_THRESHOLD,
+    Matrix,
+    Predictions,
     drawn_units,
     interval_entry,
+    join_predictions,
     units_of_rows,
 )
-from featx.analysis.probe.metrics import LABEL_THRESHOLD, Matrix, Predictions, join_predictions
 from featx.analysis.probe.records import Record, Results
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import RowTask

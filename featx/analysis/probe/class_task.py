@@ -40,12 +40,11 @@ from featx.analysis.probe.splits import (
     RowSplits,
     Split,
     check_split,
-    few_group_notes,
     small_classes,
 )
 from featx.analysis.probe.task import RowTask
 from featx.config import Config
-from featx.errors import DataError
+from featx.errors import DataError, counted
 from featx.store import FeatureStore, layout
 
 SCORE = "score:"
@@ -53,6 +52,9 @@ SCORE = "score:"
 
 MAX_SCORES = 1 << 24
 """Number of scores up to which predictions.csv has a column per class, about 300 MB."""
+
+FEW_GROUPS = 20
+"""Number of groups of test rows below which the intervals of the bootstrap are too narrow."""
 
 PAIRS_LISTED = 50
 """Maximum number of pairs of near-duplicates that probe.json lists."""
@@ -259,7 +261,15 @@ class ClassTask(RowTask):
         return {**entries, "notes_on_rows": notes}
 
     def notes_on_rows(self) -> list[str]:
-        return [*super().notes_on_rows(), *few_group_notes(self.first_splits)]
+        rows, notes = self.first_splits, super().notes_on_rows()
+        if rows.groups is not None:
+            num_groups = len(np.unique(rows.groups[rows.test_places]))
+            if num_groups < FEW_GROUPS:
+                notes.append(
+                    f"the test rows are of {counted(num_groups, 'group')}; with fewer than "
+                    f"{FEW_GROUPS} the intervals are too narrow"
+                )
+        return notes
 
     def untested_lines(self, seed: int) -> Iterator[list[Any]]:
         """Yield lines without a layer, so that the file names the split of every row.

@@ -295,10 +295,6 @@ def check_split(split: Split, y: Ints, classes: Sequence[str], unit: str) -> Non
         )
 
 
-_FEW_GROUPS = 20
-"""Number of groups of test rows below which the intervals of the bootstrap are too narrow."""
-
-
 @dataclass(frozen=True)
 class RowSplits:
     """Splits of rows by one seed, and their description.
@@ -404,27 +400,3 @@ def check_sizes(rows: RowSplits, subject: str) -> None:
             f"no row is left {aim}: {subject} have a single group ({rows.grouped.by}){besides}, "
             f"and a group stays whole. {remedy}."
         )
-
-
-def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:
-    """Return a note about rows without a value in the column of the groups."""
-    grouped = rows.grouped
-    if grouped is None or not grouped.num_missing:
-        return []
-    return [
-        f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
-        "a group of its own"
-    ]
-
-
-def few_group_notes(rows: RowSplits) -> list[str]:
-    """Return a note about test rows of so few groups that their intervals are too narrow."""
-    if rows.groups is None:
-        return []
-    num_groups = len(np.unique(rows.groups[rows.test_places]))
-    if num_groups >= _FEW_GROUPS:
-        return []
-    return [
-        f"the test rows are of {counted(num_groups, 'group')}; with fewer than {_FEW_GROUPS} the "
-        "intervals are too narrow"
-    ]

@@ -14,13 +14,14 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import methods
+from featx.analysis.probe.groups import missing_group_notes
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import LabelledRows, TaskKind
 from featx.analysis.probe.layer_rows import Features, layer_tokens, layer_vectors
 from featx.analysis.probe.methods import FittedProbe, Problem
 from featx.analysis.probe.metrics import METRICS, Ints, Metric, Predictions
 from featx.analysis.probe.records import Choice, Record, Results, Tested
-from featx.analysis.probe.splits import RowSplits, Split, missing_group_notes, split_rows
+from featx.analysis.probe.splits import RowSplits, Split, split_rows
 from featx.config import Config
 from featx.store import FeatureStore
 
@@ -185,7 +186,7 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
     def notes_on_rows(self) -> list[str]:
         """Return sentences about rows that were left out or leak."""
         rows, column = self.first_splits, self.config.probe.group_column
-        return [*self.training.notes, *rows.notes, *missing_group_notes(rows, column)]
+        return [*self.training.notes, *rows.notes, *missing_group_notes(rows.grouped, column)]
 
     def untested_lines(self, seed: int) -> Iterator[list[Any]]:
         """Yield the lines of predictions.csv about rows that no split of a seed tests."""

@@ -15,10 +15,9 @@ from featx.analysis.engine_specs import FEATURES
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
 from featx.analysis.statistics.reader import Statistics, refuse_other_values, summary_of
-from featx.analysis.statistics.session import FAILURES_CSV, StatsSession, spans_in
+from featx.analysis.statistics.session import StatsSession, clear_files, spans_in
 from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,
-    STATS_FILE,
     STATS_IMAGES,
     stored_settings,
 )
@@ -53,7 +52,7 @@ from featx.pipeline import (
     run_output,
     seconds_of_part,
 )
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
+from featx.storage import AtomicFolder, exclusive_lock
 from featx.store import (
     Grid,
     clear_heartbeats,
@@ -255,7 +254,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             refuse_other_writers(self.root)
             report_lost_work(self.root)
             clear_heartbeats(disk)
-            _clear(disk, self.config.overwrite)
+            clear_files(disk, self.config.overwrite)
             self.session = self._open_session(lock)
             self.session.survey()
             self.session.write_failures()
@@ -383,20 +382,6 @@ def _check_images(context: RunContext, session: StatsSession) -> None:
         log_message(f"{changed_failures_text(keys, rows)}")
     if changes.states is not None:
         write_image_states(session.disk, states_file, changes.states)
-
-
-def _clear(disk: AtomicFolder, overwrite: bool) -> None:
-    """Delete unfinished files of killed processes; with overwrite, all statistics."""
-    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITE_MARKER, layout.TRACE)
-    for pattern in (
-        *(f"{TEMPORARY_PREFIX}{name}.*" for name in names),
-        f"{layout.WORKERS}/{TEMPORARY_PREFIX}*",
-    ):
-        for leftover in disk.root.glob(pattern):
-            disk.remove(leftover)
-    if overwrite:
-        for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE, STATS_IMAGES):
-            disk.remove(disk.root / name)
 
 
 def _check_reference(reference: Statistics, output: StatsOutput, context: RunContext) -> None:

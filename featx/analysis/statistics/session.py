@@ -22,6 +22,7 @@ from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,
     STATS_FILE,
     STATS_FORMAT,
+    STATS_IMAGES,
     Contents,
     DamagedError,
     attributes_of,
@@ -316,3 +317,17 @@ def _failures_in(path: Path) -> list[Failure]:
     """Return the images that an intact file left out, without checking its numbers."""
     with reading(path, compare=False) as file:
         return read_failures(file)
+
+
+def clear_files(disk: AtomicFolder, overwrite: bool) -> None:
+    """Delete unfinished files of killed processes; with overwrite, all statistics."""
+    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITE_MARKER, layout.TRACE)
+    for pattern in (
+        *(f"{TEMPORARY_PREFIX}{name}.*" for name in names),
+        f"{layout.WORKERS}/{TEMPORARY_PREFIX}*",
+    ):
+        for leftover in disk.root.glob(pattern):
+            disk.remove(leftover)
+    if overwrite:
+        for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE, STATS_IMAGES):
+            disk.remove(disk.root / name)

@@ -341,7 +341,7 @@ class ClassTask(RowTask):
             for record in results.chosen(seed)
         ]
         means = {
-            layer: np.mean(np.array(results.split_values(layer, self.first_metric), np.float64))
+            layer: np.mean(np.array(results.split_values(layer), np.float64))
             for layer in results.layers
         }
         highest = max(means, key=lambda layer: means[layer])

@@ -23,8 +23,9 @@ STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transf
 """Attributes of a store that identify the features of a probe."""
 
 
-def write_probe(task: Task[Any, Any, Any], results: Results[Any], result: dict[str, Any]) -> None:
+def write_probe(results: Results[Any], result: dict[str, Any]) -> None:
     """Write the heads, the predictions and probe.json, and name the files in it."""
+    task = results.task
     folder = output_folder(task.store)
     disk = open_folder(folder)
     disk.make_folder(folder / layout.PROBE_HEADS)
@@ -50,19 +51,20 @@ def write_probe(task: Task[Any, Any, Any], results: Results[Any], result: dict[s
     else:
         disk.remove(path)  # the file of an earlier probe
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
-    predictions = csv_bytes(_prediction_lines(task, results))
+    predictions = csv_bytes(_prediction_lines(results))
     disk.replace_unlocked(path, predictions)
     result["predictions"] = _file_entry(path, folder, predictions)
     disk.replace_unlocked(folder / layout.PROBE, result_json(result, indent=1))
 
 
-def _prediction_lines(task: Task[Any, Any, Any], results: Results[Any]) -> Iterator[list[Any]]:
+def _prediction_lines(results: Results[Any]) -> Iterator[list[Any]]:
     """Yield the lines of predictions.csv.
 
     It has the lines of each seed, layer, method and test row. Rows that are in no test set of a
     seed come before, for classes. Numbers are written such that they are read back without a
     difference.
     """
+    task = results.task
     yield [*COLUMNS, *task.columns]
     for seed in results.seeds:
         yield from task.untested_lines(seed)

@@ -56,24 +56,23 @@ def run_probe(
         task = ValueTask(config, store, kind, layers)
     if device.type == "cpu":
         keep_freed_memory()
-    seeds, methods = list(task.splits), config.probe.methods
-    results = Results[Any](seeds, methods, task.judge, task.merit)
+    results = Results[Any](task)
     for layer in layers:
         try:
             with torch.no_grad(), exact_cuda:
-                _probe_layer(task, results, layer, device)
+                _probe_layer(results, layer, device)
         except torch.cuda.OutOfMemoryError as error:
             raise RunError(
                 f"{layer} does not fit into the memory of {device}. {task.memory_remedy}"
             ) from error
-        log(_line(task, results, layer))
+        log(_line(results, layer))
     result = {
         "featx_probe": FORMAT,
         "store": str(store.root),
         **{name: str(store.attrs[name]) for name in STORE_ATTRIBUTES},
         "task": kind.name,
         "task_reason": kind.reason,
-        **results.answer(seeds[0]),
+        **results.answer(results.seeds[0]),
         **task.result_entries(results),
         "rows_labelled": len(task.training.rows),
         "split": task.first_splits.as_dict(config.probe),
@@ -84,16 +83,15 @@ def run_probe(
         "seconds_in_all": round(time.perf_counter() - started_at, 3),
         "layers": results.layers,
     }
-    if len(seeds) > 1:
-        result["seeds"] = results.seeds_entry(task.metrics, task.first_metric)
-    write_probe(task, results, result)
+    if len(results.seeds) > 1:
+        result["seeds"] = results.seeds_entry()
+    write_probe(results, result)
     return result
 
 
-def _probe_layer(
-    task: Task[Any, Any, Any], results: Results[Any], layer: str, device: torch.device
-) -> None:
+def _probe_layer(results: Results[Any], layer: str, device: torch.device) -> None:
     """Fit and test all methods on one layer, with all splits of all seeds."""
+    task = results.task
     opened = task.open_layer(layer, device)
     with threads_for(task.num_values(opened), device):
         results.layers[layer] = task.describe_layer(layer, opened)
@@ -114,8 +112,8 @@ def _probe_layer(
     task.finish_layer(results)
 
 
-def _line(task: Task[Any, Any, Any], results: Results[Any], layer: str) -> str:
-    about, metric, texts = results.layers[layer], task.metrics[0], []
+def _line(results: Results[Any], layer: str) -> str:
+    about, metric, texts = results.layers[layer], results.task.metrics[0], []
     for method in results.methods:
         values = [results.entries[seed, layer, method][metric.key] for seed in results.seeds]
         mean = None if None in values else sum(values) / len(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe import BLOCK_BYTES as READ_BYTES
-from featx.analysis.probe import LabelledRows, layer_vectors
+from featx.analysis.probe import LabelledRows, crop_of, layer_vectors
 from featx.analysis.similarity import layer_similarity
 from featx.analysis.statistics import float_blocks
 from featx.errors import ConfigError, ReduceError, StoreError
@@ -89,14 +88,12 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, A
 
 def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
     """Return the channel axis of (n, ...) rows and 'channels', or 0 and 'numbers' if unknown."""
-    shape = tuple(store[layer].shape[1:])
-    crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
+    shape, crop = tuple(store[layer].shape[1:]), crop_of(store)
     if len(shape) == 3 and crop is None:
         return 0, "numbers"
-    size = (int(crop.group(1)), int(crop.group(2))) if crop else (1, 1)
     reduced = str(store[layer].attrs.get("reduce", ""))
     try:
-        return channel_axis(reduced, RowLayout(layer, shape, size)), "channels"
+        return channel_axis(reduced, RowLayout(layer, shape, crop or (1, 1))), "channels"
     except ReduceError:
         return 0, "numbers"
 

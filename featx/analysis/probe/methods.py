@@ -249,11 +249,9 @@ def _neighbour_scores(
     problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]
 ) -> dict[int, Matrix]:
     """Return the shares of votes, or the weighted means, for several numbers of neighbours."""
-    features, y, temperature = problem.features, problem.y, problem.options.temperature
-    temperature = temperature or knn.TEMPERATURE
-    if problem.task == CLASSIFICATION:
-        return knn.vote(features, bank, y, problem.num_outputs, queries, ks, temperature)
-    return knn.weighted_means(features, bank, y, queries, ks, temperature)
+    temperature = problem.options.temperature or knn.TEMPERATURE
+    features, y, num_outputs = problem.features, problem.y, problem.num_outputs
+    return knn.vote(features, bank, y, num_outputs, queries, ks, temperature)
 
 
 def _sweep_logistic(

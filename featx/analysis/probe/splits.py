@@ -51,7 +51,7 @@ def holdout(
     """Select a share of each class for testing, and a share of the rest for validation."""
     every = np.arange(len(y))
     test = _some_of_each_class(y, every, share, np.random.default_rng([seed, 1]), groups)
-    return _with_validation(y, np.setdiff1d(every, test), test, validation, seed, groups)
+    return with_validation(y, np.setdiff1d(every, test), test, validation, seed, groups)
 
 
 def kfold(
@@ -74,7 +74,7 @@ def kfold(
                 f"allow: fold {fold + 1} is empty. Give fewer."
             )
         train = np.flatnonzero(fold_of != fold)
-        splits.append(_with_validation(y, train, test, validation, seed + fold, groups))
+        splits.append(with_validation(y, train, test, validation, seed + fold, groups))
     return splits
 
 
@@ -91,21 +91,6 @@ def _fold_of_rows(y: Ints, folds: int, rng: np.random.Generator) -> Ints:
     return fold_of
 
 
-def split_from_places(
-    y: Ints,
-    train: Ints,
-    validation: Ints,
-    test: Ints,
-    share: float,
-    seed: int,
-    groups: Ints | None = None,
-) -> Split:
-    """Make a split from given places; validation rows are drawn if none are given."""
-    if len(validation):
-        return Split(np.sort(train), np.sort(validation), np.sort(test))
-    return _with_validation(y, train, test, share, seed, groups)
-
-
 def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> Ints:
     """Select at most `shots` random places of each class."""
     rng = np.random.default_rng([seed, 3, shots, draw])
@@ -115,9 +100,10 @@ def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> I
     return np.sort(np.concatenate(places_of_classes))
 
 
-def _with_validation(
-    y: Ints, train: Ints, test: Ints, share: float, seed: int, groups: Ints | None
+def with_validation(
+    y: Ints, train: Ints, test: Ints, share: float, seed: int, groups: Ints | None = None
 ) -> Split:
+    """Make a split whose validation rows are a share of the training rows."""
     validation = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
     return Split(np.setdiff1d(train, validation), validation, np.sort(test))
 
@@ -173,8 +159,10 @@ def _given_split(
                 f"{where} names no labelled row of the store for {role}. Keys are those of the "
                 f"store, such as {str(keys[0])!r}."
             )
-    sets = (sides["train"], sides["validation"], sides["test"])
-    return split_from_places(training.y, *sets, options.validation_share, seed, groups)
+    train, validation, test = sides.values()
+    if len(validation):
+        return Split(train, validation, test)
+    return with_validation(training.y, train, test, options.validation_share, seed, groups)
 
 
 def _roles_of(texts: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
@@ -350,8 +338,8 @@ def split_rows(
     if testing is not None:
         groups = _groups_of_both(testing, options.group_column, groups, count)
         y = np.concatenate([training.y, testing.y])
-        train, none, test = np.arange(count), np.empty(0, np.int64), np.arange(count, len(y))
-        row_splits = [split_from_places(y, train, none, test, share, seed, groups)]
+        train, test = np.arange(count), np.arange(count, len(y))
+        row_splits = [with_validation(y, train, test, share, seed, groups)]
         settings: dict[str, Any] = {"kind": "test_store", "test_store": str(testing.store.root)}
         notes = [*testing.notes, *overlap_notes(training, testing, options.group_column)]
     elif options.split == "column":

@@ -128,7 +128,7 @@ class StatsSession:
         part: Part,
         failures: Sequence[Failure],
         moments: dict[str, Moments],
-        checksums: npt.NDArray[np.uint64] | None = None,
+        checksums: npt.NDArray[np.uint64],
     ) -> Sequence[Failure]:
         """Write the moments of a part; they are on disk when this returns.
 
@@ -144,8 +144,6 @@ class StatsSession:
             expected = (len(part) - len(failures)) * layer.rows_per_image
             m = moments[name]
             require((m.count, m.dim, m.kind) == (expected, layer.dim, layer.kind), name)
-        if checksums is None:
-            checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
         require(len(checksums) == len(part), "a checksum is missing")
         failures = sorted(failures, key=lambda failure: failure.row)
         path = self.file(part.start, part.stop)

@@ -10,7 +10,6 @@ from .leakage import MIN_FEATURES as MIN_FEATURES
 from .leakage import NEAR_COSINE as NEAR_COSINE
 from .metrics import LABEL_THRESHOLD as LABEL_THRESHOLD
 from .metrics import METRICS as METRICS
-from .metrics import Metric as Metric
 from .mislabelled import JudgedLabels as JudgedLabels
 from .mislabelled import judge_labels as judge_labels
 from .output_files import is_of_answer as is_of_answer

@@ -35,7 +35,7 @@ from featx.analysis.probe.metrics import (
     mean_and_spread,
 )
 from featx.analysis.probe.output_files import read_probe
-from featx.analysis.probe.records import Choice, Record, Results
+from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import (
     RowSplits,
     Split,
@@ -200,27 +200,27 @@ class ClassTask(RowTask):
             splits = self.first_splits.splits
             entry["few_shot"], self._draws[layer, method] = fit_few_shot(opened, method, splits)
 
-    def finish_layer(self, results: Results[Predictions]) -> None:
+    def finish_layer(self) -> None:
         """Drop the scores that neither predictions.csv nor the best layer needs."""
         if self._keeps_scores:
             return
-        chosen = {id(record) for seed in self.splits for record in results.chosen(seed)}
-        for key, records in results.folds.items():
-            results.folds[key] = [
+        chosen = {id(record) for seed in self.splits for record in self.chosen(seed)}
+        for key, records in self.folds.items():
+            self.folds[key] = [
                 record
                 if id(record) in chosen
                 else replace(record, tested=replace(record.tested, scores=None))
                 for record in records
             ]
 
-    def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
+    def result_entries(self) -> dict[str, Any]:
         options, classes = self.config.probe, list(self.training.classes)
-        best = results.answer(results.seeds[0])["layer"]
-        joined = join_predictions(results.tested(results.seeds[0]))
+        best = self.answer(self.seeds[0])["layer"]
+        joined = join_predictions(self.tested(self.seeds[0]))
         first = {
             layer: join_predictions([record.tested for record in records])
-            for (seed, layer, method), records in results.folds.items()
-            if (seed, method) == (results.seeds[0], results.methods[0])
+            for (seed, layer, method), records in self.folds.items()
+            if (seed, method) == (self.seeds[0], self.methods[0])
         }
         entries: dict[str, Any] = {
             "classes": classes,
@@ -231,7 +231,7 @@ class ClassTask(RowTask):
             ),
             "bootstrap": None,
             "compared_store": None,
-            "layer_selection": self._selection_entry(results),
+            "layer_selection": self._selection_entry(),
         }
         if options.bootstrap is not None:
             entries["bootstrap"] = bootstrap_entry(joined, options.bootstrap)
@@ -242,7 +242,7 @@ class ClassTask(RowTask):
                 self._other, joined, self.keys[places], np.concatenate(checksums)[places], classes
             )
         notes, near = self.notes_on_rows(), entries["near_duplicates"]
-        if count := results.layers[best]["repeated_rows"]:
+        if count := self.layers[best]["repeated_rows"]:
             notes.append(
                 f"{count} test rows have the same vector as a training row in {best}; these "
                 "may be the same images"
@@ -319,7 +319,7 @@ class ClassTask(RowTask):
             ],
         }
 
-    def _selection_entry(self, results: Results[Predictions]) -> dict[str, Any] | None:
+    def _selection_entry(self) -> dict[str, Any] | None:
         """Return the entry `layer_selection` of probe.json; None with a single layer.
 
         The highest of several test accuracies is too high on average, because the test rows chose
@@ -327,7 +327,7 @@ class ClassTask(RowTask):
         the chosen layer is tested (nested selection: G. Cawley and N. Talbot, On Over-fitting in
         Model Selection and Subsequent Selection Bias in Performance Evaluation, JMLR 11, 2010).
         """
-        if len(results.layers) == 1:
+        if len(self.layers) == 1:
             return None
         chosen: list[dict[str, Any]] = [
             {
@@ -337,12 +337,11 @@ class ClassTask(RowTask):
                 "validation_accuracy": self.merit(record.choice.validation)[0],
                 "accuracy": record.tested.accuracy,
             }
-            for seed in results.seeds
-            for record in results.chosen(seed)
+            for seed in self.seeds
+            for record in self.chosen(seed)
         ]
         means = {
-            layer: np.mean(np.array(results.split_values(layer), np.float64))
-            for layer in results.layers
+            layer: np.mean(np.array(self.split_values(layer), np.float64)) for layer in self.layers
         }
         highest = max(means, key=lambda layer: means[layer])
         return {

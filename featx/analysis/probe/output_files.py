@@ -12,7 +12,6 @@ from typing import Any
 
 from featx.analysis.probe.comparisons import OtherProbe
 from featx.analysis.probe.heads import head_bytes, head_path, output_folder
-from featx.analysis.probe.records import Results
 from featx.analysis.probe.task import COLUMNS, Task
 from featx.base import csv_bytes, csv_cell
 from featx.errors import ConfigError, StoreError
@@ -23,9 +22,8 @@ STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transf
 """Attributes of a store that identify the features of a probe."""
 
 
-def write_probe(results: Results[Any], result: dict[str, Any]) -> None:
+def write_probe(task: Task[Any, Any, Any], result: dict[str, Any]) -> None:
     """Write the heads, the predictions and probe.json, and name the files in it."""
-    task = results.task
     folder = output_folder(task.store)
     disk = open_folder(folder)
     disk.make_folder(folder / layout.PROBE_HEADS)
@@ -51,24 +49,23 @@ def write_probe(results: Results[Any], result: dict[str, Any]) -> None:
     else:
         disk.remove(path)  # the file of an earlier probe
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
-    predictions = csv_bytes(_prediction_lines(results))
+    predictions = csv_bytes(_prediction_lines(task))
     disk.replace_unlocked(path, predictions)
     result["predictions"] = _file_entry(path, folder, predictions)
     disk.replace_unlocked(folder / layout.PROBE, result_json(result, indent=1))
 
 
-def _prediction_lines(results: Results[Any]) -> Iterator[list[Any]]:
+def _prediction_lines(task: Task[Any, Any, Any]) -> Iterator[list[Any]]:
     """Yield the lines of predictions.csv.
 
     It has the lines of each seed, layer, method and test row. Rows that are in no test set of a
     seed come before, for classes. Numbers are written such that they are read back without a
     difference.
     """
-    task = results.task
     yield [*COLUMNS, *task.columns]
-    for seed in results.seeds:
+    for seed in task.seeds:
         yield from task.untested_lines(seed)
-        for (record_seed, layer, method), records in results.folds.items():
+        for (record_seed, layer, method), records in task.folds.items():
             for record in records if record_seed == seed else ():
                 for row, place in enumerate(record.split.test.tolist()):
                     start = task.line_start(seed, layer, method, record.fold, "test", place)

@@ -29,7 +29,7 @@ from featx.analysis.probe.patches import (
     resampled_mious,
     segmentation_metrics,
 )
-from featx.analysis.probe.records import Choice, Record, Results
+from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import Task, one_or_all
 from featx.config import Config
@@ -115,9 +115,9 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
         name = "training_patches"
         return {name: one_or_all([choice.details[name] for choice in choices])}
 
-    def result_entries(self, results: Results[PixelCounts]) -> dict[str, Any]:
+    def result_entries(self) -> dict[str, Any]:
         masks, rows = self._masks, self.first_splits
-        counts = PixelCounts.join(results.tested(results.seeds[0]))
+        counts = PixelCounts.join(self.tested(self.seeds[0]))
         groups = None if rows.groups is None else rows.groups[rows.test_places]
         return {
             **pixel_interval(counts.pixels, groups),

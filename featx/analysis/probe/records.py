@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from featx.analysis.probe.comparisons import differences, metric_spreads
+from featx.analysis.probe.metrics import Metric
 from featx.analysis.probe.splits import Split
-
-if TYPE_CHECKING:
-    from featx.analysis.probe.task import Task
 
 Tested = TypeVar("Tested")
 """Results on the test rows: predictions of rows, or counts of pixels."""
@@ -50,8 +49,8 @@ class Record(Generic[Tested]):
     tested: Tested
 
 
-class Results(Generic[Tested]):
-    """Records of the probe of a task, and what is grouped from them.
+class Results(ABC, Generic[Tested]):
+    """Records of the probes of a task, which inherits from it, and what is grouped from them.
 
     Attributes:
         folds: (seed, layer, method) -> record of each split.
@@ -59,13 +58,30 @@ class Results(Generic[Tested]):
         layers: layer -> its entry in probe.json, with the methods of the first seed.
     """
 
-    def __init__(self, task: Task[Any, Any, Tested]) -> None:
-        self.task = task
-        self.seeds = list(task.splits)
-        self.methods = task.config.probe.methods
+    def __init__(self, seeds: Sequence[int], methods: Sequence[str]) -> None:
+        self.seeds = seeds
+        self.methods = methods
         self.folds: dict[tuple[int, str, str], list[Record[Tested]]] = {}
         self.entries: dict[tuple[int, str, str], dict[str, Any]] = {}
         self.layers: dict[str, dict[str, Any]] = {}
+
+    @property
+    @abstractmethod
+    def metrics(self) -> tuple[Metric, ...]:
+        """Metrics of the task; the first one is that of the answer."""
+
+    @abstractmethod
+    def judge(self, folds: Sequence[Tested]) -> dict[str, Any]:
+        """Compute the metrics of the test rows of all folds together, as JSON types."""
+
+    @staticmethod
+    @abstractmethod
+    def merit(validation: Mapping[str, float]) -> tuple[float, ...]:
+        """Return the sort key of layers, the largest of the best one."""
+
+    @abstractmethod
+    def first_metric(self, tested: Tested) -> float | None:
+        """Compute the metric of the answer for one split; None if it is undefined."""
 
     def add(self, records: list[Record[Tested]], entry: dict[str, Any]) -> None:
         """Add the records of all splits of one seed, layer and method, and their entry."""
@@ -90,7 +106,7 @@ class Results(Generic[Tested]):
             if record_seed == seed and method == self.methods[0]
         ]
         return [
-            max(records, key=lambda record: self.task.merit(record.choice.validation))
+            max(records, key=lambda record: self.merit(record.choice.validation))
             for records in zip(*of_layers, strict=True)
         ]
 
@@ -107,7 +123,7 @@ class Results(Generic[Tested]):
         best, chosen = self._best_layer([seed], lambda merit: merit), self.chosen(seed)
         about = self.entries[seed, best, self.methods[0]]
         if len(chosen) > 1 and len(self.layers) > 1:
-            metrics = self.task.judge(self.tested(seed))
+            metrics = self.judge(self.tested(seed))
             about = {**about, "layer_of_folds": [each.layer for each in chosen], **metrics}
         return {"layer": best, "method": self.methods[0], **about}
 
@@ -119,7 +135,7 @@ class Results(Generic[Tested]):
         entry of `differences`, None if the first metric is not available in every split. A metric
         is given by `spread`.
         """
-        names = [metric.key for metric in self.task.metrics]
+        names = [metric.key for metric in self.metrics]
         best = self._best_layer(self.seeds, lambda merit: merit[:1])
         return {
             "seeds": list(self.seeds),
@@ -139,7 +155,7 @@ class Results(Generic[Tested]):
     def split_values(self, layer: str) -> list[float | None]:
         """Return the first metric of a layer with the first method, for each split of each seed."""
         return [
-            self.task.first_metric(record.tested)
+            self.first_metric(record.tested)
             for seed in self.seeds
             for record in self.folds[seed, layer, self.methods[0]]
         ]
@@ -153,7 +169,7 @@ class Results(Generic[Tested]):
             entries = [self.entries[seed, layer, self.methods[0]] for seed in seeds]
             names = self.folds[seeds[0], layer, self.methods[0]][0].choice.validation
             means = {name: float(np.mean([entry[name] for entry in entries])) for name in names}
-            return key(self.task.merit(means))
+            return key(self.merit(means))
 
         return max(self.layers, key=merit)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -35,8 +35,9 @@ COLUMNS = ("layer", "method", "seed", "fold", "split", "key", "group")
 """First columns of predictions.csv and few_shot.csv."""
 
 
-class Task(ABC, Generic[Opened, Fitted, Tested]):
-    """Rows, targets and splits, which are the same for all layers, and what differs between tasks.
+class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
+    """Rows, targets and splits, which are the same for all layers, what differs between tasks, and
+    the results of the probes.
 
     Attributes:
         columns: columns of predictions.csv after COLUMNS.
@@ -61,6 +62,7 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         self.columns: Sequence[str] = ()
         self.heads: dict[str, tuple[Head, str]] = {}
         seeds = range(config.seed, config.seed + (config.probe.seeds or 1))
+        super().__init__(seeds, config.probe.methods)
         self.splits = {seed: self.make_splits(seed) for seed in seeds}
 
     def make_splits(self, seed: int) -> RowSplits:
@@ -94,7 +96,6 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Metrics of the task; the first one is that of the answer."""
         return METRICS[self.kind.name]
 
     def groups_of(self, seed: int, split: Split) -> Ints | None:
@@ -131,19 +132,6 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
     def test(self, opened: Opened, seed: int, split: Split, method: str, fitted: Fitted) -> Tested:
         """Return the results of a fitted probe on the test rows."""
 
-    @abstractmethod
-    def judge(self, folds: Sequence[Tested]) -> dict[str, Any]:
-        """Compute the metrics of the test rows of all folds together, as JSON types."""
-
-    @staticmethod
-    @abstractmethod
-    def merit(validation: Mapping[str, float]) -> tuple[float, ...]:
-        """Return the sort key of layers, the largest of the best one."""
-
-    @abstractmethod
-    def first_metric(self, tested: Tested) -> float | None:
-        """Compute the metric of the answer for one split; None if it is undefined."""
-
     def entry(self, records: Sequence[Record[Tested]]) -> dict[str, Any]:
         """Return the entry of one method and layer in probe.json."""
         choices = [record.choice for record in records]
@@ -176,11 +164,11 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
     ) -> None:
         """Add to the entry what only the first seed has."""
 
-    def finish_layer(self, results: Results[Tested]) -> None:
+    def finish_layer(self) -> None:
         """Release what the records need no longer."""
 
     @abstractmethod
-    def result_entries(self, results: Results[Tested]) -> dict[str, Any]:
+    def result_entries(self) -> dict[str, Any]:
         """Return the entries of probe.json that only this task has, and `notes_on_rows`."""
 
     def notes_on_rows(self) -> list[str]:

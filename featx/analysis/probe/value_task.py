@@ -22,7 +22,7 @@ from featx.analysis.probe.metrics import (
     join_predictions,
     units_of_rows,
 )
-from featx.analysis.probe.records import Record, Results
+from featx.analysis.probe.records import Record
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import RowTask
 from featx.config import Config
@@ -86,8 +86,8 @@ class ValueTask(RowTask):
     def first_metric(self, tested: Predictions) -> float | None:
         return first_value_metric(self.kind.name, tested.y, tested.predicted)
 
-    def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
-        tested = join_predictions(results.tested(results.seeds[0]))
+    def result_entries(self) -> dict[str, Any]:
+        tested = join_predictions(self.tested(self.seeds[0]))
         # The bootstrap of the first metric draws rows, or groups with all their rows.
         unit_of_row = units_of_rows(tested.groups, len(tested.y))
         order = np.argsort(unit_of_row, kind="stable")

@@ -29,7 +29,7 @@ from featx.export.report.layers import (
     same_class_shares,
     similarity_of,
 )
-from featx.export.report.probe_results import ROLES, Probes, malformed, probes_of
+from featx.export.report.probe_results import ROLES, TEST, Probes, malformed, probes_of
 from featx.export.report.provenance import STAGES, provenance_of, reasons_of, speed_of
 from featx.export.report.similar_rows import (
     find_duplicates,
@@ -55,8 +55,6 @@ ERRORS_SHOWN = 24
 
 MAX_LAYERS = 8
 """Maximum number of layers with embedding plots; the last ones and the best one are used."""
-
-_TEST = ROLES.index("test")
 
 
 def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
@@ -225,8 +223,8 @@ class Page:
         if vectors.x is not None and (labels >= 0).any():
             shares = same_class_shares(vectors.x, labels)
         tested = np.ones(len(rows), bool)
-        if probes.predicted is not None and (probes.predicted.roles == _TEST).any():
-            tested = probes.predicted.roles[rows] == _TEST
+        if probes.predicted is not None and (probes.predicted.roles == TEST).any():
+            tested = probes.predicted.roles[rows] == TEST
         hard = hard_queries(rows, shares, tested)
         remaining = np.setdiff1d(rows, hard)
         random = random_queries(store, remaining if len(remaining) else rows, config.seed)

@@ -188,6 +188,12 @@ def without_retry_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("featx.storage.s3_outage.MAX_OUTAGE_S", 0.0)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export reads three rows or so at a time, so that each format writes several blocks."""
+    monkeypatch.setattr("featx.export.selection.BLOCK_BYTES", 200)
+
+
 @pytest.fixture(autouse=True)
 def _settings_as_they_were() -> Iterator[None]:
     """A test that leaves an engine open names itself, and not the next one on this worker."""

@@ -4,7 +4,6 @@ from .engine_specs import FEATURES as FEATURES
 from .engine_specs import engine_spec as engine_spec
 from .layer_vectors import KEEP_BYTES as KEEP_BYTES
 from .layer_vectors import LayerVectors as LayerVectors
-from .prediction import Prediction as Prediction
 from .prediction import Predictions as Predictions
 from .prediction import head_of_store as head_of_store
 from .prediction import run_prediction as run_prediction

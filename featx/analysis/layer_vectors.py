@@ -87,7 +87,10 @@ class LayerVectors:
                 self._unit_centre = first.mean(dim=0).to(float64_device(device), torch.float64)
             else:
                 self._centre = first.mean(dim=0)
-        if 4 * self.width * len(self) <= _max_kept_bytes(device):
+        kept_bytes = KEEP_BYTES
+        if device.type == "cuda":
+            kept_bytes = int(torch.cuda.mem_get_info(device)[0]) // 2
+        if 4 * self.width * len(self) <= kept_bytes:
             all_vectors = torch.empty((len(self), self.width), device=device)
             for start, block in self.blocks(self.rows_of(BLOCK_BYTES)):
                 all_vectors[start : start + len(block)] = block
@@ -143,7 +146,10 @@ class LayerVectors:
         if self._unit:
             # Divided by the largest value first: squares of large numbers would overflow float32.
             vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-30)
-            vectors = vectors / _lengths(vectors).clamp_min(1e-30)
+            # Lengths are summed in float64: a float32 sum over 10^6 values has an error of 1e-5.
+            wide = vectors.to(float64_device(vectors.device))
+            lengths = torch.linalg.vector_norm(wide, dim=1, keepdim=True, dtype=torch.float64)
+            vectors = vectors / lengths.float().to(vectors.device).clamp_min(1e-30)
         return vectors
 
     def _mean_and_deviation(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,19 +192,3 @@ class LayerVectors:
         far = torch.zeros_like(self._unit_centre)
         far[0] = FAR
         return torch.where(lengths > 0, centred, far).to(torch.float32).to(vectors.device)
-
-
-def _lengths(vectors: torch.Tensor) -> torch.Tensor:
-    """Compute the lengths of vectors, (n, 1) float32.
-
-    They are summed in float64: a float32 sum over 10^6 values has an error of 1e-5.
-    """
-    wide = vectors.to(float64_device(vectors.device))
-    lengths: torch.Tensor = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float64)
-    return lengths[:, None].to(torch.float32).to(vectors.device)
-
-
-def _max_kept_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) // 2
-    return KEEP_BYTES

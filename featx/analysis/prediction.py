@@ -28,9 +28,11 @@ from featx.analysis.probe.heads import (
     MULTILABEL,
     REGRESSION,
     Head,
+    output_folder,
     read_head,
 )
 from featx.analysis.probe.layer_rows import as_vectors
+from featx.analysis.probe.metrics import LABEL_THRESHOLD
 from featx.base import name_text
 from featx.config import Config, DataConfig
 from featx.errors import DataError, StoreError
@@ -44,9 +46,6 @@ from featx.pipeline import (
 from featx.sources import FolderOptions, FolderSource, parent_key
 from featx.store import layout
 from featx.types import Batch, LayerSpec, Listing, Source
-
-_LABEL_SCORE = 0.5
-"""Probability from which a label counts as predicted, as in the macro-F1 of job=probe."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ class _PredictionSink(NewImagesSink):
         if self._head.task == REGRESSION:
             return Prediction(key, None, None, "ok", value=float(scores[0]))
         if self._head.task == MULTILABEL:
-            labels = tuple(classes[i] for i in np.flatnonzero(scores >= _LABEL_SCORE).tolist())
+            labels = tuple(classes[i] for i in np.flatnonzero(scores >= LABEL_THRESHOLD).tolist())
             return Prediction(key, None, None, "ok", labels=labels)
         best = int(scores.argmax())
         probability = float(scores[best]) if self._head.probabilities else None
@@ -286,8 +285,7 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     """
     from featx.store import FeatureStore, read_result
 
-    opened = FeatureStore(store)
-    folder = opened.root if opened.root.is_dir() else opened.root.parent
+    folder = output_folder(FeatureStore(store))
     path = folder / layout.PROBE
     try:
         result = read_result(path)

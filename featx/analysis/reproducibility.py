@@ -87,7 +87,11 @@ def recheck_rows(
     notes: dict[int, str] = {}
     for run in manifest.runs:
         absent = [part for other, parts in missing_of_run if other is run for part in parts]
-        rows = [row for row in sorted(chosen) if _holds(run, absent, row)]
+        rows = [
+            row
+            for row in sorted(chosen)
+            if run.grid.holds(row) and not any(part.start <= row < part.stop for part in absent)
+        ]
         for specs in _comparable_layers(run, store, unfinished):
             # grow=True, because images that were added to the data set do not matter here.
             saved = config_of_run(config, root, manifest, run)
@@ -198,11 +202,6 @@ def refuse_unnamed_code(config: Config, saved: Config, origin: str) -> None:
             f"no code because a file names it: if you trust it, add {code} (featx.predict: "
             "model_factory, for a factory)."
         )
-
-
-def _holds(run: Run, absent: list[Part], row: int) -> bool:
-    """Return whether a row belongs to a run and its part is present."""
-    return run.grid.holds(row) and not any(part.start <= row < part.stop for part in absent)
 
 
 def _comparable_layers(

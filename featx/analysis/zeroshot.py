@@ -45,7 +45,14 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     model = from_saved(run.header.config).model
     classifier = text_classifier(model, prompts, templates, choose_device(config.device))
     _check_weights(store, model.name, classifier)
-    head = _head(classifier)
+    width = classifier.weight.shape[1]
+    head = Head(  # it divides embeddings by their length
+        Scaler(torch.zeros(width), torch.ones(width)),
+        classifier.weight,
+        classifier.bias,
+        probabilities=True,
+        normalises=True,
+    )
     result = {
         "featx_zeroshot": FORMAT,
         "store": str(store.root),
@@ -201,13 +208,6 @@ def read_templates(option: str) -> list[str] | str:
             else f"zeroshot.templates={option} is empty."
         )
     return templates
-
-
-def _head(classifier: TextClassifier) -> Head:
-    """Return a text classifier as a head, which divides embeddings by their length."""
-    width = classifier.weight.shape[1]
-    scaler = Scaler(torch.zeros(width), torch.ones(width))
-    return Head(scaler, classifier.weight, classifier.bias, probabilities=True, normalises=True)
 
 
 def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[str, Any]:

@@ -96,11 +96,6 @@ class ShardOptions(ExportConfig):
     shard_gib: Positive | None = None
     """Largest size of one file in GiB, 1 when not given; for webdataset it is estimated."""
 
-    @property
-    def shard_bytes(self) -> int:
-        """The option `shard_gib` in bytes."""
-        return int((1.0 if self.shard_gib is None else self.shard_gib) * (1 << 30))
-
 
 class ShardedFormat(Format):
     """A format whose options are `ShardOptions`."""
@@ -114,7 +109,8 @@ class ShardedFormat(Format):
         if not isinstance(options, ShardOptions):
             raise FeatxError(f"export.format={options.format} was registered without ShardOptions.")
         num_rows = len(self.selection)
-        each = max(1, int(options.shard_bytes / max(1.0, row_bytes)))
+        shard_bytes = int((options.shard_gib or 1.0) * (1 << 30))
+        each = max(1, int(shard_bytes / max(1.0, row_bytes)))
         starts = range(0, num_rows, each)
         return [
             (name.format(f"{i:05d}-of-{len(starts):05d}"), start, min(num_rows, start + each))

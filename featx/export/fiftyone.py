@@ -23,9 +23,8 @@ from PIL import Image
 from featx.base import csv_cell, log_message, name_text
 from featx.errors import ConfigError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
-from featx.export.encoded_images import EncodedImages
 from featx.export.results import lines_of, result_of, result_path
-from featx.export.selection import about_text, as_json_values, as_npy, as_utf8
+from featx.export.selection import EncodedImages, about_text, as_json_values, as_npy, as_utf8
 from featx.store import FeatureStore, layout
 
 _VERSION = "1.0.0"

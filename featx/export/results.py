@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from featx.base import csv_cell
 from featx.errors import StoreError
+from featx.export.selection import as_utf8
 from featx.store import FeatureStore, read_result
+
+_SHOWN = 16
+"""Maximum number of images of a ranking."""
 
 
 def result_path(store: FeatureStore, file: str) -> Path:
@@ -46,3 +51,68 @@ def lines_of(store: FeatureStore, job: str) -> Iterator[tuple[int, dict[str, str
             row = int(line["row"])
             if csv_cell(str(store.keys[row])) == line["key"]:
                 yield row, line
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """First rows of a ranking. `captions` has row of the store -> text below its image."""
+
+    title: str
+    text: str
+    captions: dict[int, str]
+
+
+def rankings_of(store: FeatureStore, log: Callable[[str], None]) -> list[Ranking]:
+    """Read the rankings in the folder of a store; one of another state of the store is left out."""
+    makers = {"outliers": _outliers, "mislabelled": _mislabelled}
+    rankings = []
+    for job, make in makers.items():
+        file = f"{job}/{job}.json"
+        try:
+            if (result := result_of(store, file, log)) is not None:
+                rankings += make(store, result)
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            path = result_path(store, file)
+            log(f"{path} is not as job={job} writes it, and left out: {error!r}")
+    return [ranking for ranking in rankings if ranking.captions]
+
+
+def _outliers(store: FeatureStore, result: Mapping[str, Any]) -> list[Ranking]:
+    distance = f"{result['metric']} distance in {result['layer']} to the {result['k']} nearest"
+    return [
+        Ranking(
+            title,
+            f"By {distance} images{of_class}, the farthest first (job=outliers).",
+            {
+                row: f"{as_utf8(one['class']) + ', ' if one['class'] else ''}{one[name]:.3f}"
+                for row, one in _rows(store, result[rows]).items()
+            },
+        )
+        for rows, name, title, of_class in (
+            ("farthest", "distance", "Far from all other images", ""),
+            ("farthest_in_class", "class_distance", "Far from their class", " of the same class"),
+        )
+    ]
+
+
+def _mislabelled(store: FeatureStore, result: Mapping[str, Any]) -> list[Ranking]:
+    text = (
+        f"Labels by their probability in {result['layer']}, from the fold of {result['folds']} "
+        f"that did not train on the image; {result['doubtful']} of {result['rows']} labels are "
+        "doubtful (job=mislabelled)."
+    )
+    captions = {
+        row: f"{as_utf8(one['label'])} {one['p_label']:.3f}, predicted "
+        f"{as_utf8(one['predicted'])} {one['p_predicted']:.3f}"
+        for row, one in _rows(store, result["least_credible"]).items()
+    }
+    return [Ranking("Least credible labels", text, captions)]
+
+
+def _rows(store: FeatureStore, described: list[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Return the first rows whose key is that of the store."""
+    return {
+        int(one["row"]): one
+        for one in described[:_SHOWN]
+        if str(store.keys[int(one["row"])]) == one["key"]
+    }

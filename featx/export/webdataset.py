@@ -18,8 +18,13 @@ from featx.export.base import (
     ShardOptions,
     literal,
 )
-from featx.export.encoded_images import EncodedImages
-from featx.export.selection import ExportSelection, as_json_values, as_npy, as_utf8
+from featx.export.selection import (
+    EncodedImages,
+    ExportSelection,
+    as_json_values,
+    as_npy,
+    as_utf8,
+)
 
 _HEADERS = 512 * 6
 """Approximate bytes of the tar headers and padding of a row."""

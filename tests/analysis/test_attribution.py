@@ -16,7 +16,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 from featx.analysis.attribution import Attributor
 from featx.analysis.attribution.attributor import DELTA
-from featx.analysis.attribution.guided_backpropagation import guided_rectifiers
+from featx.analysis.attribution.methods import guided_rectifiers
 from featx.config import METHODS, SCALARS, AttributeConfig
 from featx.engine import Compute
 from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.model_selection import StratifiedGroupKFold
 
 from featx.analysis.probe.groups import fold_of_groups, share_of_groups
-from featx.analysis.probe.splits import holdout, kfold, split_from_places
+from featx.analysis.probe.splits import holdout, kfold, with_validation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,7 +85,7 @@ def test_a_class_in_one_group_is_trained_on_and_one_in_two_is_tested() -> None:
 def test_drawn_validation_rows_of_a_given_split_divide_no_group() -> None:
     y, groups = made_groups(60, 3, seed=5)
     train, test = np.flatnonzero(groups < 40), np.flatnonzero(groups >= 40)
-    split = split_from_places(y, train, np.empty(0, np.int64), test, 0.2, 0, groups)
+    split = with_validation(y, train, test, 0.2, 0, groups)
     assert not sides(groups, split.validation, split.fit)
     assert len(split.validation) == pytest.approx(0.2 * len(train), abs=12)
 

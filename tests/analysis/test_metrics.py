@@ -1,13 +1,20 @@
-"""Metrics against scikit-learn, scipy's interval and numbers computed by hand."""
+"""Metrics, also of many resamples at once, against scikit-learn, scipy and numbers by hand."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 from sklearn import metrics as oracle
+from sklearn.calibration import calibration_curve
 
-from featx.analysis.probe.class_metrics import prediction_metrics
-from featx.analysis.probe.metrics import Predictions, wilson
+from featx.analysis.probe.class_metrics import (
+    bootstrap_entry,
+    prediction_metrics,
+    weighted_metrics,
+)
+from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, wilson
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,23 +29,19 @@ def made(num_rows: int = 400, num_classes: int = 8) -> tuple[np.ndarray, np.ndar
     return y, scores / scores.sum(1, keepdims=True)
 
 
-def test_every_number_is_scikit_learns() -> None:
+def test_numbers_of_each_class_are_scikit_learns() -> None:
     y, scores = made()
     predicted = scores.argmax(1)
     found = prediction_metrics(Predictions.of_scores(y, scores, True))
-    assert found["accuracy"] == pytest.approx(oracle.accuracy_score(y, predicted))
     labels = list(range(8))
     tested = labels[:7]
     recall = oracle.recall_score(y, predicted, labels=tested, average=None)
     assert found["recall"][:7] == pytest.approx(recall.tolist())
     assert found["recall"][7] is None
-    assert found["balanced_accuracy"] == pytest.approx(recall.mean())
     precision = oracle.precision_score(y, predicted, labels=labels, average=None, zero_division=0)
     assert found["precision"] == pytest.approx(precision.tolist())
     assert found["confusion"] == oracle.confusion_matrix(y, predicted, labels=labels).tolist()
     assert found["support"] == np.bincount(y, minlength=8).tolist()
-    top5 = oracle.top_k_accuracy_score(y, scores, k=5, labels=labels)
-    assert found["top5"] == pytest.approx(top5)
     assert found["correct"] == (predicted == y).sum()
 
 
@@ -97,3 +100,122 @@ def test_a_class_that_is_never_predicted_has_no_precision() -> None:
     )
     assert found["precision"] == [0.5, None]
     assert found["recall"] == [1.0, 0.0]
+
+
+def drawn_predictions(
+    rows: int, classes: int, probabilities: bool = True, ties: bool = False
+) -> Predictions:
+    """Predictions that are better than chance."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(classes, size=rows)
+    scores = rng.normal(size=(rows, classes))
+    scores[np.arange(rows), y] += 1
+    if probabilities:
+        scores = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    return Predictions.of_scores(y, scores.round(1) if ties else scores, probabilities)
+
+
+def of_scikit_learn(predictions: Predictions) -> dict[str, float]:
+    """The metrics that are defined."""
+    y, scores, predicted = predictions.y, predictions.scores, predictions.predicted
+    labels, tested, rows = np.arange(scores.shape[1]), np.unique(y), np.arange(len(y))
+    metrics = {
+        "accuracy": oracle.accuracy_score(y, predicted),
+        "balanced_accuracy": oracle.recall_score(y, predicted, labels=tested, average="macro"),
+        "macro_f1": oracle.f1_score(y, predicted, average="macro", zero_division=0),
+    }
+    if len(labels) > 5 and (predictions.most_ranked or 5) >= 5:
+        # Ties count against a row: scikit-learn ranks equal scores by the place of their classes.
+        lowered = scores.copy()
+        lowered[rows, y] = np.nextafter(scores[rows, y], -np.inf)
+        metrics["top5"] = oracle.top_k_accuracy_score(y, lowered, k=5, labels=labels)
+    if len(tested) > 1:
+        areas = [oracle.roc_auc_score(y == label, scores[:, label]) for label in tested]
+        metrics |= {"auroc": np.mean(areas), "kappa": oracle.cohen_kappa_score(y, predicted)}
+        if len(np.unique(predicted)) > 1:
+            metrics["mcc"] = oracle.matthews_corrcoef(y, predicted)
+    if predictions.p_true is not None:
+        if (predictions.p_true > 0).all():
+            metrics["log_loss"] = oracle.log_loss(y, scores, labels=labels)
+        confidence, edges = scores.max(1), np.linspace(0, 1, 16)[1:-1]
+        share, middle = calibration_curve(predicted == y, confidence, n_bins=15, pos_label=True)
+        counts = np.bincount(np.searchsorted(edges, confidence))
+        metrics["calibration_error"] = np.abs(share - middle) @ counts[counts > 0] / len(y)
+    return metrics
+
+
+def check(predictions: Predictions, drawn: np.ndarray) -> None:
+    """Compare all metrics of resamples, given as (b, n) rows, with those of the drawn rows."""
+    count = len(predictions.y)
+    weights = np.array([np.bincount(rows, minlength=count) for rows in drawn], np.float64)
+    found = weighted_metrics(predictions, weights)
+    assert tuple(found) == CLASS_METRICS
+    for i, rows in enumerate(drawn):
+        of_rows = Predictions.of_scores(
+            predictions.y[rows],
+            predictions.scores[rows],
+            predictions.p_true is not None,
+            None,
+            predictions.most_ranked,
+        )
+        expected, of_one_test = of_scikit_learn(of_rows), prediction_metrics(of_rows)
+        assert set(CLASS_METRICS) - set(expected) == set(of_one_test["not_available"])
+        for name in CLASS_METRICS:
+            value = pytest.approx(expected.get(name, math.nan), rel=1e-12, abs=1e-14, nan_ok=True)
+            assert found[name][i] == value, name
+            assert (math.nan if of_one_test[name] is None else of_one_test[name]) == value, name
+
+
+@pytest.mark.parametrize(("classes", "rows"), [(2, 12), (3, 60), (9, 40)])
+@pytest.mark.parametrize("probabilities", [True, False])
+def test_they_are_those_of_the_drawn_rows(classes: int, rows: int, probabilities: bool) -> None:
+    drawn = np.random.default_rng(1).integers(rows, size=(10, rows))
+    check(drawn_predictions(rows, classes, probabilities), drawn)
+
+
+@pytest.mark.slow
+def test_ties_few_ranked_classes_and_probabilities_of_0() -> None:
+    drawn = np.random.default_rng(1).integers(30, size=(20, 30))
+    tied = drawn_predictions(30, 8, probabilities=False, ties=True)
+    check(tied, drawn)
+    check(Predictions.of_scores(tied.y, tied.scores, False, None, 3), drawn)
+    sure = drawn_predictions(30, 8)
+    scores = sure.scores.copy()
+    scores[4, sure.y[4]] = 0
+    scores[4] /= scores[4].sum()
+    never = Predictions.of_scores(sure.y, scores, True)
+    check(never, drawn)
+    assert {len(np.unique(rows == 4)) for rows in drawn} == {1, 2}, "with and without the row"
+
+
+def test_resamples_of_one_class_or_one_prediction() -> None:
+    predictions = drawn_predictions(6, 3)
+    y = predictions.y
+    rows = np.array([np.full(6, 2), *(np.full(6, i) for i in (0, 5)), np.arange(6)])
+    check(predictions, rows)
+    same = np.where(y == y[0])[0]
+    check(predictions, np.array([np.resize(same, 6)]))
+    one = Predictions.of_scores(y, np.tile([0.8, 0.1, 0.1], (6, 1)), True)
+    check(one, rows)
+
+
+def test_the_resamples_are_those_of_a_loop() -> None:
+    """Blocks of resamples draw the numbers that one resample after the other would draw."""
+    predictions = drawn_predictions(40, 3)
+    groups = np.arange(40) // 4
+    grouped = Predictions.of_scores(predictions.y, predictions.scores, True, groups)
+    rng, values = np.random.default_rng(0), []
+    for _ in range(60):
+        drawn = rng.integers(10, size=10)
+        rows = np.concatenate([np.flatnonzero(groups == unit) for unit in drawn])
+        values.append(
+            prediction_metrics(
+                Predictions.of_scores(predictions.y[rows], predictions.scores[rows], True)
+            )
+        )
+    entry = bootstrap_entry(grouped, 60)
+    assert (entry["unit"], entry["units"], entry["undefined"]) == ("group", 10, {})
+    for name in ("accuracy", "auroc", "log_loss", "kappa"):
+        expected = np.quantile([each[name] for each in values], [0.025, 0.975])
+        assert entry["intervals"][name] == pytest.approx(expected.tolist()), name
+    assert entry["intervals"]["top5"] is None

@@ -13,19 +13,10 @@ from featx.analysis.probe.comparisons import (
     holm,
     holm_levels,
     resampled_test,
-    sign_test,
 )
 from featx.analysis.probe.comparisons import differences as compare_splits
 from featx.analysis.probe.metrics import Predictions
 from featx.analysis.probe.splits import Split
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [(0, 0), (1, 0), (3, 2), (17, 3), (0, 40), (1000, 1100), (4000, 2)]
-)
-def test_the_sign_test_is_the_binomial_test_of_scipy(first: int, second: int) -> None:
-    expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
-    assert sign_test(first, second) == pytest.approx(expected, rel=1e-9)
 
 
 def rows_with(right: list[bool], groups: list[int] | None = None) -> Predictions:
@@ -33,6 +24,16 @@ def rows_with(right: list[bool], groups: list[int] | None = None) -> Predictions
     predicted = np.where(right, 0, 1)
     of_row = None if groups is None else np.array(groups)
     return Predictions(np.zeros(len(right), np.int64), predicted, None, None, of_row)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "p"), [(0, 0, 1), (1, 0, 1), (3, 2, 1), (0, 4, 2 / 16), (5, 1, 14 / 64)]
+)
+def test_p_is_that_of_mcnemars_exact_test(first: int, second: int, p: float) -> None:
+    a, b = ([True, *[is_a] * first, *[not is_a] * second] for is_a in (True, False))
+    found = compare(rows_with(a), rows_with(b))
+    assert (found["first_only"], found["second_only"]) == (first, second)
+    assert found["p"] == pytest.approx(p, rel=1e-12)
 
 
 def test_a_group_counts_once() -> None:

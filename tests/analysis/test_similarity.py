@@ -259,13 +259,8 @@ def direct_debiased_cka(x: np.ndarray, y: np.ndarray) -> float:
     return hsic(k, m) / np.sqrt(hsic(k, k) * hsic(m, m))
 
 
-def direct_rsa(x: np.ndarray, y: np.ndarray) -> float:
-    distances = [scipy.spatial.distance.pdist(z, "cosine") for z in (x, y)]
-    return float(scipy.stats.spearmanr(*distances).statistic)
-
-
-def correlation_rsa(x: np.ndarray, y: np.ndarray) -> float:
-    distances = [scipy.spatial.distance.pdist(z, "correlation") for z in (x, y)]
+def direct_rsa(x: np.ndarray, y: np.ndarray, distance: str = "correlation") -> float:
+    distances = [scipy.spatial.distance.pdist(z, distance) for z in (x, y)]
     return float(scipy.stats.spearmanr(*distances).statistic)
 
 
@@ -301,8 +296,8 @@ class TestLayerSimilarity:
         x, y = matrices
         assert linear_cka(x, y) == pytest.approx(direct_cka(x, y), abs=1e-5)
         assert linear_cka(x, y, debiased=True) == pytest.approx(direct_debiased_cka(x, y), abs=1e-5)
-        assert rsa(x, y, "cosine") == pytest.approx(direct_rsa(x, y), abs=1e-5)
-        assert rsa(x, y) == pytest.approx(correlation_rsa(x, y), abs=1e-5)
+        assert rsa(x, y, "cosine") == pytest.approx(direct_rsa(x, y, "cosine"), abs=1e-5)
+        assert rsa(x, y) == pytest.approx(direct_rsa(x, y), abs=1e-5)
         assert abs(rsa(x, y) - rsa(x, y, "cosine")) > 0.01
         failed = x.copy()
         failed[3] = np.nan
@@ -335,7 +330,7 @@ class TestLayerSimilarity:
         assert debiased == pytest.approx(direct_debiased_cka(x, y), abs=1e-5)
         if offset < 1e9:  # where cosines are equal but for 1e-18, no float64 tells them apart
             assert rsa(away, y, "cosine") == pytest.approx(exact_rsa(away, y), abs=1e-4)
-        assert rsa(away, y) == pytest.approx(correlation_rsa(x, y), abs=1e-4)
+        assert rsa(away, y) == pytest.approx(direct_rsa(x, y), abs=1e-4)
 
     @pytest.mark.usefixtures("blocks")
     def test_an_offset_in_a_store(self) -> None:
@@ -357,26 +352,20 @@ class TestLayerSimilarity:
             assert np.isnan(rsa(sizes * np.array([1.0, 2, 3]) + offset * np.array([1, 2, 3]), y))
         assert np.isnan(rsa(sizes, y)), "a single value has no correlation"
 
-    def test_rows_of_zeros_are_at_right_angles_to_all(self) -> None:
+    @pytest.mark.parametrize(
+        ("distance", "values"), [("cosine", (0, 0)), ("correlation", (0.3, 5))]
+    )
+    def test_rows_without_a_direction_have_a_distance_of_1_to_all(
+        self, distance: str, values: tuple[float, float]
+    ) -> None:
+        """Zeros have no cosine, and equal values no correlation."""
         x = np.random.default_rng(0).normal(size=(12, 4))
-        x[3] = x[7] = 0
-        cosines = x @ x.T / np.maximum(np.linalg.norm(x, axis=1), 1e-9)[:, None]
-        cosines /= np.maximum(np.linalg.norm(x, axis=1), 1e-9)
-        pairs = np.triu_indices(12, 1)
+        x[3], x[7] = values
         y = np.random.default_rng(1).normal(size=(12, 5))
-        theirs = scipy.spatial.distance.pdist(y, "cosine")
-        expected = scipy.stats.spearmanr(1 - cosines[pairs], theirs).statistic
-        assert rsa(x, y, "cosine") == pytest.approx(expected, abs=1e-5)
-
-    def test_rows_of_equal_values_are_uncorrelated_with_all(self) -> None:
-        x = np.random.default_rng(0).normal(size=(12, 4))
-        x[3], x[7] = 0.3, 5
-        with np.errstate(invalid="ignore"):
-            correlations = np.nan_to_num(np.corrcoef(x))
-        y = np.random.default_rng(1).normal(size=(12, 5))
-        theirs = scipy.spatial.distance.pdist(y, "correlation")
-        expected = scipy.stats.spearmanr(1 - correlations[np.triu_indices(12, 1)], theirs).statistic
-        assert rsa(x, y) == pytest.approx(expected, abs=1e-5)
+        ours = np.nan_to_num(scipy.spatial.distance.pdist(x, distance), nan=1)
+        theirs = scipy.spatial.distance.pdist(y, distance)
+        expected = scipy.stats.spearmanr(ours, theirs).statistic
+        assert rsa(x, y, distance) == pytest.approx(expected, abs=1e-5)
 
     def test_only_the_debiased_form_tells_noise_from_noise(self) -> None:
         rng = np.random.default_rng(0)
@@ -395,7 +384,7 @@ class TestLayerSimilarity:
         for name, direct in (
             ("cka", direct_cka),
             ("cka_debiased", direct_debiased_cka),
-            ("rsa", correlation_rsa),
+            ("rsa", direct_rsa),
         ):
             expected = [[direct(X[a], X[b]) for b in X] for a in X]
             assert np.allclose(found.measures[name], expected, atol=1e-5), name

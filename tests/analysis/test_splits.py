@@ -12,7 +12,7 @@ from featx.analysis.probe.splits import (
     holdout,
     kfold,
     read_split_file,
-    split_from_places,
+    with_validation,
 )
 from featx.errors import DataError
 
@@ -63,12 +63,10 @@ def test_few_takes_what_there_is_and_each_draw_another() -> None:
     assert set(few_shot_places(UNEVEN, np.arange(10), 3, 0, 0)) <= set(range(10))
 
 
-def test_given_validation_rows_are_kept_and_others_are_drawn() -> None:
+def test_validation_rows_are_drawn_from_the_training_rows() -> None:
     y = np.array([0, 1] * 10)
     train, test = np.arange(12), np.arange(14, 20)
-    kept = split_from_places(y, train, np.array([12, 13]), test, 0.2, 0)
-    assert (kept.fit.tolist(), kept.validation.tolist()) == (train.tolist(), [12, 13])
-    drawn = split_from_places(y, train, np.empty(0, np.int64), test, 0.5, 0)
+    drawn = with_validation(y, train, test, 0.5, 0)
     assert len(drawn.validation) == 6
     assert drawn.train.tolist() == train.tolist()
 

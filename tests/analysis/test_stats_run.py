@@ -34,6 +34,7 @@ from featx.analysis.statistics.session import StatsSession
 from featx.config import StatsConfig
 from featx.errors import (
     ConfigError,
+    LayerError,
     NonFiniteError,
     StoreError,
     StoreLockedError,
@@ -503,6 +504,43 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         with pytest.raises(error, match=message):
             take(photos, **keys, stats={"reference": "other"})
     assert not Path("store").exists()
+
+
+@pytest.mark.slow
+def test_the_frechet_distance_is_that_of_the_extracted_matrices(photos: Path) -> None:
+    few = {"name": "folder", "root": str(photos), "limit": 9}
+    x = matrix(extract(photos, dtype="float32", layers=["pool"], pack=False), "pool")
+    a = take(photos, out="all", layers=["pool"])
+    take(few, out="few", layers=["pool"])
+    found = featx.frechet_distance(a, "few")
+    one, other = np.cov(x, rowvar=False), np.cov(x[:9], rowvar=False)
+    # The eigenvalues of a product of covariances are real and not negative.
+    root_trace = np.sqrt(np.linalg.eigvals(one @ other).real.clip(0)).sum()
+    shift = np.square(x.mean(0) - x[:9].mean(0)).sum()
+    expected = shift + np.trace(one) + np.trace(other) - 2 * root_trace
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert featx.frechet_distance(Path("few/stats.h5"), "all", "pool") == pytest.approx(found)
+    assert featx.frechet_distance("all", a) == pytest.approx(0, abs=1e-10)
+
+
+@pytest.mark.slow
+def test_a_frechet_distance_that_cannot_be_computed(photos: Path) -> None:
+    take(photos, out="two", layers=["pool", "conv"], reduce="flatten")
+    take(photos, out="deep", layers=["deep"])
+    take(photos, out="pool", layers=["pool"], reduce="avg")
+    take(photos, out="diagonal", layers=["pool"], reduce="avg", stats={"covariance": "diagonal"})
+    with pytest.raises(ConfigError, match=r"name the layer: .* in common: pool, conv"):
+        featx.frechet_distance("two", "two")
+    with pytest.raises(ConfigError, match="in common: none"):
+        featx.frechet_distance("two", "deep")
+    with pytest.raises(LayerError, match="no statistics of 'pool'"):
+        featx.frechet_distance("two", "deep", "pool")
+    with pytest.raises(StoreMismatchError, match="reduce: 'flatten' and 'avg'"):
+        featx.frechet_distance("two", "pool")
+    with pytest.raises(ConfigError, match="hold its diagonal"):
+        featx.frechet_distance("pool", "diagonal")
+    with pytest.raises(StoreError, match="no statistics file nowhere"):
+        featx.frechet_distance("pool", "nowhere")
 
 
 @pytest.mark.parametrize(

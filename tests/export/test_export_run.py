@@ -32,11 +32,6 @@ SMALL = {"shard_gib": 1000 / 2**30}
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
-
-
-@pytest.fixture
 def store() -> Path:
     return make_run(21, 8, failed=[3, 10]).copied(Path("store"))
 
@@ -108,18 +103,6 @@ def test_a_complete_export_is_not_written_again(
     assert {path: path.stat().st_ino for path in Path("out/data").iterdir()} == before
     export("parquet", overwrite=True)
     assert all(path.stat().st_ino != number for path, number in before.items())
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [("npy", "features/flat.npy"), ("zarr", "features.zarr")]
-)
-def test_an_export_that_has_lost_a_file_is_written_again(kind: str, name: str, store: Path) -> None:
-    """As after a kill between the record and the last file."""
-    export(kind)
-    expected = digests()
-    AtomicFolder(Path("out")).remove(Path("out") / name)
-    export(kind)
-    assert digests() == expected
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from format_readers import READERS
-from tiny_model import extract, run_job, write_image
+from test_formats import export
+from tiny_model import extract, write_image
 
 import featx
 from featx.errors import ConfigError, StoreMismatchError
-from featx.export import selection
 
 pytest.importorskip("pyarrow", reason="the extra table is not installed")
 
@@ -50,11 +50,6 @@ TITLES = {
 """Format with columns -> what it calls the column `status`; tables have one of that name."""
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
-
-
 def make_store(columns: dict[str, list[Any]] = COLUMNS) -> featx.FeatureStore:
     import pyarrow as pa
     from pyarrow import parquet
@@ -81,12 +76,6 @@ def store(made: Path, tmp_path: Path) -> featx.FeatureStore:
     """The store with COLUMNS, in the current folder with its images."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return featx.open(tmp_path / "store")
-
-
-def export(kind: str, **keys: Any) -> Path:
-    options = {"format": kind, **keys.pop("export", {})}
-    assert run_job("export", store="store", export=options, out="out", **keys) == 0
-    return Path("out")
 
 
 def expected(kind: str, rows: list[int]) -> dict[str, list[Any]]:

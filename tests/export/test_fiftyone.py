@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from csv_rows import csv_rows
 from format_readers import READERS
 from PIL import Image
 from tiny_model import extract, run_job, write_image
@@ -76,9 +76,8 @@ def samples_of(out: Path) -> list[dict[str, Any]]:
     return samples
 
 
-def lines_of(path: Path) -> dict[str, dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return {line["key"]: line for line in csv.DictReader(file)}
+def lines_of(path: Path, **values: str) -> dict[str, dict[str, str]]:
+    return {line["key"]: line for line in csv_rows(path, **values)}
 
 
 def test_samples_have_what_the_jobs_have_found(made: Path) -> None:
@@ -88,12 +87,8 @@ def test_samples_have_what_the_jobs_have_found(made: Path) -> None:
     judged = lines_of(made / "store/mislabelled/mislabelled.csv")
     groups = lines_of(made / "store/duplicates/duplicates.csv")
     probe = json.loads((made / "store/probe.json").read_text())
-    with (made / "store/probe/predictions.csv").open(newline="", encoding="utf-8") as file:
-        tested = {
-            line["key"]: line
-            for line in csv.DictReader(file)
-            if line["layer"] == probe["layer"] and line["split"] == "test"
-        }
+    predictions = made / "store/probe/predictions.csv"
+    tested = lines_of(predictions, layer=probe["layer"], split="test")
     assert 0 < len(tested) < len(samples)
     shown = json.loads((made / "store/outliers/outliers.json").read_text())
     first = {one["key"] for name in ("farthest", "farthest_in_class") for one in shown[name]}

@@ -19,19 +19,12 @@ from tiny_model import extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, StoreMismatchError
-from featx.export import selection
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "small_blocks")
 
 OF_ANY_STORE = ("npy", "csv", "parquet", "safetensors", "zarr", "huggingface")
 SHARDED = ("parquet", "safetensors", "huggingface")
 FAILED = (3, 10, 20)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows or so at a time, so that each format writes several blocks."""
-    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
 
 
 def write_store(dtype: str = "float32", packed: bool = True, **keys: Any) -> MadeRun:

@@ -19,16 +19,10 @@ from made_store import MadeRun, make_run
 from tiny_model import run_job
 
 from featx.errors import ConfigError, RunError, StoreMismatchError
-from featx.export import selection
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "small_blocks")
 
 FAILED = (3, 10, 20)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
 
 
 def write_store(num_rows: int = 21, **keys: Any) -> MadeRun:

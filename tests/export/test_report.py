@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from csv_rows import csv_rows
 from made_store import make_added, make_labelled, make_run, temporary_files
 from PIL import Image
 from processes import killed_at_sync
@@ -139,8 +139,7 @@ def test_the_errors_are_those_of_the_predictions(photos: Path) -> None:
     extract(photos)
     run_job("probe", store="store", device="cpu", probe={"test_share": 0.4})
     page = report()
-    with Path("store/probe/predictions.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["split"] == "test"]
+    rows = csv_rows("store/probe/predictions.csv", split="test")
     wrong = [row for row in rows if row["true"] != row["predicted"]]
     wrong.sort(key=lambda row: -float(row["p_predicted"]))
     assert wrong
@@ -490,8 +489,7 @@ def test_errors_of_another_store_show_their_images(
         target.write_bytes(path.read_bytes())
     extract(tmp_path / "tests", out="other")
     run_job("probe", store="store", device="cpu", probe={"test_store": "other"})
-    lines = Path("store/probe/predictions.csv").read_text(encoding="utf-8").splitlines()
-    tested = [line for line in csv.DictReader(lines) if line["split"] == "test"]
+    tested = csv_rows("store/probe/predictions.csv", split="test")
     errors = [line for line in tested if line["true"] != line["predicted"]]
     assert errors
     report()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import html
 import json
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from csv_rows import csv_rows
 from probe_problem import blobs, write_store
 from sklearn.metrics import recall_score
 from tiny_model import extract, run_job, write_image, write_images
@@ -112,9 +112,7 @@ def test_several_labels_have_a_result_of_their_own() -> None:
     )
     found, words = json.loads(Path("store/probe.json").read_text()), page_of()
     assert f"mAP of the linear probe of tags on the chosen layer, {found['layer']}" in words
-    lines = Path("store/probe/predictions.csv").read_text(encoding="utf-8").splitlines()
-    rows = list(csv.DictReader(lines))
-    mine = [row for row in rows if row["layer"] == found["layer"]]
+    mine = csv_rows("store/probe/predictions.csv", layer=found["layer"])
     true, said = (np.array([float(row[f"{what}:old"]) for row in mine]) >= 0.5
                   for what in ("true", "score"))  # fmt: skip
     recall = f"{100 * recall_score(true, said):.1f}"

@@ -51,7 +51,8 @@ def test_statistics_of_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
     values[:, 0] = 2.0
     values[2, 1, 5, 5] = -3.0  # the third channel is dead
     store = store_of({"map": values}, [0, 1, 0, 1])
-    monkeypatch.setattr("featx.export.report.layers.BLOCK_BYTES", 2 * 3 * 64 * 4)  # two blocks
+    two_blocks = 2 * 3 * 64 * 4
+    monkeypatch.setattr("featx.analysis.statistics.tokens.BLOCK_BYTES", two_blocks)
     found = layer_statistics(store, "map", np.arange(4))
     assert (found["channels"], found["dead"], found["what"]) == (3, 1, "channels")
     assert found["zeros"] == pytest.approx((values == 0).mean())

@@ -217,6 +217,25 @@ def test_rows_without_a_value_and_groups() -> None:
     assert found["unit"] == "group"
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "options", "message"),
+    [
+        (300, 5, {"test_share": 0.9}, "for validation, which chooses settings: 300 rows with a "
+         r"value of age have a single group \(patient\) besides the test rows, .* or a smaller "
+         "probe.test_share than 0.9"),
+        (300, 1, {}, r"to test on: 300 rows with a value of age have a single group \(patient\), "),
+        (2, 300, {}, "2 rows with a value of age are too few to be divided"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_for_a_split_is_named(
+    num_rows: int, num_groups: int, options: dict[str, Any], message: str
+) -> None:
+    age = np.where(np.arange(300) < num_rows, AGE, np.nan)
+    store_with(age=age, patient=np.arange(300) * num_groups // 300)
+    with pytest.raises(DataError, match=message):
+        probe(label_column="age", task="regression", group_column="patient", **options)
+
+
 @pytest.mark.slow
 def test_seeds_have_values_and_a_spread_of_their_own() -> None:
     store_with(age=AGE)

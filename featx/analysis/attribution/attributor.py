@@ -22,15 +22,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from featx.analysis.attribution.captum_methods import (
+from featx.analysis.attribution.methods import (
     Explained,
     baseline,
     captum_version,
+    capture_output,
+    check_rectifiers,
+    grad_cam,
+    guided_rectifiers,
     integrated_gradients,
+    layer_map_view,
     occlusion,
 )
-from featx.analysis.attribution.gradcam import capture_output, grad_cam, layer_map_view
-from featx.analysis.attribution.guided_backpropagation import check_rectifiers, guided_rectifiers
 from featx.config import BY_CAPTUM, DEFAULT_BASELINE, OF_A_LAYER, AttributeConfig, ReduceConfig
 from featx.engine import (
     COMPUTE_DTYPES,

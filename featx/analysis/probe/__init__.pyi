@@ -4,11 +4,12 @@ from .description import probe_sections as probe_sections
 from .heads import output_folder as output_folder
 from .labelled_rows import LabelledRows as LabelledRows
 from .layer_rows import BLOCK_BYTES as BLOCK_BYTES
+from .layer_rows import crop_of as crop_of
 from .layer_rows import layer_vectors as layer_vectors
 from .leakage import MIN_FEATURES as MIN_FEATURES
 from .leakage import NEAR_COSINE as NEAR_COSINE
+from .metrics import LABEL_THRESHOLD as LABEL_THRESHOLD
 from .metrics import METRICS as METRICS
-from .metrics import Metric as Metric
 from .mislabelled import JudgedLabels as JudgedLabels
 from .mislabelled import judge_labels as judge_labels
 from .output_files import is_of_answer as is_of_answer

@@ -6,20 +6,21 @@ A resample is a weight of each row, the number of times that it was drawn. sciki
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.metrics import (
+    BLOCK_NUMBERS,
     CLASS_METRICS,
     Ints,
     Matrix,
     Predictions,
+    drawn_units,
     effective_rows,
-    join_predictions,
-    mean_and_spread,
+    units_of_rows,
     wilson,
 )
 
@@ -28,6 +29,9 @@ TOP = 5
 
 CALIBRATION_BINS = 15
 """Number of bins of the calibration error."""
+
+_EQUAL = 1e-12
+"""Difference of metrics, relative to the larger of the metric and 1, that counts as rounding."""
 
 
 def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
@@ -63,12 +67,46 @@ def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def metrics_of_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
-    """Compute the metrics of the rows of all folds together; several folds add an entry `folds`."""
-    metrics = prediction_metrics(join_predictions(folds))
-    if len(folds) > 1:
-        metrics["folds"] = mean_and_spread([each.accuracy for each in folds])
-    return metrics
+def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
+    """Compute the 95 % percentile interval of every metric.
+
+    In each resample as many units are drawn with replacement as there are, a unit being a row or a
+    group with all its rows, and all metrics are computed anew (B. Efron and R. Tibshirani, An
+    Introduction to the Bootstrap, 1993, chapter 13). Return resamples; unit ('row' or 'group');
+    units, their number; intervals, metric -> (low, high), None if the metric is not available or
+    equal in all resamples, as an accuracy of 1 is, which tells nothing about its error; and
+    undefined, metric -> number of resamples that are left out because it is not defined in them,
+    for metrics with such resamples.
+    """
+    blocks = [weighted_metrics(predictions, each) for each in _weights(predictions, resamples)]
+    available, undefined = prediction_metrics(predictions), {}
+    intervals: dict[str, list[float] | None] = dict.fromkeys(CLASS_METRICS)
+    for name in CLASS_METRICS:
+        if available[name] is None:
+            continue
+        values = np.concatenate([each[name] for each in blocks])
+        values = values[~np.isnan(values)]
+        if len(values) < resamples:
+            undefined[name] = resamples - len(values)
+        if len(values) and np.ptp(values) > _EQUAL * max(1.0, float(np.abs(values).max())):
+            intervals[name] = np.quantile(values, [0.025, 0.975]).tolist()
+    groups = predictions.groups
+    return {
+        "resamples": resamples,
+        "unit": "row" if groups is None else "group",
+        "units": len(predictions.y) if groups is None else len(np.unique(groups)),
+        "intervals": intervals,
+        "undefined": undefined,
+    }
+
+
+def _weights(predictions: Predictions, resamples: int) -> Iterator[Matrix]:
+    """Yield weights of resamples in blocks, (b, n) each."""
+    unit_of_row = units_of_rows(predictions.groups, len(predictions.y))
+    for drawn in drawn_units(unit_of_row, resamples, BLOCK_NUMBERS // len(unit_of_row)):
+        drawn += drawn.shape[1] * np.arange(len(drawn))[:, None]
+        times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
+        yield times[:, unit_of_row].astype(np.float64)
 
 
 def confusion(y: Ints, predicted: Ints, num_classes: int) -> Ints:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from featx.analysis.probe import methods
-from featx.analysis.probe.class_metrics import metrics_of_folds
-from featx.analysis.probe.compared_store import compared_store_entry, read_probe
-from featx.analysis.probe.comparisons import compare_with_best
+from featx.analysis.probe.class_metrics import bootstrap_entry, prediction_metrics
+from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry
 from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import (
@@ -30,23 +29,22 @@ from featx.analysis.probe.leakage import (
     repeated_rows,
 )
 from featx.analysis.probe.methods import FittedProbe, Problem
-from featx.analysis.probe.metric_intervals import bootstrap_entry
 from featx.analysis.probe.metrics import (
     Predictions,
     join_predictions,
     mean_and_spread,
 )
-from featx.analysis.probe.records import Choice, Record, Results
+from featx.analysis.probe.output_files import read_probe
+from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import (
     RowSplits,
     Split,
     check_split,
-    few_group_notes,
     small_classes,
 )
 from featx.analysis.probe.task import RowTask
 from featx.config import Config
-from featx.errors import DataError
+from featx.errors import DataError, counted
 from featx.store import FeatureStore, layout
 
 SCORE = "score:"
@@ -54,6 +52,9 @@ SCORE = "score:"
 
 MAX_SCORES = 1 << 24
 """Number of scores up to which predictions.csv has a column per class, about 300 MB."""
+
+FEW_GROUPS = 20
+"""Number of groups of test rows below which the intervals of the bootstrap are too narrow."""
 
 PAIRS_LISTED = 50
 """Maximum number of pairs of near-duplicates that probe.json lists."""
@@ -125,18 +126,21 @@ class ClassTask(RowTask):
 
     def test(
         self, opened: Problem, seed: int, split: Split, method: str, fitted: FittedProbe
-    ) -> tuple[Choice, Predictions]:
-        tested = Predictions.of_scores(
+    ) -> Predictions:
+        return Predictions.of_scores(
             opened.y[split.test],
             fitted.scores(split.test),
             method != "ridge",
             self.groups_of(seed, split),
             int(fitted.choice.setting) if method == "knn" else None,
         )
-        return fitted.choice, tested
 
     def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
-        return metrics_of_folds(folds)
+        """Compute the metrics of all rows together; several folds add an entry `folds`."""
+        metrics = prediction_metrics(join_predictions(folds))
+        if len(folds) > 1:
+            metrics["folds"] = mean_and_spread([each.accuracy for each in folds])
+        return metrics
 
     @staticmethod
     def merit(validation: Mapping[str, float]) -> tuple[float, ...]:
@@ -196,27 +200,27 @@ class ClassTask(RowTask):
             splits = self.first_splits.splits
             entry["few_shot"], self._draws[layer, method] = fit_few_shot(opened, method, splits)
 
-    def finish_layer(self, results: Results[Predictions]) -> None:
+    def finish_layer(self) -> None:
         """Drop the scores that neither predictions.csv nor the best layer needs."""
         if self._keeps_scores:
             return
-        chosen = {id(record) for seed in self.splits for record in results.chosen(seed)}
-        for key, records in results.folds.items():
-            results.folds[key] = [
+        chosen = {id(record) for seed in self.splits for record in self.chosen(seed)}
+        for key, records in self.folds.items():
+            self.folds[key] = [
                 record
                 if id(record) in chosen
                 else replace(record, tested=replace(record.tested, scores=None))
                 for record in records
             ]
 
-    def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
+    def result_entries(self) -> dict[str, Any]:
         options, classes = self.config.probe, list(self.training.classes)
-        best = results.answer(results.seeds[0])["layer"]
-        joined = join_predictions(results.tested(results.seeds[0]))
+        best = self.answer(self.seeds[0])["layer"]
+        joined = join_predictions(self.tested(self.seeds[0]))
         first = {
             layer: join_predictions([record.tested for record in records])
-            for (seed, layer, method), records in results.folds.items()
-            if (seed, method) == (results.seeds[0], results.methods[0])
+            for (seed, layer, method), records in self.folds.items()
+            if (seed, method) == (self.seeds[0], self.methods[0])
         }
         entries: dict[str, Any] = {
             "classes": classes,
@@ -227,7 +231,7 @@ class ClassTask(RowTask):
             ),
             "bootstrap": None,
             "compared_store": None,
-            "layer_selection": self._selection_entry(results),
+            "layer_selection": self._selection_entry(),
         }
         if options.bootstrap is not None:
             entries["bootstrap"] = bootstrap_entry(joined, options.bootstrap)
@@ -238,7 +242,7 @@ class ClassTask(RowTask):
                 self._other, joined, self.keys[places], np.concatenate(checksums)[places], classes
             )
         notes, near = self.notes_on_rows(), entries["near_duplicates"]
-        if count := results.layers[best]["repeated_rows"]:
+        if count := self.layers[best]["repeated_rows"]:
             notes.append(
                 f"{count} test rows have the same vector as a training row in {best}; these "
                 "may be the same images"
@@ -257,7 +261,15 @@ class ClassTask(RowTask):
         return {**entries, "notes_on_rows": notes}
 
     def notes_on_rows(self) -> list[str]:
-        return [*super().notes_on_rows(), *few_group_notes(self.first_splits)]
+        rows, notes = self.first_splits, super().notes_on_rows()
+        if rows.groups is not None:
+            num_groups = len(np.unique(rows.groups[rows.test_places]))
+            if num_groups < FEW_GROUPS:
+                notes.append(
+                    f"the test rows are of {counted(num_groups, 'group')}; with fewer than "
+                    f"{FEW_GROUPS} the intervals are too narrow"
+                )
+        return notes
 
     def untested_lines(self, seed: int) -> Iterator[list[Any]]:
         """Yield lines without a layer, so that the file names the split of every row.
@@ -307,7 +319,7 @@ class ClassTask(RowTask):
             ],
         }
 
-    def _selection_entry(self, results: Results[Predictions]) -> dict[str, Any] | None:
+    def _selection_entry(self) -> dict[str, Any] | None:
         """Return the entry `layer_selection` of probe.json; None with a single layer.
 
         The highest of several test accuracies is too high on average, because the test rows chose
@@ -315,7 +327,7 @@ class ClassTask(RowTask):
         the chosen layer is tested (nested selection: G. Cawley and N. Talbot, On Over-fitting in
         Model Selection and Subsequent Selection Bias in Performance Evaluation, JMLR 11, 2010).
         """
-        if len(results.layers) == 1:
+        if len(self.layers) == 1:
             return None
         chosen: list[dict[str, Any]] = [
             {
@@ -325,12 +337,11 @@ class ClassTask(RowTask):
                 "validation_accuracy": self.merit(record.choice.validation)[0],
                 "accuracy": record.tested.accuracy,
             }
-            for seed in results.seeds
-            for record in results.chosen(seed)
+            for seed in self.seeds
+            for record in self.chosen(seed)
         ]
         means = {
-            layer: np.mean(np.array(results.split_values(layer, self.first_metric), np.float64))
-            for layer in results.layers
+            layer: np.mean(np.array(self.split_values(layer), np.float64)) for layer in self.layers
         }
         highest = max(means, key=lambda layer: means[layer])
         return {

@@ -1,15 +1,20 @@
-"""Paired comparison of classifiers: on the same test rows, or over random splits."""
+"""Paired comparison of classifiers: on the same test rows, also of two stores, or over splits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.analysis.probe.metrics import Ints, Predictions, mean_and_spread
 from featx.analysis.probe.splits import Split
+from featx.errors import DataError, StoreMismatchError
+from featx.store import layout
+from featx.types import count_different_images
 
 _RESAMPLES = 10_000
 """Number of bootstrap resamples of the interval of a difference."""
@@ -46,12 +51,20 @@ def compare(a: Predictions, b: Predictions) -> dict[str, Any]:
     group, which counts for the classifier with more right rows in it. Return unit ('row' or
     'group') and units, their number; difference, the accuracy of the first minus that of the second
     classifier, and interval (95 %), as returned by `bootstrapped_difference`; first_only and
-    second_only, the number of units that count for one of the two; p, as returned by `sign_test`;
-    and told_apart, whether p is below ALPHA and the interval, if there is one, excludes 0.
+    second_only, the number of units that count for one of the two; p, two-sided and exact, of the
+    sign test; and told_apart, whether p is below ALPHA and the interval, if there is one, excludes
+    0.
+
+    The sign test is McNemar's exact test: of equally good classifiers, each of the first_only +
+    second_only units is for either with probability 1/2. Q. McNemar, Note on the Sampling Error of
+    the Difference between Correlated Proportions or Percentages, Psychometrika 12 (1947).
     """
+    from scipy.stats import binomtest
+
     gains, sizes = _gains(a, b)
     first, second = int((gains > 0).sum()), int((gains < 0).sum())
-    interval, p = bootstrapped_difference(gains, sizes), sign_test(first, second)
+    p = float(binomtest(first, first + second).pvalue) if first + second else 1.0
+    interval = bootstrapped_difference(gains, sizes)
     return {
         "unit": "row" if a.groups is None else "group",
         "units": len(gains),
@@ -151,18 +164,6 @@ def resampled_test(
     return (mean - half, mean + half), 2 * float(t.sf(abs(mean) / error, count - 1))
 
 
-def sign_test(first: int, second: int) -> float:
-    """Compute the two-sided exact p-value of the sign test, which is McNemar's exact test.
-
-    If both classifiers are equally good, each of the first + second differences is for either of
-    them with probability 1/2. Q. McNemar, Note on the Sampling Error of the Difference between
-    Correlated Proportions or Percentages, Psychometrika 12 (1947).
-    """
-    from scipy.stats import binomtest
-
-    return float(binomtest(first, first + second).pvalue) if first + second else 1.0
-
-
 _EQUAL = "the difference is the same in every split, which tells nothing about its error"
 """Reason why `resampled_test` gives no p-value."""
 
@@ -212,3 +213,64 @@ def differences(
         entry["p_holm"], entry["told_apart"] = (p, p < ALPHA) if is_tested else (None, None)
         entry["not_tested"] = None if is_tested else _EQUAL
     return entries
+
+
+@dataclass(frozen=True)
+class OtherProbe:
+    """Predictions of the best layer of another store: by key, the true and predicted class of each
+    test row, and the checksum of its image.
+    """
+
+    store: str
+    layer: str
+    method: str
+    tested: Mapping[str, tuple[str, str]]
+    checksums: Mapping[str, int]
+
+
+def compared_store_entry(
+    other: OtherProbe,
+    ours: Predictions,
+    keys: npt.NDArray[Any],
+    checksums: npt.NDArray[np.uint64],
+    classes: Sequence[str],
+) -> dict[str, Any]:
+    """Compare the predictions for the rows that both probes tested. Return store, layer and method
+    of the other probe; rows, the number of rows that both tested; rows_left_out, the number of test
+    rows of this store that the other did not test; rows_of_other_images, the number of compared
+    rows whose images have other bytes there; the accuracies of both on these rows; and the entries
+    of `paired_tests.compare`.
+    """
+    is_tested = np.array([str(key) in other.tested for key in keys.tolist()])
+    if not is_tested.any():
+        raise DataError(
+            f"probe.compare_store={other.store} has tested none of the {len(keys)} test rows of "
+            "this probe. Probe both with the same rows, labels, seed and split; "
+            f"probe.split=column probe.split_file={other.store}/{layout.PROBE_HEADS}/"
+            f"{layout.PROBE_PREDICTIONS} takes the split of the other one."
+        )
+    rows = np.flatnonzero(is_tested)
+    number = {name: i for i, name in enumerate(classes)}
+    classes_there = [other.tested[str(key)] for key in keys[rows].tolist()]
+    for row, (true, _) in zip(rows.tolist(), classes_there, strict=True):
+        if true != classes[ours.y[row]]:
+            raise StoreMismatchError(
+                f"{keys[row]} is of the class {classes[ours.y[row]]} in this store and of {true} "
+                f"in {other.store}; stores are compared on rows with the same labels."
+            )
+    there = np.array([other.checksums[str(key)] for key in keys[rows].tolist()], np.uint64)
+    # A class that this store does not have is a wrong prediction.
+    predicted = np.array([number.get(name, -1) for _, name in classes_there])
+    groups = None if ours.groups is None else ours.groups[rows]
+    a = Predictions(ours.y[rows], ours.predicted[rows], None, None, groups)
+    b = Predictions(ours.y[rows], predicted, None, None, groups)
+    return {
+        "store": other.store,
+        "layer": other.layer,
+        "method": other.method,
+        "rows": len(rows),
+        "rows_left_out": len(keys) - len(rows),
+        "rows_of_other_images": count_different_images(checksums[rows], there),
+        "accuracies": [float(a.right.mean()), float(b.right.mean())],
+        **compare(a, b),
+    }

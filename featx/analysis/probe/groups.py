@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import Ints, Matrix
+from featx.errors import counted
 from featx.sources import origin_of
 from featx.types import NO_IMAGE
 
@@ -105,9 +106,14 @@ def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | N
     return notes
 
 
-def divided_groups(groups: Groups, some: Ints, others: Ints) -> Ints:
-    """Return the groups, (k,), with rows among both of two sets of places."""
-    return np.intersect1d(groups.of_row[some], groups.of_row[others])
+def missing_group_notes(grouped: Groups | None, column: str | None) -> list[str]:
+    """Return a note about rows without a value in the column of the groups."""
+    if grouped is None or not grouped.num_missing:
+        return []
+    return [
+        f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
+        "a group of its own"
+    ]
 
 
 def _origins(labelled: LabelledRows) -> tuple[npt.NDArray[Any], str | None]:

@@ -88,15 +88,11 @@ def scaler_of(blocks: Iterable[torch.Tensor]) -> Scaler:
     return Scaler(mean.float().to(device), scale.float().to(device))
 
 
-def attention_average(tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Average (n, T, D) tokens with the weights softmax(tokens . query / sqrt(D)), (n, D)."""
-    weights = (tokens @ query / math.sqrt(len(query))).softmax(1)
-    return torch.einsum("nt,ntd->nd", weights, tokens)
-
-
 @dataclass(frozen=True)
 class Attention:
-    """Average of the standardised tokens of a row by weights of a query, (D,) float32."""
+    """Average of the standardised tokens of a row by the weights softmax(tokens . query / sqrt(D))
+    of a query, (D,) float32.
+    """
 
     query: torch.Tensor
     layout: TokenLayout
@@ -142,8 +138,9 @@ class Head:
         if self.attention is None:
             pooled = self.scaler(x)
         else:
-            tokens = self.scaler(self.attention.layout.tokens(x))
-            pooled = attention_average(tokens, self.attention.query)
+            tokens, query = self.scaler(self.attention.layout.tokens(x)), self.attention.query
+            weights = (tokens @ query / math.sqrt(len(query))).softmax(1)
+            pooled = torch.einsum("nt,ntd->nd", weights, tokens)
         values = (pooled @ self.weight.T + self.bias).cpu().double()
         if not self.probabilities:
             return values

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.layer_rows import Features
@@ -32,14 +34,15 @@ _SAMPLED_ROWS = 1024
 def vote(
     features: Features,
     bank: Ints,
-    y: Ints,
-    num_classes: int,
+    y: npt.NDArray[Any],
+    num_outputs: int,
     queries: Ints,
     ks: Sequence[int],
     temperature: float = TEMPERATURE,
 ) -> dict[int, Matrix]:
-    """Compute each class's share of the votes of a query's k most similar rows of the bank. Return
-    k -> (len(queries), C) float64 whose rows sum to 1.
+    """Compute each class's share of the votes of a query's k most similar rows of the bank, or the
+    mean of their values, weighted by the votes. Return k -> (len(queries), num_outputs) float64;
+    shares sum to 1. `y` has (N,) classes or (N, T) values.
 
     A neighbour of cosine s has exp(s / T) votes. M. Caron et al., Emerging Properties in
     Self-Supervised Vision Transformers (DINO), ICCV 2021, appendix; as there, features are not
@@ -47,42 +50,16 @@ def vote(
     others.
     """
 
-    def shares(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def combined(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Combine k neighbours of each query, whose weights and places are (n, k)."""
+        if y.ndim == 2:
+            values = torch.from_numpy(y).to(weights)[places]
+            return (weights[:, :, None] * values).sum(1) / weights.sum(1, keepdim=True)
         labels = torch.from_numpy(y).to(weights.device)[places]
-        votes = torch.zeros((len(labels), num_classes), dtype=weights.dtype, device=weights.device)
+        votes = torch.zeros((len(labels), num_outputs), dtype=weights.dtype, device=weights.device)
         votes.scatter_add_(1, labels, weights)
         return votes / votes.sum(1, keepdim=True)
 
-    return _combine_neighbours(features, bank, queries, ks, temperature, shares)
-
-
-def weighted_means(
-    features: Features,
-    bank: Ints,
-    values: Matrix,
-    queries: Ints,
-    ks: Sequence[int],
-    temperature: float = TEMPERATURE,
-) -> dict[int, Matrix]:
-    """Compute the mean of the (N, T) values of a query's k nearest rows, weighted as votes are."""
-
-    def means(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        neighbour_values = torch.from_numpy(values).to(weights)[places]
-        total = weights.sum(1, keepdim=True)
-        return (weights[:, :, None] * neighbour_values).sum(1) / total
-
-    return _combine_neighbours(features, bank, queries, ks, temperature, means)
-
-
-def _combine_neighbours(
-    features: Features,
-    bank: Ints,
-    queries: Ints,
-    ks: Sequence[int],
-    temperature: float,
-    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> dict[int, Matrix]:
-    """Combine the k nearest rows of each query by `combine(weights, places)`, both (n, k)."""
     largest = min(max(ks), len(bank))
     parts_of_k: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
     dtype = _needed_dtype(features, bank)
@@ -96,7 +73,7 @@ def _combine_neighbours(
             # Subtracting the largest exponent leaves the shares unchanged and avoids overflow.
             weights = ((top - top[:, :1]) / temperature).exp()
             weights = torch.where(torch.isfinite(top), weights, 0.0)  # -inf: no neighbour
-            parts.append(combine(weights, places[:, :k]).cpu().double())
+            parts.append(combined(weights, places[:, :k]).cpu().double())
     return {k: torch.cat(parts).numpy() for k, parts in parts_of_k.items()}
 
 

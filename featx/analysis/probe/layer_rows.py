@@ -113,17 +113,21 @@ def layer_vectors(labelled: LabelledRows, layer: str) -> LayerRows:
 
 def map_channels_last(store: FeatureStore, layer: str, purpose: str) -> bool:
     """Return whether the rows of a layer are maps (H, W, C) instead of (C, H, W)."""
-    shape = store[layer].shape[1:]
-    transform = str(store.attrs.get("transform", ""))
-    crop = re.search(r"crop (\d+)x(\d+)", transform)
+    shape, crop = store[layer].shape[1:], crop_of(store)
     if crop is None:
         raise ReduceError(
             f"{purpose} does not fit {layer}: the channel axis of its rows {shape} is unknown, "
-            f"because the transform of the store names no crop ({transform!r}). Extract it with a "
-            "reduction, or leave it out with layers=."
+            "because the transform of the store names no crop "
+            f"({str(store.attrs.get('transform', ''))!r}). Extract it with a reduction, or leave "
+            "it out with layers=."
         )
-    size = int(crop.group(1)), int(crop.group(2))
-    return channels_last(purpose, RowLayout(layer, shape, size))
+    return channels_last(purpose, RowLayout(layer, shape, crop))
+
+
+def crop_of(store: FeatureStore) -> tuple[int, int] | None:
+    """Return the (height, width) of the crop that the transform of a store names, or None."""
+    crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
+    return None if crop is None else (int(crop.group(1)), int(crop.group(2)))
 
 
 class Features:

@@ -71,24 +71,19 @@ def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> 
         none = np.empty(0, np.int64)
         return NearDuplicates(layer, reason, none, none, np.empty(0))
     scaler = fit_scaler(features, np.arange(len(features)))
-    unit = _unit_vectors(scaler(whole))
+    standardised = scaler(whole)
+    unit = torch.nn.functional.normalize(standardised, dim=1)
+    # All features of a row that equals the mean of all rows are 0. Such rows are equal: with a
+    # number of their own, their cosine is 1, and 0 with all others.
+    is_zero = (standardised == 0).all(1, keepdim=True)
+    if bool(is_zero.any()):
+        unit = torch.cat([unit, is_zero.to(unit.dtype)], 1)
     pairs = [_most_similar(unit, split.test, split.train) for split in splits]
     training, cosines = (np.concatenate(each) for each in zip(*pairs, strict=True))
     test = np.concatenate([split.test for split in splits])
     order = np.argsort(-cosines, kind="stable")
     order = order[cosines[order] >= NEAR_COSINE]
     return NearDuplicates(layer, None, test[order], training[order], cosines[order])
-
-
-def _unit_vectors(standardised: torch.Tensor) -> torch.Tensor:
-    """Scale vectors to length 1; vectors of zeros get a number of their own.
-
-    All features of a row that equals the mean of all rows are 0. Such rows are equal, so their
-    cosine should be 1, and 0 with all others.
-    """
-    unit = torch.nn.functional.normalize(standardised, dim=1)
-    is_zero = (standardised == 0).all(1, keepdim=True)
-    return torch.cat([unit, is_zero.to(unit.dtype)], 1) if bool(is_zero.any()) else unit
 
 
 def _why_not_checked(features: Features, layer: str, splits: Sequence[Split]) -> str | None:

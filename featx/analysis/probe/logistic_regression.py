@@ -188,15 +188,6 @@ def sweep(
     return trials
 
 
-def best_trial(trials: list[Trial]) -> Trial:
-    """Return the trial with the smallest validation loss.
-
-    The accuracy of a few validation rows takes few values, and penalties that are so strong that
-    all probabilities are close to each other often have the highest one.
-    """
-    return min(trials, key=lambda trial: trial.loss)
-
-
 def accuracy_and_loss(y: Ints, log_probabilities: Matrix) -> tuple[float, float]:
     """Compute accuracy and mean cross-entropy."""
     loss = -log_probabilities[np.arange(len(y)), y].mean()

@@ -84,8 +84,9 @@ class FittedProbe:
 def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     """Choose a setting on `split.validation`, then fit on `split.train`.
 
-    The setting with the smallest loss is chosen; with classes, kNN and ridge choose by accuracy,
-    because their scores are no probabilities that have been fitted.
+    The setting with the smallest loss is chosen: the accuracy of a few validation rows takes few
+    values, and penalties that make all probabilities nearly equal often have the highest one. With
+    classes, kNN and ridge choose by accuracy, because their scores are no fitted probabilities.
     """
     options, name = problem.options, name_of_choice(method)
     grid: Sequence[float]
@@ -248,11 +249,9 @@ def _neighbour_scores(
     problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]
 ) -> dict[int, Matrix]:
     """Return the shares of votes, or the weighted means, for several numbers of neighbours."""
-    features, y, temperature = problem.features, problem.y, problem.options.temperature
-    temperature = temperature or knn.TEMPERATURE
-    if problem.task == CLASSIFICATION:
-        return knn.vote(features, bank, y, problem.num_outputs, queries, ks, temperature)
-    return knn.weighted_means(features, bank, y, queries, ks, temperature)
+    temperature = problem.options.temperature or knn.TEMPERATURE
+    features, y, num_outputs = problem.features, problem.y, problem.num_outputs
+    return knn.vote(features, bank, y, num_outputs, queries, ks, temperature)
 
 
 def _sweep_logistic(

@@ -1,10 +1,10 @@
-"""Names of the metrics of all tasks, predictions, and the interval of a share."""
+"""Names of the metrics of all tasks, predictions, and the intervals of metrics."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,9 @@ METRICS = {
 }
 """Task -> its metrics in the order in which they are shown; the first one is that of the answer."""
 
+LABEL_THRESHOLD = 0.5
+"""Score from which a label of several counts as predicted."""
+
 CLASS_METRICS = tuple(metric.key for metric in METRICS["classification"])
 
 Ints = npt.NDArray[np.int64]
@@ -68,6 +71,12 @@ def require_scikit_learn() -> None:
             'job=probe needs scikit-learn and scipy: pip install "featx[evaluation]".'
         ) from error
 
+
+BLOCK_NUMBERS = 1 << 22
+"""Largest number of weights of resamples that are held at a time: 32 MiB."""
+
+INTERVAL_RESAMPLES = 1000
+"""Number of resamples of the interval of the first metric, in probes without probe.bootstrap."""
 
 Z_95 = 1.959963984540054
 """Half the width of the 95 % interval of the standard normal distribution."""
@@ -203,3 +212,37 @@ def mean_and_spread(values: list[float]) -> dict[str, Any]:
     """Return mean, sample standard deviation (None for a single value), and the values."""
     spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return {"mean": float(np.mean(values)), "std": spread, "values": values}
+
+
+def units_of_rows(groups: Ints | None, num_rows: int) -> Ints:
+    """Return the unit of each row, (n,): its group, or the row itself."""
+    if groups is None:
+        return np.arange(num_rows)
+    units: Ints = np.unique(groups, return_inverse=True)[1]
+    return units
+
+
+def drawn_units(unit_of_row: Ints, resamples: int, block: int) -> Iterator[Ints]:
+    """Yield the drawn units of some resamples at a time, (b, units).
+
+    The same rows get the same resamples, whatever the number in a block.
+    """
+    rng, num_units = np.random.default_rng(0), int(unit_of_row.max()) + 1
+    for start in range(0, resamples, max(1, block)):
+        size = min(max(1, block), resamples - start)
+        yield rng.integers(num_units, size=(size, num_units))
+
+
+def interval_entry(values: Sequence[float | None], unit: str, num_units: int) -> dict[str, Any]:
+    """Return the entries of probe.json about the interval of the metric of the answer.
+
+    `interval` is None if the metric is undefined in a resample, or equal in all of them.
+    """
+    defined = [value for value in values if value is not None]
+    has_interval = len(defined) == len(values) and len(set(defined)) > 1
+    return {
+        "interval": np.quantile(defined, [0.025, 0.975]).tolist() if has_interval else None,
+        "resamples": len(values),
+        "unit": unit,
+        "units": num_units,
+    }

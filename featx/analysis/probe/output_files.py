@@ -10,19 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from featx.analysis.probe.comparisons import OtherProbe
 from featx.analysis.probe.heads import head_bytes, head_path, output_folder
-from featx.analysis.probe.records import Results
 from featx.analysis.probe.task import COLUMNS, Task
-from featx.base import csv_bytes
-from featx.errors import ConfigError
+from featx.base import csv_bytes, csv_cell
+from featx.errors import ConfigError, StoreError
 from featx.storage import open_folder
-from featx.store import layout, load_manifest, result_json
+from featx.store import FeatureStore, layout, load_manifest, read_result, result_json
 
 STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transform")
 """Attributes of a store that identify the features of a probe."""
 
 
-def write_probe(task: Task[Any, Any, Any], results: Results[Any], result: dict[str, Any]) -> None:
+def write_probe(task: Task[Any, Any, Any], result: dict[str, Any]) -> None:
     """Write the heads, the predictions and probe.json, and name the files in it."""
     folder = output_folder(task.store)
     disk = open_folder(folder)
@@ -49,13 +49,13 @@ def write_probe(task: Task[Any, Any, Any], results: Results[Any], result: dict[s
     else:
         disk.remove(path)  # the file of an earlier probe
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
-    predictions = csv_bytes(_prediction_lines(task, results))
+    predictions = csv_bytes(_prediction_lines(task))
     disk.replace_unlocked(path, predictions)
     result["predictions"] = _file_entry(path, folder, predictions)
     disk.replace_unlocked(folder / layout.PROBE, result_json(result, indent=1))
 
 
-def _prediction_lines(task: Task[Any, Any, Any], results: Results[Any]) -> Iterator[list[Any]]:
+def _prediction_lines(task: Task[Any, Any, Any]) -> Iterator[list[Any]]:
     """Yield the lines of predictions.csv.
 
     It has the lines of each seed, layer, method and test row. Rows that are in no test set of a
@@ -63,9 +63,9 @@ def _prediction_lines(task: Task[Any, Any, Any], results: Results[Any]) -> Itera
     difference.
     """
     yield [*COLUMNS, *task.columns]
-    for seed in results.seeds:
+    for seed in task.seeds:
         yield from task.untested_lines(seed)
-        for (record_seed, layer, method), records in results.folds.items():
+        for (record_seed, layer, method), records in task.folds.items():
             for record in records if record_seed == seed else ():
                 for row, place in enumerate(record.split.test.tolist()):
                     start = task.line_start(seed, layer, method, record.fold, "test", place)
@@ -96,6 +96,42 @@ def is_of_answer(line: Mapping[str, str], result: Mapping[str, Any]) -> bool:
     chosen = layers[min(int(line["fold"] or 1), len(layers)) - 1]
     names = line["split"], line["layer"], line["method"]
     return names == ("test", chosen, result["method"])
+
+
+def read_probe(path: str) -> OtherProbe:
+    """Read the predictions of the best layer of a store, as its probe.json names it."""
+    store = FeatureStore(path)
+    folder = output_folder(store)
+    remedy = f"python -m featx job=probe store={path} makes it."
+    try:
+        about = read_result(folder / layout.PROBE)
+        if about["task"] != "classification":
+            raise StoreError(
+                f"the probe in {folder} is of probe.task={about['task']}; stores are compared by "
+                "their predictions of classes. Probe it again for classes."
+            )
+        if about["fingerprint"] != str(store.attrs["fingerprint"]):
+            raise StoreError(f"the probe in {folder} belongs to another state of it. {remedy}")
+        lines = read_prediction_lines(folder, about)
+        if lines is None:
+            raise StoreError(
+                f"{layout.PROBE_PREDICTIONS} in {folder} is missing or was changed. {remedy}"
+            )
+        keys = {csv_cell(str(key)): str(key) for key in store.keys.tolist()}
+        classes = {csv_cell(name): name for name in about["classes"]}
+        tested = {
+            keys[line["key"]]: (classes[line["true"]], classes[line["predicted"]])
+            for line in lines
+            if is_of_answer(line, about)
+        }
+        pairs = zip(store.keys.tolist(), store.image_checksums.tolist(), strict=True)
+        checksums = {key: checksum for key, checksum in pairs if key in tested}
+        layer, method = str(about["layer"]), str(about["method"])
+        return OtherProbe(str(store.root), layer, method, tested, checksums)
+    except FileNotFoundError as error:
+        raise StoreError(f"{folder} has no probe to compare with: {remedy}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise StoreError(f"the probe in {folder} cannot be read: {error!r}. {remedy}") from error
 
 
 def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:

@@ -287,7 +287,7 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
     """
     strengths = logistic_regression.L2_GRID if l2 is None else (l2,)
     on_fit, trials = _sweep(patches, split, strengths)
-    best = logistic_regression.best_trial(trials)
+    best = min(trials, key=lambda trial: trial.loss)
     on_validation = count_pixels(
         PatchClassifier(on_fit.scaler, best.fit, on_fit.classes), patches, split.validation
     )

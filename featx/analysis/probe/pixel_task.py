@@ -10,13 +10,13 @@ import torch
 
 from featx.analysis.probe.labelled_rows import TaskKind
 from featx.analysis.probe.masks import read_masks
-from featx.analysis.probe.metric_intervals import (
+from featx.analysis.probe.metrics import (
     INTERVAL_RESAMPLES,
+    Ints,
     drawn_units,
     interval_entry,
     units_of_rows,
 )
-from featx.analysis.probe.metrics import Ints
 from featx.analysis.probe.patches import (
     FittedPatches,
     Patches,
@@ -29,7 +29,7 @@ from featx.analysis.probe.patches import (
     resampled_mious,
     segmentation_metrics,
 )
-from featx.analysis.probe.records import Choice, Record, Results
+from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import Task, one_or_all
 from featx.config import Config
@@ -97,8 +97,8 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
 
     def test(
         self, opened: Patches, seed: int, split: Split, method: str, fitted: FittedPatches
-    ) -> tuple[Choice, PixelCounts]:
-        return fitted.choice, count_pixels(fitted.classifier, opened, split.test)
+    ) -> PixelCounts:
+        return count_pixels(fitted.classifier, opened, split.test)
 
     def judge(self, folds: Sequence[PixelCounts]) -> dict[str, Any]:
         joined = PixelCounts.join(folds)
@@ -115,9 +115,9 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
         name = "training_patches"
         return {name: one_or_all([choice.details[name] for choice in choices])}
 
-    def result_entries(self, results: Results[PixelCounts]) -> dict[str, Any]:
+    def result_entries(self) -> dict[str, Any]:
         masks, rows = self._masks, self.first_splits
-        counts = PixelCounts.join(results.tested(results.seeds[0]))
+        counts = PixelCounts.join(self.tested(self.seeds[0]))
         groups = None if rows.groups is None else rows.groups[rows.test_places]
         return {
             **pixel_interval(counts.pixels, groups),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -48,12 +49,8 @@ class Record(Generic[Tested]):
     tested: Tested
 
 
-class Results(Generic[Tested]):
-    """Records of a probe, and what is grouped from them.
-
-    Args:
-        judge: function results of several folds -> their metrics as JSON types.
-        merit: function validation metrics -> sort key by which the best layer is the largest.
+class Results(ABC, Generic[Tested]):
+    """Records of the probes of a task, which inherits from it, and what is grouped from them.
 
     Attributes:
         folds: (seed, layer, method) -> record of each split.
@@ -61,20 +58,30 @@ class Results(Generic[Tested]):
         layers: layer -> its entry in probe.json, with the methods of the first seed.
     """
 
-    def __init__(
-        self,
-        seeds: Sequence[int],
-        methods: Sequence[str],
-        judge: Callable[[Sequence[Tested]], dict[str, Any]],
-        merit: Callable[[Mapping[str, float]], tuple[float, ...]],
-    ) -> None:
+    def __init__(self, seeds: Sequence[int], methods: Sequence[str]) -> None:
         self.seeds = seeds
         self.methods = methods
-        self._judge = judge
-        self._merit = merit
         self.folds: dict[tuple[int, str, str], list[Record[Tested]]] = {}
         self.entries: dict[tuple[int, str, str], dict[str, Any]] = {}
         self.layers: dict[str, dict[str, Any]] = {}
+
+    @property
+    @abstractmethod
+    def metrics(self) -> tuple[Metric, ...]:
+        """Metrics of the task; the first one is that of the answer."""
+
+    @abstractmethod
+    def judge(self, folds: Sequence[Tested]) -> dict[str, Any]:
+        """Compute the metrics of the test rows of all folds together, as JSON types."""
+
+    @staticmethod
+    @abstractmethod
+    def merit(validation: Mapping[str, float]) -> tuple[float, ...]:
+        """Return the sort key of layers, the largest of the best one."""
+
+    @abstractmethod
+    def first_metric(self, tested: Tested) -> float | None:
+        """Compute the metric of the answer for one split; None if it is undefined."""
 
     def add(self, records: list[Record[Tested]], entry: dict[str, Any]) -> None:
         """Add the records of all splits of one seed, layer and method, and their entry."""
@@ -99,7 +106,7 @@ class Results(Generic[Tested]):
             if record_seed == seed and method == self.methods[0]
         ]
         return [
-            max(records, key=lambda record: self._merit(record.choice.validation))
+            max(records, key=lambda record: self.merit(record.choice.validation))
             for records in zip(*of_layers, strict=True)
         ]
 
@@ -116,13 +123,11 @@ class Results(Generic[Tested]):
         best, chosen = self._best_layer([seed], lambda merit: merit), self.chosen(seed)
         about = self.entries[seed, best, self.methods[0]]
         if len(chosen) > 1 and len(self.layers) > 1:
-            metrics = self._judge(self.tested(seed))
+            metrics = self.judge(self.tested(seed))
             about = {**about, "layer_of_folds": [each.layer for each in chosen], **metrics}
         return {"layer": best, "method": self.methods[0], **about}
 
-    def seeds_entry(
-        self, metrics: Sequence[Metric], first_metric: Callable[[Tested], float | None]
-    ) -> dict[str, Any]:
+    def seeds_entry(self) -> dict[str, Any]:
         """Return the entry `seeds` of probe.json: means and spreads over the splits of the seeds.
         Return seeds; layer_of_splits, the layer that each split chose on its validation rows, every
         fold of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer, the
@@ -130,7 +135,7 @@ class Results(Generic[Tested]):
         entry of `differences`, None if the first metric is not available in every split. A metric
         is given by `spread`.
         """
-        names = [metric.key for metric in metrics]
+        names = [metric.key for metric in self.metrics]
         best = self._best_layer(self.seeds, lambda merit: merit[:1])
         return {
             "seeds": list(self.seeds),
@@ -144,15 +149,13 @@ class Results(Generic[Tested]):
                 for layer in self.layers
             },
             "layer": best,
-            "differences": self._differences(best, names[0], first_metric),
+            "differences": self._differences(best, names[0]),
         }
 
-    def split_values(
-        self, layer: str, first_metric: Callable[[Tested], float | None]
-    ) -> list[float | None]:
-        """Return a metric of a layer with the first method, for each split of each seed."""
+    def split_values(self, layer: str) -> list[float | None]:
+        """Return the first metric of a layer with the first method, for each split of each seed."""
         return [
-            first_metric(record.tested)
+            self.first_metric(record.tested)
             for seed in self.seeds
             for record in self.folds[seed, layer, self.methods[0]]
         ]
@@ -166,20 +169,18 @@ class Results(Generic[Tested]):
             entries = [self.entries[seed, layer, self.methods[0]] for seed in seeds]
             names = self.folds[seeds[0], layer, self.methods[0]][0].choice.validation
             means = {name: float(np.mean([entry[name] for entry in entries])) for name in names}
-            return key(self._merit(means))
+            return key(self.merit(means))
 
         return max(self.layers, key=merit)
 
     def _of_seeds(self, layer: str, method: str) -> list[dict[str, Any]]:
         return [self.entries[seed, layer, method] for seed in self.seeds]
 
-    def _differences(
-        self, best: str, name: str, first_metric: Callable[[Tested], float | None]
-    ) -> dict[str, Any] | None:
+    def _differences(self, best: str, name: str) -> dict[str, Any] | None:
         method, by_seed, by_split = self.methods[0], dict[str, Any](), dict[str, Any]()
         for layer in self.layers:
             by_seed[layer] = [entry[name] for entry in self._of_seeds(layer, method)]
-            by_split[layer] = self.split_values(layer, first_metric)
+            by_split[layer] = self.split_values(layer)
             if None in (*by_seed[layer], *by_split[layer]):
                 return None
         splits = [record.split for seed in self.seeds for record in self.folds[seed, best, method]]

@@ -15,7 +15,7 @@ from featx.analysis.probe.layer_rows import threads_for
 from featx.analysis.probe.metrics import require_scikit_learn
 from featx.analysis.probe.output_files import STORE_ATTRIBUTES, write_probe
 from featx.analysis.probe.pixel_task import PixelTask
-from featx.analysis.probe.records import Record, Results
+from featx.analysis.probe.records import Record
 from featx.analysis.probe.task import Task
 from featx.analysis.probe.texts import score_text
 from featx.analysis.probe.value_task import ValueTask
@@ -56,25 +56,23 @@ def run_probe(
         task = ValueTask(config, store, kind, layers)
     if device.type == "cpu":
         keep_freed_memory()
-    seeds, methods = list(task.splits), config.probe.methods
-    results = Results[Any](seeds, methods, task.judge, task.merit)
     for layer in layers:
         try:
             with torch.no_grad(), exact_cuda:
-                _probe_layer(task, results, layer, device)
+                _probe_layer(task, layer, device)
         except torch.cuda.OutOfMemoryError as error:
             raise RunError(
                 f"{layer} does not fit into the memory of {device}. {task.memory_remedy}"
             ) from error
-        log(_line(task, results, layer))
+        log(_line(task, layer))
     result = {
         "featx_probe": FORMAT,
         "store": str(store.root),
         **{name: str(store.attrs[name]) for name in STORE_ATTRIBUTES},
         "task": kind.name,
         "task_reason": kind.reason,
-        **results.answer(seeds[0]),
-        **task.result_entries(results),
+        **task.answer(task.seeds[0]),
+        **task.result_entries(),
         "rows_labelled": len(task.training.rows),
         "split": task.first_splits.as_dict(config.probe),
         "chosen_by": task.chosen_by,
@@ -82,42 +80,40 @@ def run_probe(
         "device": config.device,
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
         "seconds_in_all": round(time.perf_counter() - started_at, 3),
-        "layers": results.layers,
+        "layers": task.layers,
     }
-    if len(seeds) > 1:
-        result["seeds"] = results.seeds_entry(task.metrics, task.first_metric)
-    write_probe(task, results, result)
+    if len(task.seeds) > 1:
+        result["seeds"] = task.seeds_entry()
+    write_probe(task, result)
     return result
 
 
-def _probe_layer(
-    task: Task[Any, Any, Any], results: Results[Any], layer: str, device: torch.device
-) -> None:
+def _probe_layer(task: Task[Any, Any, Any], layer: str, device: torch.device) -> None:
     """Fit and test all methods on one layer, with all splits of all seeds."""
     opened = task.open_layer(layer, device)
     with threads_for(task.num_values(opened), device):
-        results.layers[layer] = task.describe_layer(layer, opened)
+        task.layers[layer] = task.describe_layer(layer, opened)
         for seed, rows in task.splits.items():
-            for method in results.methods:
+            for method in task.methods:
                 started_at = time.perf_counter()
                 fits, records = [], []
                 for fold, split in enumerate(rows.splits):
                     fitted = task.fit(opened, seed, method, split)
-                    choice, tested = task.test(opened, seed, split, method, fitted)
-                    records.append(Record(seed, layer, method, fold, split, choice, tested))
+                    tested = task.test(opened, seed, split, method, fitted)
+                    records.append(Record(seed, layer, method, fold, split, fitted.choice, tested))
                     fits.append(fitted)
                 entry = task.entry(records)
-                if seed == results.seeds[0]:
+                if seed == task.seeds[0]:
                     task.finish_method(opened, layer, method, fits, entry)
                 entry["seconds"] = round(time.perf_counter() - started_at, 3)
-                results.add(records, entry)
-    task.finish_layer(results)
+                task.add(records, entry)
+    task.finish_layer()
 
 
-def _line(task: Task[Any, Any, Any], results: Results[Any], layer: str) -> str:
-    about, metric, texts = results.layers[layer], task.metrics[0], []
-    for method in results.methods:
-        values = [results.entries[seed, layer, method][metric.key] for seed in results.seeds]
+def _line(task: Task[Any, Any, Any], layer: str) -> str:
+    about, metric, texts = task.layers[layer], task.metrics[0], []
+    for method in task.methods:
+        values = [task.entries[seed, layer, method][metric.key] for seed in task.seeds]
         mean = None if None in values else sum(values) / len(values)
         name = "" if metric.is_share else f"{metric.title} "
         texts.append(f"{method} {name}{score_text(mean, metric.is_share)}")

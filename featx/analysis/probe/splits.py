@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from featx.analysis.probe.groups import (
     Groups,
-    divided_groups,
     fold_of_groups,
     overlap_notes,
     row_groups,
@@ -52,7 +51,7 @@ def holdout(
     """Select a share of each class for testing, and a share of the rest for validation."""
     every = np.arange(len(y))
     test = _some_of_each_class(y, every, share, np.random.default_rng([seed, 1]), groups)
-    return _with_validation(y, np.setdiff1d(every, test), test, validation, seed, groups)
+    return with_validation(y, np.setdiff1d(every, test), test, validation, seed, groups)
 
 
 def kfold(
@@ -75,7 +74,7 @@ def kfold(
                 f"allow: fold {fold + 1} is empty. Give fewer."
             )
         train = np.flatnonzero(fold_of != fold)
-        splits.append(_with_validation(y, train, test, validation, seed + fold, groups))
+        splits.append(with_validation(y, train, test, validation, seed + fold, groups))
     return splits
 
 
@@ -92,21 +91,6 @@ def _fold_of_rows(y: Ints, folds: int, rng: np.random.Generator) -> Ints:
     return fold_of
 
 
-def split_from_places(
-    y: Ints,
-    train: Ints,
-    validation: Ints,
-    test: Ints,
-    share: float,
-    seed: int,
-    groups: Ints | None = None,
-) -> Split:
-    """Make a split from given places; validation rows are drawn if none are given."""
-    if len(validation):
-        return Split(np.sort(train), np.sort(validation), np.sort(test))
-    return _with_validation(y, train, test, share, seed, groups)
-
-
 def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> Ints:
     """Select at most `shots` random places of each class."""
     rng = np.random.default_rng([seed, 3, shots, draw])
@@ -116,9 +100,10 @@ def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> I
     return np.sort(np.concatenate(places_of_classes))
 
 
-def _with_validation(
-    y: Ints, train: Ints, test: Ints, share: float, seed: int, groups: Ints | None
+def with_validation(
+    y: Ints, train: Ints, test: Ints, share: float, seed: int, groups: Ints | None = None
 ) -> Split:
+    """Make a split whose validation rows are a share of the training rows."""
     validation = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
     return Split(np.setdiff1d(train, validation), validation, np.sort(test))
 
@@ -174,8 +159,10 @@ def _given_split(
                 f"{where} names no labelled row of the store for {role}. Keys are those of the "
                 f"store, such as {str(keys[0])!r}."
             )
-    sets = (sides["train"], sides["validation"], sides["test"])
-    return split_from_places(training.y, *sets, options.validation_share, seed, groups)
+    train, validation, test = sides.values()
+    if len(validation):
+        return Split(train, validation, test)
+    return with_validation(training.y, train, test, options.validation_share, seed, groups)
 
 
 def _roles_of(texts: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
@@ -259,7 +246,7 @@ def _divided_group_notes(training: LabelledRows, groups: Groups, split: Split) -
         (split.test, split.train, "test and training", "the accuracy is too high"),
         (split.validation, split.fit, "validation and training", "strengths are chosen too well"),
     ):
-        divided = divided_groups(groups, some, others)
+        divided = np.intersect1d(groups.of_row[some], groups.of_row[others])
         if len(divided):
             rows = int(np.isin(groups.of_row[some], divided).sum())
             key = training.store.keys[training.rows[np.isin(groups.of_row, divided)][0]]
@@ -294,10 +281,6 @@ def check_split(split: Split, y: Ints, classes: Sequence[str], unit: str) -> Non
             f"as {names}. Put rows of "
             "them among the training rows, or leave them out."
         )
-
-
-_FEW_GROUPS = 20
-"""Number of groups of test rows below which the intervals of the bootstrap are too narrow."""
 
 
 @dataclass(frozen=True)
@@ -355,8 +338,8 @@ def split_rows(
     if testing is not None:
         groups = _groups_of_both(testing, options.group_column, groups, count)
         y = np.concatenate([training.y, testing.y])
-        train, none, test = np.arange(count), np.empty(0, np.int64), np.arange(count, len(y))
-        row_splits = [split_from_places(y, train, none, test, share, seed, groups)]
+        train, test = np.arange(count), np.arange(count, len(y))
+        row_splits = [with_validation(y, train, test, share, seed, groups)]
         settings: dict[str, Any] = {"kind": "test_store", "test_store": str(testing.store.root)}
         notes = [*testing.notes, *overlap_notes(training, testing, options.group_column)]
     elif options.split == "column":
@@ -390,31 +373,18 @@ def _groups_of_both(
 def check_sizes(rows: RowSplits, subject: str) -> None:
     """Check that no set of rows is empty; `subject` says how many rows there are."""
     for split in rows.splits:
-        if min(len(split.fit), len(split.validation), len(split.test)) == 0:
+        if len(split.fit) and len(split.validation) and len(split.test):
+            continue
+        if rows.groups is None or rows.grouped is None:
             raise DataError(
                 f"{subject} are too few to be divided into training, validation and test rows."
             )
-
-
-def missing_group_notes(rows: RowSplits, column: str | None) -> list[str]:
-    """Return a note about rows without a value in the column of the groups."""
-    grouped = rows.grouped
-    if grouped is None or not grouped.num_missing:
-        return []
-    return [
-        f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
-        "a group of its own"
-    ]
-
-
-def few_group_notes(rows: RowSplits) -> list[str]:
-    """Return a note about test rows of so few groups that their intervals are too narrow."""
-    if rows.groups is None:
-        return []
-    num_groups = len(np.unique(rows.groups[rows.test_places]))
-    if num_groups >= _FEW_GROUPS:
-        return []
-    return [
-        f"the test rows are of {counted(num_groups, 'group')}; with fewer than {_FEW_GROUPS} the "
-        "intervals are too narrow"
-    ]
+        aim, besides, remedy = "to test on", "", "Give rows of more groups"
+        if len(split.test):
+            aim, besides = "for validation, which chooses settings", " besides the test rows"
+            if "test_share" in rows.settings and rows.grouped.num_groups > 2:
+                remedy += f", or a smaller probe.test_share than {rows.settings['test_share']:g}"
+        raise DataError(
+            f"no row is left {aim}: {subject} have a single group ({rows.grouped.by}){besides}, "
+            f"and a group stays whole. {remedy}."
+        )

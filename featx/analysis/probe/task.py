@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -14,13 +14,14 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import methods
+from featx.analysis.probe.groups import missing_group_notes
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import LabelledRows, TaskKind
 from featx.analysis.probe.layer_rows import Features, layer_tokens, layer_vectors
 from featx.analysis.probe.methods import FittedProbe, Problem
 from featx.analysis.probe.metrics import METRICS, Ints, Metric, Predictions
 from featx.analysis.probe.records import Choice, Record, Results, Tested
-from featx.analysis.probe.splits import RowSplits, Split, missing_group_notes, split_rows
+from featx.analysis.probe.splits import RowSplits, Split, split_rows
 from featx.config import Config
 from featx.store import FeatureStore
 
@@ -28,14 +29,15 @@ Opened = TypeVar("Opened")
 """A layer as the methods read it."""
 
 Fitted = TypeVar("Fitted")
-"""A fitted probe."""
+"""A fitted probe, with its `choice`."""
 
 COLUMNS = ("layer", "method", "seed", "fold", "split", "key", "group")
 """First columns of predictions.csv and few_shot.csv."""
 
 
-class Task(ABC, Generic[Opened, Fitted, Tested]):
-    """Rows, targets and splits, which are the same for all layers, and what differs between tasks.
+class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
+    """Rows, targets and splits, which are the same for all layers, what differs between tasks, and
+    the results of the probes.
 
     Attributes:
         columns: columns of predictions.csv after COLUMNS.
@@ -60,6 +62,7 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         self.columns: Sequence[str] = ()
         self.heads: dict[str, tuple[Head, str]] = {}
         seeds = range(config.seed, config.seed + (config.probe.seeds or 1))
+        super().__init__(seeds, config.probe.methods)
         self.splits = {seed: self.make_splits(seed) for seed in seeds}
 
     def make_splits(self, seed: int) -> RowSplits:
@@ -93,7 +96,6 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Metrics of the task; the first one is that of the answer."""
         return METRICS[self.kind.name]
 
     def groups_of(self, seed: int, split: Split) -> Ints | None:
@@ -127,23 +129,8 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
         """Choose a setting on the validation rows, and fit on all training rows."""
 
     @abstractmethod
-    def test(
-        self, opened: Opened, seed: int, split: Split, method: str, fitted: Fitted
-    ) -> tuple[Choice, Tested]:
-        """Return the choice of a fitted probe, and its results on the test rows."""
-
-    @abstractmethod
-    def judge(self, folds: Sequence[Tested]) -> dict[str, Any]:
-        """Compute the metrics of the test rows of all folds together, as JSON types."""
-
-    @staticmethod
-    @abstractmethod
-    def merit(validation: Mapping[str, float]) -> tuple[float, ...]:
-        """Return the sort key of layers, the largest of the best one."""
-
-    @abstractmethod
-    def first_metric(self, tested: Tested) -> float | None:
-        """Compute the metric of the answer for one split; None if it is undefined."""
+    def test(self, opened: Opened, seed: int, split: Split, method: str, fitted: Fitted) -> Tested:
+        """Return the results of a fitted probe on the test rows."""
 
     def entry(self, records: Sequence[Record[Tested]]) -> dict[str, Any]:
         """Return the entry of one method and layer in probe.json."""
@@ -177,17 +164,17 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
     ) -> None:
         """Add to the entry what only the first seed has."""
 
-    def finish_layer(self, results: Results[Tested]) -> None:
+    def finish_layer(self) -> None:
         """Release what the records need no longer."""
 
     @abstractmethod
-    def result_entries(self, results: Results[Tested]) -> dict[str, Any]:
+    def result_entries(self) -> dict[str, Any]:
         """Return the entries of probe.json that only this task has, and `notes_on_rows`."""
 
     def notes_on_rows(self) -> list[str]:
         """Return sentences about rows that were left out or leak."""
         rows, column = self.first_splits, self.config.probe.group_column
-        return [*self.training.notes, *rows.notes, *missing_group_notes(rows, column)]
+        return [*self.training.notes, *rows.notes, *missing_group_notes(rows.grouped, column)]
 
     def untested_lines(self, seed: int) -> Iterator[list[Any]]:
         """Yield the lines of predictions.csv about rows that no split of a seed tests."""
@@ -266,7 +253,6 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
             entry["head_fitted_on"] = "all labelled rows"
         self.heads.setdefault(layer, (head, method))
 
-    @abstractmethod
     def finish_head(
         self,
         problem: Problem,
@@ -275,3 +261,6 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
         entry: dict[str, Any],
     ) -> Head:
         """Return the head of the fit on all rows, and add its details to the entry."""
+        entry["head_l2"] = final.choice.setting
+        assert final.head is not None
+        return final.head

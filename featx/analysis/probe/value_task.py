@@ -9,22 +9,20 @@ from typing import Any
 import numpy as np
 
 from featx.analysis.probe.class_task import SCORE
-from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import TaskKind, open_other_store, valued_rows
 from featx.analysis.probe.methods import FittedProbe, Problem
-from featx.analysis.probe.metric_intervals import (
+from featx.analysis.probe.metrics import (
     BLOCK_NUMBERS,
     INTERVAL_RESAMPLES,
-    drawn_units,
-    interval_entry,
-    units_of_rows,
-)
-from featx.analysis.probe.metrics import (
+    LABEL_THRESHOLD,
     Matrix,
     Predictions,
+    drawn_units,
+    interval_entry,
     join_predictions,
+    units_of_rows,
 )
-from featx.analysis.probe.records import Choice, Record, Results
+from featx.analysis.probe.records import Record
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import RowTask
 from featx.config import Config
@@ -39,9 +37,6 @@ _OF_CLASSES = ("shots", "bootstrap", "compare_store")
 
 _NAMED = 5
 """Number of labels that a note names."""
-
-THRESHOLD = 0.5
-"""Score from which a label counts as predicted in macro_f1."""
 
 
 class ValueTask(RowTask):
@@ -75,10 +70,9 @@ class ValueTask(RowTask):
 
     def test(
         self, opened: Problem, seed: int, split: Split, method: str, fitted: FittedProbe
-    ) -> tuple[Choice, Predictions]:
+    ) -> Predictions:
         groups = self.groups_of(seed, split)
-        tested = Predictions(opened.y[split.test], fitted.scores(split.test), groups=groups)
-        return fitted.choice, tested
+        return Predictions(opened.y[split.test], fitted.scores(split.test), groups=groups)
 
     def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
         joined = join_predictions(folds)
@@ -92,19 +86,8 @@ class ValueTask(RowTask):
     def first_metric(self, tested: Predictions) -> float | None:
         return first_value_metric(self.kind.name, tested.y, tested.predicted)
 
-    def finish_head(
-        self,
-        problem: Problem,
-        fits: Sequence[FittedProbe],
-        final: FittedProbe,
-        entry: dict[str, Any],
-    ) -> Head:
-        entry["head_l2"] = final.choice.setting
-        assert final.head is not None
-        return final.head
-
-    def result_entries(self, results: Results[Predictions]) -> dict[str, Any]:
-        tested = join_predictions(results.tested(results.seeds[0]))
+    def result_entries(self) -> dict[str, Any]:
+        tested = join_predictions(self.tested(self.seeds[0]))
         # The bootstrap of the first metric draws rows, or groups with all their rows.
         unit_of_row = units_of_rows(tested.groups, len(tested.y))
         order = np.argsort(unit_of_row, kind="stable")
@@ -200,7 +183,7 @@ def value_metrics(
     from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error
 
     def macro_f1(is_true: Matrix, scores: Matrix) -> float:
-        return float(f1_score(is_true > 0, scores >= THRESHOLD, zero_division=0))
+        return float(f1_score(is_true > 0, scores >= LABEL_THRESHOLD, zero_division=0))
 
     if task == "regression":
         return _compute_metrics(

@@ -109,7 +109,12 @@ def layer_products(rows: CentredRows, measures: Collection[str]) -> LayerProduct
     norm = float(product.norm())
     if not norm > SAME * (norm + rows.num_rows * rows.mean_square):
         return LayerProducts(torch.cat(squares), float("nan"), None)
-    basis = _basis(product) if "svcca" in measures else None
+    basis = None
+    if "svcca" in measures:
+        values, vectors = (tensor.flip(-1) for tensor in torch.linalg.eigh(product))
+        shares = values.clamp_min(0).cumsum(0) / values.clamp_min(0).sum()
+        count = int((shares < VARIANCE).sum()) + 1
+        basis = vectors[:, :count] / values[:count].sqrt()
     return LayerProducts(torch.cat(squares), norm, basis)
 
 
@@ -164,15 +169,6 @@ def _spans(*layers: CentredRows) -> Iterator[tuple[int, int]]:
     step = max(1, sizes.BLOCK_BYTES // (8 * max(rows.width for rows in layers)))
     for start in range(0, layers[0].num_rows, step):
         yield start, min(layers[0].num_rows, start + step)
-
-
-def _basis(product: torch.Tensor) -> torch.Tensor:
-    """Return the principal directions with VARIANCE of the variance, scaled to length 1 / s."""
-    values, vectors = (tensor.flip(-1) for tensor in torch.linalg.eigh(product))
-    shares = values.clamp_min(0).cumsum(0) / values.clamp_min(0).sum()
-    count = int((shares < VARIANCE).sum()) + 1
-    basis: torch.Tensor = vectors[:, :count] / values[:count].sqrt()
-    return basis
 
 
 def _debiased_cka(x: LayerProducts, y: LayerProducts, square: float) -> float:

@@ -166,9 +166,10 @@ def _rsa_signature(rows: Rows, distance: str) -> torch.Tensor:
     i, j = torch.triu_indices(n, n, 1, device=gram.device)
     distances = ((squares[i] + squares[j]) / 2 - gram[i, j]).clamp_min(0)
     distances[products.are_zero[i] | products.are_zero[j]] = 1
-    # Nearly equal distances get equal ranks.
-    steps = (distances / (_SAME_RANK * distances.max())).round()
-    ranks = torch.from_numpy(average_ranks(steps.cpu().numpy()))
+    # Nearly equal distances share the mean of their ranks.
+    steps = (distances / (_SAME_RANK * distances.max())).round().cpu().numpy()
+    _, inverse, counts = np.unique(steps, return_inverse=True, return_counts=True)
+    ranks = torch.from_numpy((np.cumsum(counts) - (counts - 1) / 2)[inverse])
     centred_ranks = ranks - ranks.mean()
     return _unit(centred_ranks, centred_ranks.new_tensor(float(len(ranks))))
 
@@ -180,10 +181,3 @@ def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return torch.full(x.shape, torch.nan)
     unit: torch.Tensor = (x / length).float().cpu()
     return unit
-
-
-def average_ranks(values: Matrix) -> Matrix:
-    """Rank values from 1; equal values get the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: Matrix = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return ranks

@@ -12,19 +12,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from featx.analysis.engine_specs import FEATURES
-from featx.analysis.statistics.covariance import gaussian_distance
-from featx.analysis.statistics.covariance import spread as spread_of
 from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer, norms_summary
-from featx.analysis.statistics.reader import Statistics, refuse_other_values
-from featx.analysis.statistics.session import FAILURES_CSV, StatsSession, spans_in
+from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
+from featx.analysis.statistics.reader import Statistics, refuse_other_values, summary_of
+from featx.analysis.statistics.session import StatsSession, clear_files, spans_in
 from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,
-    STATS_FILE,
     STATS_IMAGES,
     stored_settings,
 )
-from featx.analysis.statistics.tokens import explain_missing_norms
 from featx.base import (
     differences,
     log_message,
@@ -56,7 +52,7 @@ from featx.pipeline import (
     run_output,
     seconds_of_part,
 )
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock
+from featx.storage import AtomicFolder, exclusive_lock
 from featx.store import (
     Grid,
     clear_heartbeats,
@@ -258,7 +254,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             refuse_other_writers(self.root)
             report_lost_work(self.root)
             clear_heartbeats(disk)
-            _clear(disk, self.config.overwrite)
+            clear_files(disk, self.config.overwrite)
             self.session = self._open_session(lock)
             self.session.survey()
             self.session.write_failures()
@@ -388,20 +384,6 @@ def _check_images(context: RunContext, session: StatsSession) -> None:
         write_image_states(session.disk, states_file, changes.states)
 
 
-def _clear(disk: AtomicFolder, overwrite: bool) -> None:
-    """Delete unfinished files of killed processes; with overwrite, all statistics."""
-    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITE_MARKER, layout.TRACE)
-    for pattern in (
-        *(f"{TEMPORARY_PREFIX}{name}.*" for name in names),
-        f"{layout.WORKERS}/{TEMPORARY_PREFIX}*",
-    ):
-        for leftover in disk.root.glob(pattern):
-            disk.remove(leftover)
-    if overwrite:
-        for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE, STATS_IMAGES):
-            disk.remove(disk.root / name)
-
-
 def _check_reference(reference: Statistics, output: StatsOutput, context: RunContext) -> None:
     """Check, before hours of work, that a distance to the other statistics can be computed."""
     common = [layer for layer in output.layers if layer.spec.name in reference]
@@ -426,36 +408,3 @@ def _check_reference(reference: Statistics, output: StatsOutput, context: RunCon
                 f"stats.reference={reference.path} keeps only the variances of {layer.spec.name}; "
                 "a distance needs stats.covariance=full there, too."
             )
-
-
-def summary_of(
-    statistics: Statistics, reference: Statistics | None, failures: Sequence[Failure]
-) -> dict[str, Any]:
-    """Return the result of a finished file as JSON types, with distances to other statistics, if
-    any.
-    """
-    layers, distances = {}, {}
-    for name in statistics:
-        moments = statistics[name]
-        about = statistics.about(name)
-        norms, reason = None, None
-        if moments.norms is not None:
-            norms = norms_summary(moments.norms)
-        elif "averaged_from" in about:
-            reason = explain_missing_norms(about["averaged_from"], {**about, "reduce": "none"})
-        else:
-            reason = explain_missing_norms(about["shape"], about)
-        layers[name] = {**spread_of(moments), "token_norms": norms, "no_token_norms": reason}
-        if reference is not None and name in reference:
-            subject = f"{statistics.path} and {reference.path}, {name}"
-            refuse_other_values(about, reference.about(name), subject)
-            other = reference[name]
-            has_covariances = min(moments.count, other.count) > 1
-            distances[name] = gaussian_distance(moments, other) if has_covariances else None
-    return {
-        "rows": statistics.attributes["stop"],
-        "failures": len(failures),
-        "file": str(statistics.path),
-        "layers": layers,
-        "frechet": distances,
-    }

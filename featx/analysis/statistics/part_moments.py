@@ -33,7 +33,7 @@ from featx.analysis.statistics.moments import (
 from featx.analysis.statistics.tokens import feature_axis
 from featx.base import float64_device, plain_tensors
 from featx.config import StatsConfig
-from featx.errors import ConfigError, ReduceError, require
+from featx.errors import ReduceError, require
 from featx.layers import RowLayout, channel_axis, mean, positions_last
 from featx.store import layout
 from featx.types import LayerSpec, Part, TokenGeometry
@@ -103,11 +103,6 @@ class StatsLayer:
         return x if self.axis is None else positions_last(x, self.axis)
 
     def __post_init__(self) -> None:
-        if self.positions is not None and math.prod(self.spec.shape) % self.positions:
-            raise ConfigError(
-                f"{self.spec.name}: a tensor of shape {self.spec.shape} has no {self.positions} "
-                "positions."
-            )
         subject = f"{self.spec.name} of shape {self.spec.shape}"
         check_size(
             self.dim, self.kind, subject if self.positions is None else f"a position of {subject}"

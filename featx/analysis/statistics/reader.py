@@ -1,17 +1,18 @@
-"""Reads a complete stats.h5 layer by layer, and compares two of them."""
+"""Reads a complete stats.h5 layer by layer, summarises it, and compares two of them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import h5py
 
-from featx.analysis.statistics.covariance import gaussian_distance
+from featx.analysis.statistics.covariance import gaussian_distance, spread
 from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.part_moments import norms_summary
 from featx.analysis.statistics.stats_file import (
     STATS_FILE,
     attributes_of,
@@ -19,7 +20,9 @@ from featx.analysis.statistics.stats_file import (
     read_layer,
     reading,
 )
+from featx.analysis.statistics.tokens import explain_missing_norms
 from featx.errors import ConfigError, StoreError, StoreMismatchError
+from featx.types import Failure
 
 
 def open_stats(path: str | Path) -> Statistics:
@@ -92,13 +95,11 @@ class Statistics(Mapping[str, Moments]):
             check_layer(file, self.path, name)
             return self._all_attributes(attributes_of(file[f"layers/{name}"]))
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[h5py.File]:
+    def _reading(self) -> AbstractContextManager[h5py.File]:
         """Open the file, whose checksum was verified by the constructor, if it is unchanged."""
         if _stamp_of(self.path) != self._stamp:
             raise StoreError(f"{self.path} has changed since it was opened; open it again.")
-        with reading(self.path, compare=False) as file:
-            yield file
+        return reading(self.path, compare=False)
 
     def _all_attributes(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the attributes of a layer, those of the file, and the gradient target."""
@@ -170,3 +171,36 @@ def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None
             f"{what}: these are different values, so a distance between them does not compare "
             "the images:\n" + "\n".join(changed)
         )
+
+
+def summary_of(
+    statistics: Statistics, reference: Statistics | None, failures: Sequence[Failure]
+) -> dict[str, Any]:
+    """Return the result of a finished file as JSON types, with distances to other statistics, if
+    any.
+    """
+    layers, distances = {}, {}
+    for name in statistics:
+        moments = statistics[name]
+        about = statistics.about(name)
+        norms, reason = None, None
+        if moments.norms is not None:
+            norms = norms_summary(moments.norms)
+        elif "averaged_from" in about:
+            reason = explain_missing_norms(about["averaged_from"], {**about, "reduce": "none"})
+        else:
+            reason = explain_missing_norms(about["shape"], about)
+        layers[name] = {**spread(moments), "token_norms": norms, "no_token_norms": reason}
+        if reference is not None and name in reference:
+            subject = f"{statistics.path} and {reference.path}, {name}"
+            refuse_other_values(about, reference.about(name), subject)
+            other = reference[name]
+            has_covariances = min(moments.count, other.count) > 1
+            distances[name] = gaussian_distance(moments, other) if has_covariances else None
+    return {
+        "rows": statistics.attributes["stop"],
+        "failures": len(failures),
+        "file": str(statistics.path),
+        "layers": layers,
+        "frechet": distances,
+    }

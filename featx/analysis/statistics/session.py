@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +22,12 @@ from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,
     STATS_FILE,
     STATS_FORMAT,
+    STATS_IMAGES,
     Contents,
     DamagedError,
     attributes_of,
     file_bytes,
-    read_checksums,
+    read_array,
     read_failures,
     read_layer,
     reading,
@@ -128,7 +128,7 @@ class StatsSession:
         part: Part,
         failures: Sequence[Failure],
         moments: dict[str, Moments],
-        checksums: npt.NDArray[np.uint64] | None = None,
+        checksums: npt.NDArray[np.uint64],
     ) -> Sequence[Failure]:
         """Write the moments of a part; they are on disk when this returns.
 
@@ -144,8 +144,6 @@ class StatsSession:
             expected = (len(part) - len(failures)) * layer.rows_per_image
             m = moments[name]
             require((m.count, m.dim, m.kind) == (expected, layer.dim, layer.kind), name)
-        if checksums is None:
-            checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
         require(len(checksums) == len(part), "a checksum is missing")
         failures = sorted(failures, key=lambda failure: failure.row)
         path = self.file(part.start, part.stop)
@@ -222,11 +220,24 @@ class StatsSession:
 
     def read(self, path: Path, start: int, stop: int) -> Contents:
         """Read a file, and check that it belongs to this run and to rows [start, stop)."""
+        settings = dict(self._header.fingerprint)
         with reading(path) as file:
             root = attributes_of(file)
-            self._check(path, root, start, stop)
+            if root["fingerprint"] != digest(settings):
+                changes = differences(json.loads(root["settings"]), settings)
+                lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in changes]
+                raise StoreMismatchError(
+                    f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
+                    "another out=DIR, or overwrite=true."
+                )
+            if (root["start"], root["stop"]) != (start, stop):
+                raise DamagedError(
+                    f"{path} holds rows {root['start']} to {root['stop']}, expected {start} to "
+                    f"{stop}."
+                )
             moments = {name: read_layer(file, path, name)[0] for name in self._layers}
-            return Contents(moments, read_failures(file), read_checksums(file))
+            checksums = read_array(file, layout.IMAGE_CHECKSUM)
+            return Contents(moments, read_failures(file), checksums)
 
     def file(self, start: int, stop: int) -> Path:
         """Return the path of the file of a span, which need not exist."""
@@ -287,23 +298,6 @@ class StatsSession:
         }
         return self.disk.publish(path, file_bytes(root, self._layers, contents))
 
-    def _check(self, path: Path, attributes: Mapping[str, Any], start: int, stop: int) -> None:
-        """Check that a file belongs to this run and to these rows."""
-        settings = dict(self._header.fingerprint)
-        if attributes["fingerprint"] != digest(settings):
-            stored = json.loads(attributes["settings"])
-            changes = differences(stored, settings)
-            lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in changes]
-            raise StoreMismatchError(
-                f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
-                "another out=DIR, or overwrite=true."
-            )
-        if (attributes["start"], attributes["stop"]) != (start, stop):
-            raise DamagedError(
-                f"{path} holds rows {attributes['start']} to {attributes['stop']}, expected "
-                f"{start} to {stop}."
-            )
-
 
 def spans_in(folder: Path) -> list[tuple[int, int]]:
     """Rows [start, stop) of each file of moments in a folder, the largest spans first."""
@@ -321,3 +315,17 @@ def _failures_in(path: Path) -> list[Failure]:
     """Return the images that an intact file left out, without checking its numbers."""
     with reading(path, compare=False) as file:
         return read_failures(file)
+
+
+def clear_files(disk: AtomicFolder, overwrite: bool) -> None:
+    """Delete unfinished files of killed processes; with overwrite, all statistics."""
+    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, layout.STATS_OVERWRITE_MARKER, layout.TRACE)
+    for pattern in (
+        *(f"{TEMPORARY_PREFIX}{name}.*" for name in names),
+        f"{layout.WORKERS}/{TEMPORARY_PREFIX}*",
+    ):
+        for leftover in disk.root.glob(pattern):
+            disk.remove(leftover)
+    if overwrite:
+        for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE, STATS_IMAGES):
+            disk.remove(disk.root / name)

@@ -151,7 +151,7 @@ def _datasets(contents: Contents) -> dict[str, npt.NDArray[Any]]:
 
 def read_failures(file: h5py.File) -> list[Failure]:
     """Read the images that were left out, in order of rows."""
-    columns = [_array(file, f"{layout.FAILURES}/{name}") for name in _FAILURE_COLUMNS]
+    columns = [read_array(file, f"{layout.FAILURES}/{name}") for name in _FAILURE_COLUMNS]
     return [
         Failure(
             row=int(row),
@@ -164,12 +164,7 @@ def read_failures(file: h5py.File) -> list[Failure]:
     ]
 
 
-def read_checksums(file: h5py.File) -> npt.NDArray[np.uint64]:
-    """Read the (n,) image checksums of a file's rows."""
-    return _array(file, layout.IMAGE_CHECKSUM)
-
-
-def _array(file: h5py.File, path: str) -> npt.NDArray[Any]:
+def read_array(file: h5py.File, path: str) -> npt.NDArray[Any]:
     """Read a dataset whose values are stored in this file."""
     values: npt.NDArray[Any] = open_plain_dataset(file, path)[()]
     return values
@@ -217,20 +212,20 @@ def read_layer(file: h5py.File, path: Path, name: str) -> tuple[Moments, dict[st
     """Read the moments and attributes of one layer."""
     check_layer(file, path, name)
     attributes = attributes_of(file[f"layers/{name}"])
-    count, group = int(_array(file, f"layers/{name}/count")), f"layers/{name}/{_NORMS}"
+    count, group = int(read_array(file, f"layers/{name}/count")), f"layers/{name}/{_NORMS}"
     moments = _read_moments(file, f"layers/{name}", count)
     if group in file:
         tokens = geometry_of(attributes_of(file[group]))
         if tokens is None:
             raise DamagedError(f"{path}: the places of the tokens of {name} are missing.")
         positions = _read_moments(file, group, count // attributes["rows_per_image"])
-        moments.norms = PositionNorms(positions, _array(file, f"{group}/{_HISTOGRAM}"), tokens)
+        moments.norms = PositionNorms(positions, read_array(file, f"{group}/{_HISTOGRAM}"), tokens)
     return moments, attributes
 
 
 def _read_moments(file: h5py.File, group: str, count: int) -> Moments:
     """Read the arrays of some moments."""
-    arrays = (torch.from_numpy(_array(file, f"{group}/{key}")) for key in _ARRAYS)
+    arrays = (torch.from_numpy(read_array(file, f"{group}/{key}")) for key in _ARRAYS)
     mean, scatter, smallest, largest = arrays
     return Moments(count, mean, scatter, smallest, largest)
 

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.output import summary_of
 from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
-from featx.analysis.statistics.reader import Statistics
+from featx.analysis.statistics.reader import Statistics, summary_of
 from featx.analysis.statistics.session import StatsSession
 from featx.analysis.statistics.stats_file import Contents
 from featx.base import CountProgress, choose_device

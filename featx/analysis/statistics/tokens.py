@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,16 +136,23 @@ def feature_axis(shape: tuple[int, ...], places: TokenGeometry) -> int | None:
 def _norms(
     store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], axis: int
 ) -> npt.NDArray[np.float64]:
-    """Compute the (n, T) norms of the tokens or positions of some rows, in blocks."""
+    """Compute the (n, T) norms of the tokens or positions of some rows."""
+    norms = []
+    for values in float_blocks(store, layer, rows):
+        squares = np.square(values, dtype=np.float64).sum(axis=axis)
+        norms.append(np.sqrt(squares).reshape(len(values), -1))
+    return np.concatenate(norms) if norms else np.zeros((0, 0))
+
+
+def float_blocks(
+    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the values of some rows in blocks, (m, ...) float32, of which none may be missing."""
     features = store[layer]
     width = int(np.prod(features.shape[1:], dtype=np.int64))
     step = max(1, BLOCK_BYTES // (4 * max(1, width)))
-    norms = []
     for start in range(0, len(rows), step):
         block_rows = rows[start : start + step]
         read = features[block_rows]
         check_rows_present(store, layer, block_rows, read)
-        values = read.astype(np.float32, copy=False)
-        squares = np.square(values, dtype=np.float64).sum(axis=axis)
-        norms.append(np.sqrt(squares).reshape(len(block_rows), -1))
-    return np.concatenate(norms) if norms else np.zeros((0, 0))
+        yield read.astype(np.float32, copy=False)

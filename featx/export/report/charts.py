@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from featx.analysis.probe import METRICS, metrics_table, pixel_classes_table
+from featx.analysis.probe import LABEL_THRESHOLD, METRICS, metrics_table, pixel_classes_table
 from featx.base import Table, percent_text
 from featx.export.report.probe_results import Probes, ValuePredictions
 
@@ -23,9 +23,6 @@ POINTS_SHOWN = 1000
 
 LABELS_SHOWN = 40
 """Maximum number of labels in the table, those with most test rows, or of classes of pixels."""
-
-_LABEL_THRESHOLD = 0.5
-"""Score from which a label counts as predicted."""
 
 CLASSES_SHOWN = 20
 """Maximum number of classes in the confusion matrix, and of classes in the table next to it."""
@@ -214,7 +211,7 @@ def scatter_plot(values: ValuePredictions) -> dict[str, Any]:
 
 def labels_table(names: Sequence[str], values: ValuePredictions) -> Table:
     """Make a table of recall and precision of each label, the most frequent label first."""
-    has_label, is_predicted = values.truth > 0, values.predicted >= _LABEL_THRESHOLD
+    has_label, is_predicted = values.truth > 0, values.predicted >= LABEL_THRESHOLD
     right, rows, predicted = (
         each.sum(0).tolist() for each in (has_label & is_predicted, has_label, is_predicted)
     )

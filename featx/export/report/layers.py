@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe import BLOCK_BYTES as READ_BYTES
-from featx.analysis.probe import LabelledRows, layer_vectors
+from featx.analysis.probe import LabelledRows, crop_of, layer_vectors
 from featx.analysis.similarity import layer_similarity
+from featx.analysis.statistics import float_blocks
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channel_axis
-from featx.store import FeatureStore, check_rows_present
-
-BLOCK_BYTES = 64 << 20
-"""Bytes of float32 values that are read at a time for statistics."""
+from featx.store import FeatureStore
 
 COMPONENTS = 50
 """Maximum number of principal components that t-SNE uses as input."""
@@ -52,11 +49,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, A
     smallest, largest = np.inf, -np.inf
     alive = np.zeros(features.shape[axis] if axis else width, bool)
     norms = []
-    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
-    for start in range(0, len(rows), step):
-        read = features[rows[start : start + step]]
-        check_rows_present(store, layer, rows[start : start + step], read)
-        values = read.astype(np.float32, copy=False)
+    for values in float_blocks(store, layer, rows):
         finite = np.isfinite(values)
         bad = values.size - int(finite.sum())
         nonfinite += bad
@@ -95,14 +88,12 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, A
 
 def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
     """Return the channel axis of (n, ...) rows and 'channels', or 0 and 'numbers' if unknown."""
-    shape = tuple(store[layer].shape[1:])
-    crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
+    shape, crop = tuple(store[layer].shape[1:]), crop_of(store)
     if len(shape) == 3 and crop is None:
         return 0, "numbers"
-    size = (int(crop.group(1)), int(crop.group(2))) if crop else (1, 1)
     reduced = str(store[layer].attrs.get("reduce", ""))
     try:
-        return channel_axis(reduced, RowLayout(layer, shape, size)), "channels"
+        return channel_axis(reduced, RowLayout(layer, shape, crop or (1, 1))), "channels"
     except ReduceError:
         return 0, "numbers"
 

@@ -1,21 +1,22 @@
-"""Contents of a report, and their rendering."""
+"""Page of job=report: its contents, their rendering, and its file."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from featx.analysis import compare_stores
 from featx.analysis.statistics import explain_missing_norms, token_norms
 from featx.base import csv_cell
 from featx.config import Config, DataConfig, names_tuple
-from featx.errors import FeatxError, StoreError, counted
+from featx.errors import FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.charts import CLASSES_SHOWN, cka_map, probe_contents
 from featx.export.report.html import render_page, without_folder, without_folders
 from featx.export.report.layers import (
@@ -28,9 +29,8 @@ from featx.export.report.layers import (
     same_class_shares,
     similarity_of,
 )
-from featx.export.report.probe_results import ROLES, Probes, malformed, probes_of
+from featx.export.report.probe_results import ROLES, TEST, Probes, malformed, probes_of
 from featx.export.report.provenance import STAGES, provenance_of, reasons_of, speed_of
-from featx.export.report.rankings import rankings_of
 from featx.export.report.similar_rows import (
     find_duplicates,
     hard_queries,
@@ -39,8 +39,13 @@ from featx.export.report.similar_rows import (
     random_queries,
 )
 from featx.export.report.thumbnails import UNDECODED, UNREAD, Thumbnails
+from featx.export.results import rankings_of
 from featx.export.selection import as_utf8, data_of_store
-from featx.store import FeatureStore
+from featx.storage import AtomicFolder
+from featx.store import FeatureStore, load_manifest, matching_layers
+
+NAME = "report.html"
+"""Default file name."""
 
 GENERATOR = '<meta name="generator" content="featx job=report">'
 """Element by which a report is recognised, so that no other file is overwritten."""
@@ -51,7 +56,71 @@ ERRORS_SHOWN = 24
 MAX_LAYERS = 8
 """Maximum number of layers with embedding plots; the last ones and the best one are used."""
 
-_TEST = ROLES.index("test")
+
+def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
+    """Write the report of a store.
+
+    Args:
+        log: called with a line of text before slow steps, and about missing contents.
+
+    Returns:
+        file, bytes, rows_used, layers, thumbnails, without_thumbnails (the reason),
+        thumbnails_not_decoded, complete and seconds, as JSON types.
+
+    Raises:
+        FeatxError: the store or a layer does not exist, or the page cannot be written.
+    """
+    started = time.perf_counter()
+    if config.report.tsne and importlib.util.find_spec("sklearn") is None:
+        raise MissingExtraError(
+            'report.tsne=true needs scikit-learn: pip install "featx[report]". report.tsne=false '
+            "leaves t-SNE out."
+        )
+    store = FeatureStore(config.store_path(), verify="rows")
+    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
+    place = {name: i for i, name in enumerate(manifest.layers if manifest else ())}
+    layers = matching_layers(store, config.layers)
+    layers = tuple(sorted(layers, key=lambda name: place.get(name, -1)))  # in order of execution
+    path = _file_of(config, store)
+    disk = AtomicFolder(path.parent)
+    disk.make_folder(path.parent)  # first, so that an unusable path fails early
+    if not store.complete:
+        log(f"{store.root} is not complete; the page says so and shows the existing rows")
+    page = Page(config, store, layers, log)
+    page.seconds = time.perf_counter() - started
+    text = render(page).encode()
+    disk.replace_unlocked(path, text)
+    return {
+        "file": str(path),
+        "bytes": len(text),
+        "rows_used": len(page.rows),
+        "layers": list(layers),
+        "thumbnails": page.thumbnails.num_read,
+        "without_thumbnails": page.thumbnails.why_none,
+        "thumbnails_not_decoded": len(page.undecoded),
+        "complete": store.complete,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _file_of(config: Config, store: FeatureStore) -> Path:
+    out = config.output_folder(store.root, NAME)
+    path = out if out.suffix.lower() in (".html", ".htm") else out / NAME
+    if path.is_dir():
+        raise StoreError(f"{path} is a folder; give the report another name: out=NAME.html.")
+    try:
+        with path.open("rb") as file:
+            is_report = GENERATOR.encode() in file.read(2000)
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}. Choose another out.") from error
+    if not is_report:
+        raise StoreError(
+            f"{path} exists and is no report of featx, so it is not replaced. Choose another "
+            "out=NAME.html."
+        )
+    return path
 
 
 class Page:
@@ -74,7 +143,9 @@ class Page:
         self.texts = nearest_to_texts(store, config)
         ok = np.flatnonzero(store.ok)
         self.num_ok = len(ok)
-        self.rows = _random_rows(ok, config.report.rows, self.seed)
+        self.rows, most = ok, config.report.rows
+        if len(ok) > most:
+            self.rows = np.sort(np.random.default_rng(self.seed).choice(ok, most, replace=False))
         self.probes, self.reasons = probes_of(store), reasons_of(store)
         self.plotted = _layers_to_plot(layers, self.probes)
         self.duplicates = find_duplicates(store, self.plotted, self.rows, self.probes)
@@ -152,8 +223,8 @@ class Page:
         if vectors.x is not None and (labels >= 0).any():
             shares = same_class_shares(vectors.x, labels)
         tested = np.ones(len(rows), bool)
-        if probes.predicted is not None and (probes.predicted.roles == _TEST).any():
-            tested = probes.predicted.roles[rows] == _TEST
+        if probes.predicted is not None and (probes.predicted.roles == TEST).any():
+            tested = probes.predicted.roles[rows] == TEST
         hard = hard_queries(rows, shares, tested)
         remaining = np.setdiff1d(rows, hard)
         random = random_queries(store, remaining if len(remaining) else rows, config.seed)
@@ -262,13 +333,6 @@ def _folders(config: Config, store: FeatureStore) -> tuple[str, ...]:
         roots.append(data_of_store(store, config.data).root)
     folders += [Path(root).absolute() for root in roots if root and "://" not in root]
     return tuple({as_utf8(str(path)) for path in folders if path.is_absolute()})
-
-
-def _random_rows(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return at most `count` random rows, (n,) int64, increasing."""
-    if len(ok) <= count:
-        return ok
-    return np.sort(np.random.default_rng(seed).choice(ok, count, replace=False))
 
 
 def render(page: Page) -> str:

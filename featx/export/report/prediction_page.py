@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from featx.analysis import Predictions
 from featx.base import name_bytes
 from featx.config import DataConfig
-from featx.export.report.html import render_page, without_folder, without_folders
+from featx.export.report.html import render_page, tally, without_folder, without_folders
 from featx.export.report.thumbnails import Thumbnails
 from featx.export.selection import as_utf8
 
@@ -50,9 +49,7 @@ def render_predictions(predictions: Predictions, data: DataConfig, title: str) -
         accuracy=predictions.accuracy,
         num_images=len(predictions),
         cards=[_card(predictions, row) for row in chosen],
-        classes=Counter(
-            as_utf8(row.label) for row in predictions.rows if row.label is not None
-        ).most_common(),
+        classes=tally(as_utf8(row.label) for row in predictions.rows if row.label is not None),
         bins=np.histogram(probabilities, BINS, (0, 1))[0].tolist() if probabilities else [],
         failures=[
             (without_folder(as_utf8(row.key)), row.status, without_folders(as_utf8(row.reason)))

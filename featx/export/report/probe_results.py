@@ -24,7 +24,9 @@ _SPLITS = {"holdout": "hold-out", "column": "given split", "test_store": "anothe
 ROLES = ("", "training", "validation", "test")
 """Roles of rows in the split; the first is for rows without one."""
 
-_ROLE_OF = {"train": 1, "validation": 2, "test": 3}
+TEST = ROLES.index("test")
+
+_ROLE_OF = {"train": 1, "validation": 2, "test": TEST}
 """Text in predictions.csv -> index into ROLES."""
 
 

@@ -11,8 +11,8 @@ from featx.analysis import KEEP_BYTES, read_texts, search
 from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
 from featx.analysis.similarity import metric_vectors, nearest_among
 from featx.config import Config
-from featx.export.report.layers import RowVectors, row_vectors
-from featx.export.report.probe_results import ROLES, Probes
+from featx.export.report.layers import Rows, RowVectors, row_vectors
+from featx.export.report.probe_results import TEST, Probes
 from featx.store import FeatureStore
 
 PAIRS_SHOWN = 12
@@ -29,10 +29,6 @@ NEAREST = 6
 
 _BLOCK_NUMBERS = 1 << 24
 """Number of cosines in memory at a time."""
-
-_TEST = ROLES.index("test")
-
-Rows = npt.NDArray[np.int64]
 
 
 def find_duplicates(
@@ -53,9 +49,9 @@ def find_duplicates(
     pairs = []
     for i, j, cosine in places:
         a, b = int(rows[i]), int(rows[j])
-        if roles is not None and roles[b] == _TEST:  # the test row comes first
+        if roles is not None and roles[b] == TEST:  # the test row comes first
             a, b = b, a
-        crosses = roles is not None and bool((roles[a] == _TEST) != (roles[b] == _TEST))
+        crosses = roles is not None and bool((roles[a] == TEST) != (roles[b] == TEST))
         pairs.append((a, b, cosine, crosses))
     pairs += [(*pair, True) for pair in probes.leaked_pairs]
     distinct = {frozenset((a, b)): (a, b, cosine, crosses) for a, b, cosine, crosses in pairs}

@@ -265,8 +265,10 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(DataError, match="every class has a single row"):
         probe(capsys, store="single")
     make_labelled({"x": X[:4]}, [0, 0, 1, 1], list("ab")).write(Path("pairs"))
-    with pytest.raises(DataError, match="no row is left for validation"):
+    with pytest.raises(DataError, match=r"left for validation.* or a smaller probe\.test_share\."):
         probe(capsys, store="pairs")
+    with pytest.raises(DataError, match=r"left for validation.* Give more images of a class\."):
+        probe(capsys, store="pairs", split="kfold", folds=2)
 
 
 @pytest.mark.parametrize(

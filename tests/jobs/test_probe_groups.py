@@ -244,6 +244,7 @@ def test_what_groups_do_not_allow_is_reported() -> None:
     columns = {
         "label_itself": np.array([b"pq"[label : label + 1] for label in Y]),
         "two_each": np.array([b"%d%d" % (label, i % 4 > 1) for i, label in enumerate(Y)]),
+        "one": np.array([b"same"] * len(Y)),
         "three": np.array([b"%d" % (i % 3) for i in range(len(Y))]),
     }
     run_with(None, columns).write(Path("store"), packed=True)
@@ -251,8 +252,10 @@ def test_what_groups_do_not_allow_is_reported() -> None:
         probe(group_column="label_itself")
     with pytest.raises(DataError, match=r"single group \(two_each\) besides the test rows"):
         probe(group_column="two_each")
-    with pytest.raises(DataError, match=r"probe.folds=5 are more than the groups allow"):
+    with pytest.raises(DataError, match=r"more than the groups allow: .* is empty\. Give fewer\."):
         probe(group_column="three", split="kfold")
+    with pytest.raises(DataError, match=r"fold 1 is empty\. Give more groups\."):
+        probe(group_column="one", split="kfold", folds=2)
     few = np.where(Y == 0, GROUP_OF, GROUP_OF % 8 + 1000)
     run_with(None, {"few": few}).write(Path("few"), packed=True)
     notes = probe("few", group_column="few", split="kfold")["notes_on_rows"]

@@ -109,8 +109,9 @@ class ClassTask(RowTask):
             rows.notes.extend(small_classes(self.training, rows.groups, folds))
         grouped = rows.grouped
         unit = "row" if rows.groups is None or grouped is None else f"group ({grouped.by})"
+        has_share = "test_share" in rows.settings
         for split in rows.splits:
-            check_split(split, self.targets, self.training.classes, unit)
+            check_split(split, self.targets, self.training.classes, unit, has_share)
         return rows
 
     def describe_layer(self, layer: str, opened: Problem) -> dict[str, Any]:

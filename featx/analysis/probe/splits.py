@@ -54,6 +54,10 @@ def holdout(
     return with_validation(y, np.setdiff1d(every, test), test, validation, seed, groups)
 
 
+_FEWEST_UNITS = 3
+"""Least number of rows or groups: one to test, one to choose settings on, one to fit."""
+
+
 def kfold(
     y: Ints, folds: int, validation: float, seed: int, groups: Ints | None = None
 ) -> list[Split]:
@@ -69,9 +73,11 @@ def kfold(
     for fold in range(folds):
         test = np.flatnonzero(fold_of == fold)
         if not len(test):
+            units = "rows" if groups is None else "groups"
+            has_few = (len(y) if groups is None else len(np.unique(groups))) < _FEWEST_UNITS
             raise DataError(
-                f"probe.folds={folds} are more than the {'rows' if groups is None else 'groups'} "
-                f"allow: fold {fold + 1} is empty. Give fewer."
+                f"probe.folds={folds} are more than the {units} allow: fold {fold + 1} is empty. "
+                + (f"Give more {units}." if has_few else "Give fewer.")
             )
         train = np.flatnonzero(fold_of != fold)
         splits.append(with_validation(y, train, test, validation, seed + fold, groups))
@@ -258,8 +264,10 @@ def _divided_group_notes(training: LabelledRows, groups: Groups, split: Split) -
     return notes
 
 
-def check_split(split: Split, y: Ints, classes: Sequence[str], unit: str) -> None:
-    """Check that a split can be used."""
+def check_split(
+    split: Split, y: Ints, classes: Sequence[str], unit: str, has_share: bool = False
+) -> None:
+    """Check that a split can be used; `has_share` says whether probe.test_share has made it."""
     if not len(split.test):
         raise DataError(
             f"no row is left to test on: every class has a single {unit}. A probe needs more "
@@ -269,7 +277,8 @@ def check_split(split: Split, y: Ints, classes: Sequence[str], unit: str) -> Non
         raise DataError(
             "no row is left for validation, which chooses settings and layers: every class has a "
             f"single {unit} besides the test rows. Give more "
-            f"{'images' if unit == 'row' else 'groups'} of a class, or a smaller probe.test_share."
+            f"{'images' if unit == 'row' else 'groups'} of a class"
+            f"{', or a smaller probe.test_share' if has_share else ''}."
         )
     if len(np.unique(y[split.fit])) < 2:
         raise DataError("the training rows are of one class only; a probe needs two or more.")

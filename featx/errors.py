@@ -258,10 +258,6 @@ _REPLACED = {
     "codec=lzf": "the nearest codec that remains is codec=zstd, or codec=gzip, which every HDF5 "
     "library reads",
     "codec=blosc2": "the nearest codec that remains is codec=zstd",
-    "data.crop_ratio": "width by height of a crop is from 3/4 to 4/3, as in torchvision",
-    "model.checkpoint.convert": "files whose names are not those of the model are converted where "
-    "timm has a function for it",
-    "probe.clip_norm": "the norm of the gradients of a step is at most 1",
     "export.format=lance": "lance reads the files of export.format=parquet",
     "export.format=projector": "tensorboard=1000, with the command of the store, writes the "
     "projector with images",

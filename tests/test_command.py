@@ -32,9 +32,6 @@ MISTAKES = [
     (["precison=fp32"], "unknown key 'precison'. Nearest: precision"),
     (["data.rot=3"], "Nearest: data.root"),
     (["+foo=1"], "unknown key 'foo'"),
-    (["data.crop_ratio=[1,2]"], "data.crop_ratio is gone: width by height"),
-    (["model.checkpoint.convert=none"], "model.checkpoint.convert is gone: files whose names"),
-    (["job=probe", "probe.clip_norm=2"], "probe.clip_norm is gone: the norm of the gradients"),
     (
         ["job=extrct"],
         "expected one of attribute, cka, compare, distance, doctor, duplicates, export, extract, "

@@ -102,6 +102,8 @@ class ProbeConfig:
     learning_rate: Positive | None = None
     """Learning rate of AdamW at the first step, which falls to 0 along a cosine; 0.001 for a layer
     that is streamed and 0.01 for attentive when not given."""
+    clip_norm: Positive = 1.0
+    """Largest norm of the gradients of a step for a layer that is streamed and for attentive."""
 
     def __post_init__(self) -> None:
         if self.task in ("regression", "multilabel") and self.label_column is None:

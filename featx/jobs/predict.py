@@ -53,7 +53,7 @@ def run(config: Config, config_yaml: str) -> int:
     page = disk.root / PREDICTIONS_HTML
     has_page = predictions.task == "classification"
     if has_page:
-        whole = replace(config.data, views=None, crops=None, crop_scale=None)
+        whole = replace(config.data, views=None, crops=None, crop_scale=None, crop_ratio=None)
         html = render_predictions(predictions, whole, disk.root.name)
         disk.replace_unlocked(page, html.encode())
     else:

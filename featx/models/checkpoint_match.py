@@ -144,7 +144,7 @@ def match_checkpoint(
     problem = misfits(module_state, match)
     if not problem:
         return match
-    if conversion is None:
+    if conversion is None or options.convert == "none":
         raise problem.as_error(origin, match.prefix)
     nests = _nests(needed, state) if prefix is None else [prefix]
     attempts = [conversion.apply(_behind(nest, state, heads)) for nest in nests]

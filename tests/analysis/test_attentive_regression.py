@@ -23,7 +23,7 @@ from featx.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp_path")
 
-SCHEDULE = Schedule(epochs=40, learning_rate=1e-2, seed=3)
+SCHEDULE = Schedule(epochs=40, learning_rate=1e-2, clip_norm=1.0, seed=3)
 
 
 def marked(num_rows: int = 240, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -166,7 +166,7 @@ def test_streaming_many_strengths_is_streaming_each(tmp_path: Path) -> None:
     features = features_of(tmp_path, x, y, memory_bytes=0)
     places = np.arange(150)
     scaler = fit_scaler(features, places)
-    schedule = minibatch_regression.Schedule(20, 1e-2, seed=3, clip_norm=0.05)
+    schedule = minibatch_regression.Schedule(20, 1e-2, 0.05, seed=3)
 
     def fits(*strengths: float) -> list[Fit]:
         return minibatch_regression.fit_streamed(
@@ -183,7 +183,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     x, y = blobs(60)
     features = features_of(tmp_path, x, y, memory_bytes=0)
     broken = Scaler(torch.zeros(20), torch.full((20,), 1e-44))
-    schedule = minibatch_regression.Schedule(1, 1e-2, seed=0)
+    schedule = minibatch_regression.Schedule(1, 1e-2, 1.0, seed=0)
     with pytest.raises(RunError, match="gradient in step"):
         minibatch_regression.fit_streamed(features, np.arange(60), y, 3, broken, (0.1,), schedule)
 
@@ -204,7 +204,7 @@ def test_gradients_reach_the_optimizer_clipped(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", noted)
     for clip_norm in (1e6, 0.01):
-        schedule = minibatch_regression.Schedule(1, 1e-3, seed=0, clip_norm=clip_norm)
+        schedule = minibatch_regression.Schedule(1, 1e-3, clip_norm, seed=0)
         minibatch_regression.fit_streamed(features, np.arange(60), y, 3, scaler, (0.1,), schedule)
     free, clipped = norms
     assert free > 0.1

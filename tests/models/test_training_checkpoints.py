@@ -301,6 +301,12 @@ def test_two_models_with_official_names_are_refused(tmp_path: Path) -> None:
     assert torch.equal(backbone.module.state_dict()[key], files["b"][key])
 
 
+def test_without_conversion_official_names_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, official_dinov2(state_of(REGISTERS)))
+    with pytest.raises(WeightsError, match=r"missing.*reg_token.*unexpected \(register_tokens\)"):
+        build(path, REGISTERS, convert="none")
+
+
 @pytest.mark.parametrize("made_for", [{"img_size": 112}, {"patch_size": 8, "img_size": 32}])
 def test_resampling_has_to_be_asked_for(tmp_path: Path, made_for: dict[str, int]) -> None:
     path = saved(tmp_path, state_of(PLAIN, **made_for))
@@ -316,14 +322,33 @@ def test_resampling_has_to_be_asked_for(tmp_path: Path, made_for: dict[str, int]
     assert all(torch.equal(own[key], x) for key, x in expected.items())
 
 
+def test_a_family_without_a_conversion_says_so(tmp_path: Path) -> None:
+    state = timm.create_model("test_resnet").state_dict()
+    config = model_options(
+        name="test_resnet",
+        library="timm",
+        weights=str(saved(tmp_path, state)),
+        checkpoint=CheckpointConfig(convert="timm"),
+    )
+    with pytest.raises(ConfigError, match="no function that converts files of test_resnet"):
+        build_backbone(config, 0)
+
+
+@pytest.mark.parametrize("option", [{"convert": "timm"}, {"resample": True}])
 @pytest.mark.parametrize("library", ["torchvision", "custom"])
-def test_other_libraries_convert_nothing(tmp_path: Path, library: str) -> None:
-    own: dict[str, Any] = {"factory": "a:b"} if library == "custom" else {}
-    own |= {"checkpoint": CheckpointConfig(resample=True), "weights": str(tmp_path / "w.pth")}
+def test_other_libraries_convert_nothing(
+    tmp_path: Path, library: str, option: dict[str, Any]
+) -> None:
+    own = {"factory": "a:b"} if library == "custom" else {}
+    options = {"checkpoint": CheckpointConfig(**option), "weights": str(tmp_path / "w.pth"), **own}
     with pytest.raises(ConfigError, match="with model=timm only"):
-        build_backbone(model_options(name="resnet18", library=library, **own), 0)
+        build_backbone(model_options(name="resnet18", library=library, **options), 0)
 
 
-def test_a_checksum_that_is_none_is_refused() -> None:
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="resample=true has no effect with convert=none"):
+        CheckpointConfig(convert="none", resample=True)
+    with pytest.raises(ConfigError, match="convert=tim: expected one of auto, none, timm"):
+        CheckpointConfig(convert="tim")
     with pytest.raises(ConfigError, match="the 64 hex digits"):
         CheckpointConfig(sha256="12ab")

@@ -67,7 +67,7 @@ class Problem:
         """Length of trainings on mini-batches, and their learning rate."""
         options = self.options
         rate = options.learning_rate or default_rate
-        return minibatch.Schedule(options.epochs, rate, self.seed)
+        return minibatch.Schedule(options.epochs, rate, options.clip_norm, self.seed)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class Schedule:
 
     epochs: int | None
     learning_rate: float
+    clip_norm: float
     seed: int
-    clip_norm: float = 1.0
 
 
 class Batches:

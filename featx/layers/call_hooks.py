@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from featx.base import ModuleHooks, TensorHooks, elements, log_message, refuse_scripted
-from featx.layers.layer_hooks import LayerHooks, with_own_nodes
+from featx.layers.layer_hooks import LayerHooks, with_element
+from featx.layers.own_nodes import own_node
 from featx.layers.trace import CapturePoint
 
 
@@ -158,7 +159,7 @@ def every_call(
         end(call, num_ended[name], output)
         if call not in inputs or not torch.is_grad_enabled():
             return None
-        output = with_own_nodes(output, inputs.pop(call))
+        output = _with_own_nodes(output, inputs.pop(call))
         for edge in edges_of(elements(output).values()):
             edge.producers.append(call)
         return output
@@ -168,6 +169,20 @@ def every_call(
         chosen = modules if names is None else {name: modules[name] for name in names}
         hooks.add_all(chosen, before, after)
         yield open_calls
+
+
+def _with_own_nodes(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    """Return the output of a module with nodes of their own for views, whose gradients are read.
+
+    An output that is a view of an input stays one: the model may read the input again after it has
+    changed the output in place, and the gradient of that change must not be lost.
+    """
+    bases = [x._base if x._is_view() else x for x in inputs]
+    for path, tensor in elements(output).items():
+        is_of_input = any(tensor._base is base for base in bases)
+        if tensor.requires_grad and tensor._is_view() and not is_of_input:
+            output = with_element(output, path, own_node(tensor))
+    return output
 
 
 class LoopHooks(LayerHooks):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import get_gradient_edge
 
 from featx.base import After, ElementPath, ModuleHooks, TensorHooks, elements, shapes_of
 from featx.errors import LayerError
 from featx.layers.attention import hook_weights
 from featx.layers.operations import OperationRecorder, hide_operations
+from featx.layers.own_nodes import SharedOutput, own_node, share_memory
 from featx.layers.trace import CapturePoint, element_name
 
 
@@ -97,59 +97,6 @@ _Key = tuple[int, str]
 
 
 @dataclass
-class _SharedOutput:
-    """An output of a layer that has a node of its own over the memory of an input.
-
-    If the model writes to one of the two and reads the other later, the graph lacks the write.
-
-    Attributes:
-        name: name of the capture.
-        output: the output without its graph; the version counter is that of the memory.
-        version: its version when the layer returned.
-        memory: the input, or the tensor that the input is a view of.
-        sources: nodes of the input and of `memory`.
-        number: sequence number of the own node; nodes that are made later have larger ones.
-    """
-
-    name: str
-    output: torch.Tensor
-    version: int
-    memory: torch.Tensor
-    sources: set[Any]
-    number: int
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the model has changed the output, or the input, in place."""
-        return self.output._version != self.version
-
-    def check(self, results: Iterable[torch.Tensor]) -> None:
-        """Refuse a pass whose graph may lack a write; `results` are what the model returned."""
-        if not self.is_written:
-            return
-        if _node_of(self.memory) not in self.sources:
-            raise self.refusal("the input in place later, which gradients would lack")
-        nodes = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
-        seen = set(nodes)
-        while nodes:
-            node: Any = nodes.pop()
-            followers = {follower for follower, _ in node.next_functions if follower is not None}
-            if followers & self.sources and node._sequence_nr() > self.number:
-                raise self.refusal(
-                    "the output in place and reads the input again, whose gradients would lack it"
-                )
-            nodes += followers - seen
-            seen |= followers
-
-    def refusal(self, why: str) -> LayerError:
-        """The error for a pass that cannot be captured."""
-        return LayerError(
-            f"{self.name}: the layer returns its input or a view of it, and the model changes "
-            f"{why}. Capture the gradient of another layer, or set inplace=False."
-        )
-
-
-@dataclass
 class PassRecord:
     """Tensors and events that the hooks have seen in one forward pass.
 
@@ -166,7 +113,7 @@ class PassRecord:
             nodes of these, and versions.
         given: the same ids -> inputs of a module that may return them, and their versions.
         shared: outputs over the memory of an input, of the call of the model that is running.
-        is_open: whether a call of the model itself is running; kept where gradients are followed.
+        is_open: whether a call of the model itself is running, where gradients are followed.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -178,7 +125,7 @@ class PassRecord:
         default_factory=dict
     )
     given: dict[tuple[int, int], list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
-    shared: list[_SharedOutput] = field(default_factory=list)
+    shared: list[SharedOutput] = field(default_factory=list)
     is_open: bool = False
 
 
@@ -340,17 +287,19 @@ class LayerHooks:
         node.
         """
         for name, tensor, node, version in self.record.inputs.pop(_call_of(module), ()):
+            if not node.requires_grad:
+                raise LayerError(f"{name}: the layer detaches its input, so no gradient passes.")
             if node._version != version:
                 arguments = elements([*args, *kwargs.values()]).values()
-                if sum(_share_memory(each, node) for each in arguments) > 1:
+                if sum(share_memory(each, node) for each in arguments) > 1:
                     raise LayerError(
-                        f"{name}: the layer gets the same memory twice and changes it in place, "
-                        "which gradients would lack. Capture the gradient of another layer."
+                        f"{name}: the layer gets one tensor twice and writes to it in place, so "
+                        "gradients would be wrong. Capture the gradient of another layer."
                     )
                 # The values are there already; autograd must not take this for another write.
                 with _unsafe_preserve_version_counter(tensor), hide_operations():
                     tensor.copy_(node)
-            if any(_share_memory(each, node) for each in elements(output).values()):
+            if any(share_memory(each, node) for each in elements(output).values()):
                 self._watch_shared(self.record, name, node, tensor)
 
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
@@ -414,7 +363,7 @@ class LayerHooks:
             given = record.given.get(call, ())
             is_input = any(x is tensor and version == tensor._version for x, version in given)
             followed = own_node(tensor) if is_input or tensor._is_view() else tensor
-            if followed is not tensor and any(_share_memory(x, tensor) for x, _ in given):
+            if followed is not tensor and any(share_memory(x, tensor) for x, _ in given):
                 self._watch_shared(record, point.name, followed, tensor)
         self._followed.add(followed, self.receiver(record, point))
         return followed
@@ -423,29 +372,18 @@ class LayerHooks:
         self, record: PassRecord, name: str, output: torch.Tensor, source: torch.Tensor
     ) -> None:
         """Watch an output that has a node of its own over the memory of an input."""
-        memory = source if source._base is None else source._base
-        nodes = {_node_of(tensor) for tensor in (source, memory)}
         with hide_operations():
-            alias = output.detach()
-        number = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
+            shared = SharedOutput.of(name, output, source)
         if record.is_open:
-            shared = _SharedOutput(name, alias, alias._version, memory, nodes, number)
             record.shared.append(shared)
             return
-        # Nothing ends the pass. The nodes must not refer to themselves by their hooks.
-        shared = _SharedOutput(name, alias, alias._version, alias, set(), number)
-
-        def refuse(gradient: torch.Tensor) -> None:
-            if shared.is_written:
-                raise shared.refusal(
-                    "one of the two in place; what reads the other is seen in model(x) only"
-                )
-
+        # Nothing ends the pass. The hooks of a node must not refer to the node.
+        refuse = shared.without_graph().refuse_if_written
         for tensor in (output, source):
             self._followed.add(tensor, refuse)
 
     def end_pass(self, output: Any) -> None:
-        """End a call of the model itself; refuses what gradients would be wrong after it."""
+        """End a call of the model itself; refuses it if its gradients would be wrong."""
         record = self.record
         record.is_open = False
         shared, record.shared = record.shared, []
@@ -453,56 +391,6 @@ class LayerHooks:
             each.check(elements(output).values())
 
 
-def _node_of(tensor: torch.Tensor) -> Any:
-    """Node of a tensor in the graph; None if it requires no gradients."""
-    return get_gradient_edge(tensor).node if tensor.requires_grad else None
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are views of the same memory, for autograd or without it."""
-    if one.layout != torch.strided or other.layout != torch.strided:
-        return False
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
 def _call_of(module: nn.Module) -> tuple[int, int]:
     """Ids of a module and of the thread that calls it."""
     return id(module), threading.get_ident()
-
-
-class _OwnNode(torch.autograd.Function):
-    """The identity, over the same memory."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients
-
-
-def own_node(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory that is no view for autograd.
-
-    If a view is changed in place, autograd rewrites the history of the tensor that it is a view of,
-    and no gradient comes to the node of the view any more: nn.Linear on (B, T, C) before
-    nn.ReLU(inplace=True). The new node has the gradient of the layer's output, as without the
-    change. Values, memory and version counter are shared.
-    """
-    node: torch.Tensor = _OwnNode.apply(tensor)
-    return node
-
-
-def with_own_nodes(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
-    """Return the output of a module with nodes of their own for views, whose gradients are read.
-
-    An output that is a view of an input stays one: the model may read the input again after it has
-    changed the output in place, and the gradient of that change must not be lost.
-    """
-    bases = [x._base if x._is_view() else x for x in inputs]
-    for path, tensor in elements(output).items():
-        is_of_input = any(tensor._base is base for base in bases)
-        if tensor.requires_grad and tensor._is_view() and not is_of_input:
-            output = with_element(output, path, own_node(tensor))
-    return output

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_written_input_that_is_read_again_is_refused(view: str, write: str, ca
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(LayerError, match=f"^view:{capture}: .* reads the input again"):
         edited(model, capture, model)
-    with pytest.raises(LayerError, match=r"changes one of the two in place; .* model\(x\)"):
+    with pytest.raises(LayerError, match=r"writes to it in place; .* model\(x\)"):
         edited(model, capture, model.features)
 
 
@@ -118,8 +119,40 @@ class WrittenInput(nn.Module):
 
 @pytest.mark.parametrize("capture", ["grad_output", "grad_input"])
 def test_an_input_that_is_written_after_the_layer_is_refused(capture: str) -> None:
-    with pytest.raises(LayerError, match="changes the input in place later"):
+    with pytest.raises(LayerError, match="writes to the input in place later"):
         gradients_of(WrittenInput(), [f"view:{capture}"])
+
+
+class Wrapped(Shared):
+    """Returns an object that is no nested value."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=super().forward(x))
+
+
+def test_a_written_output_is_refused_if_the_model_returns_no_tensors() -> None:
+    model = Wrapped("identity", "relu", "never", is_copied=False)
+    x = torch.ones(4, 5, dtype=torch.float64)
+    with (
+        pytest.raises(LayerError, match="writes to it in place and returns no tensors"),
+        featx.capture(model, ["view:grad_output"]),
+    ):
+        model(x)
+
+
+class Detaching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.detach_()
+        return x
+
+
+def test_a_layer_that_detaches_its_input_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), Detaching())
+    with (
+        pytest.raises(LayerError, match=r"^1:grad_input: the layer detaches its input"),
+        featx.capture(model, ["1:grad_input"]),
+    ):
+        model(torch.ones(4, 5))
 
 
 class Parts(nn.Module):
@@ -275,7 +308,7 @@ def assert_same_or_refused(
     except LayerError as error:
         refusal, found = str(error), expected
     assert_same(found, expected)
-    assert re.search("^$|returns its input|gets the same memory twice", refusal)
+    assert re.search("^$|returns its input|gets one tensor twice", refusal)
 
 
 def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:

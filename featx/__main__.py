@@ -163,15 +163,16 @@ def _printed_information(line: CommandLine) -> bool:
     if line.wants_version:
         print_result(f"featx {__version__}")
     elif line.wants_help:
-        jobs = [line.job] if line.job is not None and line.job in JOBS else []
-        jobs += [topic for topic in line.help_topics if topic in JOBS and topic not in known_keys()]
-        for name in jobs:
-            print_result(job_help_text(JOBS.get(name), JOBS.get(name).may_read))
-        topics = [topic for topic in line.help_topics if topic not in jobs]
-        for topic in topics:
-            print_result(options_help_text(topic, [job.name for job in JOBS]))
-        if not jobs and not topics:
+        names = [line.job] if line.job is not None and line.job in JOBS else []
+        if not names and not line.help_topics:
             print_result(help_text(JOBS))
+        # A group has the name of its job: --help probe describes the group, job=probe the job.
+        names += [topic for topic in line.help_topics if topic not in known_keys()]
+        for job in [JOBS.get(name) for name in names if name in JOBS]:
+            print_result(job_help_text(job, job.may_read))
+        for topic in line.help_topics:
+            if topic in known_keys() or topic not in JOBS:
+                print_result(options_help_text(topic, [job.name for job in JOBS]))
     return line.wants_version or line.wants_help
 
 

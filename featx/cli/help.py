@@ -58,7 +58,7 @@ def options_help_text(topic: str, job_names: Collection[str]) -> str:
     """Return the text of `--help TOPIC` for a group, an option or 'all'.
 
     Args:
-        topic: the word after `--help`.
+        topic: name given with `--help`.
         job_names: names of the jobs.
 
     Raises:

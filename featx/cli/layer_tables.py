@@ -1,4 +1,4 @@
-"""Rows and tables of the layers and operations of a traced forward pass."""
+"""Tables of the layers and operations of a traced forward pass, and which of them are listed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ _COLUMNS = {
     "values": ("layer", *_OF_VALUES),
     "all": (*_COMMON, "calls", "input", *_OF_SHAPES, *_OF_COST, *_OF_VALUES),
 }
+
+_MOST = 0.8
+"""Share of the operations of a model from which a module is replaced by the modules inside it."""
+
+_MUCH = 0.25
+"""Share of the operations of the largest module from which a module counts as a stage."""
 
 
 def table_rows(
@@ -292,13 +298,6 @@ def _never_called(traced: Trace) -> list[str]:
     ]
 
 
-MOST = 0.8
-"""Share of the operations of a model from which a module is replaced by the modules inside it."""
-
-MUCH = 0.25
-"""Share of the operations of the largest module from which a module counts as a stage."""
-
-
 def outline(traced: Trace, depth: int) -> frozenset[str]:
     """Return the names of the modules down to a depth.
 
@@ -306,7 +305,7 @@ def outline(traced: Trace, depth: int) -> frozenset[str]:
     `blocks` or `features` of many models, tells nothing, so the modules inside it take its place.
     """
     modules_inside = _modules_inside(traced)
-    max_mflops = MOST * traced.calls[-1].mflops
+    max_mflops = _MOST * traced.calls[-1].mflops
 
     def open_module(module: str) -> list[str]:
         names = []
@@ -330,7 +329,7 @@ def last_stage(traced: Trace, modules: Collection[str]) -> str | None:
     """Return the last module that calls others and computes much, or None if there is none."""
     modules_inside = _modules_inside(traced)
     mflops = {name: traced.by_module[name][0].mflops for name in modules if name in modules_inside}
-    min_mflops = MUCH * max(mflops.values(), default=0.0)
+    min_mflops = _MUCH * max(mflops.values(), default=0.0)
     stages = [name for name in traced.by_module if mflops.get(name, 0.0) > min_mflops]
     return stages[-1] if stages else None
 

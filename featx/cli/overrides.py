@@ -33,6 +33,7 @@ EXPERIMENTS = "experiment"
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+)?(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
 _TOPIC = re.compile(r"[A-Za-z][\w.]*")
+"""Name of a job, a group or an option, which --help describes."""
 _QUOTED = re.compile(r""""(?:\\"|[^"])*"|'(?:\\'|[^'])*'""", re.DOTALL)
 _SWEEP = re.compile(r"(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
 _LIKE_A_NUMBER = re.compile(
@@ -53,7 +54,7 @@ class CommandLine:
         has_files: whether options come from files as well.
         wants_version: whether --version was given.
         wants_help: whether --help was given.
-        help_topics: words beside --help, such as 'probe' of `--help probe`.
+        help_topics: names given with --help, such as 'probe' of `--help probe`.
     """
 
     typed: Sequence[str]

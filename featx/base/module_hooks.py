@@ -1,7 +1,4 @@
-"""Hooks on modules and tensors, registered and removed here only; modes that observe operations.
-
-Also the tensors in nested values, such as a module takes and returns.
-"""
+"""Hooks on modules and tensors, registered and removed here only; modes that observe operations."""
 
 from __future__ import annotations
 
@@ -23,10 +20,6 @@ Before = Callable[[nn.Module, Any, Any], Any]
 After = Callable[[nn.Module, Any, Any, Any], Any]
 """Function (module, args, kwargs, output) that is called after a module; it may return another
 output."""
-
-
-ElementPath = tuple[str | int, ...]
-"""Keys and indices that lead to an element of a nested value; () for the value itself."""
 
 
 class _Hook:
@@ -215,26 +208,3 @@ class ObservingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-def elements(value: Any) -> dict[ElementPath, torch.Tensor]:
-    """Path -> tensor for every tensor in nested mappings, tuples and lists."""
-    if isinstance(value, torch.Tensor):
-        return {(): value}
-    if isinstance(value, Mapping):
-        items: list[tuple[str | int, Any]] = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, tuple | list):
-        items = list(enumerate(value))
-    else:
-        return {}
-    return {(step, *way): x for step, part in items for way, x in elements(part).items()}
-
-
-def shapes_of(value: Any) -> dict[ElementPath, tuple[int, ...]]:
-    """Path -> shape for every tensor in a nested value."""
-    return {path: tuple(x.shape) for path, x in elements(value).items()}
-
-
-def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have equal shapes and elements; NaN equals NaN."""
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

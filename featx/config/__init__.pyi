@@ -20,13 +20,13 @@ from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig
 from .data import ViewName as ViewName
 from .data import source_of_path as source_of_path
+from .executor import ExecutorConfig as ExecutorConfig
 from .job import BY_CAPTUM as BY_CAPTUM
 from .job import DEFAULT_BASELINE as DEFAULT_BASELINE
 from .job import METHODS as METHODS
 from .job import OF_A_LAYER as OF_A_LAYER
 from .job import AttributeConfig as AttributeConfig
 from .job import ConformanceConfig as ConformanceConfig
-from .job import ExecutorConfig as ExecutorConfig
 from .job import ExportConfig as ExportConfig
 from .job import JobConfig as JobConfig
 from .job import LogConfig as LogConfig

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from featx.base import ObservingMode, are_equal
-from featx.engine.compute import row_tolerance
+from featx.engine.row_checks import row_tolerance
 from featx.errors import ModelError
 
 _TOLERANCE = {"fp32": 1.0, "fp16": 8.0, "bf16": 64.0}

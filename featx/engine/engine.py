@@ -21,18 +21,9 @@ from torch import nn
 from featx.base import DeviceTimer, OwnStream, moved_to_cpu, synchronise, to_cpu
 from featx.engine.attached_captures import AttachedCaptures, attach_captures
 from featx.engine.batch_independence import MovedRows, moved_batch
-from featx.engine.compute import (
-    COMPUTE_DTYPES,
-    BatchRows,
-    Compute,
-    Formats,
-    TimedRows,
-    describe_nonfinite,
-    finite_rows,
-    row_tolerance,
-    spec_of,
-)
+from featx.engine.compute import COMPUTE_DTYPES, BatchRows, Compute, Formats, TimedRows, spec_of
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
+from featx.engine.row_checks import describe_nonfinite, finite_rows, row_tolerance
 from featx.engine.weight_casting import Captured, PreparedWeights
 from featx.errors import ModelError, RunError, require
 from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector, clone_captured

@@ -21,8 +21,8 @@ from featx.errors import DataError, counted
 from featx.images import ImagePolicy
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.provenance import fingerprint, header
-from featx.pipeline.run_listing import target_labels
 from featx.pipeline.run_metrics import StepTimer
+from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
 from featx.types import (
     NO_STATE,

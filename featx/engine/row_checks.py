@@ -1,0 +1,72 @@
+"""Comparison of rows as tensors: tolerance, cosine, equal bits, finite values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from featx.layers import largest_magnitudes
+
+
+def row_tolerance(row: torch.Tensor) -> float:
+    """Tolerance for one row in two passes: 1e-3 of its largest finite magnitude, 0 without any."""
+    finite = row[torch.isfinite(row)]
+    return 1e-3 * float(finite.abs().max()) if len(finite) else 0.0
+
+
+def row_cosines(
+    features: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+) -> float:
+    """Smallest cosine between matching rows over all layers; -1 if a row is not finite."""
+    smallest = 1.0
+    for name, value in features.items():
+        a = value.reshape(len(value), -1).double()
+        b = reference[name].reshape(len(value), -1).double()
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            return -1.0
+        lengths = a.norm(dim=1) * b.norm(dim=1)
+        # A row of zeros has no direction: its cosine counts as 1 if the other row is zero as well,
+        # else 0.
+        cosine = torch.where(lengths > 0, (a * b).sum(1) / lengths, (a == b).all(1).double())
+        smallest = min(smallest, float(cosine.min()))
+    return smallest
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have equal shapes, dtypes and bytes; NaN equals the same NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
+
+
+def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
+    """A CPU tensor as the array that the store writes: bfloat16 as the uint16 of its bits.
+
+    numpy has no bfloat16.
+    """
+    bits: npt.NDArray[Any] = (
+        value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
+    )
+    return bits
+
+
+def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """dataset name -> (B,) bool on the device: whether a row has neither NaN nor infinity.
+
+    The largest magnitude of a row is NaN if any value is, and takes a tenth of the time of
+    `isfinite` on a CPU.
+    """
+    return {name: torch.isfinite(largest_magnitudes(value)) for name, value in features.items()}
+
+
+def describe_nonfinite(value: torch.Tensor, precision: str, store_dtype: torch.dtype) -> str:
+    """The reason why a row, (n,) before the cast, is not finite in the dtype of the store."""
+    nonfinite = value[~torch.isfinite(value)]
+    if len(nonfinite):
+        return f"{nonfinite[0].item()} in {precision}"
+    limit = torch.finfo(store_dtype).max
+    largest = value.abs().max().item()
+    return f"{largest:g}, over {limit:g}, the largest {str(store_dtype).removeprefix('torch.')}"

@@ -194,20 +194,20 @@ def _extract(model: LoadedModel, images: Sequence[Any]) -> _EmbeddingSink:
     import torch
 
     def list_images() -> tuple[Source, Listing]:
-        source = MapSource(
-            [
-                Path(image).expanduser().absolute()
-                if isinstance(image, str | os.PathLike)
-                else image
-                for image in images
-            ]
-        )
+        source = MapSource([_as_path(image) for image in images])
         return source, source.listing()
 
     with model.run(list_images) as context, torch.no_grad():
         sink = _EmbeddingSink(context)
         run_parts(context, sink)
     return sink
+
+
+def _as_path(image: Any) -> Any:
+    """Return the absolute path of a file, and any other image as it is."""
+    if isinstance(image, str | os.PathLike):
+        return Path(image).expanduser().absolute()
+    return image
 
 
 class _EmbeddingSink(NewImagesSink):

@@ -278,7 +278,7 @@ class NewImagesSink(ABC):
     def __init__(self, context: RunContext) -> None:
         self.failures: dict[int, Failure] = {}
         self.num_committed = 0
-        self.context = context
+        self._context = context
 
     @abstractmethod
     def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -287,20 +287,32 @@ class NewImagesSink(ABC):
     @property
     def num_rows(self) -> int:
         """Number of rows of the run."""
-        return len(self.context.listing)
+        return len(self._context.listing)
 
     def missing(self) -> list[Part]:
         """Return all parts of the run."""
-        grid = Grid(self.num_rows, self.context.part_rows)
+        grid = Grid(self.num_rows, self._context.part_rows)
         return [grid.part(index) for index in range(len(grid))]
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the features of a batch."""
-        return compute_rows(self.context, engine, batch)
+        return compute_rows(self._context, engine, batch)
 
     def begin_part(self, part: Part) -> _NewImagesPart:
         """Begin a part, whose batches follow."""
         return _NewImagesPart(part, self)
+
+    def add(self, batch: Batch, rows: Rows) -> None:
+        """Keep the rows of a batch, as if stored and read back, so that results agree with those of
+        the store's rows."""
+        self.keep(
+            batch,
+            {
+                spec.name: from_raw(rows.features[spec.name], spec.dtype)
+                for spec in self._context.specs
+            },
+        )
+        self.failures |= {failure.row: failure for failure in rows.failures}
 
     def commit(self, rows: _NewImagesPart) -> None:
         """Count the rows of a part; there is nothing to commit."""
@@ -315,9 +327,5 @@ class _NewImagesPart:
     sink: NewImagesSink
 
     def add(self, batch: Batch, rows: Rows) -> None:
-        """Keep the rows of a batch, as if stored and read back, so that results agree with those of
-        the store's rows."""
-        specs = self.sink.context.specs
-        features = {spec.name: from_raw(rows.features[spec.name], spec.dtype) for spec in specs}
-        self.sink.keep(batch, features)
-        self.sink.failures |= {failure.row: failure for failure in rows.failures}
+        """Keep the rows of a batch."""
+        self.sink.add(batch, rows)

@@ -53,7 +53,7 @@ SCORE = "score:"
 MAX_SCORES = 1 << 24
 """Number of scores up to which predictions.csv has a column per class, about 300 MB."""
 
-FEW_GROUPS = 20
+_FEW_GROUPS = 20
 """Number of groups of test rows below which the intervals of the bootstrap are too narrow."""
 
 PAIRS_LISTED = 50
@@ -265,10 +265,10 @@ class ClassTask(RowTask):
         rows, notes = self.first_splits, super().notes_on_rows()
         if rows.groups is not None:
             num_groups = len(np.unique(rows.groups[rows.test_places]))
-            if num_groups < FEW_GROUPS:
+            if num_groups < _FEW_GROUPS:
                 notes.append(
                     f"the test rows are of {counted(num_groups, 'group')}; with fewer than "
-                    f"{FEW_GROUPS} the intervals are too narrow"
+                    f"{_FEW_GROUPS} the intervals are too narrow"
                 )
         return notes
 

@@ -22,7 +22,7 @@ except ImportError:  # a reader of stores may have numpy and h5py only
 from featx.errors import StoreError
 from featx.types import LayerSpec, Part, Status, StoreHeader, TokenGeometry
 
-FORMAT = 3
+FORMAT = 4
 """Version of the format; no release has written another one."""
 
 MANIFEST = "featx.json"
@@ -159,18 +159,17 @@ class Grid:
         return min(self.slots, COLUMN_CHUNK_ROWS)
 
 
-def check_version(path: Path, version: int) -> None:
-    """Raise StoreError if a file has another format than this featx reads."""
-    if version > FORMAT:
+def check_version(path: Path, version: int, kind: str = "store", known: int = FORMAT) -> None:
+    """Raise StoreError if a file of a kind has another format than the one this featx knows."""
+    if version > known:
         raise StoreError(
-            f"{path} has store format {version}, but this featx reads format {FORMAT}. "
+            f"{path} has {kind} format {version}, but this featx reads format {known}. "
             "Upgrade featx: pip install -U featx."
         )
-    if version < FORMAT:
+    if version < known:
         raise StoreError(
-            f"{path} has store format {version}, of a featx before its first release; this one "
-            f"reads format {FORMAT}. Extract the images again, with overwrite=true or another "
-            "out=DIR."
+            f"{path} has {kind} format {version}, of a featx before its first release; this one "
+            f"reads format {known}. Run its command again, with overwrite=true or another out=DIR."
         )
 
 

@@ -223,7 +223,7 @@ class FeatureStore:
 
     @cached_property
     def image_checksums(self) -> npt.NDArray[np.uint64]:
-        """(N,) uint64: BLAKE2b checksum (8 bytes, little-endian) of each row's encoded image.
+        """(N,) uint64: checksum (xxh3_64) of each row's encoded image.
 
         0 stands for rows that are not stored or have no recorded checksum, 1 for rows without image
         bytes.

@@ -346,7 +346,7 @@ def test_plain_h5py_reads_the_file(tmp_path: Path) -> None:
         assert tokens.attrs["rows_per_image"] == 3
         assert tokens.attrs["shape"].tolist() == [3, 2]
         root = dict(file.attrs)
-    assert (root["featx_stats"], root["complete"]) == (1, True)
+    assert (root["featx_stats"], root["complete"]) == (2, True)
     assert (root["start"], root["stop"], root["num_failed"]) == (0, 21, 2)
     assert root["model"] == "toy"
     assert root["weights_sha256"] == run.header.weights_sha256
@@ -681,9 +681,10 @@ def test_readers_are_told_what_is_wrong(tmp_path: Path) -> None:
     path = run.whole(tmp_path)
     with pytest.raises(LayerError, match=r"avgpol.*it has avgpool.*Nearest: avgpool"):
         open_stats(path)["avgpol"]
-    change(path, lambda file: file.attrs.modify("featx_stats", 2))
-    with pytest.raises(StoreError, match="Upgrade featx"):
-        open_stats(path)["avgpool"]
+    for version, advice in ((3, "Upgrade featx"), (1, "reads format 2. Run its command again")):
+        change(path, lambda file, number=version: file.attrs.modify("featx_stats", number))
+        with pytest.raises(StoreError, match=f"statistics format {version}, .*{advice}"):
+            open_stats(path)["avgpool"]
     store = run.folder(tmp_path / "part")
     run.commit(store, run.grid.part(0))
     with pytest.raises(StoreError, match="rows 0 to 8 of a run that is not complete"):
@@ -720,7 +721,7 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, finished
 
 def test_a_newer_file_is_not_quarantined(tmp_path: Path) -> None:
     run = Run(21, 8)
-    path = change(run.whole(tmp_path), lambda file: file.attrs.modify("featx_stats", 2))
+    path = change(run.whole(tmp_path), lambda file: file.attrs.modify("featx_stats", 3))
     with pytest.raises(StoreError, match="Upgrade featx"):
         run.folder(tmp_path)
     assert path.exists()

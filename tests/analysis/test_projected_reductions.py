@@ -263,7 +263,7 @@ def test_a_layer_of_the_same_name_that_is_another_tensor(finished: Path) -> None
 def file_of(spec: Any, moments: Moments) -> memoryview:
     header = make_header()
     root = {
-        "featx_stats": 1, "complete": True, "start": 0, "stop": moments.count, "num_failed": 0,
+        "featx_stats": 2, "complete": True, "start": 0, "stop": moments.count, "num_failed": 0,
         "fingerprint": "", "settings": json.dumps(dict(header.fingerprint)),
         "weights_sha256": header.weights_sha256, "transform": header.transform,
     }  # fmt: skip

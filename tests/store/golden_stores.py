@@ -1,4 +1,6 @@
-"""The golden stores of the present format: `python tests/store/golden_stores.py` writes them again.
+"""The golden stores of the present format.
+
+`PYTHONPATH=tests python tests/store/golden_stores.py` writes them again.
 
 They are in git, so a change of the format shows as a test that fails. Write them again only if the
 format is meant to change, and raise its number once 0.1.0 is released.

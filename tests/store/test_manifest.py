@@ -149,7 +149,7 @@ def test_other_numbers_under_the_old_sum_are_damage() -> None:
 
 
 def test_a_newer_format_is_told_apart_from_damage(tmp_path: Path) -> None:
-    values = {**json.loads(one_run().to_json()), "featx_format": 4}
+    values = {**json.loads(one_run().to_json()), "featx_format": 5}
     del values["sha256"]
     with pytest.raises(StoreError, match="Upgrade featx") as refused:
         Manifest.from_json(json.dumps({**values, "sha256": digest(values)}).encode(), HERE)
@@ -157,7 +157,7 @@ def test_a_newer_format_is_told_apart_from_damage(tmp_path: Path) -> None:
 
 
 def test_a_flipped_format_is_damage() -> None:
-    values = {**json.loads(one_run().to_json()), "featx_format": 2}
+    values = {**json.loads(one_run().to_json()), "featx_format": 3}
     with pytest.raises(DamagedManifestError):
         Manifest.from_json(json.dumps(values).encode(), HERE)
 

@@ -84,7 +84,7 @@ def test_every_dataset_and_attribute_of_the_contract_is_there(tmp_path: Path, co
         assert [name.decode() for name in file["classes"][:]] == ["cat", "dög"]
         attrs = dict(file.attrs)
     assert attrs.pop("complete")
-    assert attrs.pop("featx_format") == 3
+    assert attrs.pop("featx_format") == 4
     assert attrs.pop("fingerprint") == digest(run.header.fingerprint)
     assert json.loads(attrs.pop("versions")) == run.header.versions
     for name in ("config", "model", "weights", "weights_sha256", "transform"):

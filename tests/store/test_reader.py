@@ -225,7 +225,7 @@ def test_the_store_tells_what_it_holds(store: FeatureStore, run: MadeRun) -> Non
     assert store.labels.dtype == np.int64
     assert store.status.tolist() == run.status().tolist()
     assert store.ok.tolist() == np.isin(run.status(), [0, 12]).tolist()
-    assert store.attrs["featx_format"] == 3
+    assert store.attrs["featx_format"] == 4
     assert store.attrs["model"] == "toy"
     lines = repr(store).splitlines()
     assert lines[0].endswith("29 rows, 26 ok, 3 failed, 2 classes, complete>")
@@ -507,20 +507,29 @@ class TestOpening:
         assert len(store.failures) == 3
         assert before == {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*")}
 
-    def test_newer_formats_are_refused_politely(self, run: MadeRun, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("version", "message"),
+        [
+            (5, r"format 5, .* reads format 4\. Upgrade featx"),
+            (3, r"format 3, .* reads format 4\. Run its command again, with overwrite=true"),
+        ],
+    )
+    def test_other_formats_are_refused_politely(
+        self, run: MadeRun, tmp_path: Path, version: int, message: str
+    ) -> None:
         run.write(tmp_path / "a", packed=True)
         with h5py.File(tmp_path / "a" / "features.h5", "r+") as file:
-            file.attrs["featx_format"] = 4
+            file.attrs["featx_format"] = version
         run.write(tmp_path / "b", [0])
         path = tmp_path / "b" / "featx.json"
-        path.write_text(json.dumps({"featx_format": 4, "other": "things"}))
+        path.write_text(json.dumps({"featx_format": version, "other": "things"}))
         for act in (
             lambda: FeatureStore(tmp_path / "a"),
             lambda: FeatureStore(tmp_path / "b"),
             lambda: check_store(tmp_path / "b"),
             lambda: run.write(tmp_path / "b"),
         ):
-            with pytest.raises(StoreError, match=r"format 4, .* reads format 3\. Upgrade featx"):
+            with pytest.raises(StoreError, match=message):
                 act()
 
     @pytest.mark.parametrize("codec", ["gzip", "zstd"])

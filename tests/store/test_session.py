@@ -47,7 +47,7 @@ def test_a_new_store_has_its_manifest_listing_and_no_rows(run: MadeRun, tmp_path
         assert [part.index for part in session.missing()] == [0, 1, 2, 3]
         assert session.num_committed == 0
     manifest = json.loads((root / "featx.json").read_text())
-    assert manifest["featx_format"] == 3
+    assert manifest["featx_format"] == 4
     assert manifest["part_rows"] == 8
     assert manifest["fingerprint"] == run.header.fingerprint
     assert [layer["name"] for layer in manifest["layers"]] == ["flat", "map"]
@@ -386,7 +386,7 @@ def test_a_manifest_that_appears_meanwhile_is_not_written_over(
         pytest.fail("two runs in one store")
 
 
-DAMAGED = ["", "{", "[]", "null", "{}", '{"featx_format": "x"}', '{"featx_format": 3}', "\xff"]
+DAMAGED = ["", "{", "[]", "null", "{}", '{"featx_format": "x"}', '{"featx_format": 4}', "\xff"]
 
 
 @pytest.mark.parametrize("text", DAMAGED)

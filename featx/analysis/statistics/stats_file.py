@@ -35,7 +35,7 @@ from featx.store import (
 )
 from featx.types import Failure, Status
 
-STATS_FORMAT = 1
+STATS_FORMAT = 2
 """Version of the format."""
 
 STATS_FILE = "stats.h5"
@@ -75,11 +75,7 @@ def reading(path: Path, compare: bool = True) -> Iterator[h5py.File]:
             version = file.attrs.get("featx_stats")
             if version is None:
                 raise DamagedError(f"{path} is no file of featx statistics.")
-            if version > STATS_FORMAT:
-                raise StoreError(
-                    f"{path} has statistics format {version}, this featx reads up to "
-                    f"{STATS_FORMAT}. Upgrade featx: pip install -U featx."
-                )
+            layout.check_version(path, int(version), "statistics", STATS_FORMAT)
             yield file
     except (StoreError, LayerError):
         raise

@@ -144,6 +144,7 @@ def run_parts(
     timer = StepTimer()
     done_before = sink.num_committed
     missing = sink.missing()
+    allowed = config.allowed_failures(sink.num_rows)
     loader.start_counting()
     progress = Progress(sink.num_rows, done_before) if progress is None else progress
     trace: contextlib.AbstractContextManager[Timeline | None] = contextlib.nullcontext()
@@ -196,7 +197,7 @@ def run_parts(
                 done = done_before + num_computed
                 seconds_per_row = (time.perf_counter() - started_at) / num_computed
                 remaining_s = (sink.num_rows - done) * seconds_per_row
-                refuse_failures(config, sink.num_failed, done, sink.num_rows, remaining_s)
+                refuse_failures(allowed, sink.num_failed, done, sink.num_rows, remaining_s)
             progress.step(batch.count, num_failed, batches.last_wait_s)
             if timeline is not None:
                 timeline.step()

@@ -108,13 +108,13 @@ def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, lay
 
 
 def refuse_failures(
-    config: Config, num_failed: int, num_done: int, num_rows: int, remaining_s: float
+    allowed: int, num_failed: int, num_done: int, num_rows: int, remaining_s: float
 ) -> None:
-    """Raise TooManyFailuresError if too many images failed and much work is left."""
-    if num_failed > config.allowed_failures(num_rows) and remaining_s >= EARLY_STOP_S:
+    """Raise TooManyFailuresError if more images failed than allowed and much work is left."""
+    if num_failed > allowed and remaining_s >= EARLY_STOP_S:
         raise TooManyFailuresError(
-            f"{num_failed} of the first {counted(num_done, 'image')} failed, more than "
-            f"max_failures={config.max_failures} allows of {num_rows} in all, and about "
+            f"{num_failed} of the first {counted(num_done, 'image')} failed, more than the "
+            f"{allowed} that max_failures allows of {num_rows} in all, and about "
             f"{remaining_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv "
             "names the images. To resume, run the same command with a larger max_failures."
         )

@@ -239,8 +239,8 @@ class WorkerPool(ABC):
             self.progress.step(len(part), len(failures), None, is_earlier)
             now = self._at_last_commit = self.progress.now()
             left_s = now.seconds_left if now.images_per_second else 0.0
-            config = self.spec.config
-            refuse_failures(config, session.num_failed, now.done, session.num_rows, left_s)
+            allowed = self.spec.config.allowed_failures(session.num_rows)
+            refuse_failures(allowed, session.num_failed, now.done, session.num_rows, left_s)
 
     def _start_clock(self) -> None:
         """Start the clock of the run with the first worker that is ready; later do nothing."""

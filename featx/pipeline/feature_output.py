@@ -21,6 +21,7 @@ from featx.pipeline.provenance import layer_line
 from featx.pipeline.row_failures import Rows, compute_rows
 from featx.pipeline.row_updates import (
     check_images,
+    check_images_before_adding,
     compute_lost_rows,
     has_mixed_rows,
     retry_failed_rows,
@@ -183,7 +184,8 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self._check_room(context)
         self.context = context
         self.session = StoreSession(self.root, context.as_run(), context.listing, self.config.grow)
-        with self.session.hold(self.config.overwrite):
+        check = functools.partial(check_images_before_adding, context, self.session)
+        with self.session.hold(self.config.overwrite, check):
             self.session.write_config(self._config_yaml)
             yield
 
@@ -319,7 +321,14 @@ def _refuse_another_layer(
 
 def _pack(config: Config, session: StoreSession) -> None:
     """Pack the parts into one features.h5, if the config asks for it and there is room."""
-    if session.is_packed or not session.is_complete:
+    if unfinished := session.unfinished_runs():
+        names = ",".join(sorted(unfinished[0].names))
+        log_message(
+            f"{shown_path(session.root)} is not complete: it lacks rows of layers=[{names}], which "
+            "the command with these layers computes."
+        )
+        return
+    if session.is_packed:
         return
     if has_mixed_rows(session) or config.pack is False:
         return

@@ -66,18 +66,47 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
             changes = _changes(context, session)
     failed = {failure.row for failure in session.failures}
     changed_failures = [row for row in changes.rows.tolist() if row in failed]
-    changed = [row for row in changes.rows.tolist() if row not in failed]
     if changed_failures and not config.retry_failed:
         log_message(f"{changed_failures_text(keys, changed_failures)}")
-    if not changed:
-        return num_recomputed
-    pairs = zip(session.manifest.runs, changes.changed, strict=True)
-    options = _layers_options([run for run, rows in pairs if np.isin(rows, changed).any()])
-    text = changed_images_text(session.root, keys, changed, _refresh_text(options))
-    if not only_warn:
-        raise StoreMismatchError(text)
-    log_message(text, level="warning")
+    if runs := _outdated_runs(session, changes):
+        text = _outdated_text(context, session, runs)
+        if not only_warn:
+            raise StoreMismatchError(text)
+        log_message(text, level="warning")
     return num_recomputed
+
+
+def check_images_before_adding(context: RunContext, session: StoreSession) -> None:
+    """Refuse to add layers or rows to rows of changed images that refresh does not compute again.
+
+    A command that is refused leaves the runs of the store as they were.
+    """
+    runs = _outdated_runs(session, _changes(context, session))
+    if context.config.refresh:
+        runs = [(run, rows) for run, rows in runs if not session.has_requested_layers(run)]
+    if runs:
+        raise StoreMismatchError(_outdated_text(context, session, runs))
+
+
+def _outdated_runs(
+    session: StoreSession, changes: ImageChanges
+) -> list[tuple[Run, npt.NDArray[np.int64]]]:
+    """Runs with features of images that have changed, and their rows; failed rows have none."""
+    failed = [failure.row for failure in session.failures]
+    pairs = zip(session.manifest.runs, changes.changed, strict=True)
+    with_rows = [(run, np.setdiff1d(rows, failed)) for run, rows in pairs]
+    return [(run, rows) for run, rows in with_rows if rows.size]
+
+
+def _outdated_text(
+    context: RunContext,
+    session: StoreSession,
+    runs: Sequence[tuple[Run, npt.NDArray[np.int64]]],
+) -> str:
+    """Message on rows of changed images, which names the images and what computes them again."""
+    rows = np.unique(np.concatenate([rows for _, rows in runs])).tolist()
+    what = _refresh_text(_layers_options([run for run, _ in runs]))
+    return changed_images_text(session.root, context.listing.keys, rows, what)
 
 
 def _refresh_text(layers: Sequence[str]) -> str:
@@ -117,7 +146,7 @@ def _changes(context: RunContext, session: StoreSession) -> ImageChanges:
     """Compare the images with the store, and save their states for the next comparison."""
     changes = image_changes(
         context.source,
-        context.listing.keys,
+        context.listing.keys[: session.manifest.num_rows],
         session.root,
         session.manifest,
         read_all=context.config.refresh is True,

@@ -160,8 +160,9 @@ def _source_files(root: Path, manifest: Manifest) -> list[tuple[Path, RowFile]]:
     sources: list[tuple[Path, RowFile]] = []
     num_packed = 0
     packed = root / layout.PACKED
+    was_packed = packed.exists()
     # The rows of a damaged one have become parts, and the new one takes its place.
-    if packed.exists() and packed.name not in DamageRecord.read(root).files:
+    if was_packed and packed.name not in DamageRecord.read(root).files:
         try:
             with open_hdf5(packed) as file:
                 num_packed, fingerprint_sha256 = num_runs_of(file), file.attrs["fingerprint"]
@@ -179,7 +180,7 @@ def _source_files(root: Path, manifest: Manifest) -> list[tuple[Path, RowFile]]:
         for part in run.parts():
             sources.append((part_path(root, part.index), RowFile.of_part(run, part)))
     missing = [path.name for path, _ in sources if not path.is_file()]
-    if missing and num_packed == 0 and packed.exists():
+    if missing and not was_packed and packed.exists():
         # Another process, on a file system without locks, has packed the parts since the look at
         # features.h5 above, and has removed them.
         return _source_files(root, manifest)

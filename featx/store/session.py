@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,14 @@ class StoreSession:
         self._manifest_before = b""  # featx.json as it was read, for compare_and_swap
 
     @contextlib.contextmanager
-    def hold(self, overwrite: bool = False) -> Iterator[StoreSession]:
+    def hold(
+        self, overwrite: bool = False, check_before_adding: Callable[[], None] | None = None
+    ) -> Iterator[StoreSession]:
         """Lock the store, start it or check that the runs match, and find the committed parts.
 
-        With `overwrite`, the existing store is deleted first.
+        With `overwrite`, the existing store is deleted first. `check_before_adding` is called
+        before layers or rows are added to a store, with its runs in `manifest`; what it raises
+        leaves them as they are.
 
         Raises:
             StoreLockedError: another process is writing to the store.
@@ -97,10 +101,12 @@ class StoreSession:
             clear_leftovers(self.disk)
             if before is not None:
                 self._parts.survey(before, self.listing)
-                unfinished = [run for run in before.runs if self._parts.lacks_rows(run)]
-                self.manifest = merge_manifest(
-                    self.root, before, self._requested, unfinished, self._grow
+                merged = merge_manifest(
+                    self.root, before, self._requested, self.unfinished_runs(), self._grow
                 )
+                if merged.runs != before.runs and check_before_adding is not None:
+                    check_before_adding()
+                self.manifest = merged
             self._write_manifest_and_listing(before)
             if not self.is_packed:
                 self.disk.make_folder(self.root / layout.PARTS)
@@ -132,10 +138,14 @@ class StoreSession:
         runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
         return [part for run in runs for part in self._parts.missing_parts(run)]
 
+    def unfinished_runs(self) -> list[Run]:
+        """Runs of the store that lack rows."""
+        return [run for run in self.manifest.runs if self._parts.lacks_rows(run)]
+
     @property
     def is_complete(self) -> bool:
         """Whether every part of every run is committed."""
-        return not any(self._parts.lacks_rows(run) for run in self.manifest.runs)
+        return not self.unfinished_runs()
 
     @property
     def num_committed(self) -> int:

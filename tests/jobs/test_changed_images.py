@@ -215,23 +215,57 @@ def test_layers_of_several_runs_are_refreshed_one_after_the_other(photos: Path) 
     assert run_job("verify", store="store") == 0
 
 
+def test_layers_are_not_added_to_rows_of_changed_images(photos: Path) -> None:
+    """The store stays as it was, so that the command of its layers can refresh it."""
+    extract(photos, layers=["conv"])
+    manifest = Path("store/featx.json").read_bytes()
+    write_image(sorted_photos(photos)[1], 1000)
+    for refresh in (False, True):
+        with pytest.raises(StoreMismatchError, match=r"refresh=true.*\(layers=\[conv\]\)"):
+            extract(photos, layers=["deep"], refresh=refresh)
+        assert Path("store/featx.json").read_bytes() == manifest
+    extract(photos, layers=["conv"], refresh=True)
+    after = extract(photos, layers=["deep"])
+    assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
+
+
+def test_finished_layers_are_refreshed_while_others_are_unfinished(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos, layers=["conv"])
+    with monkeypatch.context() as patch:
+        signal_after_commits(patch, 2)
+        with pytest.raises(Interrupted):
+            extract(photos, layers=["deep"])
+    write_image(sorted_photos(photos)[-1], 1000)
+    with pytest.raises(StoreMismatchError, match=r"refresh=true.*\(layers=\[conv\]\)"):
+        extract(photos, layers=["deep"])
+    extract(photos, layers=["conv"], refresh=True)
+    assert "store is not complete: it lacks rows of layers=[deep]" in capfd.readouterr().err
+    after = extract(photos, layers=["deep"])
+    assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
+
+
 @pytest.mark.slow
 def test_layers_from_another_image_are_refused_at_the_end(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An image that changes after it was looked at and before it is read."""
+    """An image that changes after it was looked at twice and before it is read."""
     extract(photos, layers=["conv"])
+    looks = []
     with monkeypatch.context() as patch:
         changes = row_updates.image_changes
 
         def changed_later(*args: Any, **keys: Any) -> Any:
-            found = changes(*args, **keys)
-            write_image(sorted_photos(photos)[1], 1000)
-            return found
+            looks.append(changes(*args, **keys))
+            if len(looks) == 2:
+                write_image(sorted_photos(photos)[1], 1000)
+            return looks[-1]
 
         patch.setattr(row_updates, "image_changes", changed_later)
         with pytest.raises(StoreMismatchError, match=r"1 image has changed.*cat/006\.png"):
             extract(photos, layers=["conv", "deep"])
+    assert open_store("store").image_checksums[1] == UNKNOWN_IMAGE
     with pytest.raises(
         FeatxError, match=r"1 row was computed for deep from other images .* cat/006\.png"
     ):

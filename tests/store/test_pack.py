@@ -147,6 +147,15 @@ def test_a_missing_part_is_refused(run: MadeRun, tmp_path: Path) -> None:
     assert not (tmp_path / "features.h5").exists()
 
 
+def test_a_damaged_packed_file_with_rows_to_compute_is_refused(run: MadeRun, tmp_path: Path) -> None:
+    root = run.copied(tmp_path / "store", packed=True)
+    (root / "features.h5").write_bytes(b"damaged")
+    with run.session(root).hold():
+        assert DamageRecord.read(root).files == {"features.h5"}
+    with pytest.raises(StoreError, match=r"parts are missing, part-000000\.h5 first"):
+        pack(root)
+
+
 def test_a_store_that_another_process_packs_meanwhile_is_packed(
     run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,13 +119,10 @@ def hard_queries(
 def random_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
     """Choose up to RANDOM_QUERIES random rows of different classes, as far as there are any."""
     order = np.random.default_rng(seed).permutation(rows)
-    labels = store.labels[order]
-    class_order = np.argsort(labels, kind="stable")
-    _, starts, counts = np.unique(labels[class_order], return_index=True, return_counts=True)
-    # Position of each row within its class: first come the rows that are the first of their class.
-    turn = np.empty(len(order), np.int64)
-    turn[class_order] = np.arange(len(order)) - np.repeat(starts, counts)
-    return [int(row) for row in order[np.argsort(turn, kind="stable")[:RANDOM_QUERIES]]]
+    _, first = np.unique(store.labels[order], return_index=True)
+    first_of_classes = order[np.sort(first)]
+    chosen: list[int] = np.concatenate([first_of_classes, np.delete(order, first)]).tolist()
+    return chosen[:RANDOM_QUERIES]
 
 
 def neighbours_of(

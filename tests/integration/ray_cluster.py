@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 _PORT = 6400
 _COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
@@ -76,11 +77,11 @@ class RayCluster:
                 env={**os.environ, **self.environment}, cwd=self.folder, stdout=output,
                 stderr=output, stdin=subprocess.DEVNULL,
             )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while "Ray runtime started" not in log.read_text(errors="replace"):
-            assert process.poll() is None, log.read_text(errors="replace")
-            assert time.monotonic() < deadline, log.read_text(errors="replace")
-            time.sleep(0.2)
+
+        def printed() -> str:
+            return log.read_text(errors="replace")
+
+        eventually(lambda: "Ray runtime started" in printed(), 120, process, printed)
 
 
 @contextlib.contextmanager

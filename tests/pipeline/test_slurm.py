@@ -22,6 +22,7 @@ from made_store import dataset_digests, make_run, temporary_files
 from object_server import num_parts, place, rows_of
 from processes import wait_until
 from tiny_model import COMMAND, MODEL, extract
+from waiting import eventually
 
 import featx as package
 from featx.base import take_cpus
@@ -395,9 +396,7 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
         code = process.wait(300)
     if signum == signal.SIGINT:
         assert code == 130
-        deadline = time.monotonic() + 60
-        while tasks_alive() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        eventually(lambda: not tasks_alive(), 60)
         code = subprocess.run(command(), env=environment, timeout=300, check=False).returncode
     assert code == 0
     assert dataset_digests("store") == dataset_digests("reference")

@@ -22,7 +22,7 @@ import pytest
 from waiting import eventually
 
 from featx.storage import S3Path, parse_path, s3_client
-from featx.store import FeatureStore, layout
+from featx.store import FeatureStore, layout, read_heartbeats
 
 
 @contextlib.contextmanager
@@ -77,6 +77,14 @@ def place(text: str) -> S3Path:
 def num_parts(out: str) -> int:
     """The parts of a store that are there, in a bucket or on a disk."""
     return len(list((parse_path(out) / layout.PARTS).glob(layout.PART_GLOB)))
+
+
+def worker_pids(out: str, kind: str) -> list[int]:
+    """Processes of workers that write a store: of those called worker, actor or 'task 3'."""
+    records = [record for record in read_heartbeats(parse_path(out)) if record.is_alive]
+    return [
+        record.values["pid"] for record in records if record.values["what"].startswith(f"{kind} ")
+    ]
 
 
 def rows_of(store: FeatureStore) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from typing import TypeVar
 import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
-from object_server import num_parts
+from object_server import num_parts, worker_pids
 from tiny_model import COMMAND, extract
 from waiting import eventually
 
 from featx.pipeline.executors.worker_pool import MAX_DEATHS
-from featx.store import read_heartbeats
 
 T = TypeVar("T")
 
@@ -131,11 +130,7 @@ def kill_workers_at_a_part(kind: str) -> float:
             time.sleep(0.1)
         while not [*ready[0].parent.glob("claims/*")]:
             time.sleep(0.1)
-        (pid,) = [
-            record.values["pid"]
-            for record in read_heartbeats(root)
-            if record.values["what"].startswith(f"{kind} {number} ")
-        ]
+        (pid,) = worker_pids("store", f"{kind} {number}")
         os.kill(pid, signal.SIGKILL)
     return time.monotonic()
 

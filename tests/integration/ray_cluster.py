@@ -135,21 +135,19 @@ def _end_all(namespace: Path) -> None:
     """Kill every process of the namespace; only those of the cluster and its drivers are in it."""
     inode = namespace.stat().st_ino
     assert inode != Path("/proc/self/ns/net").stat().st_ino
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            with contextlib.suppress(OSError):
-                if (process / "ns/net").stat().st_ino == inode:
-                    os.kill(int(process.name), signal.SIGKILL)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "ns/net").stat().st_ino == inode:
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:
     """Children of a process, their children, and so on."""
     parents: dict[int, list[int]] = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            with contextlib.suppress(OSError):
-                parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-                parents.setdefault(int(parent), []).append(int(process.name))
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            parents.setdefault(int(parent), []).append(int(process.name))
     found, left = [], [pid]
     while left:
         children = parents.get(left.pop(), [])

@@ -216,9 +216,7 @@ def processes_of_tasks(store: Path) -> list[int]:
 def _end_steps(config: Path) -> None:
     """End the steps of jobs that outlived their cluster, by their process ids."""
     setting = b"SLURM_CONF=" + os.fsencode(config)
-    for process in Path("/proc").iterdir():
-        if not process.name.isdecimal():
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             name = (process / "comm").read_text().strip()
             settings = (process / "environ").read_bytes().split(b"\0")

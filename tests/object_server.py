@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import eventually
 
 from featx.storage import S3Path, parse_path, s3_client
-from featx.store import FeatureStore, layout
+from featx.store import FeatureStore, layout, read_heartbeats
 
 
 @contextlib.contextmanager
@@ -37,7 +38,7 @@ def running_server(log: Path) -> Iterator[str]:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         running = subprocess.Popen(command, stdout=output, stderr=output)
         try:
-            _wait_for(url, running)
+            eventually(lambda: answers(url), 120, running, lambda: "moto's server does not answer")
             yield url
         finally:
             running.terminate()
@@ -54,19 +55,16 @@ def environment(url: str) -> dict[str, str]:
     }
 
 
-def _wait_for(url: str, running: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert running.poll() is None, "moto's server ended"
-        try:
-            urllib.request.urlopen(url, timeout=10).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-            return
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError("moto's server does not answer")
+def answers(url: str) -> bool:
+    """Whether a server is there."""
+    try:
+        urllib.request.urlopen(url, timeout=10).close()
+    except urllib.error.HTTPError as error:  # it wants credentials
+        error.close()
+        return error.code < 500
+    except OSError:
+        return False
+    return True
 
 
 def place(text: str) -> S3Path:
@@ -77,8 +75,16 @@ def place(text: str) -> S3Path:
 
 
 def num_parts(out: str) -> int:
-    """The parts of a store that are there."""
-    return len(list((place(out) / layout.PARTS).glob(layout.PART_GLOB)))
+    """The parts of a store that are there, in a bucket or on a disk."""
+    return len(list((parse_path(out) / layout.PARTS).glob(layout.PART_GLOB)))
+
+
+def worker_pids(out: str, kind: str) -> list[int]:
+    """Processes of workers that write a store: of those called worker, actor or 'task 3'."""
+    records = [record for record in read_heartbeats(parse_path(out)) if record.is_alive]
+    return [
+        record.values["pid"] for record in records if record.values["what"].startswith(f"{kind} ")
+    ]
 
 
 def rows_of(store: FeatureStore) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import pytest
 import torch
 from conftest import Completed, slow_except, with_path
 from made_store import make_run
-from object_server import RequestLog, num_parts, place, rows_of, upload
+from object_server import RequestLog, num_parts, place, rows_of, upload, worker_pids
+from processes import wait_until
 from tiny_model import COMMAND, KEYS, TRUSTED, extract, run_job, write_image, write_images
 
 import featx as package
@@ -26,7 +27,7 @@ from featx import jobs
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError
 from featx.storage import s3_client
-from featx.store import check_store, layout, read_heartbeats
+from featx.store import check_store, layout
 from featx.torch import FeatureDataset, TokenDataset
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "cache_folder")
@@ -118,16 +119,8 @@ def test_kills_at_any_moment_and_two_drivers_at_once(images: Path, out: str, wor
 def test_a_worker_that_is_killed_is_replaced(images: Path, out: str) -> None:
     near = extract(str(images))
     running = start(out, images, "executor.workers=2", stderr=subprocess.PIPE)
-
-    def workers() -> list[int]:
-        records = read_heartbeats(place(out))
-        return [
-            record.values["pid"] for record in records if record.values["what"].startswith("worker")
-        ]
-
-    while running.poll() is None and not (num_parts(out) and workers()):
-        time.sleep(0.05)
-    os.kill(workers()[0], signal.SIGKILL)
+    victim = wait_until(lambda: num_parts(out) and worker_pids(out, "worker"), running)[0]
+    os.kill(victim, signal.SIGKILL)
     _, said = running.communicate(timeout=240)
     assert running.returncode == 0, said
     assert b"was killed by SIGKILL" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,13 +28,11 @@ class ExportFolder:
         self.names: list[str] = []
         self._disk = AtomicFolder(root)
 
-    @contextlib.contextmanager
-    def file(self, name: str) -> Iterator[BinaryIO]:
+    def file(self, name: str) -> AbstractContextManager[BinaryIO]:
         """File of any size at a path below the folder, with '/', that the block fills from start to
         end.
         """
-        with self._disk.stream_file(self._path(name)) as file:
-            yield file
+        return self._disk.stream_file(self._path(name))
 
     @contextlib.contextmanager
     def hdf5_file(
@@ -48,11 +47,9 @@ class ExportFolder:
         ):
             yield file
 
-    @contextlib.contextmanager
-    def folder(self, name: str) -> Iterator[Path]:
+    def folder(self, name: str) -> AbstractContextManager[Path]:
         """Empty folder, which the block fills; it counts as one file of the export."""
-        with self._disk.fill_folder(self._path(name)) as folder:
-            yield folder
+        return self._disk.fill_folder(self._path(name))
 
     def _path(self, name: str) -> Path:
         path = self._disk.root / name

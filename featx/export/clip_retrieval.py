@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from featx.base import import_extra
 from featx.export import arrow
 from featx.export.base import (
@@ -23,7 +21,7 @@ from featx.export.base import (
     only_layer_of,
     refuse_maps,
 )
-from featx.export.selection import unit_rows
+from featx.export.selection import unit_rows, write_npy
 
 _LISTING = ("key", "row", "label", "class")
 _VECTORS = "img_emb/img_emb_{}.npy"
@@ -58,11 +56,9 @@ class ClipRetrieval(ShardedFormat):
 
         for number, start, stop in self._shards:
             with folder.file(_VECTORS.format(number)) as file:
-                shape = (stop - start, self._width)
-                header = {"descr": "<f2", "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(file, header)
-                for _, _, values in self.selection.blocks(start, stop):
-                    file.write(unit_rows(values[self._layer]).astype("<f2").data)
+                blocks = self.selection.blocks(start, stop)
+                rows = (unit_rows(values[self._layer]) for _, _, values in blocks)
+                write_npy(file, "<f2", (stop - start, self._width), rows)
             columns = arrow.listing(self.selection, start, stop, _LISTING, self._columns)
             table = pa.table({"image_path": columns.pop("key"), **columns})
             with folder.file(_METADATA.format(number)) as file:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from featx.base import csv_line
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
+from featx.export.selection import as_json_values
 from featx.types import Status
 
 _LISTING = ("row", "key", "label", "class", "status")
@@ -38,7 +39,7 @@ class Csv(Format):
             selection.labels.tolist(),
             selection.class_texts(0, n),
             [Status(status).label for status in selection.status.tolist()],
-            *(["" if x != x else x for x in values.tolist()] for values in columns.values()),
+            *map(as_json_values, columns.values()),
         ]
         with folder.file("rows.csv") as file:
             _write(file, [(*_LISTING, *columns), *zip(*listing, strict=True)])

@@ -71,11 +71,9 @@ class Hloc(Format):
 
 def _names_a_group(key: bytes) -> bool:
     """Return whether HDF5 accepts a key as the name of a group, and gives it back unchanged."""
-    try:
-        key.decode()
-    except UnicodeDecodeError:
-        return False
-    return not {b"", b".", b"..", _NAME.encode()} & {*key.split(b"/")} and b"\0" not in key
+    is_utf8 = key.decode(errors="ignore").encode() == key
+    has_odd_part = not {b"", b".", b"..", _NAME.encode()}.isdisjoint(key.split(b"/"))
+    return is_utf8 and not has_odd_part and b"\0" not in key
 
 
 FORMATS.register(

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import numpy as np
 
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
-from featx.export.selection import BLOCK_BYTES
+from featx.export.selection import BLOCK_BYTES, write_npy
 
 
 class Npy(Format):
@@ -22,10 +22,11 @@ class Npy(Format):
 
     def write(self, folder: ExportFolder) -> None:
         """Write one file per layer and per column of the listing."""
-        selection = self.selection
+        selection, n = self.selection, len(self.selection)
         for name in selection.layers:
             with folder.file(f"features/{name}.npy") as file:
-                selection.write_npy(file, name)
+                blocks = (values[name] for _, _, values in selection.blocks(0, n, [name]))
+                write_npy(file, selection.dtype(name), (n, *selection.row_shape(name)), blocks)
             if selection.is_sampled(name):
                 with folder.file(f"positions/{name}.npy") as file:
                     self._write_positions(file, name)
@@ -44,13 +45,11 @@ class Npy(Format):
 
     def _write_positions(self, file: BinaryIO, layer: str) -> None:
         selection, n = self.selection, len(self.selection)
-        shape = (n, selection.row_shape(layer)[0])
-        header = {"descr": "<i4", "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        step = max(1, BLOCK_BYTES // (8 * shape[1]))
-        for start in range(0, n, step):
-            positions = selection.positions(layer, start, min(n, start + step))
-            file.write(positions.astype("<i4").data)
+        num_tokens = selection.row_shape(layer)[0]
+        step = max(1, BLOCK_BYTES // (8 * num_tokens))
+        starts = range(0, n, step)
+        blocks = (selection.positions(layer, start, min(n, start + step)) for start in starts)
+        write_npy(file, "<i4", (n, num_tokens), blocks)
 
     def opening(self, out: Path) -> str:
         layer = self.selection.layers[0]

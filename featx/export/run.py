@@ -208,13 +208,8 @@ def _sizes(root: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def _warn_of_odd_keys(selection: ExportSelection) -> None:
-    num_odd = 0
-    for key in selection.keys.tolist():
-        try:
-            key.decode()
-        except UnicodeDecodeError:
-            num_odd += 1
-    if num_odd:
+    keys = selection.keys.tolist()
+    if num_odd := sum(key.decode(errors="ignore").encode() != key for key in keys):
         log_message(
             f"{counted(num_odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep their "
             "bytes; where a format holds text, such bytes are spelled as \\xff.",

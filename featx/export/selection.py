@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO
@@ -165,23 +165,10 @@ class ExportSelection:
             yield first, last, values_of_layer
             self.on_bytes(sum(values.nbytes for values in values_of_layer.values()))
 
-    def write_npy(self, file: BinaryIO, layer: str) -> None:
-        """Write all rows of a layer as an .npy file, block by block behind its header."""
-        header = {
-            "descr": np.lib.format.dtype_to_descr(self.dtype(layer)),
-            "fortran_order": False,
-            "shape": (len(self), *self.row_shape(layer)),
-        }
-        np.lib.format.write_array_header_2_0(file, header)
-        for _, _, values in self.blocks(0, len(self), [layer]):
-            file.write(values[layer].data)
-
     def _read(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of one layer as a contiguous array."""
         rows = self.rows[start:stop]
-        is_range = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        index: Any = slice(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
-        values = np.ascontiguousarray(self.store[layer][index])
+        values = np.ascontiguousarray(self.store[layer][rows])
         ok = with_features(self.status[start:stop])
         check_rows_present(self.store, layer, rows[ok], values[ok] if not ok.all() else values)
         return values
@@ -334,6 +321,17 @@ def as_json_values(column: npt.NDArray[Any]) -> list[Any]:
     if column.dtype.kind == "f":
         values[np.isnan(column)] = None
     return list(values)
+
+
+def write_npy(
+    file: BinaryIO, dtype: npt.DTypeLike, shape: Sequence[int], blocks: Iterable[npt.NDArray[Any]]
+) -> None:
+    """Write an array as an .npy file, block by block behind its header."""
+    descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    header = {"descr": descr, "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(file, header)
+    for block in blocks:
+        file.write(np.ascontiguousarray(block, dtype).data)
 
 
 def as_npy(values: Any) -> bytes:

@@ -10,16 +10,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
+from object_server import num_parts, worker_pids
 from tiny_model import COMMAND, extract
+from waiting import eventually
 
 from featx.pipeline.executors.worker_pool import MAX_DEATHS
-from featx.store import read_heartbeats
+
+T = TypeVar("T")
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -69,24 +73,18 @@ class Driver:
 
     def wait_for(self, text: str, limit_s: float = 200) -> str:
         """Wait until it says something; the first line with it."""
-        deadline = time.monotonic() + limit_s
-        while not (lines := self.lines(text)):
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.1)
-        return lines[0]
+        return self._wait_until(lambda: self.lines(text), limit_s)[0]
 
-    def wait_for_parts(self, count: int, root: Path = Path("store"), limit_s: float = 200) -> None:
-        """Wait until a store on a disk has so many parts."""
-        deadline = time.monotonic() + limit_s
-        while len(list(root.glob("parts/part-*.h5"))) < count:
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.1)
+    def wait_for_parts(self, count: int, out: str = "store") -> None:
+        """Wait until a store has so many parts."""
+        self._wait_until(lambda: num_parts(out) >= count, 200)
 
     def finish(self, limit_s: float = 300) -> int:
         """Its exit code."""
         return self.process.wait(limit_s)
+
+    def _wait_until(self, condition: Callable[[], T], limit_s: float) -> T:
+        return eventually(condition, limit_s, self.process, lambda: self.output)
 
 
 @contextlib.contextmanager
@@ -132,11 +130,7 @@ def kill_workers_at_a_part(kind: str) -> float:
             time.sleep(0.1)
         while not [*ready[0].parent.glob("claims/*")]:
             time.sleep(0.1)
-        (pid,) = [
-            record.values["pid"]
-            for record in read_heartbeats(root)
-            if record.values["what"].startswith(f"{kind} {number} ")
-        ]
+        (pid,) = worker_pids("store", f"{kind} {number}")
         os.kill(pid, signal.SIGKILL)
     return time.monotonic()
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 _PORT = 6400
 _COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
@@ -76,11 +77,11 @@ class RayCluster:
                 env={**os.environ, **self.environment}, cwd=self.folder, stdout=output,
                 stderr=output, stdin=subprocess.DEVNULL,
             )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while "Ray runtime started" not in log.read_text(errors="replace"):
-            assert process.poll() is None, log.read_text(errors="replace")
-            assert time.monotonic() < deadline, log.read_text(errors="replace")
-            time.sleep(0.2)
+
+        def printed() -> str:
+            return log.read_text(errors="replace")
+
+        eventually(lambda: "Ray runtime started" in printed(), 120, process, printed)
 
 
 @contextlib.contextmanager
@@ -134,21 +135,19 @@ def _end_all(namespace: Path) -> None:
     """Kill every process of the namespace; only those of the cluster and its drivers are in it."""
     inode = namespace.stat().st_ino
     assert inode != Path("/proc/self/ns/net").stat().st_ino
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            with contextlib.suppress(OSError):
-                if (process / "ns/net").stat().st_ino == inode:
-                    os.kill(int(process.name), signal.SIGKILL)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "ns/net").stat().st_ino == inode:
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:
     """Children of a process, their children, and so on."""
     parents: dict[int, list[int]] = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            with contextlib.suppress(OSError):
-                parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-                parents.setdefault(int(parent), []).append(int(process.name))
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            parents.setdefault(int(parent), []).append(int(process.name))
     found, left = [], [pid]
     while left:
         children = parents.get(left.pop(), [])

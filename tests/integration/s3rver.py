@@ -6,14 +6,13 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from drivers import free_ports
+from object_server import answers
+from waiting import eventually
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "S3RVER", "AWS_SECRET_ACCESS_KEY": "S3RVER"}
 """The only credentials that it knows."""
@@ -35,25 +34,11 @@ def running_s3rver(folder: Path) -> Iterator[str]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
-        while not _answers(url):
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < deadline, "s3rver does not answer"
-            time.sleep(0.1)
+        eventually(lambda: answers(url), 60, process, (folder / "log").read_text)
         yield url
     finally:
         process.kill()
         process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=5).close()
-    except urllib.error.HTTPError as error:
-        error.close()
-    except OSError:
-        return False
-    return True
 
 
 def _program() -> str:

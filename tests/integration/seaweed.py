@@ -11,16 +11,14 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from drivers import free_ports
-from object_server import environment
+from object_server import answers, environment
+from waiting import eventually
 
 from featx.storage import s3_client, s3_outage
 
@@ -72,11 +70,7 @@ class SeaweedServer:
             self._process = subprocess.Popen(
                 command, cwd=self._folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
-        deadline = time.monotonic() + 120
-        while not self._answers():
-            assert self._process.poll() is None, "SeaweedFS ended"
-            assert time.monotonic() < deadline, "SeaweedFS does not answer"
-            time.sleep(0.2)
+        eventually(lambda: answers(self.url), 120, self._process, (self._folder / "log").read_text)
 
     def kill(self) -> None:
         """Kill it in the middle of whatever it does."""
@@ -84,16 +78,6 @@ class SeaweedServer:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-    def _answers(self) -> bool:
-        try:
-            urllib.request.urlopen(self.url, timeout=5).close()
-        except urllib.error.HTTPError as error:  # it wants credentials, so it is there
-            error.close()
-            return error.code < 500
-        except OSError:
-            return False
-        return True
 
 
 @contextlib.contextmanager

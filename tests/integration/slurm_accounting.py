@@ -8,12 +8,12 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from drivers import free_ports
+from waiting import eventually
 
 _PROGRAMS = ("mariadbd", "mariadb-install-db", "my_print_defaults", "slurmdbd", "sacct", "sacctmgr")
 
@@ -100,14 +100,13 @@ def running_accounting(folder: Path) -> Iterator[str]:
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while True:
+    def listens() -> bool:
         with contextlib.suppress(OSError):
             socket.create_connection(("127.0.0.1", port)).close()
-            return
-        assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
-        time.sleep(0.2)
+            return True
+        return False
+
+    eventually(listens, 120, process, lambda: log.read_text(errors="replace")[-2000:])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from drivers import free_ports
+from waiting import eventually
 
 NODES = ("n1", "n2")
 SLURM = ("executor=slurm", "executor.cpus=1")
@@ -181,10 +182,8 @@ def running_cluster(folder: Path, accounting: Accounting | None = None) -> Itera
         stack.callback(_end_steps, config)
         cluster.start("munged")
         stack.callback(cluster.stop, "munged")
-        deadline = time.monotonic() + 30
-        while not (folder / "munge.socket").exists():
-            assert time.monotonic() < deadline, _tail(folder / "munged.log")
-            time.sleep(0.1)
+        socket_file = folder / "munge.socket"
+        eventually(socket_file.exists, 30, output=lambda: _tail(folder / "munged.log"))
         if accounting is not None:
             config.write_text(text + stack.enter_context(accounting(folder)))
             cluster.ask("sacctmgr", "--immediate", "add", "cluster", "featx")
@@ -217,9 +216,7 @@ def processes_of_tasks(store: Path) -> list[int]:
 def _end_steps(config: Path) -> None:
     """End the steps of jobs that outlived their cluster, by their process ids."""
     setting = b"SLURM_CONF=" + os.fsencode(config)
-    for process in Path("/proc").iterdir():
-        if not process.name.isdecimal():
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             name = (process / "comm").read_text().strip()
             settings = (process / "environ").read_bytes().split(b"\0")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from drivers import SYSTEM_TEST, Driver, running_driver
 from faulty_proxy import FAULTS, error, faulty_proxy, random_faults
-from object_server import environment, num_parts, place, rows_of
+from object_server import environment, num_parts, place, rows_of, worker_pids
 from processes import wait_until
 from s3rver import CREDENTIALS, running_s3rver
 from seaweed import READER, SeaweedServer
@@ -18,7 +18,7 @@ from tiny_model import extract
 
 import featx
 from featx.storage import s3_client
-from featx.store import check_store, read_heartbeats
+from featx.store import check_store
 
 pytestmark = SYSTEM_TEST
 
@@ -111,18 +111,13 @@ def test_keys_that_are_withdrawn_in_mid_run_end_it_and_new_ones_resume_it(
 def test_two_drivers_with_workers_that_are_killed_give_the_same_rows(
     photos: Path, server: SeaweedServer
 ) -> None:
-    def workers() -> list[int]:
-        records = read_heartbeats(place(OUT))
-        kinds = [(record.values["what"], record.values["pid"]) for record in records]
-        return [pid for what, pid in kinds if what.startswith("worker")]
-
     asked = (f"out={OUT}", "executor.workers=2", "device=cpu")
     with (
         running_driver(*asked, pause_s=1.5) as first,
         running_driver(*asked, pause_s=1.5) as second,
     ):
-        wait_until(lambda: num_parts(OUT) > 0 and len(workers()) > 1, first.process)
-        os.kill(workers()[0], signal.SIGKILL)
+        wait_until(lambda: num_parts(OUT) and len(worker_pids(OUT, "worker")) > 1, first.process)
+        os.kill(worker_pids(OUT, "worker")[0], signal.SIGKILL)
         assert first.finish() == 0, first.output
         assert second.finish() == 0, second.output
     assert "was killed by SIGKILL" in first.output + second.output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from drivers import SYSTEM_TEST, Driver, running_driver
-from object_server import num_parts, place, rows_of
+from object_server import place, rows_of
 from seaweed import SeaweedServer
 from slurm_cluster import running_cluster
 from tiny_model import extract
@@ -31,14 +31,6 @@ IMPATIENT = (
 OUT = "s3://bucket/run"
 
 
-def wait_for_parts(driver: Driver, count: int) -> None:
-    deadline = time.monotonic() + 200
-    while num_parts(OUT) < count:
-        assert driver.process.poll() is None, driver.output
-        assert time.monotonic() < deadline, driver.output
-        time.sleep(0.2)
-
-
 def is_whole(photos: Path) -> None:
     """Every row is that of a run to the disk."""
     assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="reference"))
@@ -50,7 +42,7 @@ def test_a_server_that_is_killed_and_started_is_waited_for(
     photos: Path, server: SeaweedServer, more: tuple[str, ...]
 ) -> None:
     with running_driver(f"out={OUT}", *more, pause_s=2) as driver:
-        wait_for_parts(driver, 1)
+        driver.wait_for_parts(1, OUT)
         server.kill()
         driver.wait_for("The run waits until the object store answers")
         time.sleep(10)
@@ -68,7 +60,7 @@ def test_tasks_of_slurm_continue_when_the_server_is_killed_and_started(
         cluster.set_environment(monkeypatch)
         slurm = ("executor=slurm", "executor.cpus=1", "executor.workers=2", "executor.folder=jobs")
         with running_driver(f"out={OUT}", *slurm, pause_s=2) as driver:
-            wait_for_parts(driver, 1)
+            driver.wait_for_parts(1, OUT)
             before = cluster.tasks("RUNNING")
             server.kill()
             driver.wait_for("The run waits until the object store answers")
@@ -84,7 +76,7 @@ def test_a_server_that_is_gone_for_good_ends_the_run_which_resumes_later(
     photos: Path, server: SeaweedServer
 ) -> None:
     with running_driver(f"out={OUT}", pause_s=2, program=IMPATIENT) as driver:
-        wait_for_parts(driver, 1)
+        driver.wait_for_parts(1, OUT)
         server.kill()
         assert driver.finish() == 1, driver.output
     said = driver.output.strip().splitlines()

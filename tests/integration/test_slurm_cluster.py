@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 from drivers import SYSTEM_TEST, extract_in_process, running_driver, store_digests
 from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks
 from tiny_model import write_images
+from waiting import eventually
 
 pytestmark = SYSTEM_TEST
 
@@ -99,10 +99,7 @@ def test_why_a_task_waits_is_said(photos: Path, cluster: SlurmCluster) -> None:
         assert line == "2 of 2 tasks wait in the queue: PartitionTimeLimit (2)"
         driver.process.send_signal(signal.SIGINT)
         assert driver.finish(60) == 130
-    deadline = time.monotonic() + 60
-    while cluster.tasks() and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert cluster.tasks() == [], "a task was left in the queue"
+    eventually(lambda: not cluster.tasks(), 60, output=lambda: "a task was left in the queue")
 
 
 def test_without_a_controller_it_is_one_line(

@@ -21,6 +21,7 @@ from drivers import (
     store_digests,
 )
 from slurm_cluster import SLURM, SlurmCluster, processes_of_tasks
+from waiting import eventually
 
 pytestmark = SYSTEM_TEST
 
@@ -94,9 +95,7 @@ def test_a_driver_that_is_killed_is_started_again(photos: Path, cluster: SlurmCl
         refused = second.process.returncode == 2
     if refused:
         assert "continues without its driver" in second.output
-    deadline = time.monotonic() + 200
-    while processes_of_tasks(Path("store")) and time.monotonic() < deadline:
-        time.sleep(0.5)
+    eventually(lambda: not processes_of_tasks(Path("store")), 200)
     with running_driver(*SLURM, "executor.workers=2") as third:
         assert third.finish() == 0, third.output
     assert store_digests() == extract_in_process(photos)
@@ -124,12 +123,9 @@ def test_tasks_that_are_held_are_reported_until_they_are_released(
         cluster.ask("scontrol", "hold", task.partition("_")[0])
         line = driver.wait_for("wait in the queue", 120)
         assert "JobHeld" in line
-        deadline = time.monotonic() + 30
-        while not (queue := [worker["queue"] for worker in status()["workers"]]) or not queue[0]:
-            assert time.monotonic() < deadline, queue
-            time.sleep(0.5)
-        assert queue[0][0]["state"] == "PENDING"
-        assert "JobHeld" in queue[0][0]["reason"]
+        queue = eventually(lambda: next((each["queue"] for each in status()["workers"]), []), 30)
+        assert queue[0]["state"] == "PENDING"
+        assert "JobHeld" in queue[0]["reason"]
         cluster.ask("scontrol", "release", task.partition("_")[0])
         assert driver.finish() == 0, driver.output
     assert store_digests() == extract_in_process(photos)

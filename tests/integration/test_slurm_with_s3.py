@@ -16,6 +16,7 @@ from processes import wait_until
 from seaweed import SeaweedServer
 from slurm_cluster import SLURM, SlurmCluster
 from tiny_model import extract
+from waiting import eventually
 
 import featx
 from featx.store import check_store, read_heartbeats
@@ -50,10 +51,11 @@ def is_whole(photos: Path) -> None:
 
 def wait_for_silence() -> None:
     """Wait until no process writes the store, as a user does with job=status."""
-    deadline = time.monotonic() + 200
-    while any(record.is_alive for record in read_heartbeats(place(OUT))):
-        assert time.monotonic() < deadline, "a task does not end"
-        time.sleep(1)
+
+    def is_silent() -> bool:
+        return not any(record.is_alive for record in read_heartbeats(place(OUT)))
+
+    eventually(is_silent, 200, output=lambda: "a task does not end")
 
 
 def test_drivers_that_are_killed_at_any_time(
@@ -88,10 +90,7 @@ def test_keys_that_expire_end_the_driver_and_its_tasks(
             assert driver.finish(60) == 1, driver.output
         assert "ExpiredToken" in driver.output
         assert "Nothing committed is lost" in driver.output
-        deadline = time.monotonic() + 60
-        while cluster.tasks():
-            assert time.monotonic() < deadline, "a task continues without its keys"
-            time.sleep(0.5)
+        eventually(lambda: not cluster.tasks(), 60, output=lambda: "a task has no keys and lives")
     wait_for_silence()
     with running_driver(*GIVEN, pause_s=0) as driver:
         assert driver.finish() == 0, driver.output

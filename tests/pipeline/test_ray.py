@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -19,7 +18,7 @@ from typing import Any
 import distributed_jobs
 import pytest
 from made_store import dataset_digests, temporary_files
-from object_server import num_parts, place, rows_of
+from object_server import num_parts, place, rows_of, worker_pids
 from processes import ended, running, wait_until
 from tiny_model import COMMAND, MODEL, extract
 
@@ -304,15 +303,6 @@ def test_two_real_actors_give_the_same_datasets(photos: Path) -> None:
     assert temporary_files(Path("store")) == []
 
 
-def actors_alive() -> list[int]:
-    found = []
-    for path in Path("store/workers").glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            values = json.loads(path.read_text())
-            found += [values["pid"]] if values["what"].startswith("actor") else []
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["actor", "driver"])
 def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: str) -> None:
@@ -322,7 +312,7 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
     slow = command("executor.workers=2", "+model.args.pause_s=0.7")
     with running(slow, **ENVIRONMENT) as process:
         wait_until(lambda: list(Path("store/parts").glob("part-*.h5")), process)
-        actors = actors_alive()
+        actors = worker_pids("store", "actor")
         os.kill(actors[0] if victim == "actor" else process.pid, signal.SIGKILL)
         _, output = process.communicate(timeout=300)
     if victim == "actor":
@@ -347,18 +337,12 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
     out = f"s3://{bucket}/run"
     slow = command("executor.workers=2", "+model.args.pause_s=2.0", f"out={out}")
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-
-    def actors() -> list[int]:
-        records = read_heartbeats(place(out))
-        return [
-            s.values["pid"] for s in records if s.is_alive and s.values["what"].startswith("actor")
-        ]
-
     with running(slow, **environment) as process:
         wait_until(lambda: num_parts(out), process)
     assert 0 < num_parts(out) < 6
     with running(slow, **environment) as first, running(slow, **environment) as second:
-        os.kill(wait_until(actors, first)[0], signal.SIGKILL)
+        victim = wait_until(lambda: worker_pids(out, "actor"), first)[0]
+        os.kill(victim, signal.SIGKILL)
         output = [driver.communicate(timeout=500)[1] for driver in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), output
     assert rows_of(package.open(out)) == rows_of(near)
@@ -380,8 +364,7 @@ def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> N
         there = (f"executor.address={cluster.address}", "+model.args.pause_s=2.0")
         with running(command(*there), **ENVIRONMENT) as process:
             wait_until(
-                lambda: len(actors_alive()) > 1 and [*Path("store/parts").glob("part-*.h5")],
-                process,
+                lambda: len(worker_pids("store", "actor")) > 1 and num_parts("store"), process
             )
             cluster.remove_node(nodes[0], allow_graceful=False)
             _, output = process.communicate(timeout=400)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stub_worker import StubTask, stub_spec
+from test_ray import MadeRay
 
 from featx.config import Config
 from featx.errors import ConfigError, RunError
@@ -19,16 +19,11 @@ from featx.storage import AtomicFolder
 from featx.types import Part
 
 
-class RayError(Exception):
-    """Ray's."""
-
-
-def made_ray(init: Callable[..., None] = lambda **options: None, **more: Any) -> Any:
-    """Ray that connects by a function of the test."""
-    return SimpleNamespace(
-        init=init, is_initialized=lambda: False, shutdown=lambda: None,
-        exceptions=SimpleNamespace(RayError=RayError), **more,
-    )  # fmt: skip
+def made_ray(**more: Any) -> Any:
+    """Ray without processes, with some functions of the test."""
+    made = MadeRay()
+    vars(made).update(more)
+    return made
 
 
 def check_auto(monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None) -> None:
@@ -54,14 +49,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def pool_on(root: Path, address: str, **more: Any) -> ActorPool:
     """A pool of actors without actors, on a cluster."""
-    ray = made_ray(
-        cluster_resources=lambda: {"CPU": 1.0}, remote=lambda **asked: lambda kind: kind,
-        put=lambda value: value, wait=lambda calls, num_returns, timeout: ([], []), **more,
-    )  # fmt: skip
     task: Any = StubTask(SimpleNamespace(), root, root)  # type: ignore[arg-type]
     spec = stub_spec(root, [Part(0, 0, 4)], Config(), task)
     session: Any = SimpleNamespace(root=root, disk=AtomicFolder(root))
-    return ActorPool(ray, spec, session, "cpu", RayOptions(address=address))
+    return ActorPool(made_ray(**more), spec, session, "cpu", RayOptions(address=address))
 
 
 def test_a_head_that_does_not_answer_for_long_ends_the_run(
@@ -117,6 +108,6 @@ def test_a_cluster_that_wants_a_token_is_not_reported_as_absent() -> None:
 
     with (
         pytest.raises(ConfigError, match=r"wants a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_T"),
-        connected(made_ray(init), "10.0.0.1:6379"),
+        connected(made_ray(init=init, is_initialized=lambda: False), "10.0.0.1:6379"),
     ):
         pass

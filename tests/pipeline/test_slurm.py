@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -19,9 +18,10 @@ import distributed_jobs
 import pytest
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
-from object_server import num_parts, place, rows_of
+from object_server import num_parts, place, rows_of, worker_pids
 from processes import wait_until
 from tiny_model import COMMAND, MODEL, extract
+from waiting import eventually
 
 import featx as package
 from featx.base import take_cpus
@@ -29,7 +29,7 @@ from featx.errors import ConfigError, RunError, StoreLockedError
 from featx.pipeline.executors import slurm, slurm_task, worker
 from featx.pipeline.executors.job_folder import WorkerReport
 from featx.storage import AtomicFolder, open_folder
-from featx.store import Heartbeat, check_store, heartbeat_name, layout, read_heartbeats
+from featx.store import Heartbeat, check_store, heartbeat_name, layout
 from featx.types import Part
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
@@ -370,15 +370,6 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "featx", *COMMAND, *data, *local, *more]
 
 
-def tasks_alive() -> list[int]:
-    found = []
-    for path in Path("store/workers").glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            values = json.loads(path.read_text())
-            found += [values["pid"]] if values["outlives"] else []
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [None, signal.SIGUSR2, signal.SIGINT])
 def test_preempted_or_stopped_the_datasets_are_the_same(
@@ -389,15 +380,13 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
     with subprocess.Popen(command(), env=environment) as process:
         wait_until(lambda: list(Path("store/parts").glob("part-*.h5")), process)
         if signum == signal.SIGUSR2:  # as Slurm tells a task that it is preempted
-            os.kill(wait_until(tasks_alive, process)[0], signum)
+            os.kill(wait_until(lambda: worker_pids("store", "task"), process)[0], signum)
         elif signum is not None:
             process.send_signal(signum)
         code = process.wait(300)
     if signum == signal.SIGINT:
         assert code == 130
-        deadline = time.monotonic() + 60
-        while tasks_alive() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        eventually(lambda: not worker_pids("store", "task"), 60)
         code = subprocess.run(command(), env=environment, timeout=300, check=False).returncode
     assert code == 0
     assert dataset_digests("store") == dataset_digests("reference")
@@ -414,13 +403,10 @@ def test_killed_in_a_bucket_nothing_is_lost(
     cache = str(tmp_path / "cache")
     environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache}
     more = ("executor.folder=jobs", f"out={out}")
-
-    def tasks() -> list[int]:
-        return [s.values["pid"] for s in read_heartbeats(place(out)) if s.values.get("outlives")]
-
     with subprocess.Popen(command(*more), env=environment) as process:
         wait_until(lambda: num_parts(out), process)
-        os.kill(wait_until(tasks, process)[0] if victim == "task" else process.pid, signal.SIGKILL)
+        task = wait_until(lambda: worker_pids(out, "task"), process)[0]
+        os.kill(task if victim == "task" else process.pid, signal.SIGKILL)
         code = process.wait(300)
     assert code == (0 if victim == "task" else -signal.SIGKILL)
     deadline = time.monotonic() + 300

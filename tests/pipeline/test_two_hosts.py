@@ -20,6 +20,7 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from tiny_model import COMMAND, extract, write_images
+from waiting import eventually
 
 TESTS = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
@@ -72,11 +73,7 @@ def status_on(name: str) -> dict[str, Any]:
 
 
 def wait_until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 200
-    while not true():
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(true, 200, process, lambda: process.stderr and process.stderr.read())
 
 
 def driver_of(process: subprocess.Popen[str]) -> int:

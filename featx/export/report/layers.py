@@ -190,11 +190,7 @@ def same_class_shares(
     count = min(NEAREST, len(labelled) - 1)
     if count < 1:
         return shares
-    unit = x[labelled].astype(np.float64)
-    spread = unit.std(0)
-    unit = (unit - unit.mean(0)) / np.where(spread > 0, spread, 1)
-    lengths = np.linalg.norm(unit, axis=1, keepdims=True)
-    unit /= np.where(lengths > 0, lengths, 1)
+    unit = standardised_units(x[labelled].astype(np.float64))
     classes = labels[labelled]
     step = max(1, _BLOCK_NUMBERS // len(labelled))
     for start in range(0, len(labelled), step):
@@ -205,6 +201,19 @@ def same_class_shares(
         same = classes[nearest] == classes[start : start + step, None]
         shares[labelled[start : start + step]] = same.mean(1)
     return shares
+
+
+def standardised_units(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Standardise the columns of (n, D) values, and divide each row by its length.
+
+    Columns of one value and rows of zeros stay zero.
+    """
+    spread = x.std(0, dtype=np.float64)
+    unit: npt.NDArray[Any] = x - x.mean(0, dtype=np.float64).astype(x.dtype)
+    unit /= np.where(spread > 0, spread, 1).astype(x.dtype)
+    lengths = np.linalg.norm(unit, axis=1, keepdims=True)
+    unit /= np.where(lengths > 0, lengths, 1)
+    return unit
 
 
 def principal_scores(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:

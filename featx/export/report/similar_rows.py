@@ -11,7 +11,7 @@ from featx.analysis import KEEP_BYTES, read_texts, search
 from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
 from featx.analysis.similarity import metric_vectors, nearest_among
 from featx.config import Config
-from featx.export.report.layers import Rows, RowVectors, row_vectors
+from featx.export.report.layers import Rows, RowVectors, row_vectors, standardised_units
 from featx.export.report.probe_results import TEST, Probes
 from featx.store import FeatureStore
 
@@ -84,11 +84,7 @@ def similar_pairs(
 
     Returns (i, j, cosine) of pairs with i < j, the largest cosine first; and the number of all.
     """
-    spread = x.std(0, dtype=np.float64)
-    unit = x - x.mean(0, dtype=np.float64).astype(np.float32)
-    unit /= np.where(spread > 0, spread, 1).astype(np.float32)
-    lengths = np.linalg.norm(unit, axis=1, keepdims=True)
-    unit /= np.where(lengths > 0, lengths, 1)
+    unit = standardised_units(x)
     pairs: list[tuple[int, int, float]] = []
     count, step = 0, max(1, _BLOCK_NUMBERS // len(x))
     for start in range(0, len(x), step):
@@ -123,13 +119,10 @@ def hard_queries(
 def random_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
     """Choose up to RANDOM_QUERIES random rows of different classes, as far as there are any."""
     order = np.random.default_rng(seed).permutation(rows)
-    labels = store.labels[order]
-    class_order = np.argsort(labels, kind="stable")
-    _, starts, counts = np.unique(labels[class_order], return_index=True, return_counts=True)
-    # Position of each row within its class: first come the rows that are the first of their class.
-    turn = np.empty(len(order), np.int64)
-    turn[class_order] = np.arange(len(order)) - np.repeat(starts, counts)
-    return [int(row) for row in order[np.argsort(turn, kind="stable")[:RANDOM_QUERIES]]]
+    _, first = np.unique(store.labels[order], return_index=True)
+    first_of_classes = order[np.sort(first)]
+    chosen: list[int] = np.concatenate([first_of_classes, np.delete(order, first)]).tolist()
+    return chosen[:RANDOM_QUERIES]
 
 
 def neighbours_of(

@@ -29,7 +29,7 @@ from featx.errors import ConfigError
 from featx.pipeline.output import Output, Session
 from featx.pipeline.run_context import EngineSpec, RunContext
 from featx.storage import open_folder
-from featx.store import heartbeat_name
+from featx.store import heartbeat_name, layout
 from featx.types import Part, ResumeState, Source
 
 SPEC = "worker-spec.pkl"
@@ -199,6 +199,21 @@ class WorkerReport:
             error = values.pop("error")
             return cls(**values, error=error and WorkerError(**error))
         return None
+
+
+def shared_folder(options: ExecutorConfig, session: Session) -> Path:
+    """Folder in which the pool of a run makes its own one; all machines see it."""
+    if options.shared_folder is None:
+        return session.root.absolute() / layout.JOBS
+    folder = Path(options.shared_folder).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"executor.folder={options.shared_folder}: {error.strerror}. It holds what tasks share "
+            "and their logs; choose a folder that all machines can write to."
+        ) from error
+    return folder
 
 
 def ready_path(spec: WorkerSpec, number: int) -> Path:

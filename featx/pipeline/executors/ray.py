@@ -12,14 +12,13 @@ from typing import Any
 from featx.base import import_extra
 from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, FeatxError, RunError
-from featx.pipeline.executors.job_folder import PickledWorkerSpec, WorkerSpec
+from featx.pipeline.executors.job_folder import PickledWorkerSpec, WorkerSpec, shared_folder
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.worker import run_worker
 from featx.pipeline.executors.worker_pool import WorkerPool
 from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
-from featx.store import layout
 
 CONNECT_S = 10.0
 """Seconds to wait for an answer at executor.address."""
@@ -110,14 +109,13 @@ class ActorPool(WorkerPool):
         gpus = options.gpus or 1.0 if device == "cuda" else 0.0
         resources, cpus = ray.cluster_resources(), options.num_cpus
         room = int(resources.get("GPU", 0) / gpus if gpus else resources.get("CPU", 0) / cpus)
-        folder = session.root.absolute() / layout.JOBS
+        folder = shared_folder(options, session)
         super().__init__(spec, session, folder, options.workers or room, "actor")
         self._ray = ray
         self._device = device
         self._actor_type = ray.remote(num_cpus=cpus, num_gpus=gpus)(Actor)
         self._sent_spec = ray.put(PickledWorkerSpec(self.spec))
-        self._actors: dict[int, Any] = {}
-        self._calls: dict[int, Any] = {}  # number of an actor -> reference to its result
+        self._actors: dict[int, tuple[Any, Any]] = {}  # with the reference to its result
         self._head = options.address or ""
         if not self._head.startswith("ray://"):
             # Without an address where the caller has connected as a client.
@@ -131,33 +129,33 @@ class ActorPool(WorkerPool):
     def start(self, numbers: Sequence[int]) -> None:
         """Start actors; they may have to wait for a node."""
         for number in numbers:
-            actor = self._actors[number] = self._actor_type.remote()
-            self._calls[number] = actor.run.remote(self._sent_spec, number, self._device)
+            actor = self._actor_type.remote()
+            call = actor.run.remote(self._sent_spec, number, self._device)
+            self._actors[number] = actor, call
 
     def ended(self) -> Mapping[int, str]:
         self._check_head()
-        calls = {self._calls[number]: number for number in self.workers}
+        calls = {call: number for number, (_, call) in self._actors.items()}
         found, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0)
-        return {
-            calls[reference]: self._end_text(calls[reference], reference) for reference in found
-        }
+        return {calls[call]: self._end_text(calls[call]) for call in found}
 
     def end_workers(self, grace_s: float) -> None:
-        for actor in self._actors.values():
+        for actor, _ in self._actors.values():
             self._ray.kill(actor)
         self._actors = {}
 
-    def _end_text(self, number: int, reference: Any) -> str:
+    def _end_text(self, number: int) -> str:
         """Return how an actor ended, and free its place."""
+        actor, call = self._actors.pop(number)
         try:
-            self._ray.get(reference)
+            self._ray.get(call)
         except self._ray.exceptions.RayError as error:
             # A task error is an exception outside the work: featx is not installed, for example.
             is_raised = isinstance(error, self._ray.exceptions.RayTaskError)
             text = repr(error.cause) if is_raised else str(error).strip()
             return f"died ({text.splitlines()[0]})"
         finally:
-            self._ray.kill(self._actors.pop(number))  # one that is unavailable may be alive
+            self._ray.kill(actor)  # one that is unavailable may be alive
         return "has ended"
 
     def _check_head(self) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from featx.base import module_command, module_environment
 from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
-from featx.pipeline.executors.job_folder import WorkerSpec
+from featx.pipeline.executors.job_folder import WorkerSpec, shared_folder
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.slurm_task import SIGNAL_DELAY_S, run_command
@@ -143,7 +143,7 @@ def check(config: Config) -> None:
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     options = _options(context.config)
-    folder = _shared_folder(options, session)
+    folder = shared_folder(options, session)
     device = context.engine.device.type
     if options.mode == "local":
         devices = [device] * (options.workers or _NUM_TASKS)
@@ -160,20 +160,6 @@ EXECUTORS.register(
         run=run,
     )
 )
-
-
-def _shared_folder(options: SlurmOptions, session: Session) -> Path:
-    if options.folder is None:
-        return session.root.absolute() / layout.JOBS
-    folder = Path(options.folder).expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"executor.folder={options.folder}: {error.strerror}. It holds what tasks share and "
-            "their logs; choose a folder that all machines can write to."
-        ) from error
-    return folder
 
 
 class TaskState(NamedTuple):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from featx.base import keep_freed_memory, own_process
 from featx.pipeline.executors.job_folder import WorkerReport, WorkerSpec, result_path
 from featx.pipeline.executors.worker import TIME_LIMIT, read_spec, run_worker
 from featx.storage import open_folder
@@ -31,9 +30,6 @@ _ANSWER_S = 60.0
 
 def main(folder: str, number: str, device: str, limit_s: str, started_at: str) -> None:
     """Run a task of Slurm with a time limit in seconds, from a time of `date +%s` on."""
-    own_process()
-    if device == "cpu":
-        keep_freed_memory()  # before any thread allocates
     margin_s = min(SIGNAL_DELAY_S, float(limit_s) / 6)  # to commit complete parts
     left_s = float(started_at) + float(limit_s) - margin_s - time.time()
     spec = read_spec(Path(folder))

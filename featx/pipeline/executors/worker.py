@@ -64,6 +64,8 @@ def run_worker(
 ) -> WorkerReport:
     """Compute and commit parts until all are claimed; report how that ended."""
     own_process()
+    if device == "cpu":
+        keep_freed_memory()  # before any thread allocates
     started_at, ready_at = time.monotonic(), 0.0
     report, worker = WorkerReport(), None
     folder = open_folder(spec.folder)
@@ -281,11 +283,8 @@ def read_spec(folder: Path) -> WorkerSpec:
 
 def main(folder: str, number: str, device: str, parent: str = "") -> None:
     """Run a worker of this machine; with the process id of a parent it dies with that process."""
-    own_process()
     if parent:
         end_with_parent(int(parent))
-    if device == "cpu":
-        keep_freed_memory()  # before any thread allocates
     run_worker(read_spec(Path(folder)), int(number), device)
 
 

@@ -147,15 +147,6 @@ def test_a_missing_part_is_refused(run: MadeRun, tmp_path: Path) -> None:
     assert not (tmp_path / "features.h5").exists()
 
 
-def test_a_damaged_packed_file_with_rows_to_compute_is_refused(run: MadeRun, tmp_path: Path) -> None:
-    root = run.copied(tmp_path / "store", packed=True)
-    (root / "features.h5").write_bytes(b"damaged")
-    with run.session(root).hold():
-        assert DamageRecord.read(root).files == {"features.h5"}
-    with pytest.raises(StoreError, match=r"parts are missing, part-000000\.h5 first"):
-        pack(root)
-
-
 def test_a_store_that_another_process_packs_meanwhile_is_packed(
     run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +190,19 @@ def flip_a_bit_of(path: Path, name: str) -> None:
     data = bytearray(path.read_bytes())
     data[info.byte_offset + info.size // 2] ^= 4
     path.write_bytes(data)
+
+
+def test_a_damaged_packed_file_with_lost_rows_is_refused(run: MadeRun, tmp_path: Path) -> None:
+    root = run.copied(tmp_path / "store", packed=True)
+    packed = root / "features.h5"
+    flip_a_bit_of(packed, "features/map")
+    data = bytearray(packed.read_bytes())
+    data[data.index(b"fingerprint") + 60] ^= 1  # its value: HDF5 refuses the attributes
+    packed.write_bytes(data)
+    with run.session(root).hold():
+        assert DamageRecord.read(root).files == {"features.h5", "part-000000.h5"}
+    with pytest.raises(StoreError, match=r"is missing, part-000000\.h5 first"):
+        pack(root)
 
 
 @pytest.mark.parametrize("name", ["features/map", "key", "status"])

@@ -4,11 +4,10 @@ import ast
 import functools
 import importlib
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 
 import featx
 
@@ -122,4 +121,4 @@ def test_tests_and_scripts_import_what_a_package_exports_from_it() -> None:
 def test_importing_every_package_loads_no_torch() -> None:
     packages = ", ".join(package_of(stub) for stub in STUBS)
     code = f"import sys, {packages}; assert not {{'torch', 'h5py', 'hydra'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
+from processes import wait_until
 from tiny_model import COMMAND, extract, write_images
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -69,14 +70,6 @@ def status_on(name: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-def wait_until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 200
-    while not true():
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def driver_of(process: subprocess.Popen[str]) -> int:

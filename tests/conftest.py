@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +97,34 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
-def run_featx(folder: Path, *arguments: str, path: Sequence[Path] = ()) -> Completed:
-    """Run `python -m featx ...` in a folder, as a user does; Python looks into `path` first."""
-    return subprocess.run(
-        [sys.executable, "-m", "featx", *arguments],
-        cwd=folder,
-        env={**with_path(*path), "HF_HUB_OFFLINE": "1"},
+def run_python(
+    *arguments: object,
+    path: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None,
+    code: int | None = 0,
+    timeout: float = 600,
+    **options: Any,
+) -> Completed:
+    """Run Python, which looks into `path` first; its exit code has to be `code`, unless None."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**with_path(*path), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
+        **options,
     )
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
+
+
+def run_featx(folder: Path, *arguments: str, path: Sequence[Path] = ()) -> Completed:
+    """Run `python -m featx ...` in a folder, as a user does; Python looks into `path` first."""
+    return run_python(
+        *("-m", "featx", *arguments), path=path, env={"HF_HUB_OFFLINE": "1"}, code=None,
+        timeout=300, cwd=folder,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -5,12 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -20,6 +17,7 @@ import grimp
 import h5py
 import numpy as np
 import pytest
+from conftest import run_python
 
 import featx
 from featx.base import family, family_options
@@ -181,13 +179,8 @@ def copy_of_the_code(folder: Path) -> Path:
 
 def run_in(copy: Path, line: str, folder: Path) -> str:
     """Run `python -m LINE` with a copy of the code; returns stdout."""
-    done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(line)],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(copy), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    env = {"PYTHONPATH": str(copy), "HF_HUB_OFFLINE": "1"}
+    return run_python("-m", *shlex.split(line), env=env, cwd=folder).stdout
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ What they measure is not asserted anywhere; that they still measure is.
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import subprocess
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -34,15 +34,8 @@ SMALL = {
 
 def benchmark(*arguments: str, code: int = 0) -> str:
     """What a command of scripts/benchmark prints, on stderr too where it is to fail."""
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "benchmark"), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == code, done.stderr
+    script = REPOSITORY / "scripts" / "benchmark"
+    done = run_python(script, *arguments, path=[REPOSITORY], code=code, timeout=500)
     return done.stdout + (done.stderr if code else "")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import Completed
+from conftest import Completed, run_python
 
 from featx.__main__ import resume_command
 from featx.cli import job_help_text
@@ -222,8 +222,7 @@ def test_importing_featx_is_quick_and_loads_neither_torch_nor_hydra(module: str)
         "print(time.process_time() - t); "
         "assert not {'torch', 'hydra', 'omegaconf', 'h5py', 'numpy'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 0.2
+    assert float(run_python("-c", code).stdout) < 0.2
 
 
 def test_the_help_fits_two_screens(featx: Featx) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import h5py
 import numpy as np
 import pytest
+from conftest import run_python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -141,14 +139,7 @@ def fake_checkout(folder: Path, before: str = "", after: str = "") -> Path:
 
 def compare(*arguments: object, code: int) -> str:
     """What the script prints."""
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "compare", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    return run_python(REPOSITORY / "scripts" / "compare", *arguments, code=code, timeout=500).stdout
 
 
 @pytest.mark.slow
@@ -198,13 +189,8 @@ def test_a_command_that_fails_in_both_checkouts_is_not_the_same(
 
 @pytest.mark.slow
 def test_another_featx_than_that_of_the_checkout_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "compare", tmp_path, tmp_path],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
-    assert done.returncode == 1
+    script, env = REPOSITORY / "scripts" / "compare", {"PYTHONPATH": str(REPOSITORY)}
+    done = run_python(script, tmp_path, tmp_path, env=env, code=1)
     assert f"does not import {tmp_path}/featx" in done.stderr
 
 

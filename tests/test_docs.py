@@ -8,7 +8,6 @@ import re
 import runpy
 import shlex
 import socket
-import subprocess
 import sys
 import tarfile
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import make_image, with_path
+from conftest import make_image, run_python
 from object_server import environment, rows_of, running_server, upload
 from tiny_model import write_images
 
@@ -196,11 +195,7 @@ def test_the_reference_has_every_name() -> None:
 @pytest.mark.slow
 def test_the_site_is_whole(tmp_path: Path) -> None:
     """Every page is in the contents, every link leads somewhere, every name has its docstring."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path / "site")],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path / "site", cwd=REPOSITORY)
     pages = {path.parent.name for path in (tmp_path / "site").rglob("index.html")}
     assert {page.stem for page in PAGES[1:]} - {"index"} <= pages
     assert "python" in pages
@@ -432,11 +427,7 @@ def test_the_tutorial_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for line in lines:
             if "executor=slurm" in line and "mode=local" not in line:
                 continue
-            done = subprocess.run(
-                [sys.executable, *shlex.split(line)[1:]],
-                env=with_path(REPOSITORY), capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, f"{line}\n{done.stderr}"
+            run_python(*shlex.split(line)[1:], path=[REPOSITORY])
         printed: list[str] = []
         exec(reading, {"print": lambda value: printed.append(str(value))})
     s3_client.client.cache_clear()

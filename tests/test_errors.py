@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import traceback
 from typing import Any
 
 import pytest
+from conftest import run_python
 
 import featx
 from featx.errors import ConfigError, FeatxError, ObjectStoreError, counted, nearest
@@ -47,9 +46,9 @@ def test_a_script_has_the_usual_traceback() -> None:
     error = raised()
     assert "Traceback (most recent call last)" in "".join(traceback.format_exception(error))
     code = "import featx; featx.extract(model='resnet18', data='nowhere', precision='fp12')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.startswith("Traceback")
-    assert done.stderr.splitlines()[-1].startswith("featx.errors.ConfigError: ")
+    printed = run_python("-c", code, code=1).stderr
+    assert printed.startswith("Traceback")
+    assert printed.splitlines()[-1].startswith("featx.errors.ConfigError: ")
 
 
 def test_ipython_shows_it(capsys: pytest.CaptureFixture[str]) -> None:

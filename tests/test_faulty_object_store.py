@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import with_path
+from conftest import run_python
 from faulty_proxy import FAULTS, Fault, FaultyProxy, error, faulty_proxy, random_faults
 from object_server import place, rows_of
 from tiny_model import COMMAND, extract, write_images
@@ -101,11 +99,7 @@ def test_the_command_survives_faults_of_every_kind(
     proxy.set_faults(random_faults(list(FAULTS.values()), 0.2))
     out = f"s3://{bucket}/run"
     command = [*COMMAND, "data=folder", f"data.root={photos}", f"executor.workers={workers}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", *command, f"out={out}"], env=with_path(TESTS),
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "featx", *command, f"out={out}", path=[TESTS], timeout=500)
     assert "Traceback" not in done.stderr
     proxy.set_faults(lambda method, path: None)
     assert rows_of(featx.open(out)) == rows_of(near)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 
 RUN = "data=sample out=store codec=zstd 'layers={blocks.0:avg,embedding:none}' precision=fp32"
 
@@ -76,8 +77,5 @@ for name, call in calls.items():
 
 @pytest.mark.slow
 def test_a_process_is_as_before_after_each_public_call(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SURROUNDINGS], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", SURROUNDINGS, cwd=tmp_path)
     assert done.stdout.splitlines()[-2:] == ["[]"] * 2

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import with_path
+from conftest import run_python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -19,12 +17,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def accept(tmp_path: Path, command: str, *options: str) -> tuple[int, list[dict[str, Any]], str]:
     """Exit code, lines of gpu.jsonl without the first, and gpu.md of a dry run."""
     pytest.importorskip("sklearn", reason="the photographs come with scikit-learn")
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "gpu_acceptance"), command,
-         str(tmp_path / "out"), "--dry-run", *options],
-        env={**with_path(REPOSITORY), "FEATX_ACCEPTANCE_WORK": str(tmp_path / "work")},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python(
+        REPOSITORY / "scripts" / "gpu_acceptance",
+        *(command, tmp_path / "out", "--dry-run", *options),
+        path=[REPOSITORY],
+        env={"FEATX_ACCEPTANCE_WORK": str(tmp_path / "work")},
+        code=None,
+        timeout=900,
+    )
     text = (tmp_path / "out" / "gpu.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert lines[0]["step"] == "machine"

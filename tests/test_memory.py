@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import with_path
+from conftest import run_python
 
 SCRIPT = """
 import json, resource, sys
@@ -42,15 +41,7 @@ print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 def test_a_hundred_times_the_images_take_no_more_memory(tmp_path: Path) -> None:
     peaks = {}
     for count in (1000, 100_000):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(count)],
-            cwd=tmp_path,
-            env=with_path(Path(__file__).parent, Path(__file__).parents[1]),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        done = run_python("-c", SCRIPT, count, path=[Path(__file__).parent], cwd=tmp_path)
         peaks[count] = json.loads(done.stdout.splitlines()[-1])
     sys.stdout.write(f"peak memory in KiB: {peaks}\n")
     assert peaks[100_000] < 1.05 * peaks[1000], peaks

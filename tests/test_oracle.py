@@ -122,15 +122,15 @@ def keys(store: featx.FeatureStore) -> list[str]:
     return [str(key) for key in store.keys]
 
 
-def extracted(
-    model: Any, layers: Any, data: Path, out: Path, limit: int | None = None, **more: Any
-) -> featx.FeatureStore:
-    source = {"name": "folder", "root": str(data), "limit": limit}
-    return featx.extract(model=model, layers=layers, data=source, out=str(out), **more)
+def extracted(model: Any, layers: Any, data: Path, out: Path, **more: Any) -> featx.FeatureStore:
+    return featx.extract(model=model, layers=layers, data=str(data), out=str(out), **more)
 
 
 def random_model(name: str) -> dict[str, Any]:
     return {"name": name, "library": "torchvision", "weights": None}
+
+
+VIT_LAYERS = ["encoder.layers.encoder_layer_11", "encoder.layers.encoder_layer_3.ln_2"]
 
 
 # Random weights let mobilenet_v2's values fall to 1e-9 in its last layers, where float16 ends; with
@@ -151,6 +151,7 @@ def random_model(name: str) -> dict[str, Any]:
             ["features.1", "features.2"],
             marks=pytest.mark.slow,
         ),
+        pytest.param("vit_b_16", VIT_LAYERS, VIT_LAYERS, marks=pytest.mark.slow),
     ],
 )
 def test_torchvision_models_agree_with_the_oracle(
@@ -183,39 +184,6 @@ def test_efficientnet_lite0_agrees_with_the_oracle(images: Path, tmp_path: Path)
     default = extracted("efficientnet_lite0", "embedding", images, tmp_path / "default")
     assert relative_error(exact["embedding"][:], expected) <= 1e-4
     assert smallest_cosine(default["embedding"][:], expected) >= 0.999
-
-
-VIT_LAYERS = ["encoder.layers.encoder_layer_11", "encoder.layers.encoder_layer_3.ln_2"]
-
-
-@pytest.mark.slow
-def test_vit_b_16_agrees_with_the_oracle(images: Path, tmp_path: Path) -> None:
-    """Tokens, of two images."""
-    module, transform = torchvision_model("vit_b_16")
-    paths = sorted(images.iterdir())[:2]
-    expected = oracle(module, transform, paths, dict.fromkeys(VIT_LAYERS, "output"))
-    store = extracted(
-        random_model("vit_b_16"),
-        VIT_LAYERS,
-        images,
-        tmp_path / "exact",
-        limit=2,
-        **EXACT,
-    )
-    for layer in VIT_LAYERS:
-        assert store[layer].shape == (2, 197, 768)
-        assert relative_error(store[layer][:], expected[layer]) <= 1e-4, layer
-
-
-@pytest.mark.slow  # a large model three times over
-def test_vit_b_16_with_all_defaults(images: Path, tmp_path: Path) -> None:
-    module, transform = torchvision_model("vit_b_16")
-    expected = oracle(
-        module, transform, sorted(images.iterdir()), dict.fromkeys(VIT_LAYERS, "output")
-    )
-    store = extracted(random_model("vit_b_16"), VIT_LAYERS, images, tmp_path / "default")
-    for layer in VIT_LAYERS:
-        assert smallest_cosine(store[layer][:], expected[layer]) >= 0.999, layer
 
 
 @pytest.mark.slow

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import run_python
 
 from featx import __version__
 
@@ -61,28 +59,16 @@ def test_the_citation_is_of_this_version() -> None:
 @pytest.mark.slow
 def test_a_wheel_runs_alone(tmp_path: Path) -> None:
     """The main job, the probe and the report outside the repository, by the files of a wheel."""
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(REPOSITORY)]
-    subprocess.run(build, check=True, capture_output=True)
+    pip = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run_python(*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, REPOSITORY)
     [wheel] = tmp_path.glob("featx-*.whl")
     assert wheel.name.startswith(f"featx-{__version__}-")
-    install = [*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
+    run_python(*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel)
     folder = tmp_path / "empty"
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
 
     def python(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_python(*arguments, env={"PYTHONPATH": str(tmp_path / "site")}, cwd=folder).stdout
 
     assert str(tmp_path / "site") in python("-c", "import featx; print(featx.__file__)")
     python("-m", "featx", "job=plan", "data=sample", "model=resnet18", "model.weights=null")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import run_featx
+from conftest import run_featx, run_python
 
 import featx
 from featx.config import from_saved
@@ -27,14 +25,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling", reason="hatchling builds the example")
     folder = tmp_path_factory.mktemp("plugins")
     copy = shutil.copytree(EXAMPLE, folder / "example")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    done = subprocess.run(
-        [*pip, "--no-build-isolation", "--target", str(folder / "site"), str(copy)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    run_python(*pip, "--target", folder / "site", copy)
     return folder / "site"
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import importlib
 import json
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 
 from featx.base import may_have_bf16, num_cpus
 
@@ -52,12 +51,11 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(model: str, precision: str, photographs: Path, out: Path, *options: str) -> str:
     """What the command prints for a model."""
     line = [
-        sys.executable, "-m", "featx", f"model={model}", "model.weights=null", "data=folder",
-        f"data.root={photographs}", f"data.limit={MODELS[model]}", f"precision={precision}",
-        "compile=false", f"out={out}", *options,
+        f"model={model}", "model.weights=null", "data=folder", f"data.root={photographs}",
+        f"data.limit={MODELS[model]}", f"precision={precision}", "compile=false", f"out={out}",
+        *options,
     ]  # fmt: skip
-    done = subprocess.run(line, capture_output=True, check=True, timeout=600, text=True)
-    return done.stdout
+    return run_python("-m", "featx", *line, timeout=600).stdout
 
 
 def promised_rate(model: str, precision: str, photographs: Path, tmp_path: Path) -> float:

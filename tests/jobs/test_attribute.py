@@ -24,6 +24,8 @@ OPTIONS = {"method": "gradcam", "layer": "deep", "per_class": 2}
 RUN: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}
 RUN |= {"dtype": "float32", "part_rows": 32}
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 
 def run(data: Path, out: str = "store", **keys: Any) -> int:
     options = {**OPTIONS, **keys.pop("attribute", {})}
@@ -55,7 +57,6 @@ def by_hand(store: featx.FeatureStore, data: Path, row: int) -> tuple[np.ndarray
     return cam.detach().numpy(), int(output.argmax()), float(output.detach().softmax(1).max())
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_every_row_explains_its_own_image(photos: Path) -> None:
     write_image(photos / "cat" / "bad.png", 1)
     (photos / "cat" / "bad.png").write_bytes(b"no image")
@@ -79,7 +80,6 @@ def test_every_row_explains_its_own_image(photos: Path) -> None:
         assert abs(float(store["probability"][row]) - probability) < 0.01
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.slow
 def test_a_resumed_run_computes_what_is_missing_and_ends_with_the_same_numbers(
     photos: Path, computed: list[tuple[frozenset[str], int]]
@@ -103,7 +103,6 @@ def test_a_resumed_run_computes_what_is_missing_and_ends_with_the_same_numbers(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
@@ -128,7 +127,6 @@ def test_other_settings_are_refused_with_the_difference(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_tmp_path")
 def test_methods_and_features_join_one_store(
     photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
@@ -143,7 +141,6 @@ def test_methods_and_features_join_one_store(
     assert run_job("verify", store="store", verify={"reextract_rows": 5}) == 0
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.slow
 def test_verify_computes_rows_again_and_repairs(
     photos: Path, capsys: pytest.CaptureFixture[str]
@@ -161,7 +158,6 @@ def test_verify_computes_rows_again_and_repairs(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_tmp_path")
 def test_a_row_that_is_not_finite_is_an_error_or_a_record(photos: Path) -> None:
     model = {**KEYS["model"], "args": {"poison": 0.0}}
     with pytest.raises(featx.errors.NonFiniteError, match=r"layer \w+, row \d+ .*nan in fp32"):
@@ -172,7 +168,6 @@ def test_a_row_that_is_not_finite_is_an_error_or_a_record(photos: Path) -> None:
     assert {failure["status"] for failure in store.failures} == {"non finite"}
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_labels_are_classes_of_the_model_by_number_or_by_name(photos: Path) -> None:
     saliency = {"method": ["saliency"], "layer": None}
     with pytest.raises(DataError, match=r"classes of the data set are cat, dog, and .* no names"):
@@ -190,7 +185,6 @@ def test_labels_are_classes_of_the_model_by_number_or_by_name(photos: Path) -> N
         assert store["score"][row] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_folders_named_by_numbers_are_the_classes_of_these_numbers(photos: Path) -> None:
     """Folder 3 is the second of two classes."""
     folder = Path("numbered")
@@ -202,7 +196,6 @@ def test_folders_named_by_numbers_are_the_classes_of_these_numbers(photos: Path)
     assert store["target"][:].tolist() == [1, 3]
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.slow
 def test_sheets_show_each_class_and_feature_maps(
     photos: Path, capsys: pytest.CaptureFixture[str]
@@ -224,7 +217,6 @@ def test_sheets_show_each_class_and_feature_maps(
     assert (pixels[:, :20] == 255).all()
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
     for options in (
         {"layer": "depp"},
@@ -236,7 +228,6 @@ def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
     assert not Path("store").exists()
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_the_last_lines_open_what_was_made(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,7 +247,6 @@ def test_the_last_lines_open_what_was_made(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_tmp_path")
 def test_heat_maps_below_data_root_are_no_images_of_the_data_set(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +260,6 @@ def test_heat_maps_below_data_root_are_no_images_of_the_data_set(
     assert run(photos, out=maps) == 0
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_heat_maps_among_the_images_are_refused(photos: Path) -> None:
     with pytest.raises(ConfigError, match=r"is data\.root as well"):
         run(photos, out=str(photos))

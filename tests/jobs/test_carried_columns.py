@@ -10,7 +10,7 @@ from probe_job import probe
 from tiny_model import extract, run_job, write_image
 
 import featx
-from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.errors import DataError, StoreError, StoreMismatchError
 
 pytest.importorskip("pyarrow", reason="the extra table is not installed")
 
@@ -116,7 +116,3 @@ def test_a_column_that_says_no_split_or_no_class_is_reported() -> None:
         probe(split="column", split_column="patient")
     with pytest.raises(StoreError, match=r"no column 'sides'.* Nearest: side"):
         probe(split="column", split_column="sides")
-    with pytest.raises(ConfigError, match="one of the two"):
-        probe(split="column", split_column="side", split_file="x.csv")
-    with pytest.raises(ConfigError, match=r"split_column has an effect with probe\.split=column"):
-        probe(split_column="side")

@@ -57,13 +57,6 @@ def flip_a_row(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_verify(command: Command, tmp_path: Path) -> None:
-    assert "The store is complete and sound." in command("job=verify", "store=store").stdout
-    repaired = command("job=verify", "store=store", "verify.repair=true")
-    assert "The store is complete and sound." in repaired.stdout
-    assert not (tmp_path / "store/damaged.json").exists()
-
-
 def test_repair(command: Command, made: Path, tmp_path: Path) -> None:
     flip_a_row(tmp_path / "store/features.h5")
     code = ("model=custom", "model.factory=zoo:TwoStageConvNet")

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from conftest import run_python
 from tiny_model import KEYS, TRUSTED, extract, run_job, write_images
 
 from featx.config import (
@@ -308,10 +308,7 @@ def test_a_command_imports_its_job_only_and_the_help_no_torch(
         "atexit.register(tell)\n"  # --help ends the process
         "run_command()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, argument], capture_output=True, text=True, check=True
-    )
-    *_, names, has_torch = done.stdout.splitlines()
+    *_, names, has_torch = run_python("-c", code, argument).stdout.splitlines()
     assert has_torch == "False"
     found = set(ast.literal_eval(names))
     assert found == imported if imported is not None else found >= {job.name for job in JOBS}

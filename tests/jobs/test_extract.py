@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 import threading
 import types
@@ -13,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from interruptions import signal_after_commits
 from tiny_model import MODEL as TINY
 from tiny_model import run_job
 from zoo import TwoStageConvNet
 
 import featx
 from featx.errors import NonFiniteError, RunError, StoreMismatchError
-from featx.pipeline import Interrupted
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -172,28 +169,6 @@ def test_resolved_choices_are_reused_on_resume(photo_folder: Path, tmp_path: Pat
     assert again.complete
     with pytest.raises(StoreMismatchError, match=r"batch_size: the store has \d+, now 2"):
         extract(photo_folder, batch_size=2)
-
-
-def test_an_interrupted_run_keeps_its_parts(
-    photo_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The signal comes while a part is half done: that part is done again, the others are kept."""
-    keys = {"part_rows": 4, "batch_size": 2, "dtype": "float32"}
-    with monkeypatch.context() as patch:
-        signal_after_commits(patch, 2)
-        with pytest.raises(Interrupted) as interrupted:
-            extract(photo_folder, **keys)
-    assert interrupted.value.signum == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    half = featx.open("store")
-    assert not half.complete
-    rows = half.num_rows_present
-    assert rows in (8, 12)  # the next part may have become whole while this one was committed
-    assert half.status.tolist() == [0] * rows + [255] * (21 - rows)
-    assert np.isnan(half["pool"][rows:]).all()
-    assert np.isfinite(half["pool"][:rows]).all()
-    whole = extract(photo_folder, out="whole", **keys)
-    assert extract(photo_folder, **keys)["pool"][:].tobytes() == whole["pool"][:].tobytes()
 
 
 def test_a_model_that_changes_its_mind_is_stopped(photo_folder: Path) -> None:

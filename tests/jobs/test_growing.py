@@ -15,7 +15,7 @@ from made_store import dataset_digests
 from tiny_model import MODEL, extract, run_job, write_image
 
 import featx
-from featx.errors import StoreError, StoreMismatchError
+from featx.errors import StoreMismatchError
 from featx.pipeline import Interrupted
 
 PACKED = Path("store/features.h5")
@@ -124,19 +124,6 @@ def test_a_part_of_each_of_two_runs_is_lost(photos: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_that_is_being_added_does_not_show_before_it_is_whole(photos: Path) -> None:
-    extract(photos)
-    extract(photos, layers=["conv", "pool"], pack=False)
-    Path("store/parts/part-000009.h5").unlink()
-    store = featx.open("store")
-    assert store.layers == ("conv",)
-    assert store.ok.all()
-    assert run_job("verify", out="store") == 1
-    with pytest.raises(StoreError, match="cannot be packed yet"):
-        run_job("pack", out="store")
-
-
-@pytest.mark.slow
 def test_new_images_are_refused_with_their_number_until_grow_is_given(photos: Path) -> None:
     extract(photos)
     old = rows_of(PACKED)
@@ -181,22 +168,6 @@ def test_images_that_are_gone_are_named_and_nothing_is_lost(stored: Stored) -> N
         with pytest.raises(StoreMismatchError, match=r"1 row whose image.*such as cat/000\.png"):
             extract(photos, grow=grow)
     assert PACKED.read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_higher_limit_grows_and_a_lower_one_is_refused(photos: Path) -> None:
-    def limited(limit: int) -> dict[str, Any]:
-        return {"name": "folder", "root": str(photos), "limit": limit}
-
-    extract(limited(5))
-    with pytest.raises(StoreMismatchError, match="4 new images"):
-        extract(limited(9))
-    store = extract(limited(9), grow=True)
-    assert len(store) == 9
-    assert extract(limited(9)).complete
-    with pytest.raises(StoreMismatchError, match=r"data\.limit=7 takes 7 images, fewer"):
-        extract(limited(7))
-    assert rows_of(PACKED).keys() == set(map(str, store.keys))
 
 
 def test_rows_are_added_to_all_layers_or_to_none(

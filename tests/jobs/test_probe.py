@@ -295,6 +295,19 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
         ({"split": "kfold", "folds": 1}, "at least 2"),
         ({"l2": -1.0}, "at least 0"),
         ({"memory_gib": -1.0}, "memory_gib=-1.0: expected a number of at least 0"),
+        ({"seeds": 1}, "expected at least 2"),
+        ({"seeds": 3, "split": "column", "split_column": "role"}, "the test rows are given"),
+        ({"bootstrap": 10}, "expected at least 100 resamples"),
+        (
+            {"method": "ridge", "calibration": "temperature"},
+            "has an effect with probe.method=linear only",
+        ),
+        ({"calibration": "platt"}, "expected one of none, temperature"),
+        ({"task": "regression"}, "needs probe.label_column"),
+        ({"task": "number", "label_column": "age"}, "expected one of auto, classification"),
+        ({"label_separator": ","}, "probe.label_separator has an effect"),
+        ({"split_column": "side"}, "split_column has an effect with probe.split=column"),
+        ({"split": "column", "split_column": "a", "split_file": "x.csv"}, "one of the two"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

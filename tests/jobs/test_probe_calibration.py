@@ -18,7 +18,6 @@ from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
 
 from featx.analysis.probe.heads import HIGHEST, LOWEST, fit_temperature
-from featx.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -72,13 +71,6 @@ def test_the_head_is_divided_by_the_temperature_and_classes_stay(
     assert scaled["log_loss"] < plain["log_loss"]
     assert f"logits divided by {temperature:.3f}" in capsys.readouterr().out
     assert "calibration_temperature" not in plain
-
-
-def test_calibration_of_other_methods_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"has an effect with probe\.method=linear only"):
-        probe(method="ridge", calibration="temperature")
-    with pytest.raises(ConfigError, match="expected one of none, temperature"):
-        probe(calibration="platt")
 
 
 @pytest.mark.parametrize("name", ["digits", "breast_cancer"])

@@ -329,10 +329,7 @@ def test_what_cannot_be_probed_is_refused_with_the_reason() -> None:
 
 
 def test_layers_without_places_are_refused() -> None:
-    for i, each in enumerate(scenes(8)):
-        write_image(each, Path(f"photos/{i}.png"))
-        mask(each.repeat(4, 0).repeat(4, 1), f"{i}.png")
-    extract("photos", model=PATCHES, layers={"maps": "avg"})
+    dataset(scenes(8), {"maps": "avg"})
     with pytest.raises(ConfigError, match=r"probe.masks needs tokens or maps, and maps has one"):
         probe()
     sample = {"name": "sample", "k": 5}

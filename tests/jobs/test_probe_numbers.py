@@ -17,7 +17,7 @@ from tiny_model import job_config
 
 import featx
 from featx.analysis.probe import run_probe
-from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.errors import DataError, StoreError, StoreMismatchError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -241,15 +241,6 @@ def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(
     assert alone["seeds"] is None
 
 
-def test_seeds_of_one_split_are_refused() -> None:
-    x, y = blobs(60)
-    write_store(Path("store"), y, {"role": np.array([b"train", b"test"] * 30)}, x=x)
-    with pytest.raises(ConfigError, match="the test rows are given"):
-        probe(seeds=3, split="column", split_column="role")
-    with pytest.raises(ConfigError, match="expected at least 2"):
-        probe(seeds=1)
-
-
 def test_differences_of_layers_are_printed_with_their_interval(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -405,8 +396,3 @@ def split_without(store: str) -> dict[str, str]:
     keys = [f"{i:05d}.jpg" for i in range(100)]
     test = [key for key in keys if key not in avoided][:20]
     return given_split(keys, ["test" if key in test else "train" for key in keys])
-
-
-def test_too_few_resamples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="expected at least 100 resamples"):
-        probe(bootstrap=10)

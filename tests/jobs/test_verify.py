@@ -221,7 +221,7 @@ def raises_runtime_error(*args: Any) -> None:
 
 @pytest.mark.parametrize("pack", slow_except([True, False], True))
 @pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
-@pytest.mark.parametrize("how", slow_except(["lost", "damaged"], "lost"))
+@pytest.mark.parametrize("how", slow_except(["lost", "damaged", "other"], "lost", "other"))
 def test_a_lost_manifest_or_listing_is_restored(
     stored: Stored, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]],
     name: str, pack: bool, how: str,
@@ -232,8 +232,14 @@ def test_a_lost_manifest_or_listing_is_restored(
     before = path.read_bytes()
     if how == "lost":
         path.unlink()
-    else:
+    elif how == "damaged":
         path.write_bytes(before[: len(before) // 2])
+    elif name == "featx.json":
+        path.write_bytes(before.replace(b'"part_rows": 4', b'"part_rows": 8'))
+    else:
+        with h5py.File(path, "r+") as file:
+            file["label"][4] = 1 - file["label"][4]
+    assert not path.exists() or path.read_bytes() != before
     assert look(capsys)[0] == verify.EXIT_DAMAGED
     computed.clear()
     if name == "featx.json":

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import make_image, slow_except
+from conftest import make_image, run_featx, run_python, slow_except
 from tiny_model import extract as extract_custom
 from tiny_model import write_image, write_images
 
@@ -333,18 +331,11 @@ def test_failed_rows_are_told_and_decide_the_exit_code(
     assert messages
     assert [line for line in again.err.splitlines() if "broken.png" in line] == messages
     assert "1 failed" in again.out
-    codes = [
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "featx", "data=photos", "out=failing", "model=test_vit"),
-                *("model.weights=vit.pth", "model.input_size=[32,32]", "precision=fp32"),
-                *("batch_size=4", f"max_failures={n}"),
-            ],
-            capture_output=True,
-            check=False,
-        ).returncode
-        for n in (0, 3)
+    command = [
+        *("data=photos", "out=failing", "model=test_vit", "model.weights=vit.pth"),
+        *("model.input_size=[32,32]", "precision=fp32", "batch_size=4"),
     ]
+    codes = [run_featx(Path(), *command, f"max_failures={n}").returncode for n in (0, 3)]
     assert codes[1] == 0
     assert codes[0] not in (0, 2)
 
@@ -385,10 +376,10 @@ def test_a_growing_store_is_known_again(extract: Extract, photos: Path) -> None:
 @pytest.mark.slow
 def test_the_command_imports_no_torch(extract: Extract, photos: Path) -> None:
     command = [
-        *(sys.executable, "-X", "importtime", "-m", "featx", "data=photos", "out=made"),
+        *("-X", "importtime", "-m", "featx", "data=photos", "out=made"),
         *("model=test_vit", "model.weights=vit.pth", "model.input_size=[32,32]"),
     ]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
+    runs = [run_python(*command) for _ in range(2)]
     imported = [{line.split("|")[-1].strip() for line in run.stderr.splitlines()} for run in runs]
     assert "torch" in imported[0]
     assert "numpy" in imported[1]

@@ -6,9 +6,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -19,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import run_python
 from made_store import dataset_digests
 from tiny_engine import CPU, FP32, backbone_of, bound, noise
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -352,14 +350,11 @@ def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
 def printed(photos: Path, *keys: str, cpus: int = 2) -> str:
     """What the command says that extracts with so many CPUs."""
     made = [
-        sys.executable, "-m", "featx", "model=resnet18", "model.weights=null", "batch_size=4",
-        "data=folder", f"data.root={photos}", "precision=fp32", "compile=false", "part_rows=8",
-        "layers=[conv1,layer2,avgpool]", *keys,
+        "model=resnet18", "model.weights=null", "batch_size=4", "data=folder", "precision=fp32",
+        "compile=false", "part_rows=8", "layers=[conv1,layer2,avgpool]", f"data.root={photos}",
+        *keys,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": str(cpus)}
-    done = subprocess.run(
-        made, env=environment, check=True, capture_output=True, text=True, timeout=300
-    )
+    done = run_python("-m", "featx", *made, env={"OMP_NUM_THREADS": str(cpus)})
     return done.stdout + done.stderr
 
 

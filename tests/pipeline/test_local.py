@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_run, temporary_files
 from processes import ended
 from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
-from featx.errors import RunError, StoreLockedError, StoreMismatchError
+from featx.errors import RunError, StoreMismatchError
 from featx.pipeline import Interrupted, RunOutcome
 from featx.pipeline.executors.process_pool import ProcessPool
 from featx.store.pack import pack
@@ -155,26 +152,6 @@ def test_one_that_did_not_come_up_is_replaced(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
-    work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path, signum: int
-) -> None:
-    timer = threading.Timer(1.5, os.kill, (os.getpid(), signum))
-    timer.start()
-    started_at = time.monotonic()
-    with pytest.raises(Interrupted) as stopped:
-        work(2, pause_s=0.4)
-    assert stopped.value.signum == signum
-    assert time.monotonic() - started_at < 10
-    there = len(list((tmp_path / "store" / "parts").glob("part-*.h5")))
-    assert there < 10
-    assert there == len(events_of(tmp_path, "part-*"))
-    work(2)
-    assert len(events_of(tmp_path, "part-*")) == 10, "a committed part was done again"
-    assert is_whole(run, tmp_path)
-
-
-@pytest.mark.slow
 def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
     work: Callable[..., RunOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,67 +162,3 @@ def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
     with pytest.raises(Interrupted):
         work(2, faults={0: ("hang", 1)}, pause_s=0.4)
     assert time.monotonic() - started_at < 8
-
-
-DRIVER = """
-import sys
-from pathlib import Path
-from featx.config import Config
-from featx.pipeline.executors.process_pool import ProcessPool
-from made_store import make_run
-from stub_worker import StubTask, stub_spec
-from test_local import stub_command
-root, events = map(Path, sys.argv[1:])
-run = make_run(num_rows=38, part_rows=4, failed=[2, 17])
-with run.session(root).hold() as session:
-    spec = stub_spec(root, session.missing(), Config(), StubTask(run, root, events, pause_s=0.3))
-    ProcessPool(spec, session, root / "jobs", ["cpu"] * 2, command=stub_command).run()
-"""
-
-
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A run in a process of its own, whose workers have done a part."""
-    (tmp_path / "events").mkdir(exist_ok=True)
-    places = [str(tmp_path / "store"), str(tmp_path / "events")]
-    process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *places],
-        env=with_path(HERE.parent, HERE),
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 30
-    while not events_of(tmp_path, "part-*") and time.monotonic() < deadline:
-        time.sleep(0.02)
-    yield process
-    process.kill()
-    process.wait()
-
-
-@pytest.mark.slow
-def test_no_worker_outlives_a_driver_that_is_killed(
-    driver: subprocess.Popen[bytes], work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path
-) -> None:
-    pids = [int(name.removeprefix("pid-")) for name in events_of(tmp_path, "pid-*")]
-    assert len(pids) == 2
-    driver.kill()
-    driver.wait()
-    assert all(ended(pid) for pid in pids)
-    before = set((tmp_path / "store" / "parts").glob("part-*.h5"))
-    assert before
-    for _ in range(50):  # the kernel may hold a dead process's lock for a moment
-        with contextlib.suppress(StoreLockedError):
-            work(3)
-            break
-        time.sleep(0.1)
-    assert is_whole(run, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_second_driver_is_refused_with_the_name_of_the_first(
-    driver: subprocess.Popen[bytes], work: Callable[..., RunOutcome], tmp_path: Path
-) -> None:
-    with pytest.raises(StoreLockedError, match=f"pid {driver.pid} on "):
-        work(2)
-    assert driver.poll() is None
-    assert driver.wait(60) == 0
-    assert len(events_of(tmp_path, "part-*")) == 10

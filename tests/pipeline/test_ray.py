@@ -171,15 +171,6 @@ def test_the_part_of_an_actor_that_dies_is_done_by_another(
     )
 
 
-@pytest.mark.slow
-def test_a_part_that_takes_its_actors_with_it_ends_the_run(photos: Path, ray: MadeRay) -> None:
-    ray.die_at = {3: 99}
-    with pytest.raises(RunError, match=r"in part 3 \(rows 12 to 15\), the 3rd actor that did"):
-        extract(photos, executor="ray")
-    ray.die_at = {}
-    assert extract(photos, executor="ray").complete
-
-
 @pytest.mark.usefixtures("ray")
 def test_actors_that_cannot_begin_end_the_run_with_the_reason(
     photos: Path, monkeypatch: pytest.MonkeyPatch

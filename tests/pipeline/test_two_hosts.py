@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_l
 
 TASK = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from featx.storage.local_folder import AtomicFolder
 from featx.store.heartbeat import Heartbeat

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import torchvision
 from conftest import make_image
 from made_store import dataset_digests
 from PIL import Image
-from processes import running, wait_until
 from torch import nn
 
 import featx
@@ -458,27 +455,6 @@ def test_a_resume_gives_the_bits_of_a_whole_run(same_size: Path) -> None:
     store = extract(Stem(), same_size, layers=["stem", "deep"], **WINDOWS)
     assert store.complete
     assert dataset_digests(store.root) == dataset_digests(whole.root / "features.h5")
-
-
-@pytest.mark.slow
-def test_a_killed_run_is_resumed(same_size: Path) -> None:
-    write(same_size, *[(75, 50)] * 12)
-    options = [
-        *("model=custom", "model.factory=zoo:TwoStageConvNet", "model.weights=null"),
-        *("model.window.size=32", "layers=[deep]", f"data={same_size}", "out=killed"),
-        *("part_rows=1", "batch_size=2", "pack=false", "+model.args.pause_s=0.2", "precision=fp32"),
-    ]
-    command = [sys.executable, "-m", "featx", *options]
-    for _ in range(2):
-        with running(command) as process:
-            wait_until(lambda: len(list(Path("killed/parts").glob("part-*.h5"))) >= 3, process)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-    with running(command) as process:
-        assert process.wait(timeout=120) == 0
-    killed = featx.open("killed")
-    assert killed.complete
-    assert np.isfinite(killed["deep"][:]).all()
 
 
 def test_other_windows_are_refused_on_resume(same_size: Path) -> None:

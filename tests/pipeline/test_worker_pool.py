@@ -260,13 +260,6 @@ def test_three_losses_at_one_part_end_the_run_and_others_do_not_count(pool: Fake
     assert pool.graces == [5.0, 0.0]
 
 
-def test_losses_without_a_part_count_with_those_that_were_replaced(pool: FakePool) -> None:
-    pool.events += [lambda: {0: "died", 1: "died"}, lambda: {2: "died"}, lambda: {4: "died"}]
-    with pytest.raises(RunError, match=r"worker 4 died before it had a part, the 3rd worker"):
-        pool.run()
-    assert pool.started == [0, 1, 2, 3, 4]
-
-
 def test_workers_that_end_between_two_parts_are_replaced_without_a_limit(pool: FakePool) -> None:
     """As Slurm preempts tasks again and again."""
     preempt = partial(pool.all_report, num_parts=1, ended_by="SIGTERM")

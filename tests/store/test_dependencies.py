@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import run_python
 from made_store import make_run
 
 _READ = """
@@ -40,14 +39,7 @@ def test_a_store_is_read_with_numpy_and_h5py_alone(
     run = make_run(29, 8, codec=codec, failed=[3])
     root = run.write(tmp_path / "store", packed=packed)
     others = ["xxhash"] if has_xxhash else []
-    done = subprocess.run(
-        [sys.executable, "-c", _READ, str(root), *others],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", _READ, root, *others, cwd=tmp_path)
     assert ("xxhash is not installed" in done.stderr) is not has_xxhash
     with np.load(tmp_path / "read.npz") as found:
         assert found["keys"].tolist() == run.listing.keys.tolist()
@@ -66,8 +58,5 @@ def test_damage_is_seen_with_xxhash_and_verifying_needs_it(tmp_path: Path) -> No
         "check_store(Path(sys.argv[1]))"
     )
     root = make_run(29, 8).write(tmp_path / "store")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
+    done = run_python("-c", code, root, code=1)
     assert "writing and verifying a store need the package xxhash" in done.stderr

@@ -23,7 +23,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import with_path
+from conftest import run_python, with_path
 from made_store import MadeRun, dataset_digests, make_grown, make_run, temporary_files
 from system_calls import Calls, watched
 
@@ -169,18 +169,6 @@ def test_short_writes_go_unnoticed(quick: Path) -> None:
         assert (quick / "store" / name).read_bytes() == (quick / "whole" / name).read_bytes()
 
 
-def script(text: str, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*options.pop("before", ()), sys.executable, "-c", text, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=120,
-        check=False,
-        **options,
-    )
-
-
 LARGE = {"num_rows": 64, "part_rows": 8, "shapes": {"flat": (16_384,)}, "failed": [5, 40]}
 """Eight parts of 512 KiB."""
 
@@ -249,7 +237,10 @@ def with_mounts(text: str, *arguments: Any) -> dict[str, Any]:
     separate = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare here")
-    done = script(text, *arguments, before=separate)
+    done = subprocess.run(
+        [*separate, sys.executable, "-c", text, *map(str, arguments)],
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False,
+    )  # fmt: skip
     if "NO MOUNT" in done.stderr or "unshare failed" in done.stderr:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()[-200:]}")
     assert done.returncode == 0, done.stderr
@@ -619,9 +610,8 @@ except StoreError as error:
 def test_a_disk_that_cannot_be_read_ends_the_process_with_a_message_not_a_signal(
     tmp_path: Path,
 ) -> None:
-    done = script(FAILING_READ, tmp_path / "store")
+    done = run_python("-c", FAILING_READ, tmp_path / "store", path=[TESTS], code=7)
     assert "Input/output error" in done.stdout
-    assert done.returncode == 7
 
 
 def test_a_part_that_goes_between_the_look_and_the_open_is_read_from_the_packed_file(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import flip_campaign
 import h5py
 import numpy as np
 import pytest
-from conftest import with_path
+from conftest import run_python
 
 from featx.store import layout
 
@@ -83,13 +81,11 @@ def answers_to(
     found: list[dict[str, Any]] = []
     while len(found) < len(flips):
         rest = flips[len(found) :]
-        done = subprocess.run(
-            [sys.executable, flip_campaign.__file__, str(root), kind, codec],
+        done = run_python(
+            *(flip_campaign.__file__, root, kind, codec),
+            path=[Path(__file__).parent, Path(__file__).parents[1]],
+            code=None,
             input="".join(f"{name} {offset} {mask}\n" for name, offset, mask in rest),
-            capture_output=True,
-            text=True,
-            env=with_path(Path(__file__).parent, Path(__file__).parents[1]),
-            check=False,
         )
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         found += lines

@@ -94,13 +94,6 @@ def test_rows_that_are_gone_or_have_another_label_are_refused(
             merge_listing(HERE, stored, fewer)
 
 
-def test_longer_keys_widen_the_column_and_change_no_known_one() -> None:
-    stored = Listing(np.array([b"b", b"a"]), np.array([-1, -1]))
-    found = Listing(np.array([b"a", b"a" * 30, b"b"]), np.array([-1, -1, -1]))
-    joined = merge_listing(HERE, stored, found)
-    assert joined.keys.tolist() == [b"b", b"a", b"a" * 30]
-
-
 def test_the_digest_sees_every_key_label_class_and_their_order() -> None:
     listing = make_listing(9)
     others = [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import with_path
+from conftest import run_python
 from made_store import make_listing, make_run, temporary_files
 from system_calls import Calls, watched
 
@@ -246,14 +244,10 @@ def test_no_step_holds_the_listing_a_second_time(what: str, tmp_path: Path) -> N
     run = replace(make_run(1, 1 << 22, {"x": ()}), listing=listing)
     with run.session(tmp_path).hold():
         pass
-    arguments = [str(tmp_path), str(num_rows), what, listing_identity(listing)]
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, *arguments],
-        env=with_path(Path(__file__).parents[2], Path(__file__).parents[1], Path(__file__).parent),
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    arguments = [tmp_path, num_rows, what, listing_identity(listing)]
+    path = [Path(__file__).parents[1], Path(__file__).parent]
     # A labels dataset of 24 MB is below the size that is mapped.
-    assert float(done.stdout) < 48
+    assert float(run_python("-c", MEMORY, *arguments, path=path).stdout) < 48
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ What was measured is printed: pytest -m slow -rP tests/store/test_many_rows.py
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from conftest import run_python
 from made_store import MadeRun, make_header, make_run, make_spec
 
 from featx.store import FeatureStore
@@ -124,9 +124,5 @@ def test_opening_takes_no_memory_for_rows_that_are_not_asked_for(tmp_path: Path)
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
     small = make_run().write(tmp_path / "small", packed=True)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(small), str(tmp_path)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
     # The keys alone are 8 MB, their strings 32 MB.
-    assert int(done.stdout) < 4096
+    assert int(run_python("-c", code, small, tmp_path).stdout) < 4096

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from conftest import run_python
 from made_store import make_run
 
 from featx.errors import MissingExtraError
@@ -34,8 +33,7 @@ WITHOUT_PLUGIN = "sys.modules['hdf5plugin'] = None  # as if it were not installe
 
 def verified(*roots: Path, before: str = "") -> str:
     """What a process prints that verifies and repairs stores, and has imported nothing else."""
-    command = [sys.executable, "-c", VERIFY.format(before=before), *map(str, roots)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return run_python("-c", VERIFY.format(before=before), *roots).stdout.strip()
 
 
 def test_no_codec_is_damage_in_a_new_process(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from made_store import MadeRun, as_bfloat16, make_added, make_run
 from object_server import RequestLog, upload
 
-from featx.errors import ConfigError, MissingExtraError, ObjectStoreError, StoreError
+from featx.errors import ConfigError, ObjectStoreError, StoreError
 from featx.storage import S3Path, parse_path, s3_client
 from featx.store import FeatureStore, check_store, store_status
 
@@ -265,17 +265,6 @@ def test_without_credentials_it_says_so(
     with pytest.raises(StoreError, match=r"NoCredentialsError.*set AWS_ACCESS_KEY_ID and"):
         FeatureStore("s3://bucket/run")
     s3_client.client.cache_clear()
-
-
-def test_without_botocore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    s3_client.client.cache_clear()
-    for name in [name for name in sys.modules if name.split(".")[0] == "botocore"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "botocore", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "featx\[remote\]"'):
-        FeatureStore("s3://bucket/run")
 
 
 @pytest.mark.parametrize(

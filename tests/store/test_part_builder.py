@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import with_path
+from conftest import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_store import MadeRun, make_run, temporary_files
@@ -182,13 +180,7 @@ attempt(lambda: run.builder(part).build(run.as_run(), run.listing, b"{}"))
 
 
 def test_promises_hold_under_python_without_asserts() -> None:
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", OPTIMISED],
-        env=with_path(Path(__file__).parents[2], Path(__file__).parents[1]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-O", "-c", OPTIMISED, path=[Path(__file__).parents[1]])
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stdout + done.stderr
     assert lines[0] == "InternalError rows came twice"

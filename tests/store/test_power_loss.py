@@ -416,28 +416,10 @@ def lose_power_everywhere(
 MANY = 64
 
 
-def quick(*names: str) -> list[Any]:
-    """All scenarios, those not named marked as slow."""
-    slow = pytest.mark.slow
-    return [name if name in names else pytest.param(name, marks=slow) for name in SCENARIOS]
-
-
 @pytest.fixture
 def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model copies a file for every write into it."""
     monkeypatch.setattr("featx.store.pack.HEADROOM_BYTES", 1 << 16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    quick(
-        "a run from nothing",
-    ),
-)
-def test_no_crash_state_loses_or_falsifies_a_row(name: str) -> None:
-    with quick_folder() as work:
-        assert lose_power_everywhere(SCENARIOS[name], work, most=2) > 20
 
 
 @pytest.mark.slow
@@ -514,8 +496,8 @@ def kill_then_lose_power(scenario: Scenario, work: Path) -> int:
     return checker.num_states
 
 
-@pytest.mark.parametrize("name", quick("rows added"))
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_kill_and_then_a_power_loss_lose_nothing(name: str) -> None:
     with quick_folder() as work:
         assert kill_then_lose_power(SCENARIOS[name], work) > 5
@@ -534,10 +516,7 @@ SYNCS: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "synced",
-    ["part", *(pytest.param(name, marks=pytest.mark.slow) for name in ("folder", "packed file"))],
-)
+@pytest.mark.parametrize("synced", SYNCS)
 def test_the_model_finds_what_a_missing_sync_loses(synced: str) -> None:
     """Else the tests above would prove nothing."""
     recorded: list[Op] = []

@@ -17,7 +17,6 @@ from made_store import (
     MadeRun,
     as_bfloat16,
     dataset_digests,
-    joined,
     make_added,
     make_run,
     temporary_files,
@@ -177,42 +176,6 @@ def test_only_the_rows_of_damaged_chunks_are_lost(
 def contents_of(root: Path) -> tuple[Any, ...]:
     store = FeatureStore(root)
     return {name: store[name][:] for name in store}, store.status, store.failures
-
-
-@pytest.mark.parametrize(
-    ("name", "how", "packed"),
-    [
-        ("samples.h5", "empty", True),
-        ("samples.h5", "gone", False),
-        ("samples.h5", "other values", True),
-        ("featx.json", "empty", False),
-        ("featx.json", "gone", True),
-        ("featx.json", "other values", False),
-    ],
-)
-def test_listing_and_manifest_are_put_back(
-    run: MadeRun, tmp_path: Path, name: str, packed: bool, how: str
-) -> None:
-    """From the copies in the other files; no row has to be computed again."""
-    run.copied(tmp_path, packed=packed)
-    path = tmp_path / name
-    before = path.read_bytes()
-    rows = {p.name: p.read_bytes() for p in tmp_path.rglob("*.h5") if p.name != name}
-    if how == "gone":
-        path.unlink()
-    elif how == "empty":
-        path.write_bytes(b"")
-    elif name == "samples.h5":
-        spoil(path, "label", 4, 0)
-    else:
-        path.write_bytes(before.replace(b'"part_rows": 8', b'"part_rows": 4'))
-        assert path.read_bytes() != before
-    repaired(tmp_path)
-    assert path.read_bytes() == before
-    assert check_store(tmp_path).complete
-    assert {p: (tmp_path / p).exists() or (tmp_path / "parts" / p).exists() for p in rows} == (
-        dict.fromkeys(rows, True)
-    )
 
 
 def test_a_damaged_listing_spoils_no_label_of_a_packed_file_taken_apart(
@@ -437,19 +400,3 @@ def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(
     assert lacking(root) == [0]
     run.finish(root, packed=True)
     assert np.array_equal(FeatureStore(root)["flat"][:], run.expected("flat"), equal_nan=True)
-
-
-@pytest.mark.slow
-def test_layers_of_one_go_and_of_two_are_repaired_alike(run: MadeRun, tmp_path: Path) -> None:
-    run = replace(run, failures=())
-    added = make_added(run, {"deep": (7,)})
-    run.copied(tmp_path / "two", packed=True)
-    added.finish(tmp_path / "two", packed=True)
-    joined(run, added).copied(tmp_path / "one", packed=True)
-    for root in (tmp_path / "one", tmp_path / "two"):
-        spoil(root / "features.h5", "features/deep", 28)
-        repaired(root)
-    joined(run, added).finish(tmp_path / "one", packed=True)
-    added.finish(tmp_path / "two", packed=True)
-    one, two = (dataset_digests(tmp_path / r / "features.h5") for r in ("one", "two"))
-    assert one == two

@@ -94,6 +94,18 @@ class StoreLife(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.finish_all()
+        if self.started:
+            pack(self.root)
+            whole = self.folder / "whole"
+            for job in self.jobs:
+                job.finish(whole, grow=job.listing is not self.jobs[0].listing)
+            pack(whole)
+            ours, theirs = (dataset_digests(r / "features.h5") for r in (self.root, whole))
+            # Of a row that failed in two runs, a packed file that is taken apart knows one reason.
+            for found in (ours, theirs):
+                for name in ("failures/message", "failures/error"):
+                    del found[name]
+            assert ours == theirs
         shutil.rmtree(self.folder)
 
     # -- what the store should be ------------------------------------------------------------
@@ -369,24 +381,6 @@ class StoreLife(RuleBasedStateMachine):
         return {f.row: f for job in reversed(jobs) for f in job.failures}.values()
 
 
-class PackedAtTheEnd(StoreLife):
-    def teardown(self) -> None:
-        self.finish_all()
-        if self.started:
-            pack(self.root)
-            whole = self.folder / "whole"
-            for job in self.jobs:
-                job.finish(whole, grow=job.listing is not self.jobs[0].listing)
-            pack(whole)
-            ours, theirs = (dataset_digests(r / "features.h5") for r in (self.root, whole))
-            # Of a row that failed in two runs, a packed file that is taken apart knows one reason.
-            for found in (ours, theirs):
-                for name in ("failures/message", "failures/error"):
-                    del found[name]
-            assert ours == theirs
-        shutil.rmtree(self.folder)
-
-
 def live(examples: int, steps: int, derandomize: bool) -> None:
     profile = settings(
         max_examples=examples,
@@ -397,14 +391,14 @@ def live(examples: int, steps: int, derandomize: bool) -> None:
         phases=[Phase.generate],  # shrinking a life takes longer than reading one
         suppress_health_check=list(HealthCheck),
     )
-    run_machine(PackedAtTheEnd, settings=profile)
+    run_machine(StoreLife, settings=profile)
 
 
 @pytest.mark.slow
-def test_a_short_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_life() -> None:
     live(examples=12, steps=15, derandomize=True)
 
 
 @pytest.mark.slow
-def test_long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lives() -> None:
     live(examples=60, steps=30, derandomize=False)

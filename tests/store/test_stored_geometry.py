@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import h5py
 import pytest
+from conftest import run_python
 from golden_stores import GOLDEN, TOKENS, golden_tokens
 from made_store import edited, make_added, make_run
 
@@ -106,13 +105,6 @@ def test_a_release_of_an_older_format_refuses_the_store_and_changes_nothing(
     root = Path(shutil.copytree(GOLDEN / TOKENS, tmp_path / "store"))
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
     for code in ("import featx; featx.open('store')", VERIFY):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": str(old)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 1
+        done = run_python("-c", code, env={"PYTHONPATH": str(old)}, code=1, cwd=tmp_path)
         assert "formats up to 2. Upgrade featx" in done.stderr
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import slow_except, with_path
+from conftest import run_python, slow_except, with_path
 from made_store import MadeRun, as_bfloat16, dataset_digests, make_run, temporary_files
 
 from featx.errors import RunError
@@ -246,12 +246,6 @@ with StoreSession(Path(sys.argv[1], "store"), run, listing).hold() as session:
 @pytest.mark.slow
 def test_a_part_of_2_gib_takes_little_memory(tmp_path: Path) -> None:
     """Without a codec; with one, a part is held in memory, as docs/store-format.md says."""
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE_PART, str(tmp_path), "none"],
-        cwd=Path(__file__).parents[2],
-        env=with_path(Path(__file__).parents[2]),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    repository = Path(__file__).parents[2]
+    done = run_python("-c", LARGE_PART, tmp_path, "none", path=[repository], cwd=repository)
     assert float(done.stdout) < 400

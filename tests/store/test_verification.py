@@ -20,7 +20,6 @@ from featx.errors import StoreError
 from featx.storage import AtomicFolder
 from featx.store import DamageReport, check_store
 from featx.store.committed_parts import remove_parts
-from featx.store.file_checks import Damage
 from featx.store.pack import pack
 from featx.store.part_files import part_path
 
@@ -377,12 +376,3 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(
     monkeypatch.setattr("featx.store.file_checks.open_hdf5", failing)
     with pytest.raises(StoreError, match="When it can be read"):
         check_store(tmp_path)
-
-
-def test_a_report_is_json_with_rows_and_files(tmp_path: Path) -> None:
-    damage = Damage(tmp_path / "parts" / "part-000001.h5", "torn", 8, 16, "flat")
-    report = DamageReport(tmp_path, 29, missing=["part-000002.h5"], damages=[damage])
-    found = json.loads(json.dumps(report.as_dict()))
-    assert found["complete"] is False
-    assert found["damages"] == [{"file": "part-000001.h5", "what": "torn", "rows": [8, 16]}]
-    assert found["missing"] == ["part-000002.h5"]

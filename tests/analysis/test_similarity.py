@@ -15,6 +15,7 @@ import scipy.stats
 import torch
 from made_store import MadeRun, make_run, ok_vectors
 from sklearn.neighbors import NearestNeighbors
+from sklearn.preprocessing import StandardScaler
 
 import featx
 from featx.analysis import LayerVectors, layer_vectors
@@ -120,6 +121,31 @@ class TestNeighbours:
         exact = scipy.spatial.distance.cdist(flat, flat, metric)
         np.fill_diagonal(exact, np.inf)
         assert found.neighbours.tolist() == np.argsort(exact, axis=1)[:, :3].tolist()
+
+    @pytest.mark.parametrize("scale", [1e-30, 1e30])
+    def test_squares_need_not_fit_into_float32(self, scale: float) -> None:
+        run = make_run(40, 16)
+        store = write(with_features(run, flat=scale * run.features["flat"].astype(np.float64)))
+        found = nearest_rows(store, "flat", 6, "euclidean", device="cpu")
+        x = ok_vectors(store, "flat").astype(np.float64)
+        distances, places = NearestNeighbors(algorithm="brute").fit(x).kneighbors(n_neighbors=6)
+        assert np.array_equal(found.neighbours, places)
+        assert np.allclose(found.scores, distances, rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+    def test_standardised_values_behind_an_offset(self, metric: str) -> None:
+        """One value differs by the last bits of float32, another is the same in all rows."""
+        run = make_run(40, 16)
+        flat = run.features["flat"].copy()
+        flat[:, 0] = np.float32(1e4) + np.spacing(np.float32(1e4)) * (np.arange(40) % 3)
+        flat[:, 1] = 0.1
+        store = write(with_features(run, flat=flat))
+        found = nearest_rows(store, "flat", 39, metric, device="cpu", standardise=True)
+        x = StandardScaler().fit_transform(flat.astype(np.float64))
+        search = NearestNeighbors(metric=metric, algorithm="brute").fit(x)
+        distances, _ = search.kneighbors(n_neighbors=39)
+        expected = 1 - distances if metric == "cosine" else distances
+        assert np.allclose(found.scores, expected, atol=1e-5)
 
     def test_large_numbers_and_zeros_have_cosines(self) -> None:
         run = make_run(6, 8)

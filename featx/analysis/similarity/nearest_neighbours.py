@@ -320,7 +320,7 @@ def sort_neighbours(
     distances, scores = distances.gather(1, order), scores.gather(1, order)
     # Sorted by distance, which distinguishes rows whose cosines are all 1 in float32.
     order = distances.sort(dim=1, stable=True).indices
-    return places.gather(1, order), scores.gather(1, order)
+    return places.gather(1, order), scores.gather(1, order) * vectors.scale
 
 
 def _distances(vectors: LayerVectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,13 @@ from featx.analysis.similarity import cosines_to_first, nearest_neighbours
 from featx.analysis.similarity import duplicates as groups_of
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.similarity import (
+    data_set_distance,
     duplicate_groups,
+    find_outliers,
     layer_similarity,
     linear_cka,
     nearest_rows,
+    nearest_to,
     procrustes_distance,
     rsa,
     svcca,
@@ -182,8 +185,20 @@ def test_what_cannot_be_asked_is_refused() -> None:
         nearest_rows(store, "flat", metric="dot", device="cpu")
     with pytest.raises(LayerError, match="no layer 'flt'"):
         nearest_rows(store, "flt", device="cpu")
-    with pytest.raises(ConfigError, match="cosine above 0"):
+    with pytest.raises(ConfigError, match="threshold=0: expected a number above 0"):
         duplicate_groups(store, "flat", 0, "cpu")
+    for k in (0, -1, 2.5):
+        for search in (
+            nearest_rows,
+            find_outliers,
+            lambda *a, k: nearest_to(*a, np.ones((1, 5)), k),
+        ):
+            with pytest.raises(ConfigError, match=rf"k={k}: expected a whole number of at least 1"):
+                search(store, "flat", k=k)
+    assert nearest_to(store, "flat", np.ones((0, 5)), 3, device="cpu")[0].shape == (0, 3)
+    for name in ("subsets", "subset_rows"):
+        with pytest.raises(ConfigError, match=rf"{name}=0: expected a whole number"):
+            data_set_distance(store, store, "flat", **{name: 0})
     alone = write(make_run(2, 4, failed=[0]), "alone")
     with pytest.raises(ConfigError, match="one ok row only"):
         nearest_rows(alone, "flat", device="cpu")
@@ -468,6 +483,35 @@ class TestLayerSimilarity:
         few = write(make_run(5, 4, {"a": (5,)}, failed=[0, 1]), "few")
         with pytest.raises(ConfigError, match="3 images are ok in both"):
             layer_similarity(store, few, device="cpu")
+        with pytest.raises(ConfigError, match=r"rows=-1: expected a whole number of at least 4"):
+            layer_similarity(store, store, num_rows=-1)
+        with pytest.raises(ConfigError, match=r"measures is empty"):
+            layer_similarity(store, store, measures=())
+        assert layer_similarity(store, store, measures=iter(["cka"])).measures["cka"] == 1  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("x", "message"),
+        [
+            (np.ones((9, 2)), "40 and 9 rows"),
+            (np.ones((40, 2)) * 1j, r"second matrix has the shape \(40, 2\) and the type complex"),
+            (np.ones((40, 0)), r"the shape \(40, 0\)"),
+            ([["a"]] * 40, "the type <U1"),
+        ],
+    )
+    def test_what_is_no_matrix_is_refused(
+        self, matrices: tuple[np.ndarray, np.ndarray], x: object, message: str
+    ) -> None:
+        for measure in (linear_cka, rsa, svcca, procrustes_distance):
+            with pytest.raises(ConfigError, match=message):
+                measure(matrices[0], x)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="3 rows; expected at least 4"):
+                measure(matrices[0][:3], matrices[1][:3])
+
+    def test_lists_and_tensors_are_matrices(self, matrices: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = matrices
+        for measure in (linear_cka, rsa, svcca, procrustes_distance):
+            expected = measure(x[::-1], y)
+            assert measure(x[::-1].tolist(), torch.from_numpy(y)) == expected
 
 
 def test_the_snippet_of_the_page_runs() -> None:

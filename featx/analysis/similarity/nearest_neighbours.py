@@ -19,7 +19,7 @@ from featx.errors import ConfigError
 from featx.store import FeatureStore
 from featx.types import Status
 
-_FAR_SQUARE = (sizes.FAR / 2) ** 2
+FAR_SQUARE = (sizes.FAR / 2) ** 2
 """Squared length above which a centred vector stands for a vector of zeros; see
 `layer_vectors.FAR`."""
 
@@ -299,9 +299,9 @@ def _nearest(
             # order.
             squares = (block * block).sum(1)
             scores = torch.addmm(-squares, x, block.T, alpha=2)
-            if cosine and (squares > _FAR_SQUARE).any():  # vectors of zeros: cosine 0
+            if cosine and (squares > FAR_SQUARE).any():  # vectors of zeros: cosine 0
                 zero_scores = (x * x).sum(1, keepdim=True) - 2
-                scores = torch.where(squares > _FAR_SQUARE, zero_scores, scores)
+                scores = torch.where(squares > FAR_SQUARE, zero_scores, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
     _, places = best_of_blocks(scored_blocks(), query_places, k)
@@ -316,7 +316,7 @@ def sort_neighbours(
     """
     scores = distances = _distances(vectors, x, places)
     if cosine:
-        is_zero = (distances > sizes.FAR / 2) | ((x * x).sum(1, keepdim=True) > _FAR_SQUARE)
+        is_zero = (distances > sizes.FAR / 2) | ((x * x).sum(1, keepdim=True) > FAR_SQUARE)
         distances[is_zero] = math.sqrt(2)  # a cosine of 0
         scores = (1 - distances * distances / 2).clamp(-1, 1).masked_fill(is_zero, 0)
     places, order = places.sort(dim=1)

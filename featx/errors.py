@@ -338,9 +338,9 @@ def _group(name: str) -> str:
 
 def _words_in_common(last: str, name: str) -> int:
     """Rank of the best pair of words of two names: 2 if equal, 1 if one starts the other, or 0."""
-    words = _words(last)
-    others = _words(name.rpartition(".")[2])
-    if words & others:
+    last_of_name = name.rpartition(".")[2]
+    words, others = _words(last), _words(last_of_name)
+    if words & others or last == last_of_name:
         return 2
     return int(any(a.startswith(b) or b.startswith(a) for a in words for b in others))
 

@@ -92,6 +92,7 @@ OPTIONS = [
         ("layrs", "layers"),  # a typo
         ("data.rot", "data.root"),  # a typo in a group, whose other names share the prefix
         ("reduce.kk", "reduce.k"),
+        ("k", "reduce.k"),  # a letter
         ("verify.sample", "verify.repair, verify.reextract_rows"),  # nothing alike: the group
         ("stats.rows", "stats.reference, stats.covariance, cka.rows, verify.reextract_rows"),
         ("model.target", "model.factory, model.weights, model.args, target"),

@@ -211,6 +211,7 @@ def test_a_frame_is_a_table_whose_columns_come_along_if_they_are_named(
     assert store.column("patient").tolist() == ["a", "", "c"]
     np.testing.assert_array_equal(store.column("age"), [2, np.nan, 1.5])
     assert extract(frame, out="plain").columns == ()
+    assert extract(frame["path"][1:], out="column").keys.tolist() == paths[:0:-1]
     with pytest.raises(DataError, match=r"data\.columns=dya: data has path.* Nearest: day"):
         extract(frame, data_columns=["dya"], out="other")
     with pytest.raises(DataError, match="names columns of a table, and data is a list"):

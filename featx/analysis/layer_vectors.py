@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ class LayerVectors:
 
     Attributes:
         rows: (n,) int64 row of the store of each vector. An index into `rows` is called a place.
+        scale: number by which centred vectors are divided unless `unit`, so that float32 holds
+            their squares; a power of two.
 
     Raises:
         ConfigError: all rows failed.
@@ -74,19 +77,21 @@ class LayerVectors:
         else:
             self.width = projection.shape[1]
         self._unit, self._centre = False, None
-        self._unit_centre: torch.Tensor | None = None
         self._all_vectors: torch.Tensor | None = None
         self._scaler: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.scale = 1.0
         if standardise:
             self._scaler = self._mean_and_deviation()  # of the values as they are stored
         self._unit = unit
         if centre:
             count = min(len(self), 1024, self.rows_of(BLOCK_BYTES))
-            first = self._read(0, count)
-            if unit:
-                self._unit_centre = first.mean(dim=0).to(float64_device(device), torch.float64)
-            else:
-                self._centre = first.mean(dim=0)
+            first = self._read(0, count).to(float64_device(device), torch.float64)
+            self._centre = first.mean(dim=0)
+            if not unit:
+                # Whole numbers keep differences of few bits, so that equal distances stay equal.
+                self._centre = self._centre.float().double()
+                if largest := float((first - self._centre).abs().max()):
+                    self.scale = math.ldexp(1, math.frexp(largest)[1])
         kept_bytes = KEEP_BYTES
         if device.type == "cuda":
             kept_bytes = int(torch.cuda.mem_get_info(device)[0]) // 2
@@ -135,25 +140,13 @@ class LayerVectors:
         """
         vectors = torch.from_numpy(rows).to(self.device).to(torch.float32)
         vectors = vectors.reshape(len(rows), self.width)
-        if self._scaler is not None:
-            mean, deviation = self._scaler
-            vectors = (vectors - mean) / deviation
-        if self._centre is not None:
-            vectors = vectors - self._centre
-        if self._unit_centre is not None:
-            parts = torch.split(vectors, self.rows_of(_DOUBLES_BYTES))
-            return torch.cat([self._centre_unit(part) for part in parts])
-        if self._unit:
-            # Divided by the largest value first: squares of large numbers would overflow float32.
-            vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-30)
-            # Lengths are summed in float64: a float32 sum over 10^6 values has an error of 1e-5.
-            wide = vectors.to(float64_device(vectors.device))
-            lengths = torch.linalg.vector_norm(wide, dim=1, keepdim=True, dtype=torch.float64)
-            vectors = vectors / lengths.float().to(vectors.device).clamp_min(1e-30)
-        return vectors
+        if not self._unit and self._scaler is None and self._centre is None:
+            return vectors
+        parts = torch.split(vectors, self.rows_of(_DOUBLES_BYTES))
+        return torch.cat([self._scaled_and_centred(part) for part in parts])
 
     def _mean_and_deviation(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of each value, (width,) float32; a deviation of 0 is 1."""
+        """Mean and standard deviation of each value, (width,) float64; a deviation of 0 is 1."""
         home = float64_device(self.device)
         total = torch.zeros(self.width, dtype=torch.float64, device=home)
         squares = torch.zeros_like(total)
@@ -165,7 +158,7 @@ class LayerVectors:
             squares += (block.to(home).double() - mean).square().sum(0)
         deviation = (squares / len(self)).sqrt()
         deviation[deviation == 0] = 1
-        return mean.float().to(self.device), deviation.float().to(self.device)
+        return mean, deviation
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         return self._read_rows(self.rows[start:stop])
@@ -179,16 +172,22 @@ class LayerVectors:
             read = read.astype(np.float32) @ self._projection
         return self.prepare(read)
 
-    def _centre_unit(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Scale vectors to length 1 and subtract the centre, in float64.
+    def _scaled_and_centred(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Standardise, scale and centre vectors in float64.
 
-        Features with a large common offset differ little, and float32 unit vectors would lose the
-        difference.
+        Features with a large common offset differ little, and float32 would lose the difference.
         """
-        assert self._unit_centre is not None
-        wide = vectors.to(self._unit_centre.device).to(torch.float64)
+        wide = vectors.to(float64_device(self.device)).double()
+        if self._scaler is not None:
+            mean, deviation = self._scaler
+            wide = (wide - mean) / deviation
         lengths = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        centred = wide / lengths.clamp_min(torch.finfo(torch.float64).tiny) - self._unit_centre
-        far = torch.zeros_like(self._unit_centre)
-        far[0] = FAR
-        return torch.where(lengths > 0, centred, far).to(torch.float32).to(vectors.device)
+        if self._unit:
+            wide = wide / lengths.clamp_min(torch.finfo(torch.float64).tiny)
+        if self._centre is not None:
+            wide = (wide - self._centre) / self.scale
+        if self._unit and self._centre is not None:
+            far = torch.zeros_like(self._centre)
+            far[0] = FAR
+            wide = torch.where(lengths > 0, wide, far)
+        return wide.to(torch.float32).to(vectors.device)

@@ -34,7 +34,9 @@ class StoreComparison:
     notes: list[str]
 
 
-def compare_stores(stores: str | Iterable[FeatureStore | str | Path]) -> StoreComparison:
+def compare_stores(
+    stores: str | os.PathLike[str] | Iterable[FeatureStore | str | Path],
+) -> StoreComparison:
     """Describe several stores, such as those of a sweep, by what their files say.
 
         pandas.DataFrame(compare_stores(["runs/a", "runs/b"]).stores)
@@ -62,12 +64,16 @@ def compare_stores(stores: str | Iterable[FeatureStore | str | Path]) -> StoreCo
 
 
 def _open_stores(
-    given: str | Iterable[FeatureStore | str | Path], notes: list[str], deeper: list[Path]
+    given: str | os.PathLike[str] | Iterable[FeatureStore | str | Path],
+    notes: list[str],
+    deeper: list[Path],
 ) -> list[FeatureStore]:
     """Open the stores of a list, also one in brackets, or of patterns with `*`, `?` or `[`.
 
     Stores in folders that a pattern matches, and that are none, are added to `deeper`.
     """
+    if isinstance(given, os.PathLike):
+        return [_open(given)]
     if isinstance(given, str) and given.startswith("[") and given.endswith("]"):
         given = [part.strip() for part in given[1:-1].split(",") if part.strip()]
     if not isinstance(given, str):
@@ -102,7 +108,7 @@ def _open_stores(
     return stores
 
 
-def _open(store: FeatureStore | str | Path) -> FeatureStore:
+def _open(store: str | os.PathLike[str]) -> FeatureStore:
     return store if isinstance(store, FeatureStore) else FeatureStore(store, verify="rows")
 
 

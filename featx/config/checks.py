@@ -152,6 +152,9 @@ def _check_types(group: str, values: Any) -> None:
     """Check the values of all options that differ from their defaults; pydantic may convert one."""
     for f in fields(values):
         value, hint = getattr(values, f.name), hints_of(type(values))[f.name]
+        if hasattr(value, "tolist"):  # a number of numpy, an array
+            value = value.tolist()
+            object.__setattr__(values, f.name, value)
         if is_default(f, value):
             continue
         if is_dataclass(hint):

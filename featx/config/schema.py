@@ -231,7 +231,9 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _plain_value(name: str, value: Any) -> Any:
-    """Return a value as YAML has it: paths are text, tuples lists; ConfigError if it has none."""
+    """Return a value as YAML has it: paths are text, tuples and arrays lists; ConfigError if it has
+    none.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str | os.PathLike):
@@ -247,6 +249,10 @@ def _plain_value(name: str, value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_plain_value(f"{name}[{i}]", inner) for i, inner in enumerate(value)]
+    if hasattr(value, "tolist") and not isinstance(
+        value, type
+    ):  # an array, a column of pandas, a boolean of numpy
+        return _plain_value(name, value.tolist())
     raise ConfigError(
         f"{name} is a {type(value).__name__}; expected text, a number, a list or a mapping."
     )

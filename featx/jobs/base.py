@@ -232,14 +232,9 @@ def config_of_store_call(job: str, keys: Mapping[str, Any], store: object) -> Co
     was given as the first argument or is a keyword. Raises ConfigError if a keyword is unknown, or
     does not fit.
     """
-    from featx.store import FeatureStore
-
     if store is not None and "store" in keys:
         raise ConfigError("store is given twice: as the first argument, and as store=.")
-    given = keys.get("store") if store is None else store
-    if isinstance(given, FeatureStore):
-        given = str(given.root)
-    return config_of_call(job, keys if given is None else {**keys, "store": given})[0]
+    return config_of_call(job, keys if store is None else {**keys, "store": store})[0]
 
 
 def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:

@@ -78,7 +78,8 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
         DataError: the object is neither, or has no such columns.
     """
     names = (config.columns or []) if isinstance(config, ObjectOptions) else []
-    is_frame = type(data).__module__.partition(".")[0] in _FRAMES
+    is_table = type(data).__module__.partition(".")[0] in _FRAMES
+    is_frame = is_table and (hasattr(data, "columns") or hasattr(data, "column_names"))
     if names and not is_frame:
         raise DataError(
             f"data.columns names columns of a table, and data is a {type(data).__name__}. Give a "
@@ -94,7 +95,8 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
     if is_frame:
         return MapSource(_rows_of_frame(data), True, _columns_of_frame(data, names))
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        return MapSource(data, paths_are_keys=True)
+        # The index of a column of pandas need not count its rows.
+        return MapSource(_list_of(data) if is_table else data, paths_are_keys=True)
     raise DataError(
         f"data is a {type(data).__name__}; expected a path, a mapping, a data set with __len__ "
         "and __getitem__ (a list will do), or an object with listing() and read(key)."

@@ -114,6 +114,10 @@ class FeatureStore:
     def __len__(self) -> int:
         return self._contents.num_rows
 
+    def __fspath__(self) -> str:
+        """Path of the store, so that it can be given where its path can."""
+        return str(self.root)
+
     def __repr__(self) -> str:
         return describe_text(self.root, *self._described())
 
@@ -147,10 +151,10 @@ class FeatureStore:
         return declared_function("FeatureStore.show")(self, rows, data)
 
     def __getitem__(self, layer: str) -> LayerArray:
-        if layer not in self._contents.layers:
+        if not isinstance(layer, str) or layer not in self._contents.layers:
             raise LayerError(
                 f"{self.root} has no layer {layer!r}; it has {', '.join(self.layers)}."
-                f"{nearest(layer, self.layers)}"
+                f"{nearest(str(layer), self.layers)}"
             )
         return LayerArray(self, layer)
 

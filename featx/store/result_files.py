@@ -27,7 +27,8 @@ def result_json(values: Mapping[str, Any], indent: int) -> bytes:
     text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     sealed = {**values, _CHECKSUM: digest(json.loads(text))}
     text = json.dumps(sealed, indent=indent, ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8", "surrogateescape") + b"\n"
+    # A byte of a name that is not UTF-8 becomes an escape of JSON, \udcff, which reads back as it.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class TestWithFaiss:
     def test_what_cannot_be_asked_is_refused(self) -> None:
         store = clusters(50)
         for recall in (0.0, 1.01, float("nan")):
-            with pytest.raises(ConfigError, match="above 0, up to 1"):
+            with pytest.raises(ConfigError, match="above 0 and of at most 1"):
                 RowIndex(store, "flat", recall, device="cpu")
         with pytest.raises(ConfigError, match="metric=dot"):
             RowIndex(store, "flat", 0.9, metric="dot", device="cpu")

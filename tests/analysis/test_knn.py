@@ -44,15 +44,17 @@ def test_a_query_never_counts_itself(tmp_path: Path) -> None:
     assert found[1].argmax(1).tolist() == [1, 0, 1, 1]
 
 
+@pytest.mark.parametrize("scale", [1, 1e-30, 1e30])
 def test_all_is_scikit_learns_in_blocks_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = blobs(200)
+    x = x * np.float32(scale)
     bank, queries = np.arange(0, 150), np.arange(150, 200)
     oracle = KNeighborsClassifier(
         7, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07)
-    ).fit(x[bank], y[bank])
-    expected = oracle.predict_proba(x[queries])
+    ).fit(x[bank] / scale, y[bank])
+    expected = oracle.predict_proba(x[queries] / scale)
     for numbers, memory_bytes in ((1 << 24, 1e9), (300, 1e9), (300, 0)):
         monkeypatch.setattr(knn, "BLOCK_NUMBERS", numbers)
         features = features_of(tmp_path, x, y, memory_bytes)

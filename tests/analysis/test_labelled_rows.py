@@ -115,15 +115,18 @@ def test_the_scaler_is_numpys_mean_and_std_and_leaves_constants_at_zero(
     x, y = blobs(60)
     x[:, 4] = 0.1  # which float32 does not hold, so sums of it round
     x[:, 5] += 1e4
+    x[:, 6] = 0
+    x[0, 6] = 1e-45  # the deviation is below the smallest float32
     features = features_of(tmp_path, x, y)
     places = np.arange(0, 60, 2)
     scaler = fit_scaler(features, places)
     exact = x[places].astype(np.float64)
-    others = np.delete(np.arange(20), 4)
+    others = np.delete(np.arange(20), [4, 6])
     assert np.allclose(scaler.mean.numpy(), exact.mean(0), rtol=1e-6)
     assert np.allclose(scaler.scale.numpy()[others], exact.std(0)[others], rtol=1e-5)
     scaled = scaler(features.take(places)).numpy()
     assert (scaled[:, 4] == 0).all()
+    assert np.isfinite(scaled).all()
     assert np.allclose(scaled[:, others].std(0), 1, rtol=2e-3)
 
 

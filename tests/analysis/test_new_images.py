@@ -187,7 +187,7 @@ def test_an_image_that_has_no_neighbours(store: featx.FeatureStore) -> None:
         ask(image="bad.png", recall=0.9)
     nan = np.full((1, *store["pool"].shape[1:]), np.nan, np.float32)
     for features in (nan, np.zeros((2, 3), np.float32)):
-        with pytest.raises(ConfigError, match="expected finite rows of the shape"):
+        with pytest.raises(ConfigError, match="expected finite numbers of the shape"):
             nearest_to(store, "pool", features, device="cpu")
 
 

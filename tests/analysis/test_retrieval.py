@@ -63,6 +63,11 @@ def test_ties_count_against_the_class() -> None:
     assert found is not None
     # Rows 0 and 1 have row 2 as near as their class, row 2 has two, row 3 has two: none is first.
     assert found["recall"] == {"1": 0.0}
+    write_store(Path("zeros"), np.array([0, 0, 1, 1]), x=np.array([[0, 0], [0, 0], [1, 2], [2, 1]]))
+    found = retrieval_metrics(featx.open("zeros"), "x", "cosine", "cpu")
+    assert found is not None
+    # A vector of zeros is as near to all others, copies too; they come last for other vectors.
+    assert found["recall"] == {"1": 0.5}
 
 
 @pytest.mark.parametrize(

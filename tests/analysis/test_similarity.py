@@ -15,6 +15,7 @@ import scipy.stats
 import torch
 from made_store import MadeRun, make_run, ok_vectors
 from sklearn.neighbors import NearestNeighbors
+from sklearn.preprocessing import StandardScaler
 
 import featx
 from featx.analysis import LayerVectors, layer_vectors
@@ -22,10 +23,13 @@ from featx.analysis.similarity import cosines_to_first, nearest_neighbours
 from featx.analysis.similarity import duplicates as groups_of
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.similarity import (
+    data_set_distance,
     duplicate_groups,
+    find_outliers,
     layer_similarity,
     linear_cka,
     nearest_rows,
+    nearest_to,
     procrustes_distance,
     rsa,
     svcca,
@@ -121,6 +125,31 @@ class TestNeighbours:
         np.fill_diagonal(exact, np.inf)
         assert found.neighbours.tolist() == np.argsort(exact, axis=1)[:, :3].tolist()
 
+    @pytest.mark.parametrize("scale", [1e-30, 1e30])
+    def test_squares_need_not_fit_into_float32(self, scale: float) -> None:
+        run = make_run(40, 16)
+        store = write(with_features(run, flat=scale * run.features["flat"].astype(np.float64)))
+        found = nearest_rows(store, "flat", 6, "euclidean", device="cpu")
+        x = ok_vectors(store, "flat").astype(np.float64)
+        distances, places = NearestNeighbors(algorithm="brute").fit(x).kneighbors(n_neighbors=6)
+        assert np.array_equal(found.neighbours, places)
+        assert np.allclose(found.scores, distances, rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+    def test_standardised_values_behind_an_offset(self, metric: str) -> None:
+        """One value differs by the last bits of float32, another is the same in all rows."""
+        run = make_run(40, 16)
+        flat = run.features["flat"].copy()
+        flat[:, 0] = np.float32(1e4) + np.spacing(np.float32(1e4)) * (np.arange(40) % 3)
+        flat[:, 1] = 0.1
+        store = write(with_features(run, flat=flat))
+        found = nearest_rows(store, "flat", 39, metric, device="cpu", standardise=True)
+        x = StandardScaler().fit_transform(flat.astype(np.float64))
+        search = NearestNeighbors(metric=metric, algorithm="brute").fit(x)
+        distances, _ = search.kneighbors(n_neighbors=39)
+        expected = 1 - distances if metric == "cosine" else distances
+        assert np.allclose(found.scores, expected, atol=1e-5)
+
     def test_large_numbers_and_zeros_have_cosines(self) -> None:
         run = make_run(6, 8)
         flat = run.features["flat"].copy()
@@ -156,8 +185,20 @@ def test_what_cannot_be_asked_is_refused() -> None:
         nearest_rows(store, "flat", metric="dot", device="cpu")
     with pytest.raises(LayerError, match="no layer 'flt'"):
         nearest_rows(store, "flt", device="cpu")
-    with pytest.raises(ConfigError, match="cosine above 0"):
+    with pytest.raises(ConfigError, match="threshold=0: expected a number above 0"):
         duplicate_groups(store, "flat", 0, "cpu")
+    for k in (0, -1, 2.5):
+        for search in (
+            nearest_rows,
+            find_outliers,
+            lambda *a, k: nearest_to(*a, np.ones((1, 5)), k),
+        ):
+            with pytest.raises(ConfigError, match=rf"k={k}: expected a whole number of at least 1"):
+                search(store, "flat", k=k)
+    assert nearest_to(store, "flat", np.ones((0, 5)), 3, device="cpu")[0].shape == (0, 3)
+    for name in ("subsets", "subset_rows"):
+        with pytest.raises(ConfigError, match=rf"{name}=0: expected a whole number"):
+            data_set_distance(store, store, "flat", **{name: 0})
     alone = write(make_run(2, 4, failed=[0]), "alone")
     with pytest.raises(ConfigError, match="one ok row only"):
         nearest_rows(alone, "flat", device="cpu")
@@ -442,6 +483,35 @@ class TestLayerSimilarity:
         few = write(make_run(5, 4, {"a": (5,)}, failed=[0, 1]), "few")
         with pytest.raises(ConfigError, match="3 images are ok in both"):
             layer_similarity(store, few, device="cpu")
+        with pytest.raises(ConfigError, match=r"rows=-1: expected a whole number of at least 4"):
+            layer_similarity(store, store, num_rows=-1)
+        with pytest.raises(ConfigError, match=r"measures is empty"):
+            layer_similarity(store, store, measures=())
+        assert layer_similarity(store, store, measures=iter(["cka"])).measures["cka"] == 1  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("x", "message"),
+        [
+            (np.ones((9, 2)), "40 and 9 rows"),
+            (np.ones((40, 2)) * 1j, r"second matrix has the shape \(40, 2\) and the type complex"),
+            (np.ones((40, 0)), r"the shape \(40, 0\)"),
+            ([["a"]] * 40, "the type <U1"),
+        ],
+    )
+    def test_what_is_no_matrix_is_refused(
+        self, matrices: tuple[np.ndarray, np.ndarray], x: object, message: str
+    ) -> None:
+        for measure in (linear_cka, rsa, svcca, procrustes_distance):
+            with pytest.raises(ConfigError, match=message):
+                measure(matrices[0], x)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="3 rows; expected at least 4"):
+                measure(matrices[0][:3], matrices[1][:3])
+
+    def test_lists_and_tensors_are_matrices(self, matrices: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = matrices
+        for measure in (linear_cka, rsa, svcca, procrustes_distance):
+            expected = measure(x[::-1], y)
+            assert measure(x[::-1].tolist(), torch.from_numpy(y)) == expected
 
 
 def test_the_snippet_of_the_page_runs() -> None:

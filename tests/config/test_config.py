@@ -236,13 +236,22 @@ def test_python_gives_numbers_of_numpy(number: object) -> None:
     assert (made.batch_size, made.data.limit) == (3, 3)
 
 
+def test_python_gives_arrays_and_booleans_of_numpy() -> None:
+    made = config(layers=np.array(["a", "b"]), compile=np.bool_(False))
+    assert (made.layers, made.compile) == (["a", "b"], False)
+    assert type(Config(seed=np.int64(3)).seed) is type(Config(seed=np.int64(0)).seed) is int
+    with pytest.raises(ConfigError, match="seed=-1: expected a whole number"):
+        Config(seed=np.int64(-1))
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"data": None}, "data is a NoneType; expected a name or a mapping of options"),
         ({"model": ["resnet50"]}, "model is a list; expected a name or a mapping of options"),
         ({"reduce": None}, "reduce is a NoneType"),
-        ({"layers": np.array(["a"])}, r"layers is a ndarray; expected text, a number, a list"),
+        ({"layers": {"a"}}, r"layers is a set; expected text, a number, a list"),
+        ({"dtype": np.float32}, "dtype is a type; expected text"),
         ({"model": {"args": {"z": {1}}}}, r"model\.args\.z is a set"),
     ],
 )

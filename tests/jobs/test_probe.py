@@ -154,7 +154,9 @@ def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
     keys = [f"{i:05d}.jpg" for i in range(300)]
     # Five rows have no split, as those that are not named.
     roles = ["train"] * 150 + ["val"] * 50 + ["test"] * 90 + [""] * 5
-    found = probe(capsys, **given_split(["gone.jpg", *keys[:295]], ["train", *roles]))
+    given = given_split(["gone.jpg", *keys[:295]], ["train", *roles])
+    Path("split.csv").write_bytes(b"\xef\xbb\xbf" + Path("split.csv").read_bytes())  # as by Excel
+    found = probe(capsys, **given)
     assert found["split"]["fit"] == [150]
     assert found["split"]["validation_rows"] == [50]
     assert found["rows"] == 90

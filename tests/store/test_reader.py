@@ -261,6 +261,14 @@ def test_layers_keep_their_order_when_the_parts_are_packed(tmp_path: Path) -> No
 def test_an_unknown_layer_names_the_nearest(store: FeatureStore) -> None:
     with pytest.raises(LayerError, match=r"'flatt'; it has flat, map\. Nearest: flat\."):
         store["flatt"]
+    for no_name in (0, None, ["flat"]):
+        with pytest.raises(LayerError, match=r"it has flat, map\."):
+            store[no_name]  # type: ignore[index]
+
+
+def test_a_store_stands_for_its_path(store: FeatureStore) -> None:
+    again = featx.open(store)
+    assert (again.root, again.keys.tolist()) == (store.root, store.keys.tolist())
 
 
 def test_a_row_is_found_by_its_key(store: FeatureStore, run: MadeRun) -> None:

@@ -59,3 +59,11 @@ def test_a_file_without_a_checksum_is_read(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text(json.dumps({"rows": 3}))
     assert read_result(path) == {"rows": 3}
+
+
+def test_a_byte_of_a_name_that_is_not_utf_8_is_an_escape(tmp_path: Path) -> None:
+    values = {"key": b"\xff \xe4.jpg".decode("utf-8", "surrogateescape"), "class": "ä"}
+    path = tmp_path / "probe.json"
+    path.write_bytes(result_json(values, indent=1))
+    assert json.loads(path.read_text("utf-8")).items() >= values.items()
+    assert read_result(path) == values

@@ -82,10 +82,10 @@ def scaler_of(blocks: Iterable[torch.Tensor]) -> Scaler:
         scatter += (x - block_mean).square().sum(0) + delta.square() * (count * len(x) / total)
         mean += delta * (len(x) / total)
         count = total
-    scale = (scatter / count).sqrt()
+    scale = (scatter / count).sqrt().float()
     scale[constant | (scale == 0)] = 1.0
     mean = torch.where(constant, first.double(), mean)  # exact, so that x - mean is 0
-    return Scaler(mean.float().to(device), scale.float().to(device))
+    return Scaler(mean.float().to(device), scale.to(device))
 
 
 @dataclass(frozen=True)

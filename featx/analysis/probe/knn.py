@@ -83,7 +83,11 @@ def _nearest(
     home = features.device if dtype == torch.float32 else float64_device(features.device)
 
     def unit(rows: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.normalize(rows.to(home).to(dtype), dim=1)
+        # Squares of numbers beyond 1e19 or below 1e-19 do not fit into float32.
+        wide = rows.to(float64_device(features.device)).double()
+        lengths = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        vectors: torch.Tensor = wide / lengths.clamp_min(torch.finfo(torch.float64).tiny)
+        return vectors.to(home, dtype)
 
     query_vectors = unit(features.take(queries))
     rows = max(1, BLOCK_NUMBERS // len(queries))

@@ -140,7 +140,7 @@ def _given_split(
 ) -> Split:
     keys = training.store.keys[training.rows]
     if (column := options.split_column) is not None:
-        where = f"probe.split_column={column}"
+        where, hint = f"probe.split_column={column}", ""
         roles = _roles_of(training.store.column(column)[training.rows], where)
         if unnamed := int((roles == "").sum()):
             notes.append(
@@ -150,6 +150,7 @@ def _given_split(
     else:
         path = Path(options.split_file or "").expanduser()
         where = f"probe.split_file={path}"
+        hint = f" Keys are those of the store, such as {str(keys[0])!r}."
         roles, unknown = read_split_file(path, keys.tolist())
         if unknown:
             notes.append(
@@ -161,10 +162,7 @@ def _given_split(
     sides = {role: np.flatnonzero(roles == role) for role in ("train", "validation", "test")}
     for role in ("train", "test"):
         if not len(sides[role]):
-            raise DataError(
-                f"{where} names no labelled row of the store for {role}. Keys are those of the "
-                f"store, such as {str(keys[0])!r}."
-            )
+            raise DataError(f"{where} names no labelled row of the store for {role}.{hint}")
     train, validation, test = sides.values()
     if len(validation):
         return Split(train, validation, test)
@@ -187,7 +185,7 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
     file that are not among `keys`.
     """
     try:
-        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.DictReader(file)
             missing_columns = {"key", "split"} - set(reader.fieldnames or ())
             if missing_columns:

@@ -24,12 +24,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.gram_measures import SAME, Rows, gram_products
+from featx.analysis.similarity.gram_measures import SAME, Matrix, Rows, gram_products
 from featx.errors import ConfigError
 
 MAX_WIDTH = 8192
@@ -70,9 +69,9 @@ class LayerProducts:
     basis: torch.Tensor | None
 
 
-def centred_matrix(x: npt.NDArray[np.floating]) -> CentredRows:
-    """Return the rows of a matrix in memory, (n, D) or any shape with n rows."""
-    rows = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
+def centred_matrix(x: Matrix) -> CentredRows:
+    """Return the rows of a matrix in memory, (n, D) float64."""
+    rows = torch.from_numpy(x)
     mean = rows.mean(dim=0)
     rows = rows - mean
     square = float(mean @ mean)

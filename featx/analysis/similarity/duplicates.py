@@ -11,7 +11,7 @@ import torch
 from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
 from featx.base import choose_device, float64_device
-from featx.errors import ConfigError
+from featx.config import DuplicatesConfig
 from featx.store import FeatureStore
 
 SLACK = 1e-6
@@ -54,8 +54,7 @@ def duplicate_groups(
         ConfigError: the threshold is out of range, or all rows failed.
         LayerError: the store has no such layer.
     """
-    if not 0 < threshold <= 1:
-        raise ConfigError(f"duplicates={threshold}: expected a cosine above 0, up to 1.")
+    threshold = DuplicatesConfig(threshold=threshold, standardise=standardise).least_cosine
     vectors = LayerVectors(store, layer, choose_device(device), unit=True, standardise=standardise)
     return linked_groups(vectors, threshold, on_progress)
 

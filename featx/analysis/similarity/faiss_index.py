@@ -27,6 +27,7 @@ from featx.analysis.similarity.nearest_neighbours import (
     sort_neighbours,
 )
 from featx.base import import_extra
+from featx.config import NeighborsConfig
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
@@ -84,8 +85,7 @@ class RowIndex:
         standardise: bool = False,
     ) -> None:
         self._faiss = import_extra("faiss", "neighbors.recall", "the package faiss", "faiss")
-        if not 0 < recall <= 1:
-            raise ConfigError(f"recall={recall}: expected a share above 0, up to 1.")
+        k = NeighborsConfig(recall=recall, k=k).k
         self._metric, self._cosine = metric, metric == "cosine"
         self._vectors = metric_vectors(store, layer, metric, device, standardise)
         if len(self._vectors) < 2:

@@ -56,9 +56,9 @@ class Rows:
         return cls(len(vectors), max(1, vectors.rows_of(sizes.BLOCK_BYTES) // 2), vectors.block)
 
     @classmethod
-    def of_matrix(cls, x: npt.NDArray[np.floating]) -> Rows:
-        """Rows of a matrix in memory, (n, D) or any shape with n rows."""
-        rows = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
+    def of_matrix(cls, x: Matrix) -> Rows:
+        """Rows of a matrix in memory, (n, D) float64."""
+        rows = torch.from_numpy(x)
         return cls(len(x), len(x), lambda start, stop: rows[start:stop])
 
 

@@ -18,6 +18,7 @@ from featx.analysis.statistics import (
     refuse_other_values,
 )
 from featx.base import choose_device, float64_device
+from featx.config import DistanceConfig
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
@@ -83,16 +84,17 @@ def data_set_distance(
         ConfigError: a store has fewer than two rows that are ok.
         LayerError: one of the stores has no such layer.
     """
+    checked = DistanceConfig(subsets=subsets, subset_rows=subset_rows)
     subject = f"{store.root} and {other.root}, {layer}"
     refuse_other_values(_values_of(store, layer), _values_of(other, layer), subject)
     compute_device = float64_device(choose_device(device))
     one, two = (LayerVectors(each, layer, compute_device) for each in (store, other))
-    m = min(subset_rows, len(one), len(two))
+    m = min(checked.subset_rows, len(one), len(two))
     if m < 2:
         raise ConfigError(f"{subject}: a distance needs two rows that are ok in each store.")
     rng = np.random.default_rng(seed)
     discrepancies = []
-    for _ in range(subsets):
+    for _ in range(checked.subsets):
         x, y = (_rows(each, rng, m) for each in (one, two))
         discrepancies.append(squared_discrepancy(x, y))
         on_progress(1)

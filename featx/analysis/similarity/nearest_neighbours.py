@@ -14,12 +14,12 @@ import torch
 from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
 from featx.base import choose_device
-from featx.config import METRICS, check_choice
+from featx.config import METRICS, NeighborsConfig, OutliersConfig, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 from featx.types import Status
 
-_FAR_SQUARE = (sizes.FAR / 2) ** 2
+FAR_SQUARE = (sizes.FAR / 2) ** 2
 """Squared length above which a centred vector stands for a vector of zeros; see
 `layer_vectors.FAR`."""
 
@@ -93,6 +93,7 @@ def nearest_rows(
         ConfigError: the metric or the key is unknown, the row failed, or there is no second row.
         LayerError: the store has no such layer.
     """
+    k = NeighborsConfig(k=k).k
     row = None if key is None else row_of(store, key)
     vectors = metric_vectors(store, layer, metric, device, standardise)
     every = np.arange(len(vectors))
@@ -159,12 +160,13 @@ def nearest_to(
         ConfigError: the metric is unknown, or the features have another shape or are not finite.
         LayerError: the store has no such layer.
     """
+    k, features = NeighborsConfig(k=k).k, np.asarray(features)
     shape = tuple(store[layer].shape[1:])
     compared = features if projection is None else projection.T
     if compared.shape[1:] != shape or not np.isfinite(features).all():
         raise ConfigError(
-            f"features have the shape {compared.shape}; expected finite rows of the shape {shape}, "
-            f"as {layer} of {store.root} has them."
+            f"features have the shape {compared.shape}; expected finite numbers of the shape "
+            f"({', '.join(map(str, ('n', *shape)))}), as {layer} of {store.root} has them."
         )
     vectors = metric_vectors(store, layer, metric, device, standardise, projection=projection)
     x = vectors.prepare(features)
@@ -198,6 +200,7 @@ def find_outliers(
         ConfigError: the metric is unknown, or there is no second row.
         LayerError: the store has no such layer.
     """
+    k = OutliersConfig(k=k).k
     vectors = metric_vectors(store, layer, metric, device, standardise=True)
     found = nearest_among(vectors, np.arange(len(vectors)), k, metric, on_progress)
     class_distances = np.full(len(vectors), np.nan, np.float32)
@@ -287,7 +290,7 @@ def _nearest(
     vectors: LayerVectors, x: torch.Tensor, query_places: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors."""
-    block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(x))))
+    block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), sizes.BLOCK_BYTES // max(4, 4 * len(x)))
 
     def scored_blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""
@@ -296,9 +299,9 @@ def _nearest(
             # order.
             squares = (block * block).sum(1)
             scores = torch.addmm(-squares, x, block.T, alpha=2)
-            if cosine and (squares > _FAR_SQUARE).any():  # vectors of zeros: cosine 0
+            if cosine and (squares > FAR_SQUARE).any():  # vectors of zeros: cosine 0
                 zero_scores = (x * x).sum(1, keepdim=True) - 2
-                scores = torch.where(squares > _FAR_SQUARE, zero_scores, scores)
+                scores = torch.where(squares > FAR_SQUARE, zero_scores, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
     _, places = best_of_blocks(scored_blocks(), query_places, k)
@@ -313,14 +316,14 @@ def sort_neighbours(
     """
     scores = distances = _distances(vectors, x, places)
     if cosine:
-        is_zero = (distances > sizes.FAR / 2) | ((x * x).sum(1, keepdim=True) > _FAR_SQUARE)
+        is_zero = (distances > sizes.FAR / 2) | ((x * x).sum(1, keepdim=True) > FAR_SQUARE)
         distances[is_zero] = math.sqrt(2)  # a cosine of 0
         scores = (1 - distances * distances / 2).clamp(-1, 1).masked_fill(is_zero, 0)
     places, order = places.sort(dim=1)
     distances, scores = distances.gather(1, order), scores.gather(1, order)
     # Sorted by distance, which distinguishes rows whose cosines are all 1 in float32.
     order = distances.sort(dim=1, stable=True).indices
-    return places.gather(1, order), scores.gather(1, order)
+    return places.gather(1, order), scores.gather(1, order) * vectors.scale
 
 
 def _distances(vectors: LayerVectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

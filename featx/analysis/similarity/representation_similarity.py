@@ -8,8 +8,10 @@ CKA and SVCCA are near 1 for any two layers; debiased CKA is not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +29,7 @@ from featx.analysis.similarity.cross_measures import (
 )
 from featx.analysis.similarity.gram_measures import Matrix, Rows, signatures
 from featx.base import choose_device, float64_device
-from featx.config import MEASURES, RSA_DISTANCES, USUAL_MEASURES, check_choice
+from featx.config import RSA_DISTANCES, USUAL_MEASURES, CkaConfig, check_choice, names_tuple
 from featx.errors import ConfigError, counted
 from featx.store import FeatureStore, matching_layers
 from featx.types import count_different_images
@@ -41,6 +43,9 @@ for many layers; they take 134 MB a layer."""
 
 RSA_ROWS = 10_000
 """Largest number of images for RSA, which needs such a matrix: 800 MB, and 200 MB kept a layer."""
+
+_FEWEST_ROWS = 4
+"""Least number of images: debiased CKA is not defined for three."""
 
 _GRAM_MEASURES = ("cka", "cka_debiased", "rsa")
 """Measures that a matrix of n x n values gives."""
@@ -96,9 +101,10 @@ def layer_similarity(
         LayerError: one of the stores has no such layer.
     """
     check_choice("cka.rsa_distance", rsa_distance, RSA_DISTANCES)
-    for name in measures:
-        check_choice("cka.measures", name, MEASURES)
-    rows, other_rows, num_common = _chosen_rows(store, other, num_rows, seed)
+    names: list[Any] = list(names_tuple(measures))
+    options = CkaConfig(measures=names, rows=num_rows)
+    measures = options.chosen_measures
+    rows, other_rows, num_common = _chosen_rows(store, other, options.rows, seed)
     count = len(rows)
     compute_device = float64_device(choose_device(device))
     left = _Layers(store, rows, matching_layers(store, layers), compute_device)
@@ -132,41 +138,37 @@ def layer_similarity(
     )
 
 
-def linear_cka(
-    x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], debiased: bool = False
-) -> float:
+def linear_cka(x: npt.ArrayLike, y: npt.ArrayLike, debiased: bool = False) -> float:
     """Compute the linear CKA of two matrices (n, D) and (n, E), or of any shape with n rows, that
     belong together; with `debiased`, of the U-centred matrices. Raises ConfigError if the numbers
-    of rows differ, or a number is not finite.
+    of rows differ or are below four, or a number is not finite.
     """
-    _check_rows(x, y)
+    x, y = _checked_matrices(x, y)
     measure = "cka_debiased" if debiased else "cka"
     a, b = (signatures(Rows.of_matrix(z), [measure])[measure] for z in (x, y))
     return float(a @ b)
 
 
-def rsa(
-    x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], distance: str = "correlation"
-) -> float:
+def rsa(x: npt.ArrayLike, y: npt.ArrayLike, distance: str = "correlation") -> float:
     """Compute Spearman's correlation of the distances of rows within two matrices of n rows and any
     shape. The distance is 'correlation', 1 minus Pearson's correlation of two rows, or 'cosine'.
     Raises ConfigError if the distance is unknown, the numbers of rows differ, or a number is not
     finite.
     """
     check_choice("distance", distance, RSA_DISTANCES)
-    _check_rows(x, y)
+    x, y = _checked_matrices(x, y)
     a, b = (signatures(Rows.of_matrix(z), ["rsa"], distance)["rsa"] for z in (x, y))
     return float(a @ b)
 
 
-def svcca(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
+def svcca(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
     """Compute the mean canonical correlation of the principal directions of two matrices of n rows
     and any shape. Raises ConfigError if the numbers of rows differ, or a number is not finite.
     """
     return _compare_matrices(x, y, "svcca")
 
 
-def procrustes_distance(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
+def procrustes_distance(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
     """Compute the squared distance, from 0 to 2, of two centred matrices of Frobenius norm 1 after
     the best rotation of one of them. Both have n rows and any shape. Raises ConfigError if the
     numbers of rows differ, or a number is not finite.
@@ -174,29 +176,42 @@ def procrustes_distance(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]
     return _compare_matrices(x, y, "procrustes")
 
 
-def _compare_matrices(
-    x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], measure: str
-) -> float:
+def _compare_matrices(x: npt.ArrayLike, y: npt.ArrayLike, measure: str) -> float:
     """Compute a measure of cross_measures.py for two matrices in memory."""
-    _check_rows(x, y)
+    x, y = _checked_matrices(x, y)
     one, other = centred_matrix(x), centred_matrix(y)
     first, second = (layer_products(rows, [measure]) for rows in (one, other))
     return compare_products(first, second, cross_product(one, other), [measure])[measure]
 
 
-def _check_rows(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> None:
-    """Raise ConfigError unless two matrices have the same number of rows, all of finite numbers."""
-    if len(x) != len(y):
-        raise ConfigError(
-            f"the matrices have {len(x)} and {len(y)} rows; expected the same images in both."
-        )
-    for name, matrix in (("first", x), ("second", y)):
-        is_finite = np.isfinite(matrix.reshape(len(matrix), -1)).all(1)
-        if num_bad := int((~is_finite).sum()):
+def _checked_matrices(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Matrix, Matrix]:
+    """Return two matrices (n, D) and (n, E) in float64. Raise ConfigError unless they have the same
+    number of rows, four or more, all of finite real numbers.
+    """
+    matrices = []
+    for name, values in (("first", x), ("second", y)):
+        given = np.asarray(values)
+        if given.dtype.kind not in "biuf" or not given.ndim or 0 in given.shape[1:]:
+            raise ConfigError(
+                f"the {name} matrix has the shape {given.shape} and the type {given.dtype}; "
+                "expected rows of real numbers."
+            )
+        matrix = given.reshape(len(given), math.prod(given.shape[1:])).astype(np.float64)
+        if num_bad := int((~np.isfinite(matrix)).any(1).sum()):
             raise ConfigError(
                 f"{num_bad} of {len(matrix)} rows of the {name} matrix have numbers that are not "
                 "finite, such as those of failed images; leave them out: store[layer][store.ok]."
             )
+        matrices.append(matrix)
+    first, second = matrices
+    if len(first) != len(second):
+        raise ConfigError(
+            f"the matrices have {len(first)} and {len(second)} rows; expected the same images in "
+            "both."
+        )
+    if len(first) < _FEWEST_ROWS:
+        raise ConfigError(f"the matrices have {counted(len(first), 'row')}; expected at least 4.")
+    return first, second
 
 
 class _Layers:
@@ -318,7 +333,7 @@ def _chosen_rows(
         _, a, b = np.intersect1d(*keys, assume_unique=True, return_indices=True)
         order = np.argsort(a)
         rows, other_rows = rows[a[order]], other_rows[b[order]]
-    if len(rows) < 4:
+    if len(rows) < _FEWEST_ROWS:
         where = f"{store.root}" if other is None else f"both {store.root} and {other.root}"
         raise ConfigError(
             f"{counted(len(rows), 'image is', 'images are')} ok in {where}"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.nearest_neighbours import metric_vectors
+from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors
 from featx.base import float64_device
 from featx.store import FeatureStore
 
@@ -37,7 +37,8 @@ def retrieval_metrics(
     Product Quantization for Nearest Neighbor Search, TPAMI 2011); rows of other classes that are as
     near count as nearer. mAP is the mean over queries of the average precision of their ranking, as
     scikit-learn's label_ranking_average_precision_score. A query whose class has no other row is
-    left out, but is among the rows that others retrieve. With cosine, vectors of zeros come last.
+    left out, but is among the rows that others retrieve. With cosine, vectors of zeros come last,
+    and to one of them all rows are as near.
 
     Squared distances |a - b|^2 are rounded to 2^-32 of |a|^2 + |b|^2, so that copies are as near as
     each other. A map counts as one long vector. Return queries; queries_left_out; recall, k ->
@@ -57,7 +58,7 @@ def retrieval_metrics(
     block_rows = max(1, _BLOCK_NUMBERS // len(rows))
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
-        scores = _nearness(vectors, places)
+        scores = _nearness(vectors, places, metric == "cosine")
         itself = np.arange(len(places)), places
         scores[itself] = -np.finfo(np.float64).max  # comes last, behind all rows of its class
         same = labels[places][:, None] == labels
@@ -88,7 +89,9 @@ def _why_no_map(num_rows: int) -> str | None:
     return None
 
 
-def _nearness(vectors: LayerVectors, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _nearness(
+    vectors: LayerVectors, places: npt.NDArray[np.int64], cosine: bool
+) -> npt.NDArray[np.float64]:
     """Compute minus the squared distances of some rows to all rows, rounded to _BITS bits."""
     home = float64_device(vectors.device)
     wide = vectors.at(torch.from_numpy(places).to(vectors.device)).to(home).double()
@@ -101,4 +104,6 @@ def _nearness(vectors: LayerVectors, places: npt.NDArray[np.int64]) -> npt.NDArr
         step = torch.exp2(sums.clamp_min(1e-300).log2().floor() - _BITS)
         near = ((2 * (wide @ others.T) - sums) / step).round() * step
         nearness[:, start : start + len(block)] = near.cpu().numpy()
+    if cosine:  # no row is nearer to a vector of zeros than another
+        nearness[(squares > FAR_SQUARE)[:, 0].cpu().numpy()] = 0
     return nearness

@@ -249,9 +249,8 @@ def _plain_value(name: str, value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_plain_value(f"{name}[{i}]", inner) for i, inner in enumerate(value)]
-    if hasattr(value, "tolist") and not isinstance(
-        value, type
-    ):  # an array, a column of pandas, a boolean of numpy
+    # An array, a column of pandas, or a boolean of numpy.
+    if hasattr(value, "tolist") and not isinstance(value, type):
         return _plain_value(name, value.tolist())
     raise ConfigError(
         f"{name} is a {type(value).__name__}; expected text, a number, a list or a mapping."

@@ -109,7 +109,7 @@ def check_tokens(name: str, rows: RowLayout) -> tuple[int, int]:
         cells = token_grid(rows.shape[0], rows.input_size, rows.num_prefix_tokens)
         why = (
             f"its {rows.shape[0]} tokens are not {rows.num_prefix_tokens} prefix tokens and a grid "
-            "of patches, so it has no class token where the backbone's last layers have one"
+            "of patches with the proportions of the input"
         )
     if cells is None:
         raise ReduceError(

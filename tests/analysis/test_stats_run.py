@@ -149,6 +149,27 @@ def test_a_finished_store_gives_the_bytes_of_a_run(photos: Path, observation: st
     assert list(again) == ["deep"]
 
 
+def test_statistics_of_a_store_are_of_the_rows_it_has_now(photos: Path) -> None:
+    image = photos / "cat" / "006.png"
+    image.write_bytes(b"no image")
+
+    def assert_current_after(message: str, **keys: Any) -> None:
+        store = extract(photos, dtype="float32", **keys)
+        with pytest.raises(StoreError, match=rf"{message}.* overwrite=true computes it again"):
+            featx.stats(store="store", stats={"observation": "position"})
+        again = featx.stats(store="store", stats={"observation": "position"}, overwrite=True)
+        assert_moments_of(again, "conv", matrix(store, "conv", by_position=True))
+
+    extract(photos, dtype="float32")
+    featx.stats(store="store", stats={"observation": "position"})
+    write_image(photos / "cat" / "000.png", 98)
+    assert_current_after("other rows than", refresh=True)
+    write_image(image, 99)
+    assert_current_after("other rows than", retry_failed=True)
+    write_image(photos / "cat" / "001.png", 97)
+    assert_current_after("holds rows 0 to 21, expected 0 to 22", grow=True)
+
+
 @pytest.mark.slow
 def test_maps_are_averaged_over_positions_unless_reduce_says_otherwise(photos: Path) -> None:
     options = {**KEYS, "data": str(photos), "layers": ["conv", "pool"]}

@@ -14,10 +14,10 @@ from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
 from featx.analysis.statistics.reader import Statistics, summary_of
 from featx.analysis.statistics.session import StatsSession
-from featx.analysis.statistics.stats_file import Contents
+from featx.analysis.statistics.stats_file import Contents, DamagedError
 from featx.base import CountProgress, choose_device
 from featx.config import GRADIENTS, Config, from_saved
-from featx.errors import ConfigError, StoreError
+from featx.errors import ConfigError, StoreError, StoreMismatchError
 from featx.storage import AtomicFolder, exclusive_lock, is_url
 from featx.store import (
     FeatureStore,
@@ -63,11 +63,20 @@ def stats_of_store(config: Config) -> dict[str, Any]:
     with exclusive_lock(folder / layout.LOCK):
         if config.overwrite:
             disk.remove(path)
+        failures = _failures(store)
+        failed = [failure.row for failure in failures]
         if path.exists():
-            failures = session.read(path, 0, len(store)).failures
+            try:
+                found = session.read(path, 0, len(store))
+            except DamagedError as error:
+                raise StoreError(f"{error} overwrite=true computes it again.") from error
+            same_images = np.array_equal(found.checksums, store.image_checksums)
+            if not same_images or [failure.row for failure in found.failures] != failed:
+                raise StoreMismatchError(
+                    f"{store.root} has other rows than when {path} was computed from it (images "
+                    "were refreshed, or failed ones retried). overwrite=true computes it again."
+                )
         else:
-            failures = _failures(store)
-            failed = [failure.row for failure in failures]
             device = choose_device(config.device)
             # As a run over images with parts of the same size sums them.
             part_rows = manifest.first_run_with(next(iter(layers))).grid.part_rows

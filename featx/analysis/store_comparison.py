@@ -149,7 +149,7 @@ def _probe(store: FeatureStore, notes: list[str]) -> dict[str, Any] | None:
     path = folder / layout.PROBE
     try:
         result = read_result(path)
-        if result["fingerprint"] != str(store.attrs.get("fingerprint")):
+        if result["rows_sha256"] != store.rows_sha256:
             notes.append(f"{shown_path(path)} belongs to another state of the store: left out")
             return None
         metric = METRICS[result["task"]][0]

@@ -33,7 +33,7 @@ def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dic
         result = read_result(path)
     except FileNotFoundError:
         return None
-    if result["fingerprint"] != str(store.attrs.get("fingerprint", "")):
+    if result.get("rows_sha256") != store.rows_sha256:
         log(f"{path} belongs to another state of the store: run job={path.stem} again")
         return None
     return result

@@ -51,11 +51,9 @@ def class_name(store: FeatureStore, row: int) -> str | None:
 def write_json(
     disk: AtomicFolder, name: str, store: FeatureStore, summary: Mapping[str, Any]
 ) -> None:
-    """Write a result with the fingerprint of the store, for job=report."""
-    fingerprint = str(store.attrs.get("fingerprint", ""))
-    disk.replace_unlocked(
-        disk.root / name, result_json({"fingerprint": fingerprint, **summary}, indent=1)
-    )
+    """Write a result with the digest of the rows of the store, for job=report."""
+    result = {"rows_sha256": store.rows_sha256, **summary}
+    disk.replace_unlocked(disk.root / name, result_json(result, indent=1))
 
 
 def write_ranking(disk: AtomicFolder, name: str, entries: Iterator[Mapping[str, Any]]) -> Path:

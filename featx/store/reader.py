@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -248,6 +249,17 @@ class FeatureStore:
             before[unknown] = segment_checksums[unknown]
         checksums[has_two] = UNKNOWN_IMAGE
         return checksums
+
+    @cached_property
+    def rows_sha256(self) -> str:
+        """Digest of fingerprint, status and image checksums: of the rows as they are now.
+
+        It changes where rows are computed again from other images, which the fingerprint does not.
+        """
+        digest = hashlib.sha256(str(self.attrs.get("fingerprint", "")).encode())
+        digest.update(self.status.data)
+        digest.update(self.image_checksums.data)
+        return digest.hexdigest()
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:

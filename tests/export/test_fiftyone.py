@@ -135,7 +135,7 @@ def test_without_results_the_export_says_which_jobs_are_missing(
     shutil.rmtree("store/outliers")
     result = json.loads(Path("store/mislabelled/mislabelled.json").read_text())
     del result["sha256"]
-    Path("store/mislabelled/mislabelled.json").write_text(json.dumps({**result, "fingerprint": ""}))
+    Path("store/mislabelled/mislabelled.json").write_text(json.dumps({**result, "rows_sha256": ""}))
     out = export(layers="pool")
     said = capsys.readouterr().err
     assert "job=outliers, mislabelled, which has not run on this store" in said

@@ -232,7 +232,7 @@ def test_a_probe_of_another_state_says_so() -> None:
     for text in ("{}", json.dumps({**said, "confusion": [[1]]})):
         file.write_text(text)
         assert "not as job=probe writes it" in probes_of(store).note
-    file.write_text(json.dumps({**said, "fingerprint": "of then"}))
+    file.write_text(json.dumps({**said, "rows_sha256": "of then"}))
     found = probes_of(store)
     assert "another state" in found.note
     assert found.predicted is None

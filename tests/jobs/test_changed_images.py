@@ -20,6 +20,7 @@ from tiny_model import extract, run_job, write_image
 
 from featx import FeatureStore
 from featx import open as open_store
+from featx.analysis import compare_stores
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
 from featx.pipeline import Interrupted, changed_images, row_updates
 from featx.sources.pixel_encoding import encode_array
@@ -134,6 +135,18 @@ def test_a_repeated_command_with_refresh_auto_computes_what_has_changed(
     assert np.isnan(broken["conv"][5]).all()
     write_image(changed, 1000)
     assert same_values(extract(photos, **keys), after)
+
+
+def test_results_of_rows_before_a_refresh_are_left_out(photos: Path) -> None:
+    """The fingerprint of the store is that of before."""
+    before = extract(photos, **LENIENT)
+    assert run_job("probe", store="store", layers="conv", device="cpu") == 0
+    assert not compare_stores("store").notes
+    write_image(sorted_photos(photos)[5], 1000)
+    after = extract(photos, refresh=True, **LENIENT)
+    assert after.attrs["fingerprint"] == before.attrs["fingerprint"]
+    (note,) = compare_stores("store").notes
+    assert "probe.json belongs to another state of the store: left out" in note
 
 
 def test_a_touched_image_is_read_once(photos: Path, compared: list[bytes]) -> None:

@@ -183,7 +183,7 @@ def test_the_report_shows_both_rankings(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"fingerprint": "another"}, "belongs to another state"),
+        ({"rows_sha256": "another"}, "belongs to another state"),
         ({"least_credible": [{"row": 99999, "key": "a"}]}, "left out: IndexError"),
     ],
 )

@@ -149,7 +149,7 @@ def test_other_images_and_labels_are_said(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.usefixtures("entry")
 def test_a_probe_of_another_state_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     path = Path("runs/a/probe.json")
-    path.write_bytes(result_json({**read_result(path), "fingerprint": "other"}, 1))
+    path.write_bytes(result_json({**read_result(path), "rows_sha256": "other"}, 1))
     found = ask(capsys, "[runs/a,runs/b]")
     assert found["stores"][0]["probe"] is None
     assert "another state" in found["notes"][0]

@@ -110,7 +110,7 @@ def read_probe(path: str) -> OtherProbe:
                 f"the probe in {folder} is of probe.task={about['task']}; stores are compared by "
                 "their predictions of classes. Probe it again for classes."
             )
-        if about["fingerprint"] != str(store.attrs["fingerprint"]):
+        if about["rows_sha256"] != store.rows_sha256:
             raise StoreError(f"the probe in {folder} belongs to another state of it. {remedy}")
         lines = read_prediction_lines(folder, about)
         if lines is None:

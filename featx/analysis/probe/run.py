@@ -69,6 +69,7 @@ def run_probe(
         "featx_probe": FORMAT,
         "store": str(store.root),
         **{name: str(store.attrs[name]) for name in STORE_ATTRIBUTES},
+        "rows_sha256": store.rows_sha256,
         "task": kind.name,
         "task_reason": kind.reason,
         **task.answer(task.seeds[0]),

@@ -134,9 +134,9 @@ def probes_of(store: FeatureStore) -> Probes:
         return Probes(f"{layout.PROBE} cannot be read: {error}.")
     try:
         note = ""
-        if result["fingerprint"] != str(store.attrs.get("fingerprint")):
+        if result["rows_sha256"] != store.rows_sha256:
             note = (
-                f"{layout.PROBE} belongs to another state of this store (its fingerprint differs). "
+                f"{layout.PROBE} belongs to another state of this store (its rows differ). "
                 "The results below are of that state; run job=probe again."
             )
         if result["task"] == "segmentation":

@@ -252,6 +252,8 @@ def _plain_value(name: str, value: Any) -> Any:
     # An array, a column of pandas, or a boolean of numpy.
     if hasattr(value, "tolist") and not isinstance(value, type):
         return _plain_value(name, value.tolist())
+    if type(value).__module__ == "torch":  # a device or a dtype
+        return str(value).removeprefix("torch.")
     raise ConfigError(
         f"{name} is a {type(value).__name__}; expected text, a number, a list or a mapping."
     )

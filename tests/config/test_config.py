@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from featx import jobs
@@ -242,6 +243,11 @@ def test_python_gives_arrays_and_booleans_of_numpy() -> None:
     assert type(Config(seed=np.int64(3)).seed) is type(Config(seed=np.int64(0)).seed) is int
     with pytest.raises(ConfigError, match="seed=-1: expected a whole number"):
         Config(seed=np.int64(-1))
+
+
+def test_python_gives_devices_and_dtypes_of_torch() -> None:
+    made = config(device=torch.device("cuda", 1), dtype=torch.bfloat16)
+    assert (made.device, made.dtype) == ("cuda:1", "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,14 @@ def test_a_layer_over_the_memory_is_streamed(capsys: pytest.CaptureFixture[str])
     assert streamed["linear"]["accuracy"] == pytest.approx(inside["linear"]["accuracy"], abs=0.08)
 
 
+def test_options_of_steps_without_effect_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    for keys in ({"epochs": 3, "memory_gib": 0.0}, {"epochs": 3, "clip_norm": 2.0}):
+        assert run_job("probe", store="store", device="cpu", probe=keys) == 0
+        said = "probe.epochs, probe.clip_norm: without effect" in capsys.readouterr().err
+        assert said is ("clip_norm" in keys)
+
+
 def test_the_same_images_on_both_sides_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     twice = np.concatenate([X[:150], X[:150]])
     write_store(Path("store"), np.concatenate([Y[:150], Y[:150]]), x=twice)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from featx.analysis.probe.task import Task
 from featx.analysis.probe.texts import score_text
 from featx.analysis.probe.value_task import ValueTask
 from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory
-from featx.config import Config
+from featx.config import Config, ProbeConfig
 from featx.errors import RunError
 from featx.store import FeatureStore, matching_layers
 
@@ -65,6 +66,11 @@ def run_probe(
                 f"{layer} does not fit into the memory of {device}. {task.memory_remedy}"
             ) from error
         log(_line(task, layer))
+    if unused := _unused_options(config.probe, task.layers):
+        log(
+            f"{', '.join(unused)}: without effect; probe.method=attentive and layers larger than "
+            "probe.memory_gib are trained in steps."
+        )
     result = {
         "featx_probe": FORMAT,
         "store": str(store.root),
@@ -109,6 +115,15 @@ def _probe_layer(task: Task[Any, Any, Any], layer: str, device: torch.device) ->
                 entry["seconds"] = round(time.perf_counter() - started_at, 3)
                 task.add(records, entry)
     task.finish_layer()
+
+
+def _unused_options(options: ProbeConfig, layers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Given options of trainings in steps, if there was none."""
+    if "attentive" in options.methods or any(about.get("streamed") for about in layers.values()):
+        return []
+    names = ("epochs", "learning_rate", "clip_norm")
+    is_given = {f.name: getattr(options, f.name) != f.default for f in fields(options)}
+    return [f"probe.{name}" for name in names if is_given[name]]
 
 
 def _line(task: Task[Any, Any, Any], layer: str) -> str:

@@ -230,14 +230,14 @@ class FeatureStore:
     def image_checksums(self) -> npt.NDArray[np.uint64]:
         """(N,) uint64: checksum (xxh3_64) of each row's encoded image.
 
-        0 stands for rows that are not stored, have no recorded checksum, or whose layers are of two
-        different images, 1 for rows without image bytes.
+        0 stands for rows that are not stored or have no recorded checksum, 1 for rows without image
+        bytes. A row whose layers are of two different images has a number that neither image has.
         """
         return self._retry_if_packed(self._read_image_checksums)
 
     def _read_image_checksums(self) -> npt.NDArray[np.uint64]:
         checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
-        has_two = np.zeros(len(self), dtype=np.bool_)
+        others = np.zeros_like(checksums)
         for segment in self._contents.segments:
             with self._layer_reader.open(segment) as opened:
                 num_rows = segment.stop - segment.start
@@ -245,10 +245,10 @@ class FeatureStore:
             before = checksums[segment.start : segment.stop]
             unknown = before == UNKNOWN_IMAGE
             is_other = (segment_checksums != before) & (segment_checksums != UNKNOWN_IMAGE)
-            has_two[segment.start : segment.stop] |= is_other & ~unknown
+            is_other &= ~unknown
+            others[segment.start : segment.stop][is_other] = segment_checksums[is_other]
             before[unknown] = segment_checksums[unknown]
-        checksums[has_two] = UNKNOWN_IMAGE
-        return checksums
+        return checksums ^ others
 
     @cached_property
     def rows_sha256(self) -> str:

@@ -264,7 +264,7 @@ def test_layers_from_another_image_are_refused_at_the_end(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An image that changes after it was looked at twice and before it is read."""
-    extract(photos, layers=["conv"])
+    before = extract(photos, layers=["conv"])
     looks = []
     with monkeypatch.context() as patch:
         changes = row_updates.image_changes
@@ -278,7 +278,8 @@ def test_layers_from_another_image_are_refused_at_the_end(
         patch.setattr(row_updates, "image_changes", changed_later)
         with pytest.raises(StoreMismatchError, match=r"1 image has changed.*cat/006\.png"):
             extract(photos, layers=["conv", "deep"])
-    assert open_store("store").image_checksums[1] == UNKNOWN_IMAGE
+    images = before.image_checksums[1], checksum_of(sorted_photos(photos)[1])
+    assert open_store("store").image_checksums[1] not in (UNKNOWN_IMAGE, NO_IMAGE, *images)
     with pytest.raises(
         FeatxError, match=r"1 row was computed for deep from other images .* cat/006\.png"
     ):

@@ -74,7 +74,7 @@ def from_numbers(
     missing = np.zeros(len(values), np.bool_) if missing is None else missing
     if values.dtype.kind == "f":
         missing = missing | np.isnan(values)
-        values = np.where(missing, 0, values)
+        values = np.where(missing, 0, values).astype(np.float64)  # float16 ends below MAX_CLASS
         _refuse_first(values != np.rint(values), values.tolist(), origin)
     # Compared in their own dtype: an unsigned one cannot hold -1, int64 not every uint64.
     is_wrong = (values > MAX_CLASS) & ~missing

@@ -313,7 +313,8 @@ class MapSource:
         else:
             values = self._labels_of_items(count)
         self._labels = values
-        names = getattr(self._dataset, "classes", None)
+        names: Any = getattr(self._dataset, "classes", None)
+        names = names.tolist() if hasattr(names, "tolist") else names
         return from_values(values, _ORIGIN, names if isinstance(names, list | tuple) else None)
 
     def _labels_of_items(self, count: int) -> list[Any]:
@@ -389,7 +390,10 @@ def _split(item: Any) -> tuple[Any, Any]:
 
 def _same(listed: Any, found: Any) -> bool:
     """Return whether an item has the label that was listed; items without a label always match."""
-    return found is _NO_LABEL or listed is found or bool(listed == found)
+    if found is _NO_LABEL or listed is found:
+        return True
+    are_nan = isinstance(listed, float | np.floating) and listed != listed and found != found
+    return bool(listed == found or are_nan)
 
 
 def _encode(image: Any) -> bytes | Path:

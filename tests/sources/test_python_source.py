@@ -72,9 +72,10 @@ def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_no
 
 
 @pytest.mark.parametrize("targets", [[2, 0, 1], np.array([2, 0, 1]), torch.tensor([2, 0, 1])])
-def test_targets_and_classes_are_taken_without_asking_for_items(targets: Any) -> None:
+@pytest.mark.parametrize("of", [list, np.array])
+def test_targets_and_classes_are_taken_without_asking_for_items(targets: Any, of: Any) -> None:
     dataset = Given(
-        3, lambda row: (pixels(row), [2, 0, 1][row]), targets=targets, classes=["x", "y", "z"]
+        3, lambda row: (pixels(row), [2, 0, 1][row]), targets=targets, classes=of(["x", "y", "z"])
     )
     source = source_of(dataset)
     listing = source.listing()
@@ -90,6 +91,9 @@ def test_a_label_that_is_another_one_later_is_a_failure_of_its_row() -> None:
     fault = fault_of(source, b"000001")
     assert (fault.status, fault.error) == (Status.DECODE_ERROR, "LabelMismatch")
     assert str(fault) == "dataset[1] has label 2, but 1 when listed"
+    missing = source_of(Given(1, lambda row: (pixels(row), float("nan"))))  # another one each time
+    assert missing.listing().labels.tolist() == [-1]
+    assert missing.read(b"000000").startswith(b"P6")
 
 
 def test_keys_of_the_data_set_are_taken_in_bytewise_order() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -299,7 +299,7 @@ def existing_column(origin: str, option: str, name: str, names: Sequence[str]) -
     return name
 
 
-def find_column(names: Sequence[str], wanted: str) -> str | None:
+def find_column(names: Collection[str], wanted: str) -> str | None:
     """Return the column of this name, or the only one that differs in case or blanks."""
     if wanted in names:
         return wanted

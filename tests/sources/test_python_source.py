@@ -20,6 +20,7 @@ from tiny_model import KEYS, extract, run_job, write_image
 import featx
 from featx.errors import ConfigError, DataError, StoreMismatchError
 from featx.sources import FolderSource, source_of
+from featx.sources.python import ObjectOptions
 from featx.types import Listing, Status
 
 
@@ -135,6 +136,36 @@ def test_whatever_the_users_code_raises_is_recorded_for_its_row() -> None:
     missing.listing()
     assert fault_of(missing, b"000000").status == Status.MISSING
     assert fault_of(missing, b"000001").status == Status.EMPTY
+
+
+@pytest.mark.parametrize("path", ["", "a\0", "\ud800"])
+def test_a_path_that_no_file_has_fails_in_its_row(path: str) -> None:
+    source = source_of(["a", path])
+    keys = source.listing().keys
+    assert keys.tolist() == [b"000000", b"000001"]
+    source.states(keys)
+    assert fault_of(source, b"000001").status == Status.DECODE_ERROR
+
+
+def test_missing_values_and_columns_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"path": ["b", "a", "c"]}, dtype="string")
+    for number, (values, dtype) in enumerate(
+        (([1, None, 0], "Int64"), ([True, None, False], "boolean"), (["y", None, "x"], "string"))
+    ):
+        frame["label"] = frame[number] = pandas.array(values, dtype)
+        listing = source_of(frame, ObjectOptions(columns=[str(number)])).listing()
+        assert (listing.keys.tolist(), listing.labels.tolist()) == ([b"a", b"b", b"c"], [-1, 1, 0])
+        expected = [b"", b"y", b"x"] if dtype == "string" else [np.nan, 1, 0]
+        np.testing.assert_array_equal(listing.columns[str(number)], expected)
+    frame["other"] = ["x", 1, None]
+    with pytest.raises(DataError, match="column other is not of one type that a store can hold"):
+        source_of(frame, ObjectOptions(columns=["other"]))
+    with pytest.raises(DataError, match="1 row without a path: 1"):
+        source_of(pandas.DataFrame({"path": ["a", ""]}))
+    frame.columns = ["path", *["label"] * 5][: len(frame.columns)]
+    with pytest.raises(DataError, match="two columns of the same name: path, label, label"):
+        source_of(frame)
 
 
 def test_memory_is_no_fault_of_an_image() -> None:

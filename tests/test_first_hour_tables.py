@@ -67,6 +67,9 @@ def test_windows_1252_is_named_and_read_when_asked(folder: Path) -> None:
         list_table(folder / "t.csv")
     listing = list_table(folder / "t.csv", encoding="cp1252")
     assert names_of(listing) == ["ok", "gestört"]
+    (folder / "t.csv").write_text(text, "utf-8-sig")
+    with pytest.raises(DataError, match=r"t\.csv begins with a byte order mark of UTF-8"):
+        list_table(folder / "t.csv", encoding="cp1252")
 
 
 def test_paths_of_another_encoding_are_found(folder: Path) -> None:

@@ -154,7 +154,8 @@ class Embedder(LoadedFunction):
         super().__init__(models, model_factory)
 
     def __call__(self, images: Sequence[Any]) -> Embedding:
-        if isinstance(images, str | bytes | os.PathLike) or not isinstance(images, Sequence):
+        is_one = isinstance(images, str | bytes | bytearray | os.PathLike)
+        if is_one or not isinstance(images, Sequence):
             raise DataError(
                 f"images is a {type(images).__name__}; expected a list of paths, Pillow images, "
                 "arrays or encoded bytes."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -218,6 +219,7 @@ class LoadedModel:
             context = stack.enter_context(build_run_context(self._config, "", FEATURES, target))
             self._recipe.check(context)
             self._stack = stack.pop_all()
+            weakref.finalize(self, self._stack.close)  # at exit, while torch is still there
         self._first, self._compute = context, context.engine.compute
         return context
 

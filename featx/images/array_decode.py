@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from featx.errors import counted
 from featx.images.decode_settings import ImagePolicy
-from featx.images.rgb_conversion import NUMBER_TYPES, format_fault, missing_codecs
+from featx.images.rgb_conversion import NUMBER_TYPES, NUMBERS, format_fault, missing_codecs
 from featx.types import ImageFault, Status
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def decode_npy(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
     assert policy.channels is not None
     dtype, is_fortran, shape, offset = npy_header(data)
     if dtype.newbyteorder("<").str not in NUMBER_TYPES:
-        raise format_fault(f"the array is {dtype}; expected whole numbers or floats")
+        raise format_fault(f"the array is {dtype}; expected {NUMBERS}")
     axis = channel_axis(shape, policy.channels)
     policy.check_pixels(shape[2 if axis == 0 else 1], shape[1 if axis == 0 else 0])
     num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize

@@ -18,6 +18,8 @@ DIVISORS = {"|u1": 255.0, "<u2": 65535.0}
 
 NUMBER_TYPES = frozenset(["|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<f2", "<f4", "<f8"])
 """Numbers that float32 holds, the larger ones rounded, in the byte order of numpy's names."""
+NUMBERS = "bool, whole numbers of up to 32 bits, or floats"
+"""`NUMBER_TYPES` in words."""
 
 
 class PixelFormatError(Exception):

@@ -19,6 +19,7 @@ from featx.images.decoder_warnings import warn
 from featx.images.jpeg_decode import check_jpeg, with_tables
 from featx.images.rgb_conversion import (
     NUMBER_TYPES,
+    NUMBERS,
     NumberRange,
     format_fault,
     inverse,
@@ -220,7 +221,7 @@ def check_page(
     for width, height in sides:
         policy.check_pixels(width, height)
     if page.dtype is None or page.dtype.newbyteorder("<").str not in NUMBER_TYPES:
-        raise format_fault(f"its pixels are {page.dtype}; expected whole numbers or floats")
+        raise format_fault(f"its pixels are {page.dtype}; expected {NUMBERS}")
     if page.axes not in ("YX", "YXS", "SYX"):
         raise format_fault(f"its axes are {page.axes}; expected YX, YXS or SYX")
     if page.compression not in compressions:

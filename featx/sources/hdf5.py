@@ -233,9 +233,9 @@ def _pixel_layout(images: h5py.Dataset, origin: str) -> _PixelLayout | None:
             "of a file of MATLAB or Octave an array H x W x 3|1 x N or H x W x N of uint8, or with "
             "model.transform.scale of any numbers (permute brings the axes into this order)"
         )
-    if images.ndim not in (3, 4) or dtype.kind not in "biuf":
+    if images.ndim not in (3, 4) or dtype.kind not in "biuf" or 0 in shape[1:]:
         raise DataError(f"{origin} is {shape} {dtype}; expected {expected}.")
-    if int(np.prod(shape[1:])) > MAX_FILE_BYTES:
+    if math.prod(shape[1:]) * dtype.itemsize > MAX_FILE_BYTES:
         raise DataError(f"{origin} is {shape}: over {MAX_FILE_BYTES} bytes an image.")
     axes = tuple(range(images.ndim - 1))
     axes = axes[::-1] if is_reversed else axes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +74,7 @@ def from_numbers(
     missing = np.zeros(len(values), np.bool_) if missing is None else missing
     if values.dtype.kind == "f":
         missing = missing | np.isnan(values)
-        values = np.where(missing, 0, values)
+        values = np.where(missing, 0, values).astype(np.float64)  # float16 ends below MAX_CLASS
         _refuse_first(values != np.rint(values), values.tolist(), origin)
     # Compared in their own dtype: an unsigned one cannot hold -1, int64 not every uint64.
     is_wrong = (values > MAX_CLASS) & ~missing
@@ -299,7 +299,7 @@ def existing_column(origin: str, option: str, name: str, names: Sequence[str]) -
     return name
 
 
-def find_column(names: Sequence[str], wanted: str) -> str | None:
+def find_column(names: Collection[str], wanted: str) -> str | None:
     """Return the column of this name, or the only one that differs in case or blanks."""
     if wanted in names:
         return wanted

@@ -70,9 +70,11 @@ def encode_image(image: Image.Image) -> bytes:
     is_plain = turn == 1 and "transparency" not in image.info
     if is_plain and image.mode in ("L", "RGB"):
         return encode_pixels(np.asarray(image))
+    if image.mode in ("I;16B", "I;16L", "I;16N"):  # convert would cut the numbers off at 255
+        image = Image.fromarray(np.asarray(image).astype(np.uint16))
     if image.mode not in _AS_PNG | _AS_TIFF:
-        # Modes without a file format (premultiplied alpha, YCbCr, LAB, HSV, other byte orders) are
-        # converted to the nearest mode that has one.
+        # Modes without a file format (premultiplied alpha, YCbCr, LAB, HSV) are converted to the
+        # nearest mode that has one.
         image = image.convert({"La": "LA", "PA": "RGBA", "RGBa": "RGBA"}.get(image.mode, "RGB"))
     file = io.BytesIO()
     if image.mode in _AS_TIFF:

@@ -112,29 +112,41 @@ def _rows_of_frame(frame: Any) -> list[Any]:
             f"data has no column path or image; it has {', '.join(names)}. Rename the column of "
             "the paths, or give a list of them."
         )
-    paths = _list_of(frame[column])
-    bad = [row for row, path in enumerate(paths) if not isinstance(path, str | os.PathLike)]
+    paths = _list_of(frame[names[column]])
+    is_path = [isinstance(path, str | os.PathLike) and path != "" for path in paths]
+    bad = [row for row, is_given in enumerate(is_path) if not is_given]
     if bad:
         first = ", ".join(map(str, bad[:5])) + (", ..." if bad[5:] else "")
         raise DataError(f"data has {counted(len(bad), 'row')} without a path: {first}.")
     label = find_column(names, "label")
     if label is None:
         return paths
-    return list(zip(paths, _list_of(frame[label]), strict=True))
+    return list(zip(paths, _list_of(frame[names[label]]), strict=True))
 
 
-def _names_of_frame(frame: Any) -> list[str]:
-    return [str(name) for name in getattr(frame, "column_names", None) or frame.columns]
+def _names_of_frame(frame: Any) -> dict[str, Any]:
+    """Return the names of the columns, as text -> as in the table."""
+    columns = list(getattr(frame, "column_names", None) or frame.columns)
+    names = {str(name): name for name in columns}
+    if len(names) < len(columns):
+        raise DataError(f"data has two columns of the same name: {', '.join(map(str, columns))}.")
+    return names
 
 
 def _columns_of_frame(frame: Any, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return columns of a table as those of a listing, in the order of their names."""
-    columns = {}
+    columns, names_of_frame = {}, _names_of_frame(frame)
     for name in sorted(names):
         pyarrow = import_extra("pyarrow", "data.columns of a DataFrame", "pyarrow", "table")
-        existing_column("data", "data.columns", name, _names_of_frame(frame))
-        values = pyarrow.chunked_array([pyarrow.array(_list_of(frame[name]))])
-        columns[name] = column_values(values, f"data, column {name}")
+        existing_column("data", "data.columns", name, list(names_of_frame))
+        try:
+            values = pyarrow.array(_list_of(frame[names_of_frame[name]]))
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise DataError(
+                f"data, column {name} is not of one type that a store can hold ({error}). Write it "
+                "as text, or leave it out of data.columns."
+            ) from error
+        columns[name] = column_values(pyarrow.chunked_array([values]), f"data, column {name}")
     return columns
 
 
@@ -143,7 +155,11 @@ def _list_of(column: Any) -> list[Any]:
     for method in ("to_pylist", "to_list", "tolist"):
         if hasattr(column, method):
             values = getattr(column, method)()
-            return [None if value != value else value for value in values]
+            if hasattr(column, "isna"):  # of pandas, whose NA is neither None nor comparable
+                are_missing = column.isna()
+            else:
+                are_missing = [isinstance(value, float) and value != value for value in values]
+            return [None if m else v for v, m in zip(values, are_missing, strict=True)]
     return list(column)
 
 
@@ -289,15 +305,22 @@ class MapSource:
         return np.array(keys, dtype=np.bytes_)
 
     def _path_keys(self) -> npt.NDArray[np.bytes_]:
-        """Return the paths of a list of different paths as keys, else row numbers."""
+        """Return the paths of a list of different paths as keys, else row numbers.
+
+        Row numbers, too, if one of the paths cannot be that of a file.
+        """
         numbers = numbered_keys(len(self._dataset))
         if not isinstance(self._dataset, list | tuple):
             return numbers
         items = [each[0] if isinstance(each, tuple | list) else each for each in self._dataset]
         if not all(isinstance(item, str | os.PathLike) for item in items):
             return numbers
-        keys = {os.fsencode(item): None for item in items}
-        return np.array(list(keys), dtype=np.bytes_) if len(keys) == len(items) else numbers
+        try:
+            keys = {os.fsencode(item): None for item in items}
+        except UnicodeEncodeError:
+            return numbers
+        are_names = len(keys) == len(items) and all(key and b"\0" not in key for key in keys)
+        return np.array(list(keys), dtype=np.bytes_) if are_names else numbers
 
     def _labels_of(self, count: int) -> Labels:
         """Return labels and class names from the attributes of the data set, or from its items."""
@@ -313,7 +336,8 @@ class MapSource:
         else:
             values = self._labels_of_items(count)
         self._labels = values
-        names = getattr(self._dataset, "classes", None)
+        names: Any = getattr(self._dataset, "classes", None)
+        names = names.tolist() if hasattr(names, "tolist") else names
         return from_values(values, _ORIGIN, names if isinstance(names, list | tuple) else None)
 
     def _labels_of_items(self, count: int) -> list[Any]:
@@ -389,7 +413,10 @@ def _split(item: Any) -> tuple[Any, Any]:
 
 def _same(listed: Any, found: Any) -> bool:
     """Return whether an item has the label that was listed; items without a label always match."""
-    return found is _NO_LABEL or listed is found or bool(listed == found)
+    if found is _NO_LABEL or listed is found:
+        return True
+    are_nan = isinstance(listed, float | np.floating) and listed != listed and found != found
+    return bool(listed == found or are_nan)
 
 
 def _encode(image: Any) -> bytes | Path:
@@ -399,6 +426,8 @@ def _encode(image: Any) -> bytes | Path:
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if isinstance(image, str | Path):
+        if b"\0" in os.fsencode(image) or image == "":
+            raise ValueError(f"{image!r} is no path of a file")
         return Path(image)
     if hasattr(image, "__array__"):
         return encode_array(np.asarray(image))

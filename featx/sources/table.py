@@ -73,7 +73,7 @@ class TableOptions(ColumnOptions):
     is most frequent in the header."""
     encoding: str = "utf-8"
     """Encoding of the text of CSV, such as cp1252, in which Excel writes 'CSV'; a byte order mark
-    of UTF-8 is left out in any case."""
+    of UTF-8 is left out."""
 
     @property
     def csv_form(self) -> CsvForm:
@@ -324,7 +324,7 @@ class TableSource:
                 "of bytes and path."
             )
         path = fields.get("path")
-        if path is not None and pa.types.is_string(path):
+        if path is not None and (pa.types.is_string(path) or pa.types.is_large_string(path)):
             paths = part.column(f"{column}.path")
             if not paths.null_count:
                 keys = text_bytes(paths)

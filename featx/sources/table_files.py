@@ -5,6 +5,7 @@ A CSV file is checked before it is parsed, as every parser swallows rows behind 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import gzip
@@ -91,8 +92,6 @@ class CsvTable:
         self._read = csv.ReadOptions(use_threads=False, encoding=form.encoding)
         with csv.open_csv(file, self._read, self._parse) as reader:
             self.names: list[str] = reader.schema.names
-        if len(set(self.names)) < len(self.names):
-            raise DataError(f"{file} has two columns of the same name: {', '.join(self.names)}.")
 
     def column(self, name: str) -> Any:
         """Read a column as text. Returns pyarrow.ChunkedArray of strings."""
@@ -193,6 +192,8 @@ class Table:
         for file in files:
             with _read_errors(file):
                 self.parts.append(_open_file(file, form))
+            if len(set(names := self.parts[-1].names)) < len(names):
+                raise DataError(f"{file} has two columns of the same name: {', '.join(names)}.")
         kinds = {type(part): part.file for part in self.parts}
         if len(kinds) > 1:
             first, second = kinds.values()
@@ -344,6 +345,14 @@ def check_csv(
         for start, kind in _OTHER_KINDS.items():
             if header.startswith(start):
                 raise DataError(f"{file} is no CSV, but {kind}.")
+        if (
+            header.startswith(codecs.BOM_UTF8)
+            and codecs.lookup(encoding or "utf-8").name != "utf-8"
+        ):
+            raise DataError(
+                f"{file} begins with a byte order mark of UTF-8, so its text is UTF-8 and not "
+                f"{encoding}. Leave out data.encoding."
+            )
         if b"\0" in header:
             raise DataError(f"{file} has NUL in its first line: it is no text, or {_UTF16}.")
         delimiter = delimiter or _delimiter_of(header, file)

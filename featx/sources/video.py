@@ -114,7 +114,10 @@ class VideoSource:
             raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError") from error
         if self._states.get(video, state) != state:
             raise OSError(errno.ESTALE, "the video was changed while it was in use", path)
-        return self._frames.frame(path, float(time_s), self._max_pixels)
+        # A key is cut off at milliseconds, and the frame before may last until its time. A
+        # microsecond is more than rounding errors, and less than any frame lasts.
+        steps = math.ceil(float(time_s) / self._every_s - 1e-6)
+        return self._frames.frame(path, steps * self._every_s + 1e-6, self._max_pixels)
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
         """Return the state of the video of each frame."""

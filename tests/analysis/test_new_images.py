@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,8 @@ def test_what_is_refused(store: featx.FeatureStore) -> None:
         featx.embed(files, store)
     with pytest.raises(DataError, match="images is a str; expected a list"):
         featx.embed(files[0], store, **CODE)
+    with pytest.raises(DataError, match="images is a bytearray; expected a list"):
+        featx.embed(bytearray(b"GIF"), store, **CODE)
     with pytest.raises(DataError, match="images is empty"):
         featx.embed([], store, **CODE)
     with pytest.raises(LayerError, match="no layer 'pol'"):
@@ -145,6 +150,14 @@ def test_a_closed_embedder_says_so(store: featx.FeatureStore) -> None:
         embed(files)
     with pytest.raises(ConfigError, match=r"close\(\)"):
         embed(files)
+
+
+def test_an_open_embedder_ends_with_its_program(store: featx.FeatureStore) -> None:
+    code = f"import featx; embed = featx.embedder('store', **{CODE}); embed({files_of(store, [0])})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "Traceback" not in run.stderr, run.stderr
 
 
 def ask(**options: Any) -> int:

@@ -143,6 +143,7 @@ def test_other_shapes_and_types_are_errors_that_say_what_is_expected(tmp_path: P
         file["flat"] = np.zeros((2, 81), np.uint8)
         file["text"] = ["a", "b"]
         file["none"] = np.zeros((0, 8, 9, 3), np.uint8)
+        file["empty"] = np.zeros((2, 0, 9, 3), np.uint8)
         file["group/x"] = 1
     for name, message in (
         ("complex", r"/complex is \(2, 8, 9, 3\) complex64; expected \(N, H, W, 3\|1\)"),
@@ -150,6 +151,7 @@ def test_other_shapes_and_types_are_errors_that_say_what_is_expected(tmp_path: P
         ("flat", "expected"),
         ("text", "object; expected"),
         ("none", "has no rows"),
+        ("empty", r"/empty is \(2, 0, 9, 3\) uint8; expected"),
         ("group", "is no plain dataset"),
         ("nothing", "has no /nothing. At the top of the file: /both"),
     ):

@@ -144,6 +144,13 @@ def test_numbers_beyond_int64_are_errors(tmp_path: Path, source: str) -> None:
         SOURCES[source](tmp_path, np.array([0, 2**64 - 1], "u8"))
 
 
+@pytest.mark.parametrize("source", ["hdf5", "parquet"])
+def test_infinity_is_an_error_in_every_dtype(tmp_path: Path, source: str) -> None:
+    for dtype in ("f2", "f4", "f8"):
+        with pytest.raises(DataError, match=r"inf in row 1 is no class index"):
+            SOURCES[source](tmp_path, np.array([0, np.inf], dtype))
+
+
 @pytest.mark.parametrize("source", [*TYPED, "csv", "boxes"])
 def test_whole_floats_are_whole_numbers_and_fractions_an_error(tmp_path: Path, source: str) -> None:
     (tmp_path / "a").mkdir()

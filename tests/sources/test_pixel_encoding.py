@@ -72,6 +72,7 @@ MODES = {
     "YCbCr": rgba_image().convert("RGB").convert("YCbCr"),
     "HSV": rgba_image().convert("RGB").convert("HSV"),
     "I;16": Image.fromarray(np.arange(120, dtype=np.uint16).reshape(12, 10) * 546),
+    "I;16B": Image.frombytes("I;16B", (10, 12), (np.arange(120) * 546).astype(">u2").tobytes()),
     "I": Image.fromarray(np.arange(120, dtype=np.int32).reshape(12, 10) * 546),
     "F": Image.fromarray(np.linspace(0, 1, 120, dtype=np.float32).reshape(12, 10)),
 }

@@ -20,6 +20,7 @@ from tiny_model import KEYS, extract, run_job, write_image
 import featx
 from featx.errors import ConfigError, DataError, StoreMismatchError
 from featx.sources import FolderSource, source_of
+from featx.sources.python import ObjectOptions
 from featx.types import Listing, Status
 
 
@@ -72,9 +73,10 @@ def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_no
 
 
 @pytest.mark.parametrize("targets", [[2, 0, 1], np.array([2, 0, 1]), torch.tensor([2, 0, 1])])
-def test_targets_and_classes_are_taken_without_asking_for_items(targets: Any) -> None:
+@pytest.mark.parametrize("of", [list, np.array])
+def test_targets_and_classes_are_taken_without_asking_for_items(targets: Any, of: Any) -> None:
     dataset = Given(
-        3, lambda row: (pixels(row), [2, 0, 1][row]), targets=targets, classes=["x", "y", "z"]
+        3, lambda row: (pixels(row), [2, 0, 1][row]), targets=targets, classes=of(["x", "y", "z"])
     )
     source = source_of(dataset)
     listing = source.listing()
@@ -90,6 +92,9 @@ def test_a_label_that_is_another_one_later_is_a_failure_of_its_row() -> None:
     fault = fault_of(source, b"000001")
     assert (fault.status, fault.error) == (Status.DECODE_ERROR, "LabelMismatch")
     assert str(fault) == "dataset[1] has label 2, but 1 when listed"
+    missing = source_of(Given(1, lambda row: (pixels(row), float("nan"))))  # another one each time
+    assert missing.listing().labels.tolist() == [-1]
+    assert missing.read(b"000000").startswith(b"P6")
 
 
 def test_keys_of_the_data_set_are_taken_in_bytewise_order() -> None:
@@ -131,6 +136,36 @@ def test_whatever_the_users_code_raises_is_recorded_for_its_row() -> None:
     missing.listing()
     assert fault_of(missing, b"000000").status == Status.MISSING
     assert fault_of(missing, b"000001").status == Status.EMPTY
+
+
+@pytest.mark.parametrize("path", ["", "a\0", "\ud800"])
+def test_a_path_that_no_file_has_fails_in_its_row(path: str) -> None:
+    source = source_of(["a", path])
+    keys = source.listing().keys
+    assert keys.tolist() == [b"000000", b"000001"]
+    source.states(keys)
+    assert fault_of(source, b"000001").status == Status.DECODE_ERROR
+
+
+def test_missing_values_and_columns_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"path": ["b", "a", "c"]}, dtype="string")
+    for number, (values, dtype) in enumerate(
+        (([1, None, 0], "Int64"), ([True, None, False], "boolean"), (["y", None, "x"], "string"))
+    ):
+        frame["label"] = frame[number] = pandas.array(values, dtype)
+        listing = source_of(frame, ObjectOptions(columns=[str(number)])).listing()
+        assert (listing.keys.tolist(), listing.labels.tolist()) == ([b"a", b"b", b"c"], [-1, 1, 0])
+        expected = [b"", b"y", b"x"] if dtype == "string" else [np.nan, 1, 0]
+        np.testing.assert_array_equal(listing.columns[str(number)], expected)
+    frame["other"] = ["x", 1, None]
+    with pytest.raises(DataError, match="column other is not of one type that a store can hold"):
+        source_of(frame, ObjectOptions(columns=["other"]))
+    with pytest.raises(DataError, match="1 row without a path: 1"):
+        source_of(pandas.DataFrame({"path": ["a", ""]}))
+    frame.columns = ["path", *["label"] * 5][: len(frame.columns)]
+    with pytest.raises(DataError, match="two columns of the same name: path, label, label"):
+        source_of(frame)
 
 
 def test_memory_is_no_fault_of_an_image() -> None:

@@ -200,6 +200,10 @@ def test_a_parquet_of_paths(tmp_path: Path) -> None:
     pq.write_table(pa.table({"path": [1]}), tmp_path / "t.parquet")
     with pytest.raises(DataError, match="column path is int64; expected paths, image bytes"):
         table(tmp_path / "t.parquet").listing()
+    twice = pa.Table.from_arrays([pa.array(["a.jpg"])] * 2, ["path", "path"])
+    pq.write_table(twice, tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="two columns of the same name: path, path"):
+        table(tmp_path / "t.parquet").listing()
 
 
 # Image bytes
@@ -232,6 +236,9 @@ def test_paths_next_to_the_bytes_are_keys_if_each_row_has_its_own(tmp_path: Path
     source = table(images(tmp_path / "t.parquet", rows, label=["p", "q"]))
     assert labels_of(source.listing()) == {"a.jpg": "q", "z.jpg": "p"}
     assert (source.read(b"a.jpg"), source.read(b"z.jpg")) == (b"2", b"1")
+    large = pa.array(rows, pa.struct({"bytes": pa.large_binary(), "path": pa.large_string()}))
+    pq.write_table(pa.table({"image": large}), tmp_path / "large.parquet")
+    assert table(tmp_path / "large.parquet").listing().keys.tolist() == [b"a.jpg", b"z.jpg"]
     for path in ("z.jpg", None, ""):
         images(tmp_path / "t.parquet", [rows[0], {"bytes": b"2", "path": path}])
         assert table(tmp_path / "t.parquet").listing().keys.tolist() == [

@@ -28,12 +28,12 @@ needs_ffmpeg = pytest.mark.skipif(
 )
 
 
-def write_video(path: Path, num_frames: int, first: int = 0) -> None:
+def write_video(path: Path, num_frames: int, first: int = 0, fps: float = FPS) -> None:
     """Frame i is grey, 6 * (first + i) bright."""
     grey = 6 * (first + torch.arange(num_frames))
     frames = grey.to(torch.uint8)[:, None, None, None].expand(-1, 3, 48, 64).contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
-    torchcodec.encoders.VideoEncoder(frames, frame_rate=FPS).to_file(path)
+    torchcodec.encoders.VideoEncoder(frames, frame_rate=fps).to_file(path)
 
 
 def brightness(data: bytes) -> float:
@@ -91,6 +91,16 @@ def test_frames_by_time_in_any_order_and_files_that_are_no_videos(tmp_path: Path
         source.read(keys[4])
 
 
+@needs_ffmpeg
+@pytest.mark.slow
+@pytest.mark.parametrize("fps", [7, 24, 30, 60])
+def test_every_frame_is_a_row_where_no_millisecond_divides_them(tmp_path: Path, fps: int) -> None:
+    write_video(tmp_path / "clip.mp4", 36, fps=fps)
+    source = open_source(VideoOptions(root=str(tmp_path), every_s=1 / fps))
+    found = [brightness(source.read(key)) for key in source.listing().keys.tolist()]
+    assert found == pytest.approx(6 * np.arange(36), abs=3)
+
+
 @pytest.mark.slow
 def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,8 +117,8 @@ def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
         "        end_stream_seconds=3.0, duration_seconds=3.0, duration_seconds_from_header=3.0)\n"
         "    def __init__(self, path, **options): pass\n"
         "    def get_frame_played_at(self, time_s):\n"
-        "        if time_s == 1: ctypes.string_at(0)\n"
-        "        if time_s == 2: time.sleep(100)\n"
+        "        if int(time_s) == 1: ctypes.string_at(0)\n"
+        "        if int(time_s) == 2: time.sleep(100)\n"
         "        return Of(data=torch.full((2, 2, 3), 7, dtype=torch.uint8))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))

@@ -193,6 +193,20 @@ def test_transforms_of_torch_func_are_refused_and_edited() -> None:
     assert num_hooks(model) == 0
 
 
+@pytest.mark.parametrize("capture", ["first:grad_output", "watch"])
+def test_many_backward_passes_at_once_are_refused(capture: str) -> None:
+    """Their gradients are tensors without values, which could not even be printed later."""
+    model, x = Net(), images()
+    block: Any = (
+        featx.gradients.watch(model) if capture == "watch" else featx.capture(model, capture)
+    )
+    with block:
+        output = model(x)[0]
+        with pytest.raises(LayerError, match="is_grads_batched"):
+            torch.autograd.grad(output, model.first.weight, torch.eye(2), is_grads_batched=True)
+    assert num_hooks(model) == 0
+
+
 def test_a_checkpoint_saved_inside_a_block_loads_without_it() -> None:
     model, x = Net(), images()
     with featx.capture(model, "first"), featx.edit(model, {"first": torch.zeros_like}):

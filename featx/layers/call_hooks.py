@@ -235,8 +235,8 @@ class LoopHooks(LayerHooks):
         """Raise LayerError if another module has the name of a layer, without hooks."""
         for points in self._points.values():
             point, module = points[0], self._model
-            for part in point.module.split(".") if point.module else ():
-                module = getattr(module, part, None)  # type: ignore[assignment]
+            for part in filter(None, point.module.split(".")):
+                module = getattr(module, "_modules", {}).get(part)
             if module is not self._modules[point.module]:
                 raise LayerError(
                     f"{point.name}: another module has taken the place of {point.module!r} since "

@@ -234,7 +234,8 @@ class LoopHooks(LayerHooks):
     def _refuse_replaced(self) -> None:
         """Raise LayerError if another module has the name of a layer, without hooks."""
         for points in self._points.values():
-            point, module = points[0], self._model
+            point = points[0]
+            module: nn.Module | None = self._model
             for part in filter(None, point.module.split(".")):
                 module = getattr(module, "_modules", {}).get(part)
             if module is not self._modules[point.module]:

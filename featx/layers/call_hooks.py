@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -281,29 +282,39 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_uncompiled: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""Module -> number of blocks in which it runs its original code, and its compiled code. Blocks of
+several threads or generators may end in any order."""
+_uncompiled_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Call the original code of compiled modules inside the block.
 
     Compiled code has no operations, and calls only hooks that existed when it was compiled.
     """
-    compiled: list[Any] = [m for m in model.modules() if m._compiled_call_impl is not None]
-    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "OptimizedModule"]
-    calls = [module._compiled_call_impl for module in compiled]
-    forwards = [wrapper.forward for wrapper in wrappers]
-    if compiled or wrappers:
+    plain: dict[Any, tuple[str, Any]] = {
+        m: ("forward", m._orig_mod.__call__)
+        if type(m).__name__ == "OptimizedModule"
+        else ("_compiled_call_impl", None)
+        for m in model.modules()
+        if type(m).__name__ == "OptimizedModule" or m._compiled_call_impl or m in _uncompiled
+    }
+    if plain:
         _announce_uncompiled()
+    with _uncompiled_lock:
+        for module, (attribute, code) in plain.items():
+            _uncompiled.setdefault(module, [0, getattr(module, attribute)])[0] += 1
+            setattr(module, attribute, code)
     try:
-        for module in compiled:
-            module._compiled_call_impl = None
-        for wrapper in wrappers:
-            wrapper.forward = wrapper._orig_mod.__call__
         yield
     finally:
-        for module, call in zip(compiled, calls, strict=True):
-            module._compiled_call_impl = call
-        for wrapper, forward in zip(wrappers, forwards, strict=True):
-            wrapper.forward = forward
+        with _uncompiled_lock:
+            for module, (attribute, _) in plain.items():
+                _uncompiled[module][0] -= 1
+                if not _uncompiled[module][0]:
+                    setattr(module, attribute, _uncompiled.pop(module)[1])
 
 
 @functools.cache

@@ -294,11 +294,12 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
     Compiled code has no operations, and calls only hooks that existed when it was compiled.
     """
-    plain: dict[Any, tuple[str, Any]] = {
+    modules: list[Any] = list(model.modules())
+    plain = {
         m: ("forward", m._orig_mod.__call__)
         if type(m).__name__ == "OptimizedModule"
         else ("_compiled_call_impl", None)
-        for m in model.modules()
+        for m in modules
         if type(m).__name__ == "OptimizedModule" or m._compiled_call_impl or m in _uncompiled
     }
     if plain:

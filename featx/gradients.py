@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optimizers
 
-from featx.base import TensorHooks, table
+from featx.base import TensorHooks, refuse_transformed, table
 from featx.errors import ConfigError, LayerError, RunError, nearest
 from featx.layers import Edge, OpenCall, every_call
 
@@ -142,6 +143,8 @@ class GradientLog:
         """Forget gradients that the loop has thrown away before a new pass of the model."""
         if call.name or not torch.is_grad_enabled():
             return
+        if not all(isinstance(p, nn.Parameter) for p in self._model.parameters()):
+            return  # torch.func.functional_call with tensors of its own
         self._check_versions()
         scale = self._scale()
         is_skipped, self._last_scale = scale < self._last_scale, scale
@@ -170,18 +173,22 @@ class GradientLog:
             bound = limit * self._scaler.scale(torch.ones((), device=grad.device))
             return torch.where(grad.isinf(), grad, grad.clamp(-bound, bound))
 
+        if is_lazy(parameter):
+            return
         if parameter.requires_grad and id(parameter) not in self._clamped:
             self._clamped.add(id(parameter))
             self._hooks.add(parameter, clamp)
 
     def _note_versions(self, *_: Any) -> None:
-        self._versions = [p._version for p in self._model.parameters()]
+        # The first pass of a lazy module writes its parameters.
+        self._versions = [None if is_lazy(p) else p._version for p in self._model.parameters()]
 
     def _check_versions(self) -> None:
         """Raise a RunError if parameters changed after a backward pass without a step."""
         before = self._versions
         self._note_versions()
-        if before != self._versions and (self._flow or self._arrived):
+        pairs = zip(before, self._versions, strict=False)
+        if (self._flow or self._arrived) and any(None is not a != b for a, b in pairs):
             raise RunError(
                 "the parameters were changed after a backward pass, but no step of a torch.optim "
                 "optimizer was seen, so nothing was judged or clipped by norm. Call log.step() "
@@ -279,7 +286,9 @@ class GradientLog:
             layers = list(dict.fromkeys(name.rpartition(".")[0] for name in bad))
         else:
             return []
-        where = " or ".join(f"{name or '(model)'} ({self._types[name]})" for name in layers)
+        where = " or ".join(
+            f"{name or '(model)'} ({self._types.get(name, 'new')})" for name in layers
+        )
         arose = f"arose in {where}" if layers else "came to the model's output: look at the loss"
         if first is None and not step.layers.keys() & set(layers):
             arose = "cannot be traced to one module, as no flow was seen there"
@@ -402,6 +411,7 @@ def watch(
 
 def _norm(name: str, x: torch.Tensor) -> torch.Tensor:
     """L2 norm, in float64 where there is one: squares of 1e-25 underflow in float32."""
+    refuse_transformed(f"the gradient of {name}", x)
     if x.layout != torch.strided:
         raise ConfigError(
             f"the gradient of {name} is sparse, which featx.gradients does not measure; build the "

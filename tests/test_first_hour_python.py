@@ -61,6 +61,18 @@ def test_a_module_is_a_model_and_is_left_as_it_was(photos: Path) -> None:
     assert store.complete
 
 
+def test_weights_of_a_file_go_into_a_copy_of_a_module(photos: Path) -> None:
+    net, trained = make(), TwoStageConvNet()
+    before = {name: x.clone() for name, x in net.state_dict().items()}
+    torch.save(trained.state_dict(), "best.pth")
+    store = extract("photos/", model={"factory": net, "weights": "best.pth", **SMALL})
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+    again = extract("photos/", model={"factory": trained, **SMALL}, out="again")
+    np.testing.assert_array_equal(store["conv"][:], again["conv"][:])
+    with pytest.raises(ConfigError, match=r"given module has weights of its own\. Leave"):
+        extract("photos/", model={"factory": net, "weights": None, **SMALL}, out="random")
+
+
 @pytest.mark.parametrize(
     "model", [make, TwoStageConvNet, lambda: make()], ids=["function", "class", "lambda"]
 )

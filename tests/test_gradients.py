@@ -240,6 +240,31 @@ def test_of_two_optimizers_each_has_the_norm_of_its_own_parameters() -> None:
     assert float(nn.utils.get_total_norm(gradients(model)[2:])) == pytest.approx(0.5, rel=1e-5)
 
 
+def test_parameters_of_a_lazy_layer_are_clamped_from_the_first_step_on() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
+    with watch(model, clip_value=1e-3) as log:
+        loss_of(model).backward()
+        log.step()
+        loss_of(model).backward()
+    assert all(0 < float(p.grad.abs().max()) <= 2.001e-3 for p in model.parameters())  # type: ignore[union-attr]
+
+
+def test_passes_with_tensors_of_functional_call_are_no_update() -> None:
+    """The inner steps of MAML."""
+    model = net()
+    with watch(model) as log:
+        fast: dict[str, torch.Tensor] = dict(model.named_parameters())
+        for _ in range(3):
+            x = torch.randn(8, 6)
+            loss = torch.func.functional_call(model, fast, (x,)).square().mean()
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            fast = {n: p - 0.1 * g for (n, p), g in zip(fast.items(), grads, strict=True)}
+        torch.func.functional_call(model, fast, (x,)).square().mean().backward()
+        log.step()
+        model.zero_grad()
+    assert list(log.steps[0].parameters) == [name for name, _ in model.named_parameters()]
+
+
 def test_a_manual_update_that_no_step_announced_is_refused() -> None:
     model = net()
 
@@ -542,6 +567,17 @@ def test_nan_is_traced_to_no_module_if_no_flow_is_watched_there() -> None:
         model.zero_grad()
         with pytest.raises(GradientAlarm, match=where), watch(model, layers=layers):
             loss_of(model).backward()
+
+
+def test_nan_in_a_module_that_was_added_inside_the_block_is_named() -> None:
+    model = net()
+    with watch(model, layers=[]) as log:
+        model.extend([nn.Tanh(), nn.Linear(3, 2)])
+        model[6].weight.register_hook(lambda grad: grad * math.nan)
+        model[6].bias.register_hook(lambda grad: grad * math.nan)
+        loss_of(model).backward()
+        with pytest.raises(GradientAlarm, match=r"6\.weight, 6\.bias got it"):
+            log.step()
 
 
 def test_inf_that_clamping_hides_is_still_an_alarm() -> None:

@@ -46,6 +46,7 @@ from .module_hooks import ObservingMode as ObservingMode
 from .module_hooks import TensorHooks as TensorHooks
 from .module_hooks import may_fire as may_fire
 from .module_hooks import refuse_scripted as refuse_scripted
+from .module_hooks import refuse_transformed as refuse_transformed
 from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import are_equal as are_equal
 from .nested_tensors import elements as elements

@@ -12,7 +12,7 @@ import torch
 from torch import jit, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from featx.errors import ModelError
+from featx.errors import LayerError, ModelError
 
 Before = Callable[[nn.Module, Any, Any], Any]
 """Function (module, args, kwargs) that is called before a module; it may return both anew."""
@@ -192,6 +192,17 @@ def refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
                 "outputs. Give the torch.nn.Module that it was made from, and load the weights "
                 "into that."
             )
+
+
+def refuse_transformed(name: str, tensor: torch.Tensor | None = None) -> None:
+    """Raise LayerError inside torch.func, or for a gradient of many backward passes at once."""
+    is_batched = tensor is not None and torch._C._dispatch_keys(tensor).has("Batched")
+    if is_batched or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise LayerError(
+            f"{name or 'the model'}: it runs inside torch.func (vmap, grad, jacrev, ...), or with "
+            "is_grads_batched or vectorize, whose tensors have no values outside of it. Do so "
+            "outside of the block, or return what you need from the transformed function."
+        )
 
 
 class ObservingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

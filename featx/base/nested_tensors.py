@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +13,15 @@ ElementPath = tuple[str | int, ...]
 
 
 def elements(value: Any) -> dict[ElementPath, torch.Tensor]:
-    """Path -> tensor for every tensor in nested mappings, tuples and lists."""
+    """Path -> tensor for every tensor in nested mappings, tuples, lists and dataclasses."""
     if isinstance(value, torch.Tensor):
         return {(): value}
     if isinstance(value, Mapping):
         items: list[tuple[str | int, Any]] = [(str(k), v) for k, v in value.items()]
     elif isinstance(value, tuple | list):
         items = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     else:
         return {}
     return {(step, *way): x for step, part in items for way, x in elements(part).items()}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Len, Lt
 
 from featx.base import family
-from featx.config.checks import Count, Matching, default_of_field, options
+from featx.config.checks import MAY_BE_EMPTY, Count, Matching, default_of_field, options
 from featx.config.members import MemberGroup, make_member
 from featx.config.transform import USUAL_CROP, USUAL_RESIZE, Side, TransformConfig
 from featx.errors import ConfigError
@@ -34,7 +34,7 @@ _DIGITS = "the 64 hex digits that `sha256sum FILE` prints"
 class CheckpointConfig:
     """Choice and conversion of the tensors of a file in `model.weights`."""
 
-    prefix: str | None = None
+    prefix: Annotated[str | None, MAY_BE_EMPTY] = None
     """Text before the names of the model in the file, such as 'teacher/backbone.', in which '/'
     stands for nesting; null finds it, unless several state dicts fit."""
     convert: Literal["auto", "none", "timm"] = "auto"

@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from featx.base import ModuleHooks, TensorHooks, elements, log_message, refuse_scripted
+from featx.errors import LayerError
 from featx.layers.layer_hooks import LayerHooks, with_element
 from featx.layers.own_nodes import own_node
 from featx.layers.trace import CapturePoint
@@ -73,6 +75,22 @@ class _WatchedView(NamedTuple):
     node: Any
 
 
+class RunningCalls(threading.local):
+    """Calls in the pass of the reading thread.
+
+    Attributes:
+        opened: the calls that have not ended, innermost last. After an exception these are the
+            calls that it interrupted.
+        inputs: tensors that each of them was given.
+        num_ended: name of a module -> number of its calls that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.opened: list[OpenCall] = []
+        self.inputs: dict[OpenCall, list[torch.Tensor]] = {}
+        self.num_ended: dict[str, int] = {}
+
+
 @contextlib.contextmanager
 def every_call(
     model: nn.Module,
@@ -80,7 +98,7 @@ def every_call(
     end: Callable[[OpenCall, int, Any], None],
     on_gradient: Callable[[Edge, torch.Tensor], None] | None = None,
     names: Collection[str] | None = None,
-) -> Iterator[list[OpenCall]]:
+) -> Iterator[RunningCalls]:
     """Report each call of each module inside the block; the hooks are removed at its end.
 
     Calls that torch.compile traces are not reported, because compiled code runs no hooks.
@@ -95,17 +113,14 @@ def every_call(
         names: dotted names of the modules whose calls are reported; None for all.
 
     Yields:
-        The calls that have not ended, innermost last. After an exception these are the calls that
-        it interrupted.
+        The running calls.
 
     Raises:
         ModelError: the model or a module in it is TorchScript.
     """
     modules = dict(model.named_modules())
     refuse_scripted(modules)
-    open_calls: list[OpenCall] = []
-    inputs: dict[OpenCall, list[torch.Tensor]] = {}
-    num_ended: dict[str, int] = {}
+    running = RunningCalls()
     tensor_hooks = TensorHooks()
     edges = WeakTensorKeyDictionary()
     views = WeakTensorKeyDictionary()
@@ -138,28 +153,28 @@ def every_call(
         if torch.compiler.is_compiling():
             return
         if name == "":  # a new pass; an exception may have interrupted the one before
-            open_calls.clear()
-            inputs.clear()
-            num_ended.clear()
-        call = OpenCall(name, module, open_calls[-1] if open_calls else None)
-        open_calls.append(call)
+            running.opened.clear()
+            running.inputs.clear()
+            running.num_ended.clear()
+        call = OpenCall(name, module, running.opened[-1] if running.opened else None)
+        running.opened.append(call)
         arguments = [*args, *kwargs.values()]
         if on_gradient is not None and torch.is_grad_enabled():
-            inputs[call] = list(elements(arguments).values())
-            for edge in edges_of(inputs[call]):
+            running.inputs[call] = list(elements(arguments).values())
+            for edge in edges_of(running.inputs[call]):
                 edge.consumers.append(call)
         begin(call, arguments)
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() or all(c.module is not module for c in open_calls):
+        if torch.compiler.is_compiling() or all(c.module is not module for c in running.opened):
             return None
-        num_ended[name] = num_ended.get(name, 0) + 1
-        while (call := open_calls.pop()).module is not module:
-            inputs.pop(call, None)  # the model caught an exception from this inner call
-        end(call, num_ended[name], output)
-        if call not in inputs or not torch.is_grad_enabled():
+        running.num_ended[name] = running.num_ended.get(name, 0) + 1
+        while (call := running.opened.pop()).module is not module:
+            running.inputs.pop(call, None)  # the model caught an exception from this inner call
+        end(call, running.num_ended[name], output)
+        if call not in running.inputs or not torch.is_grad_enabled():
             return None
-        output = _with_own_nodes(output, inputs.pop(call))
+        output = _with_own_nodes(output, running.inputs.pop(call))
         for edge in edges_of(elements(output).values()):
             edge.producers.append(call)
         return output
@@ -168,7 +183,7 @@ def every_call(
         stack.callback(tensor_hooks.remove)
         chosen = modules if names is None else {name: modules[name] for name in names}
         hooks.add_all(chosen, before, after)
-        yield open_calls
+        yield running
 
 
 def _with_own_nodes(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
@@ -213,8 +228,22 @@ class LoopHooks(LayerHooks):
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Start a pass."""
         if not is_recomputed():
+            self._refuse_replaced()
             self.reset()
             self.record.is_open = self.has_run = True
+
+    def _refuse_replaced(self) -> None:
+        """Raise LayerError if another module has the name of a layer, without hooks."""
+        for points in self._points.values():
+            point = points[0]
+            module: nn.Module | None = self._model
+            for part in filter(None, point.module.split(".")):
+                module = getattr(module, "_modules", {}).get(part)
+            if module is not self._modules[point.module]:
+                raise LayerError(
+                    f"{point.name}: another module has taken the place of {point.module!r} since "
+                    "the block began. Replace modules before the block."
+                )
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End a pass."""
@@ -253,29 +282,40 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_uncompiled: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""Module -> number of blocks in which it runs its original code, and its compiled code. Blocks of
+several threads or generators may end in any order."""
+_uncompiled_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Call the original code of compiled modules inside the block.
 
     Compiled code has no operations, and calls only hooks that existed when it was compiled.
     """
-    compiled: list[Any] = [m for m in model.modules() if m._compiled_call_impl is not None]
-    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "OptimizedModule"]
-    calls = [module._compiled_call_impl for module in compiled]
-    forwards = [wrapper.forward for wrapper in wrappers]
-    if compiled or wrappers:
+    modules: list[Any] = list(model.modules())
+    plain = {
+        m: ("forward", m._orig_mod.__call__)
+        if type(m).__name__ == "OptimizedModule"
+        else ("_compiled_call_impl", None)
+        for m in modules
+        if type(m).__name__ == "OptimizedModule" or m._compiled_call_impl or m in _uncompiled
+    }
+    if plain:
         _announce_uncompiled()
+    with _uncompiled_lock:
+        for module, (attribute, code) in plain.items():
+            _uncompiled.setdefault(module, [0, getattr(module, attribute)])[0] += 1
+            setattr(module, attribute, code)
     try:
-        for module in compiled:
-            module._compiled_call_impl = None
-        for wrapper in wrappers:
-            wrapper.forward = wrapper._orig_mod.__call__
         yield
     finally:
-        for module, call in zip(compiled, calls, strict=True):
-            module._compiled_call_impl = call
-        for wrapper, forward in zip(wrappers, forwards, strict=True):
-            wrapper.forward = forward
+        with _uncompiled_lock:
+            for module, (attribute, _) in plain.items():
+                _uncompiled[module][0] -= 1
+                if not _uncompiled[module][0]:
+                    setattr(module, attribute, _uncompiled.pop(module)[1])
 
 
 @functools.cache

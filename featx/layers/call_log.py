@@ -45,7 +45,8 @@ class CallRow:
     num_bytes: int
     """Memory of the output tensors, or of the gradient."""
     num_nonfinite: int
-    """Number of NaN and infinite values in the output tensors, or in the gradient."""
+    """Number of NaN and infinite values in the output tensors, or in the gradient; 0 if they
+    cannot be read, as on the meta device and inside torch.func."""
     milliseconds: float | None
     """Time of the call with inner calls; in the backward pass until the gradient reaches the input,
     None if it does not."""
@@ -79,12 +80,12 @@ def watch(
     """
     log = CallLog(model, show or (lambda line: None), keep_rows)
     calls = every_call(model, log._begin, log._end, log._record_gradient)
-    with uncompiled(model), calls as open_calls:
+    with uncompiled(model), calls as running:
         try:
             yield log
         except Exception as error:
-            if open_calls:
-                log._show_failure(open_calls[-1], error)
+            if running.opened:
+                log._show_failure(running.opened[-1], error)
             raise
 
 
@@ -234,15 +235,20 @@ class CallLog:
 
 
 def _num_nonfinite(tensors: Sequence[torch.Tensor]) -> int:
-    """Number of values that are NaN or infinite."""
-    return sum(int((~torch.isfinite(x)).sum()) for x in tensors)
+    """Number of values that are NaN or infinite, in tensors whose values can be read."""
+    number = 0
+    for x in tensors:
+        with contextlib.suppress(RuntimeError):  # meta, sparse, float8, or inside torch.func
+            number += int((~torch.isfinite(x)).sum())
+    return number
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     """Shapes of some tensors, batch included; equal shapes are counted."""
     counts: dict[str, int] = {}
     for tensor in tensors:
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        has_shape = not tensor.is_nested or tensor.layout != torch.strided
+        shape = "x".join(map(str, tensor.shape)) or "scalar" if has_shape else "nested"
         counts[shape] = counts.get(shape, 0) + 1
     listed = [shape if n == 1 else f"{n} of {shape}" for shape, n in counts.items()]
     return ", ".join(listed) or "no tensor"

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from featx.base import are_equal
+from featx.base import are_equal, refuse_transformed
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.call_hooks import LoopHooks, is_recomputed
@@ -146,12 +146,7 @@ class _CaptureHooks(LoopHooks):
         """Take the tensors of a value, unless a backward pass computes it again."""
         if not points or is_recomputed():
             return None
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise LayerError(
-                f"{points[0].name or 'the model'}: it runs inside torch.func (vmap, grad, jacrev, "
-                "...), whose tensors have no values outside of it. Call the model without it, or "
-                "return what you need from the transformed function."
-            )
+        refuse_transformed(points[0].name)
         return super().take_all(points, value)
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
@@ -167,6 +162,7 @@ class _CaptureHooks(LoopHooks):
 
         def receive(gradient: torch.Tensor) -> None:
             if (living := reference()) is not None:
+                refuse_transformed(point.name, gradient)
                 living.gradients.append(lazy_copy(gradient))  # autograd may add to it
 
         return receive
@@ -209,9 +205,8 @@ class Captured(Mapping[str, torch.Tensor]):
         record: Any = self.hooks.record
         # An element of a module's output has precedence over an operation of the same name.
         of_module = record.shown.get((layer, ""))
-        calls: list[_Call] = of_module or record.shown.get((layer, point.operation), [])
-        if point.is_gradient:
-            calls = [call for call in calls if call.gradients]
+        called: list[_Call] = of_module or record.shown.get((layer, point.operation), [])
+        calls = [call for call in called if call.gradients or not point.is_gradient]
         if len(calls) == 1:
             return calls[0]
         name, colon, kind = layer.partition(":")
@@ -233,7 +228,7 @@ class Captured(Mapping[str, torch.Tensor]):
                 f"{layer!r}: the forward passes in this block ran in other threads. Read the "
                 "features in the thread that called the model."
             )
-        if point.is_gradient:
+        if called:
             raise LayerError(
                 f"no gradient of {layer!r} has arrived for the last forward pass of this thread. "
                 "Call backward() on the output of that pass before the next pass starts: "

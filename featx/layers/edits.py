@@ -124,14 +124,14 @@ class _EditHooks(LoopHooks):
         self, record: PassRecord, point: CapturePoint
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that replaces the gradients of one call of a layer."""
+        self._used.add(point.name)
         return lambda gradient: self.take(record, point, gradient)
 
     def check_used(self) -> None:
         """Check that the model has called each layer, if it ran."""
         unused = [name for name in self._edits if name not in self._used]
-        gradients = {name for name in unused if name.partition(":")[2].startswith("grad_")}
-        if self.has_run and (missed := [name for name in unused if name not in gradients]):
+        if self.has_run and unused:
             raise LayerError(
-                f"the model ran, but {', '.join(map(repr, missed))} was not called in this block, "
+                f"the model ran, but {', '.join(map(repr, unused))} was not called in this block, "
                 f"so nothing was edited there.{self.why_unseen()}"
             )

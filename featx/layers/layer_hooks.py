@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,9 @@ def pick_path(
     """Path to the one tensor that is meant; () means the only tensor there is."""
     if path in elements:
         return path
+    for element in elements:  # keys may have dots
+        if element_name(element) == element_name(path):
+            return element
     if path == () and len(elements) == 1:
         return next(iter(elements))
     listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
@@ -64,13 +68,27 @@ def with_element(value: Any, path: ElementPath, new: torch.Tensor) -> Any:
         return new
     step, *rest = path
     if isinstance(value, Mapping):
-        key = next(key for key in value if str(key) == str(step))
-        kind: Any = type(value)
-        return kind({**value, key: with_element(value[key], tuple(rest), new)})
+        step = next(key for key in value if str(key) == str(step))
+    is_object = not isinstance(value, Mapping | tuple | list)  # a dataclass
+    new = with_element(getattr(value, str(step)) if is_object else value[step], tuple(rest), new)
+    kind: Any = type(value)
+    if is_object or isinstance(value, MutableMapping | list):  # with attributes and default factory
+        value = copy.copy(value)
+        if is_object:
+            object.__setattr__(value, str(step), new)  # also if it is frozen
+        else:
+            value[step] = new
+        return value
+    if isinstance(value, Mapping):
+        return kind({**value, step: new})
     items = list(value)
-    items[int(step)] = with_element(items[int(step)], tuple(rest), new)
-    named = hasattr(value, "_fields")  # named tuples take items as arguments
-    return type(value)(*items) if named else type(value)(items)
+    items[int(step)] = new
+    if hasattr(kind, "n_sequence_fields"):  # torch.return_types
+        return kind(items)
+    replaced: Any = tuple.__new__(kind, items)  # without the arguments that named tuples take
+    if hasattr(value, "__dict__"):
+        vars(replaced).update(vars(value))
+    return replaced
 
 
 def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,12 +57,12 @@ def parse_capture_point(
     """
     name, capture = split_capture(request)
     module, rest = _split(name, names)
-    match = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
+    match = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.[^.@[\]]+)*)", rest)
     if match is None:
         raise no_layer(name, known_names) if known_names is not None else _no_module(name, names)
     path = tuple(
         int(step[1:-1]) if step.startswith("[") else step[1:]
-        for step in re.findall(r"\[\d+\]|\.\w+", match.group(2))
+        for step in re.findall(r"\[\d+\]|\.[^.[]+", match.group(2))
     )
     call = int(match.group(1)) if match.group(1) else None
     return CapturePoint(with_capture(name, capture), module, capture, call, path)

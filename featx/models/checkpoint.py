@@ -170,11 +170,12 @@ def _load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[
 
     The head of the module may have been built for the classes of the checkpoint since.
     """
-    module_state = module.state_dict()
+    module_state = module.state_dict(keep_vars=True)
     if problem := misfits(module_state, match, with_heads=True):
         raise problem.as_error(origin, match.prefix)
     tensors = {name: match.tensors[name] for name in module_state if name in match.tensors}
     _check_values(module_state, tensors, origin)
+    _check_shared(module_state, tensors, origin)
     module.load_state_dict(tensors, strict=False)
     used_names = {source for name in tensors for source in match.sources.get(name, ())}
     dropped = [
@@ -236,6 +237,21 @@ def _check_values(
             f"({', '.join(damaged[:3])}). Give an undamaged file, such as an earlier checkpoint of "
             "the training."
         )
+
+
+def _check_shared(
+    module_state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], origin: str
+) -> None:
+    """Check that names of one tensor of a module have one value: the last one would win."""
+    names: dict[int, str] = {}
+    for name, value in tensors.items():
+        first = names.setdefault(id(module_state[name]), name)
+        if first != name and not torch.equal(value, tensors[first]):
+            raise WeightsError(
+                f"the weights {origin} do not fit this model: {first} and {name} are one tensor in "
+                "the model (tied weights) and have different values in the file. Give weights of "
+                "this model, or build the model without tying them."
+            )
 
 
 def _keeps_values(value: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import re
+import time
+import warnings
 import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -176,3 +180,44 @@ def test_calls_outside_a_call_of_the_model_and_compiled_models_are_watched() -> 
     with torch.no_grad(), featx.watch(compiled) as log:
         compiled(torch.ones(2, 3))
     assert [row.layer for row in log.rows] == ["_orig_mod.0", "_orig_mod.1", "_orig_mod", ""]
+
+
+class Unreadable(nn.Module):
+    """Tensors whose values, and in one case shape, cannot be read as those of others."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.to_sparse(), x.to(torch.float8_e4m3fn), torch.nested.nested_tensor([x, x[:1]])]
+
+
+def test_tensors_of_any_memory_are_watched() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.full((4, 3), torch.inf)
+    with featx.watch(model) as log:
+        model(x)
+        torch.func.vmap(model)(x)
+        model.to("meta")(x.to("meta"))
+    assert [(row.outputs, row.num_nonfinite) for row in log.rows if row.layer == "0"] == [
+        ("4x2", 8),
+        ("2", 0),
+        ("4x2", 0),
+    ]
+    unreadable = Unreadable()
+    with warnings.catch_warnings(), featx.watch(unreadable) as log:
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        unreadable(torch.ones(2, 2))
+    assert log.rows[0].outputs == "2 of 2x2, nested"
+
+
+def test_threads_that_share_a_model_are_watched_each_by_itself() -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.002)
+            return super().forward(x)
+
+    model, x = nn.Sequential(nn.Sequential(Slow(2, 2), Slow(2, 2)), Slow(2, 2)), torch.ones(1, 2)
+
+    def rows(num_passes: int, num_threads: int) -> Counter[tuple[str, int, bool]]:
+        with featx.watch(model) as log, ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(lambda _: model(x).sum().backward(), range(num_passes)))
+        return Counter((row.layer, row.depth, row.is_backward) for row in log.rows)
+
+    assert rows(8, 4) == Counter({row: 8 * n for row, n in rows(1, 1).items()})

@@ -79,6 +79,14 @@ def test_a_gradient_of_an_earlier_pass_is_no_gradient_of_this_one(model: Scaled)
     torch.testing.assert_close(gradient, expected)
 
 
+def test_a_gradient_at_a_layer_that_is_not_called_needs_no_backward(model: Scaled) -> None:
+    model.unused = nn.Linear(1, 1)
+    with featx.capture(model, "unused:grad_output") as features:
+        model(images(1)).sum().backward()
+        with pytest.raises(LayerError, match=r"unused:grad_output' was not called in the last"):
+            features["unused:grad_output"]
+
+
 def test_gradients_of_two_passes_in_one_backward_are_told_apart(model: Scaled) -> None:
     def gradient(*seeds: int) -> torch.Tensor:
         with featx.capture(model, ["first:grad_output"]) as features:

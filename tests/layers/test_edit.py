@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -218,8 +221,77 @@ def test_an_edit_without_effect_is_an_error() -> None:
         featx.edit(model, {"other": scale, "first": scale}),
     ):
         model(images())
+    with (
+        pytest.raises(LayerError, match="'other:grad_output' was not called"),
+        featx.edit(model, {"other:grad_output": scale}),
+    ):
+        model(images())
     with pytest.raises(RuntimeError, match="shapes"), featx.edit(model, {"other": scale}):
         model(torch.ones(2, 7))
     with pytest.raises(LayerError, match="no layer 'othr'"), featx.edit(model, {"othr": scale}):
         pass
+    assert num_hooks(model) == 0
+
+
+@dataclass(frozen=True)
+class Fields:
+    kept: torch.Tensor
+    x: torch.Tensor
+
+
+class Pair(tuple[torch.Tensor, torch.Tensor]):
+    def __new__(cls, kept: torch.Tensor, x: torch.Tensor) -> Pair:
+        return super().__new__(cls, (kept, x))
+
+
+class Keyed(dict[Any, torch.Tensor]):
+    note = ""
+
+
+def keyed(kept: torch.Tensor, x: torch.Tensor) -> Keyed:
+    result = Keyed({"kept": kept, "x-1.2": x})
+    result.note = "stays"
+    return result
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Fields, ".x"),
+        (Pair, "[1]"),
+        (keyed, ".x-1.2"),
+        (lambda kept, x: defaultdict(list, kept=kept, x=x), ".x"),
+        (lambda kept, x: MappingProxyType({"kept": kept, "x": x}), ".x"),
+        (lambda kept, x: torch.sort(kept), "[0]"),
+        (lambda kept, x: nn.utils.rnn.pack_sequence([x], enforce_sorted=False), "[0]"),
+    ],
+)
+@pytest.mark.parametrize("capture", ["", ":grad_output"])
+def test_containers_of_any_type_are_edited_and_captured(
+    make: Callable[..., Any], name: str, capture: str
+) -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return make(x, x.sort().values)
+
+    layer, x = Layer(), images().requires_grad_()
+    plain = layer(x)
+    with featx.edit(layer, {name + capture: scale}), featx.capture(layer, name) as features:
+        edited = layer(x)
+        features[name].sum().backward()
+    expected = x.detach().sort().values
+    assert type(edited) is type(plain)
+    torch.testing.assert_close(features[name], expected if capture else scale(expected))
+    assert getattr(edited, "note", "stays") == "stays"
+    torch.testing.assert_close(x.grad, torch.full_like(x, 1.5 if capture else 2))
+
+
+@pytest.mark.parametrize("call", [featx.capture, lambda m, n: featx.edit(m, {n: scale})])
+def test_a_module_that_is_replaced_inside_the_block_is_an_error(call: Callable[..., Any]) -> None:
+    model = Net()
+    with call(model, "head"):
+        model(images())
+        model.head = nn.Sequential(model.head, nn.Linear(2, 2))  # type: ignore[assignment]
+        with pytest.raises(LayerError, match="another module has taken the place of 'head'"):
+            model(images())
     assert num_hooks(model) == 0

@@ -197,9 +197,9 @@ def test_every_call_survives_an_exception_that_the_model_catches() -> None:
         model,
         lambda call, given: None,
         lambda call, n, output: seen.append((call.name, n)),
-    ) as going_on:
+    ) as running:
         model(X)
-        assert going_on == []
+        assert running.opened == []
     assert seen == [("instead", 1), ("", 1)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable, Iterator
@@ -128,9 +129,16 @@ def test_compiled_code_runs_again_after_the_block() -> None:
     for each in (model, inside):
         each(images())
         num_before = len(runs)
-        with featx.capture(each, "first"):
-            each(images())
+        # Blocks of generators or threads end in any order.
+        one, other = contextlib.ExitStack(), contextlib.ExitStack()
+        one.enter_context(featx.capture(each, "first"))
+        features = other.enter_context(featx.capture(each, "first"))
+        each(images())
+        one.close()
+        each(images())
+        assert features["first"].shape == (5, 4)
         assert len(runs) == num_before
+        other.close()
         each(images())
         assert len(runs) > num_before
 
@@ -190,6 +198,20 @@ def test_transforms_of_torch_func_are_refused_and_edited() -> None:
         vmap(model)(x)
     with featx.edit(model, {"first": torch.zeros_like}):
         assert torch.equal(vmap(model)(x), model(x))
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize("capture", ["first:grad_output", "watch"])
+def test_many_backward_passes_at_once_are_refused(capture: str) -> None:
+    """Their gradients are tensors without values, which could not even be printed later."""
+    model, x = Net(), images()
+    block: Any = (
+        featx.gradients.watch(model) if capture == "watch" else featx.capture(model, capture)
+    )
+    with block:
+        output = model(x)[0]
+        with pytest.raises(LayerError, match="is_grads_batched"):
+            torch.autograd.grad(output, model.first.weight, torch.eye(2), is_grads_batched=True)
     assert num_hooks(model) == 0
 
 

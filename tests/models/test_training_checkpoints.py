@@ -115,6 +115,7 @@ DROPPED = {
 SEVERAL: dict[str, tuple[Callable[[State, State], Any], str]] = {
     "EMA": (lambda s, t: {"model": s, "model_ema": t}, "model_ema/"),
     "EMA of timm": (lambda s, t: {"state_dict": s, "state_dict_ema": t}, "state_dict_ema/"),
+    "EMA beside the names themselves": (lambda s, t: {**t, **with_prefix("ema.", s)}, ""),
     "DINO": (
         lambda s, t: {
             "student": with_prefix("module.backbone.", s),

@@ -115,6 +115,18 @@ def test_weights_of_another_model_are_refused_and_nothing_is_loaded(
     assert state_sha256(module) == before
 
 
+def test_tied_weights_have_one_value() -> None:
+    tied, free = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    before = state_sha256(tied)
+    with pytest.raises(WeightsError, match=r"0\.weight and 1\.weight are one tensor"):
+        load_weights(tied, free.state_dict(), "untied.pth")
+    assert state_sha256(tied) == before
+    free[1].weight = free[0].weight
+    load_weights(tied, free.state_dict(), "tied.pth")
+    assert state_sha256(tied) == state_sha256(free)
+
+
 def test_old_files_may_lack_the_batch_counter(state: State) -> None:
     module = net()
     del state["1.num_batches_tracked"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib
 import os
@@ -110,9 +111,16 @@ class Custom(ModelLibrary[CustomOptions]):
 
         without_effect = getattr(_import_factory(str(config.factory)), "args_without_effect", ())
         module, weights, loading = _call_factory(config, seed), random_id(seed), {}
+        is_given = any(module is each for each in _given.get().values())
         if config.weights == "default":
             weights = "as the factory made them"
+        elif config.weights is None and is_given:
+            raise ConfigError(
+                "model.weights=null asks for random weights, and the given module has weights of "
+                "its own. Leave model.weights out, or give a function that builds the module."
+            )
         elif config.weights is not None:
+            module = _copy(module) if is_given else module  # the user's own keeps its weights
             weights = config.weights
             loading = load_own_weights(module, weights, config.checkpoint)
         return Backbone(
@@ -152,6 +160,17 @@ def _call_factory(config: CustomOptions, seed: int) -> nn.Module:
             ) from error
     refuse_other_objects(module, f"model.factory={config.factory}")
     return module  # type: ignore[no-any-return]  # the type was checked
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module into which weights can be loaded."""
+    try:
+        return copy.deepcopy(module)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"model.weights goes into a copy of the given module, which cannot be copied: {error}. "
+            "Give a function that builds the module, or load the weights into it yourself."
+        ) from error
 
 
 def _import_factory(path: str) -> Callable[..., Any]:

@@ -70,6 +70,7 @@ def test_windows_1252_is_named_and_read_when_asked(folder: Path) -> None:
     (folder / "t.csv").write_text(text, "utf-8-sig")
     with pytest.raises(DataError, match=r"t\.csv begins with a byte order mark of UTF-8"):
         list_table(folder / "t.csv", encoding="cp1252")
+    assert names_of(list_table(folder / "t.csv", encoding="utf-8-sig")) == ["ok", "gestört"]
 
 
 def test_paths_of_another_encoding_are_found(folder: Path) -> None:

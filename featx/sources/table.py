@@ -79,7 +79,9 @@ class TableOptions(ColumnOptions):
     def csv_form(self) -> CsvForm:
         """Form of CSV files."""
         delimiter = _DELIMITERS.get(self.delimiter or "", self.delimiter)
-        return CsvForm(delimiter, self.encoding, self.quoting)
+        # The byte order mark is left out in any case.
+        has_mark = self.encoding.lower().replace("_", "-") == "utf-8-sig"
+        return CsvForm(delimiter, "utf-8" if has_mark else self.encoding, self.quoting)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +93,7 @@ class TableOptions(ColumnOptions):
                 f"data.delimiter={self.delimiter}: expected one character, or one of "
                 "comma, semicolon, tab and pipe."
             )
-        _check_encoding(self.encoding)
+        _check_encoding(self.csv_form.encoding)
         if self.columns is not None and (problem := column_name_problem(self.columns)):
             raise ConfigError(f"data.columns: {problem}")
 

@@ -345,7 +345,7 @@ def check_csv(
         for start, kind in _OTHER_KINDS.items():
             if header.startswith(start):
                 raise DataError(f"{file} is no CSV, but {kind}.")
-        is_utf8 = codecs.lookup(encoding or "utf-8").name.startswith("utf-8")
+        is_utf8 = codecs.lookup(encoding or "utf-8").name == "utf-8"
         if header.startswith(codecs.BOM_UTF8) and not is_utf8:
             raise DataError(
                 f"{file} begins with a byte order mark of UTF-8, so its text is UTF-8 and not "

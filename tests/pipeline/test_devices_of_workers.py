@@ -267,7 +267,10 @@ def command_of(job: str) -> list[str]:
 
 
 # On a busy machine one worker may have done a part before the other had its first.
-KILLED = r"worker \d \(cpu\) was killed by SIGKILL (in part \d+ \(rows|before it had a part)"
+KILLED = (
+    r"worker \d \(cpu\) was killed by SIGKILL "
+    r"(in part \d+ \(rows|before it had a part|between two parts)"
+)
 
 
 def workers_here() -> tuple[list[int], list[int]]:

@@ -181,13 +181,21 @@ class LayerVectors:
         if self._scaler is not None:
             mean, deviation = self._scaler
             wide = (wide - mean) / deviation
-        lengths = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        is_zero = ~wide.any(dim=1)
         if self._unit:
-            wide = wide / lengths.clamp_min(torch.finfo(torch.float64).tiny)
+            wide = unit_vectors(wide)
         if self._centre is not None:
             wide = (wide - self._centre) / self.scale
-        if self._unit and self._centre is not None:
-            far = torch.zeros_like(self._centre)
-            far[0] = FAR
-            wide = torch.where(lengths > 0, wide, far)
+            if self._unit:
+                wide[is_zero] = 0
+                wide[is_zero, 0] = FAR
         return wide.to(torch.float32).to(vectors.device)
+
+
+def unit_vectors(vectors: torch.Tensor) -> torch.Tensor:
+    """Divide (n, D) float64 vectors by their lengths; a vector of zeros stays one.
+
+    The squares of float32 numbers beyond 1e19 or below 1e-19 fit into float64 only.
+    """
+    lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+    return vectors / lengths.clamp_min(torch.finfo(torch.float64).tiny)

@@ -76,12 +76,12 @@ class _WatchedView(NamedTuple):
 
 
 class RunningCalls(threading.local):
-    """Calls in the pass of the reading thread.
+    """Calls of the pass of one thread; each thread sees its own.
 
     Attributes:
         opened: the calls that have not ended, innermost last. After an exception these are the
             calls that it interrupted.
-        inputs: tensors that each of them was given.
+        inputs: call -> tensors among its arguments, for calls that have not ended.
         num_ended: name of a module -> number of its calls that have ended.
     """
 
@@ -113,7 +113,7 @@ def every_call(
         names: dotted names of the modules whose calls are reported; None for all.
 
     Yields:
-        The running calls.
+        The calls that are running.
 
     Raises:
         ModelError: the model or a module in it is TorchScript.
@@ -233,7 +233,7 @@ class LoopHooks(LayerHooks):
             self.record.is_open = self.has_run = True
 
     def _refuse_replaced(self) -> None:
-        """Raise LayerError if another module has the name of a layer, without hooks."""
+        """Raise LayerError if the model has another module, without hooks, in place of a layer."""
         for points in self._points.values():
             point = points[0]
             module: nn.Module | None = self._model
@@ -282,10 +282,26 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_uncompiled: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-"""Module -> number of blocks in which it runs its original code, and its compiled code. Blocks of
-several threads or generators may end in any order."""
-_uncompiled_lock = threading.Lock()
+class _CompiledCode:
+    """Compiled code of a module that runs its original code.
+
+    Attributes:
+        attribute: name of the attribute of the module that holds the code.
+        num_blocks: number of blocks that need the original code.
+    """
+
+    def __init__(self, module: Any) -> None:
+        is_wrapper = _is_wrapper(module)
+        self.attribute = "forward" if is_wrapper else "_compiled_call_impl"
+        self.code = getattr(module, self.attribute)
+        self.num_blocks = 0
+        setattr(module, self.attribute, module._orig_mod.__call__ if is_wrapper else None)
+
+
+_compiled_code: WeakKeyDictionary[nn.Module, _CompiledCode] = WeakKeyDictionary()
+"""Code of the modules that run their original code now. Blocks of several threads, or of
+generators, end in any order, and the last one puts the compiled code back."""
+_compiled_code_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -294,28 +310,32 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
     Compiled code has no operations, and calls only hooks that existed when it was compiled.
     """
-    modules: list[Any] = list(model.modules())
-    plain = {
-        m: ("forward", m._orig_mod.__call__)
-        if type(m).__name__ == "OptimizedModule"
-        else ("_compiled_call_impl", None)
-        for m in modules
-        if type(m).__name__ == "OptimizedModule" or m._compiled_call_impl or m in _uncompiled
-    }
-    if plain:
+    modules = []
+    with _compiled_code_lock:
+        for module in model.modules():
+            if module not in _compiled_code:
+                if not _is_wrapper(module) and module._compiled_call_impl is None:
+                    continue
+                _compiled_code[module] = _CompiledCode(module)
+            _compiled_code[module].num_blocks += 1
+            modules.append(module)
+    if modules:
         _announce_uncompiled()
-    with _uncompiled_lock:
-        for module, (attribute, code) in plain.items():
-            _uncompiled.setdefault(module, [0, getattr(module, attribute)])[0] += 1
-            setattr(module, attribute, code)
     try:
         yield
     finally:
-        with _uncompiled_lock:
-            for module, (attribute, _) in plain.items():
-                _uncompiled[module][0] -= 1
-                if not _uncompiled[module][0]:
-                    setattr(module, attribute, _uncompiled.pop(module)[1])
+        with _compiled_code_lock:
+            for module in modules:
+                compiled = _compiled_code[module]
+                compiled.num_blocks -= 1
+                if not compiled.num_blocks:
+                    setattr(module, compiled.attribute, compiled.code)
+                    del _compiled_code[module]
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is what torch.compile returns for another one."""
+    return type(module).__name__ == "OptimizedModule"
 
 
 @functools.cache

@@ -242,6 +242,12 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         session = self.write_session
         _pack(self.config, session)
         outcome.metrics.seconds["pack"] = time.perf_counter() - started_at
+        if unfinished := session.unfinished_runs():
+            names = ",".join(sorted(unfinished[0].names))
+            log_message(
+                f"{shown_path(self.root)} is not complete: it lacks rows of layers=[{names}], "
+                "which the command with these layers computes."
+            )
         session.write_failures()
         request = None
         if session.is_complete and self._finished is not None:
@@ -321,14 +327,7 @@ def _refuse_another_layer(
 
 def _pack(config: Config, session: StoreSession) -> None:
     """Pack the parts into one features.h5, if the config asks for it and there is room."""
-    if unfinished := session.unfinished_runs():
-        names = ",".join(sorted(unfinished[0].names))
-        log_message(
-            f"{shown_path(session.root)} is not complete: it lacks rows of layers=[{names}], which "
-            "the command with these layers computes."
-        )
-        return
-    if session.is_packed:
+    if session.is_packed or not session.is_complete:
         return
     if has_mixed_rows(session) or config.pack is False:
         return

@@ -77,9 +77,9 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
 
 
 def check_images_before_adding(context: RunContext, session: StoreSession) -> None:
-    """Refuse to add layers or rows to rows of changed images that refresh does not compute again.
+    """Refuse to add layers or rows if images have changed, and refresh does not compute their rows.
 
-    A command that is refused leaves the runs of the store as they were.
+    A command that is refused leaves the runs of the store as they were. Raises StoreMismatchError.
     """
     runs = _outdated_runs(session, _changes(context, session))
     if context.config.refresh:

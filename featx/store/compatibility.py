@@ -37,8 +37,8 @@ def merge_manifest(
     _refuse_other_settings(root, before, requested, new_rows > 0)
     if new_rows > 0 and not grow:
         raise StoreMismatchError(growth_message(root, new_rows))
-    is_known = new_rows <= 0 and any(run.names == requested.names for run in before.runs)
-    if unfinished and not is_known and all(run.names != requested.names for run in unfinished):
+    adds_nothing = new_rows <= 0 and any(run.names == requested.names for run in before.runs)
+    if unfinished and not adds_nothing and all(run.names != requested.names for run in unfinished):
         raise StoreMismatchError(
             f"{root} is not complete: it was started with "
             f"layers={_name_list(unfinished[0].names)}, and this command has "

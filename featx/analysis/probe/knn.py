@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from featx.analysis.layer_vectors import unit_vectors
 from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
@@ -83,11 +84,7 @@ def _nearest(
     home = features.device if dtype == torch.float32 else float64_device(features.device)
 
     def unit(rows: torch.Tensor) -> torch.Tensor:
-        # Squares of numbers beyond 1e19 or below 1e-19 do not fit into float32.
-        wide = rows.to(float64_device(features.device)).double()
-        lengths = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        vectors: torch.Tensor = wide / lengths.clamp_min(torch.finfo(torch.float64).tiny)
-        return vectors.to(home, dtype)
+        return unit_vectors(rows.to(float64_device(features.device)).double()).to(home, dtype)
 
     query_vectors = unit(features.take(queries))
     rows = max(1, BLOCK_NUMBERS // len(queries))

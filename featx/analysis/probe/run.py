@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -118,12 +117,11 @@ def _probe_layer(task: Task[Any, Any, Any], layer: str, device: torch.device) ->
 
 
 def _unused_options(options: ProbeConfig, layers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Given options of trainings in steps, if there was none."""
+    """Return the given options of training in steps, if nothing was trained so."""
     if "attentive" in options.methods or any(about.get("streamed") for about in layers.values()):
         return []
-    names = ("epochs", "learning_rate", "clip_norm")
-    is_given = {f.name: getattr(options, f.name) != f.default for f in fields(options)}
-    return [f"probe.{name}" for name in names if is_given[name]]
+    names, usual = ("epochs", "learning_rate", "clip_norm"), ProbeConfig()
+    return [f"probe.{name}" for name in names if getattr(options, name) != getattr(usual, name)]
 
 
 def _line(task: Task[Any, Any, Any], layer: str) -> str:

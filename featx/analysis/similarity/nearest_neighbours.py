@@ -290,7 +290,8 @@ def _nearest(
     vectors: LayerVectors, x: torch.Tensor, query_places: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors."""
-    block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), sizes.BLOCK_BYTES // max(4, 4 * len(x)))
+    num_scores = sizes.BLOCK_BYTES // 4  # of a block, in float32
+    block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, num_scores // max(1, len(x))))
 
     def scored_blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""

@@ -8,9 +8,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from conftest import with_path
 
@@ -70,15 +69,6 @@ def running(arguments: list[str], **env: str) -> Iterator[subprocess.Popen[str]]
     finally:
         process.kill()
         process.communicate()
-
-
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[Any]) -> Any:
-    """The value of a condition when it is true, or when the process has ended."""
-    deadline = time.monotonic() + 300
-    while not (value := condition()) and process.poll() is None:
-        assert time.monotonic() < deadline, "it never happens"
-        time.sleep(0.005)
-    return value
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str, float]:

@@ -19,8 +19,8 @@ import torch
 from conftest import Completed, slow_except, with_path
 from made_store import make_run
 from object_server import RequestLog, num_parts, place, rows_of, upload, worker_pids
-from processes import wait_until
 from tiny_model import COMMAND, KEYS, TRUSTED, extract, run_job, write_image, write_images
+from waiting import wait_until
 
 import featx as package
 from featx import jobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -27,4 +27,13 @@ def eventually(
         assert process is None or process.poll() is None, output()
         assert time.monotonic() < deadline, output()
         time.sleep(0.1)
+    return value
+
+
+def wait_until(condition: Callable[[], T], process: subprocess.Popen[Any]) -> T:
+    """The value of a condition when it is true, or when the process has ended."""
+    deadline = time.monotonic() + 300
+    while not (value := condition()) and process.poll() is None:
+        assert time.monotonic() < deadline, "it never happens"
+        time.sleep(0.005)
     return value

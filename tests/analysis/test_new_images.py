@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import run_python
 from PIL import Image
 from tiny_model import MODEL, TRUSTED, extract, extract_in_steps, run_job, write_image, write_images
 from zoo import TwoStageConvNet
@@ -154,10 +152,7 @@ def test_a_closed_embedder_says_so(store: featx.FeatureStore) -> None:
 
 def test_an_open_embedder_ends_with_its_program(store: featx.FeatureStore) -> None:
     code = f"import featx; embed = featx.embedder('store', **{CODE}); embed({files_of(store, [0])})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "Traceback" not in run.stderr, run.stderr
+    assert "Traceback" not in run_python("-c", code, path=[Path(__file__).parents[1]]).stderr
 
 
 def ask(**options: Any) -> int:

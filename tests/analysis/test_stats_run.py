@@ -23,9 +23,10 @@ import pytest
 import torch
 from conftest import slow_except
 from made_store import make_spec, temporary_files
-from processes import killed_at_sync, outcome, running, wait_until
+from processes import killed_at_sync, outcome, running
 from tiny_engine import of_speed
 from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image
+from waiting import wait_until
 
 import featx
 from featx.analysis.statistics import Statistics

@@ -11,10 +11,10 @@ import pytest
 from drivers import SYSTEM_TEST, Driver, running_driver
 from faulty_proxy import FAULTS, error, faulty_proxy, random_faults
 from object_server import environment, num_parts, place, rows_of, worker_pids
-from processes import wait_until
 from s3rver import CREDENTIALS, running_s3rver
 from seaweed import READER, SeaweedServer
 from tiny_model import extract
+from waiting import wait_until
 
 import featx
 from featx.storage import s3_client

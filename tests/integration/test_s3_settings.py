@@ -13,9 +13,9 @@ import pytest
 from drivers import SYSTEM_TEST, running_driver
 from faulty_proxy import Fault, error, faulty_proxy
 from object_server import num_parts, place, rows_of
-from processes import wait_until
 from seaweed import SeaweedServer
 from tiny_model import extract
+from waiting import wait_until
 
 import featx
 from featx.storage import s3_client

@@ -12,11 +12,10 @@ from conftest import with_path
 from drivers import SYSTEM_TEST, TESTS, running_driver
 from faulty_proxy import error, faulty_proxy
 from object_server import num_parts, place, rows_of
-from processes import wait_until
 from seaweed import SeaweedServer
 from slurm_cluster import SLURM, SlurmCluster
 from tiny_model import extract
-from waiting import eventually
+from waiting import eventually, wait_until
 
 import featx
 from featx.store import check_store, read_heartbeats

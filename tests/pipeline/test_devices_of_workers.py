@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from made_store import dataset_digests, temporary_files
 from PIL import Image
-from processes import ended, outcome, running, wait_until
+from processes import ended, outcome, running
 from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
 from torch import nn
+from waiting import wait_until
 
 import featx
 from featx.config import from_composed, from_keywords

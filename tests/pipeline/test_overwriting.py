@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from made_store import dataset_digests
-from processes import outcome, running, wait_until
+from processes import outcome, running
 from tiny_model import COMMAND, MODEL, extract, write_image
+from waiting import wait_until
 
 import featx
 from featx.errors import StoreLockedError

@@ -19,8 +19,9 @@ import distributed_jobs
 import pytest
 from made_store import dataset_digests, temporary_files
 from object_server import num_parts, place, rows_of, worker_pids
-from processes import ended, running, wait_until
+from processes import ended, running
 from tiny_model import COMMAND, MODEL, extract
+from waiting import wait_until
 
 import featx as package
 from featx.base import take_cpus

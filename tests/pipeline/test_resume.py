@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from interruptions import signal_after_commits
 from made_store import dataset_digests, make_spec, temporary_files
-from processes import ended, outcome, running, wait_until
+from processes import ended, outcome, running
 from tiny_engine import of_speed
 from tiny_model import COMMAND, KEYS, MODEL, extract, write_images
+from waiting import wait_until
 from zoo import TwoStageConvNet
 
 import featx

@@ -19,9 +19,8 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
 from object_server import num_parts, place, rows_of, worker_pids
-from processes import wait_until
 from tiny_model import COMMAND, MODEL, extract
-from waiting import eventually
+from waiting import eventually, wait_until
 
 import featx as package
 from featx.base import take_cpus

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,6 @@ def status_on(name: str) -> dict[str, Any]:
     return found
 
 
-def wait_until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    eventually(true, 200, process, lambda: process.stderr and process.stderr.read())
-
-
 def driver_of(process: subprocess.Popen[str]) -> int:
     """The process that holds the store: the child of the supervisor, which unshare started."""
     pid = process.pid
@@ -98,7 +94,7 @@ def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_l
     write_images(photos, 240)
     extract(photos, out="reference")
     with running_on("node-a", *RUN) as first:
-        wait_until(lambda: len(parts()) >= 1, first)
+        eventually(lambda: len(parts()) >= 1, 200, first, first.stderr.read)
         os.kill(driver_of(first), signal.SIGSTOP)  # so that it is not done before all was looked at
         refused = done_on("node-b", *RUN)
         assert refused.returncode == 2
@@ -131,7 +127,6 @@ def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_l
 
 TASK = """
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from featx.storage.local_folder import AtomicFolder
 from featx.store.heartbeat import Heartbeat
@@ -147,7 +142,7 @@ def test_a_task_of_another_host_or_container_keeps_drivers_away(photos: Path, na
     others = 'for i in $(seq 300); do /bin/true; done; "$0" -c "$1"; true'  # a pid of node-a alone
     command = on_host("node-a", "sh", "-c", others, sys.executable, TASK)
     with subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, text=True) as task:
-        wait_until(lambda: list(Path("store/workers").glob("*.json")), task)
+        eventually(lambda: list(Path("store/workers").glob("*.json")), 200, task)
         refused = done_on(name, *RUN)
         assert refused.returncode == 2, refused.stderr
         assert re.search(r"written by task 9 on cuda \(pid 3\d\d on node-a\)", refused.stderr)

@@ -198,4 +198,5 @@ def unit_vectors(vectors: torch.Tensor) -> torch.Tensor:
     The squares of float32 numbers beyond 1e19 or below 1e-19 fit into float64 only.
     """
     lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-    return vectors / lengths.clamp_min(torch.finfo(torch.float64).tiny)
+    unit: torch.Tensor = vectors / lengths.clamp_min(torch.finfo(torch.float64).tiny)
+    return unit

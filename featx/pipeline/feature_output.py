@@ -183,7 +183,9 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         """Hold the store; write the config into it."""
         self._check_room(context)
         self.context = context
-        self.session = StoreSession(self.root, context.as_run(), context.listing, self.config.grow)
+        config, requested = self.config, context.as_run()
+        recompute = bool(config.refresh) or config.retry_failed
+        self.session = StoreSession(self.root, requested, context.listing, config.grow, recompute)
         check = functools.partial(check_images_before_adding, context, self.session)
         with self.session.hold(self.config.overwrite, check):
             self.session.write_config(self._config_yaml)

@@ -20,7 +20,12 @@ _RUN_ENTRIES = ("layers", "part_rows", "codec", "dtype", *_ROW_ENTRIES)
 
 
 def merge_manifest(
-    root: Path, before: Manifest, requested: Run, unfinished: Sequence[Run], grow: bool
+    root: Path,
+    before: Manifest,
+    requested: Run,
+    unfinished: Sequence[Run],
+    grow: bool,
+    recompute: bool = False,
 ) -> Manifest:
     """Add a request to the runs of a store; return `before` if nothing is new.
 
@@ -29,6 +34,7 @@ def merge_manifest(
         requested: all rows and the requested layers, as a run of their own.
         unfinished: runs of the store that lack parts.
         grow: whether new rows may be added to the store.
+        recompute: whether rows of a finished run may be computed again while others lack parts.
 
     Raises:
         StoreMismatchError: the request does not fit the store.
@@ -37,8 +43,9 @@ def merge_manifest(
     _refuse_other_settings(root, before, requested, new_rows > 0)
     if new_rows > 0 and not grow:
         raise StoreMismatchError(growth_message(root, new_rows))
-    adds_nothing = new_rows <= 0 and any(run.names == requested.names for run in before.runs)
-    if unfinished and not adds_nothing and all(run.names != requested.names for run in unfinished):
+    is_finished = new_rows <= 0 and any(run.names == requested.names for run in before.runs)
+    is_unfinished = any(run.names == requested.names for run in unfinished)
+    if unfinished and not is_unfinished and not (recompute and is_finished):
         raise StoreMismatchError(
             f"{root} is not complete: it was started with "
             f"layers={_name_list(unfinished[0].names)}, and this command has "

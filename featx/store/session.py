@@ -53,6 +53,7 @@ class StoreSession:
         requested: all rows and the requested layers, as a run of their own.
         listing: all rows; rows that the store has are in the store's order.
         grow: whether new rows may be added to the store.
+        recompute: whether rows of a finished run may be computed again while others lack parts.
 
     Attributes:
         disk: performs every write to the store.
@@ -60,12 +61,19 @@ class StoreSession:
         manifest: manifest of the store, including this run.
     """
 
-    def __init__(self, root: Path, requested: Run, listing: Listing, grow: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        requested: Run,
+        listing: Listing,
+        grow: bool = False,
+        recompute: bool = False,
+    ) -> None:
         self.root = root
         self.listing = listing
         self.disk = open_folder(root)
         self._parts = CommittedParts(self.disk)
-        self._grow = grow
+        self._grow, self._recompute = grow, recompute
         self._requested = requested
         self.manifest = Manifest((requested,))
         self._uncommitted: set[PartBuilder] = set()
@@ -101,8 +109,9 @@ class StoreSession:
             clear_leftovers(self.disk)
             if before is not None:
                 self._parts.survey(before, self.listing)
+                unfinished = self.unfinished_runs()
                 merged = merge_manifest(
-                    self.root, before, self._requested, self.unfinished_runs(), self._grow
+                    self.root, before, self._requested, unfinished, self._grow, self._recompute
                 )
                 if merged.runs != before.runs and check_before_adding is not None:
                     check_before_adding()
@@ -149,14 +158,21 @@ class StoreSession:
 
     @property
     def num_committed(self) -> int:
-        """Number of rows of the requested layers that are stored."""
-        return self.num_rows - sum(map(len, self.missing())) - len(self.lost_rows())
+        """Number of rows of which the requested layers are stored."""
+        runs = self._runs_with_requested_layers()
+        missing = [part for run in runs for part in self._parts.missing_parts(run)]
+        damaged = [part for run in runs for part in self._parts.damaged_parts(run)]
+        num_lost = sum(len(self._parts.lost_rows(part)) for part in damaged)
+        return self.num_rows - sum(map(len, missing)) - num_lost
 
     @property
     def num_rows(self) -> int:
         """Number of rows that the requested layers have in the end."""
-        runs = [run for run in self.manifest.runs if run.names & self._requested.names]
-        return max((run.grid.stop_row for run in runs), default=0)
+        return max((run.grid.stop_row for run in self._runs_with_requested_layers()), default=0)
+
+    def _runs_with_requested_layers(self) -> list[Run]:
+        """Runs that computed any of the requested layers."""
+        return [run for run in self.manifest.runs if run.names & self._requested.names]
 
     def lost_rows(self) -> list[int]:
         """Rows of the requested layers that were lost with damaged chunks."""

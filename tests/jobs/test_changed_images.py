@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,10 +254,35 @@ def test_finished_layers_are_refreshed_while_others_are_unfinished(
     write_image(sorted_photos(photos)[-1], 1000)
     with pytest.raises(StoreMismatchError, match=r"refresh=true.*\(layers=\[conv\]\)"):
         extract(photos, layers=["deep"])
+    with pytest.raises(StoreMismatchError, match=r"is not complete: it was started with .*deep"):
+        extract(photos, layers=["conv"])
     extract(photos, layers=["conv"], refresh=True)
     assert "store is not complete: it lacks rows of layers=[deep]" in capfd.readouterr().err
     after = extract(photos, layers=["deep"])
     assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
+
+
+def test_finished_layers_are_refreshed_while_rows_are_added(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    both = ["conv", "deep"]
+    for layer in both:
+        extract(photos, layers=[layer])
+    for number in range(9):
+        write_image(photos / "eel" / f"{number}.png", 1000 + number)
+    with monkeypatch.context() as patch:
+        signal_after_commits(patch, 1)
+        with pytest.raises(Interrupted):
+            extract(photos, layers=both, grow=True)
+    write_image(sorted_photos(photos)[0], 2000)
+    with pytest.raises(StoreMismatchError, match=r"each of layers=\[conv\] and layers=\[deep\]"):
+        extract(photos, layers=both, grow=True)
+    with pytest.raises(StoreMismatchError, match=r"\(layers=\[deep\]\)"):
+        extract(photos, layers=["conv"], refresh=True)
+    assert re.search(r"2[5-9] of 30 rows are there already", capfd.readouterr().err)
+    extract(photos, layers=["deep"], refresh=True)
+    after = extract(photos, layers=both, grow=True)
+    assert same_values(after, extract(photos, out="whole", layers=both))
 
 
 @pytest.mark.slow

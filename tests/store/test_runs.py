@@ -352,7 +352,8 @@ def test_a_packed_file_lost_while_layers_are_added_costs_the_first_run_only(
     added.finish(root)
     kept = {p.name: p.read_bytes() for p in (root / "parts").iterdir()}
     (root / "features.h5").write_bytes(b"")
-    added.finish(root)
+    with pytest.raises(StoreMismatchError, match="is not complete"):
+        added.finish(root)
     first.finish(root)
     now = {p.name: p.read_bytes() for p in (root / "parts").iterdir()}
     assert {name: now[name] for name in kept} == kept

@@ -151,6 +151,7 @@ def test_one_of_each_kind_is_shown() -> None:
     assert set(EXAMPLES) - others == {"reduction", "codec", "executor", "job"}
 
 
+@pytest.mark.slow
 def test_the_examples_of_plug_ins_are_members_with_two_more_lines(tmp_path: Path) -> None:
     copy = copy_of_the_code(tmp_path)
     section = EXAMPLES["source, model library or export format"]

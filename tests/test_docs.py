@@ -20,7 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import make_image, run_python
+from conftest import make_image, run_python, slow_except
 from object_server import environment, rows_of, running_server, upload
 from tiny_model import write_images
 
@@ -35,6 +35,12 @@ from featx.storage import s3_client
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+FIRST_PAGES = [
+    REPOSITORY / "README.md",
+    *(REPOSITORY / "docs" / f"{name}.md" for name in ("quick-start", "tutorial", "models", "data")),
+]
+"""Pages that a newcomer reads."""
 
 NOT_RUN = {
     "model.init=reset": "weights that the library has to download",
@@ -98,7 +104,11 @@ def write_experiments(page: Path) -> None:
         Path(name).write_text(text_of_file, encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    slow_except([page for page in PAGES if commands_of(page)], *FIRST_PAGES),
+    ids=name_of,
+)
 def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra import compose, initialize_config_dir
 

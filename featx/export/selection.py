@@ -161,11 +161,11 @@ class ExportSelection:
         step = rows_per_block or self.block_rows(layers)
         for first in range(start, stop, step):
             last = min(stop, first + step)
-            values_of_layer = {name: self._read(name, first, last) for name in layers}
+            values_of_layer = {name: self.read(name, first, last) for name in layers}
             yield first, last, values_of_layer
             self.on_bytes(sum(values.nbytes for values in values_of_layer.values()))
 
-    def _read(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Read rows [start, stop) of one layer as a contiguous array."""
         rows = self.rows[start:stop]
         values = np.ascontiguousarray(self.store[layer][rows])

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from featx.pipeline.conformance_trial import TrialImages
 
 
-_FEWEST_TRIAL_IMAGES = 8
+FEWEST_TRIAL_IMAGES = 8
 """Number of trial images of the shortest runs, as far as the data set has so many."""
 
 _TRIED_PATHS = 16
@@ -296,7 +296,7 @@ def build_run_context(
         # The trial passes over 16 images take longer than all passes of a run of 20. So a short run
         # measures on fewer images: a quarter of its own, as long as that is enough for the
         # comparison with the library's own path.
-        fewest = max(_FEWEST_TRIAL_IMAGES, config.conformance.images)
+        fewest = max(FEWEST_TRIAL_IMAGES, config.conformance.images)
         count = min(TRIAL_IMAGES, max(fewest, len(listing) // 4))
         trial = _load_trial_images(loader, source, listing, decoding, count)
         engine.trial_images = trial.images

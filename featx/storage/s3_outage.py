@@ -15,7 +15,7 @@ from featx.errors import ObjectStoreError
 MAX_OUTAGE_S = 600.0
 """Seconds that a run waits for a server that does not answer or is overloaded."""
 
-_CHECK_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Interval in seconds at which waiting threads check whether the run was told to stop."""
 
 _REPORT_INTERVAL_S = 60.0
@@ -44,12 +44,12 @@ class Outage:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_outage = Outage()
+CURRENT = Outage()
 
 
 def record_answer() -> None:
     """Record that the server has answered this process; report the end of a reported outage."""
-    outage = _outage
+    outage = CURRENT
     if outage.first_failure is None:
         return
     with outage.lock:
@@ -66,7 +66,7 @@ def wait(error: ObjectStoreError, since: float, pause_s: float) -> bool:
 
     Return whether to repeat it; false as soon as the limit of `waiting_limit` is over.
     """
-    outage, now = _outage, time.monotonic()
+    outage, now = CURRENT, time.monotonic()
     limit_s = (outage.limits or [0.0])[-1] if _waits.get() else 0.0
     if not limit_s:
         return False
@@ -89,7 +89,7 @@ def wait(error: ObjectStoreError, since: float, pause_s: float) -> bool:
         )  # fmt: skip
     until = now + min(pause_s, left_s)
     while not outage.is_stopped and (left_s := until - time.monotonic()) > 0:
-        time.sleep(min(left_s, _CHECK_INTERVAL_S))
+        time.sleep(min(left_s, CHECK_INTERVAL_S))
     return not outage.is_stopped
 
 
@@ -101,7 +101,7 @@ def waiting_limit(limit_s: float | None = None) -> Iterator[None]:
     wait, and one when the server answers again. Several runs of one process may start and end in
     any order.
     """
-    outage, limit_s = _outage, MAX_OUTAGE_S if limit_s is None else limit_s
+    outage, limit_s = CURRENT, MAX_OUTAGE_S if limit_s is None else limit_s
     outage.limits.append(limit_s)
     outage.is_stopped = False
     try:
@@ -122,4 +122,4 @@ def without_waiting() -> Iterator[None]:
 
 def stop_waiting() -> None:
     """Make all waiting requests fail now; takes no lock, so a signal handler may call it."""
-    _outage.is_stopped = True
+    CURRENT.is_stopped = True

@@ -27,12 +27,12 @@ class DecodedChunks:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._chunks: OrderedDict[tuple[object, int], npt.NDArray[np.uint8]] = OrderedDict()
         self._bytes = 0
 
     def get(self, dataset_key: object, number: int) -> npt.NDArray[np.uint8] | None:
-        with self._lock:
+        with self.lock:
             rows = self._chunks.get((dataset_key, number))
             if rows is not None:
                 self._chunks.move_to_end((dataset_key, number))
@@ -40,7 +40,7 @@ class DecodedChunks:
 
     def put(self, dataset_key: object, number: int, chunk: npt.NDArray[np.uint8]) -> None:
         """Add a chunk; the least recently used chunks are dropped to make room."""
-        with self._lock:
+        with self.lock:
             if (dataset_key, number) in self._chunks or len(chunk) > CACHE_BYTES:
                 return
             self._chunks[dataset_key, number] = chunk
@@ -49,7 +49,7 @@ class DecodedChunks:
                 self._bytes -= len(self._chunks.popitem(last=False)[1])
 
     def drop(self, dataset_key: object) -> None:
-        with self._lock:
+        with self.lock:
             for key in [key for key in self._chunks if key[0] is dataset_key]:
                 self._bytes -= len(self._chunks.pop(key))
 

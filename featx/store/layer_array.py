@@ -127,8 +127,8 @@ class LayerArray:
         if type(index) is slice and index.step in (None, 1):
             start, stop, _ = index.indices(len(self))
             return self._read_range(start, max(start, stop))
-        first, *rest = index if isinstance(index, tuple) and index else (index,)
-        if isinstance(first, tuple) or first is Ellipsis:
+        first, *rest = (index or (Ellipsis,)) if isinstance(index, tuple) else (index,)
+        if first is Ellipsis:
             if len(rest) < self.ndim:
                 rest = [Ellipsis, *rest] if rest else []
                 first = slice(None)

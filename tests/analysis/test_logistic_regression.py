@@ -144,11 +144,11 @@ def test_streamed_rows_end_near_the_same_minimum(tmp_path: Path) -> None:
     options = ProbeConfig(l2=1e-2, learning_rate=0.03, epochs=100)
     exact = methods.fit(problem_of(tmp_path, x, y, options), "linear", split)
     problem = problem_of(tmp_path, x, y, options, memory_bytes=0)
-    methods_small, methods._SMALL_BYTES = methods._SMALL_BYTES, 0
+    methods_small, methods.SMALL_BYTES = methods.SMALL_BYTES, 0
     try:
         streamed = methods.fit(problem, "linear", split)
     finally:
-        methods._SMALL_BYTES = methods_small
+        methods.SMALL_BYTES = methods_small
     assert (streamed.choice.details["solver"], streamed.choice.details["converged"]) == (
         "adamw",
         None,

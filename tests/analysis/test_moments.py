@@ -623,7 +623,7 @@ def change(path: Path, act: Callable[[h5py.File], object], sealed: bool = True) 
         act(file)
     data = path.read_bytes()
     if sealed:
-        path.write_bytes(stats_file._seal(zlib.crc32(data[512:])) + data[512:])
+        path.write_bytes(stats_file.seal(zlib.crc32(data[512:])) + data[512:])
     return path
 
 

@@ -150,6 +150,7 @@ def test_a_closed_embedder_says_so(store: featx.FeatureStore) -> None:
         embed(files)
 
 
+@pytest.mark.slow
 def test_an_open_embedder_ends_with_its_program(store: featx.FeatureStore) -> None:
     code = f"import featx; embed = featx.embedder('store', **{CODE}); embed({files_of(store, [0])})"
     assert "Traceback" not in run_python("-c", code, path=[Path(__file__).parents[1]]).stderr

@@ -79,7 +79,7 @@ def test_copies_are_ties_whatever_their_values(
 ) -> None:
     """Copies of one vector in two classes, with values that have no finite binary fraction."""
     if rows_of_block:
-        monkeypatch.setattr(retrieval, "_BLOCK_NUMBERS", 7 * 40)
+        monkeypatch.setattr(retrieval, "BLOCK_NUMBERS", 7 * 40)
         monkeypatch.setattr(layer_vectors, "KEEP_BYTES", 0)
         monkeypatch.setattr(
             layer_vectors.LayerVectors, "rows_of", lambda self, num_bytes: rows_of_block

@@ -66,7 +66,7 @@ def test_an_export_that_was_stopped_anywhere_ends_as_one_that_was_not(
 ) -> None:
     export(kind, out="at-once")
     expected = digests("at-once")
-    read = selection.ExportSelection._read
+    read = selection.ExportSelection.read
     stops = 0
     for reads in (0, 3, 6, 9, 12):
         left = reads
@@ -79,7 +79,7 @@ def test_an_export_that_was_stopped_anywhere_ends_as_one_that_was_not(
             return read(self, *arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(selection.ExportSelection, "_read", stopping)
+            patched.setattr(selection.ExportSelection, "read", stopping)
             try:
                 export(kind)
             except StoppedError:

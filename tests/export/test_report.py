@@ -413,6 +413,8 @@ def test_where_it_goes() -> None:
     Path("taken.html").mkdir()
     with pytest.raises(StoreError, match="is a folder"):
         report(out="taken.html")
+    with pytest.raises(ConfigError, match=r"page\.pdf: the report is HTML"):
+        report(out="page.pdf")
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tiny_model import TRUSTED, extract, run_job, write_image
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )

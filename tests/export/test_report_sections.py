@@ -147,7 +147,7 @@ def test_shares_of_the_same_class_among_the_nearest(monkeypatch: pytest.MonkeyPa
         expected[row] = (labels[others] == labels[row]).mean()
     expected[7] = np.nan
     assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
-    monkeypatch.setattr("featx.export.report.layers._BLOCK_NUMBERS", 100)
+    monkeypatch.setattr("featx.export.report.layers.BLOCK_NUMBERS", 100)
     assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
 
 
@@ -160,7 +160,7 @@ def test_pairs_of_near_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [(i, j) for i, j, _ in pairs] == [(8, 9), (2, 31)]
         assert count == 2
         assert pairs[0][2] == pytest.approx(1)
-        monkeypatch.setattr("featx.export.report.similar_rows._BLOCK_NUMBERS", 120)
+        monkeypatch.setattr("featx.export.report.similar_rows.BLOCK_NUMBERS", 120)
     assert similar_pairs(x, 0.9, 1) == (pairs[:1], 2)
 
 

@@ -195,6 +195,7 @@ def test_a_damaged_jpeg_in_a_tiff(mode: str) -> None:
         assert caught.value.status == Status.DECODE_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_refuses_accepts_and_records(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -262,6 +262,7 @@ def test_finished_layers_are_refreshed_while_others_are_unfinished(
     assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
 
 
+@pytest.mark.slow
 def test_finished_layers_are_refreshed_while_rows_are_added(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

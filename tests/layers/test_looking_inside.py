@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 PAGE = Path(__file__).parents[2] / "docs" / "looking-inside.md"
 
 
+@pytest.mark.slow
 def test_the_snippets_run_and_say_what_the_page_says() -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     assert len(snippets) == 14

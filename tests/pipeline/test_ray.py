@@ -121,7 +121,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
     made = MadeRay()
     monkeypatch.setattr(ray_executor, "ray_module", lambda: made)
     monkeypatch.setattr(ray_executor.ActorPool, "poll_s", 0.01)
-    monkeypatch.setattr("featx.pipeline.executors.worker_pool._MAX_POLL_S", 0.01)
+    monkeypatch.setattr("featx.pipeline.executors.worker_pool.MAX_POLL_S", 0.01)
     begin_part = worker.PartWorker.begin_part
 
     def dying(self: Any, part: Any) -> Any:
@@ -196,7 +196,7 @@ def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
     context = SimpleNamespace(gcs_address=address)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context, raising=False)
     monkeypatch.setattr("featx.pipeline.executors.ray.HEAD_LOST_S", 0.0)
-    monkeypatch.setattr("featx.pipeline.executors.ray._HEAD_CHECK_S", 0.01)
+    monkeypatch.setattr("featx.pipeline.executors.ray.HEAD_CHECK_S", 0.01)
     ray.delay_s = 0.02
     with pytest.raises(RunError, match=r"the head of the Ray cluster at .* start the cluster"):
         extract(photos, executor="ray")

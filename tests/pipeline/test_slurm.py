@@ -105,7 +105,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeSlurm]:
     monkeypatch.setattr(slurm.JobArray, "report_s", 0.0)
     monkeypatch.setattr(slurm, "ASK_S", 0.0)
     # A task runs while the pool looks after it, so a look takes long.
-    monkeypatch.setattr("featx.pipeline.executors.worker_pool._MAX_POLL_S", 0.01)
+    monkeypatch.setattr("featx.pipeline.executors.worker_pool.MAX_POLL_S", 0.01)
     yield made
     take_cpus(None)
 

@@ -356,7 +356,7 @@ def test_a_later_image_of_another_size_fails_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path / "photos", (64, 64), (64, 48), (64, 64))
-    monkeypatch.setattr("featx.pipeline.run_context._FEWEST_TRIAL_IMAGES", 2)
+    monkeypatch.setattr("featx.pipeline.run_context.FEWEST_TRIAL_IMAGES", 2)
     store = extract(Stem(), folder, layers=["deep"], **WINDOWS, conformance_images=1)
     (failure,) = store.failures
     assert failure["key"] == "1.png"

@@ -61,8 +61,8 @@ def truncated(exchange: Exchange) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Server]:
     made = Server(getattr(request, "param", drop_request))
-    monkeypatch.setattr(s3_outage, "_outage", s3_outage.Outage())
-    monkeypatch.setattr(s3_outage, "_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(s3_outage, "CURRENT", s3_outage.Outage())
+    monkeypatch.setattr(s3_outage, "CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(s3_client, "MAX_PAUSE_S", 0.01)
     with faulty_proxy("http://nowhere", made.choose) as proxy:

@@ -23,7 +23,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import run_python, with_path
+from conftest import run_python, slow_except, with_path
 from made_store import MadeRun, dataset_digests, make_grown, make_run, temporary_files
 from system_calls import Calls, watched
 
@@ -141,10 +141,8 @@ def assert_clear(message: str, root: Path, error: int) -> None:
     ), message
 
 
-@pytest.mark.parametrize(
-    ("lasting", "streamed"),
-    [pytest.param(False, False, marks=pytest.mark.slow), (True, False), (True, True)],
-)
+@pytest.mark.parametrize("lasting", slow_except([False, True], True))
+@pytest.mark.parametrize("streamed", slow_except([False, True], True))
 def test_whichever_call_fails_the_run_says_so_and_resumes(
     quick: Path, lasting: bool, streamed: bool
 ) -> None:

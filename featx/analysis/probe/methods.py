@@ -39,7 +39,7 @@ from featx.errors import ConfigError
 NO_VOTE = 1e-30
 """Probability in the loss of a class that has none, so that its logarithm is finite."""
 
-_SMALL_BYTES = 64 << 20
+SMALL_BYTES = 64 << 20
 """Size up to which rows of a streamed layer, mostly few-shot ones, are read into memory."""
 
 
@@ -305,7 +305,7 @@ def _sweep_logistic(
 def _fit_logistic(problem: Problem, places: Ints, l2: float, start: Fit | None) -> FittedProbe:
     features, solver = problem.features, "lbfgs"
     scaler = fit_scaler(features, places)
-    if features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES:
+    if features.whole is not None or len(places) * 4 * features.width <= SMALL_BYTES:
         x, targets = scaler(features.take(places)), _targets(problem, places)
         fit = logistic_regression.fit_logistic(
             x, targets, problem.num_outputs, l2, start, True, _logistic_loss(problem)

@@ -24,7 +24,7 @@ _BITS = 32
 """Bits of a squared distance |a - b|^2, relative to |a|^2 + |b|^2, that decide which row is nearer.
 The bits behind them are rounding errors of sums in float64, which differ between copies."""
 
-_BLOCK_NUMBERS = 1 << 22
+BLOCK_NUMBERS = 1 << 22
 """Number of scores in memory at a time."""
 
 
@@ -55,7 +55,7 @@ def retrieval_metrics(
     vectors = metric_vectors(store, layer, metric, device, standardise, rows)
     reason = _why_no_map(len(rows))
     num_nearer, precisions = [], []
-    block_rows = max(1, _BLOCK_NUMBERS // len(rows))
+    block_rows = max(1, BLOCK_NUMBERS // len(rows))
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
         scores = _nearness(vectors, places, metric == "cosine")

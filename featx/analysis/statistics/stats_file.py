@@ -113,7 +113,7 @@ def file_bytes(
                 raise memory_mismatch_error(STATS_FILE, path)
     with buffer.getbuffer() as data:
         # The checksum is written last, into the user block, because it covers everything behind it.
-        data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
+        data[:_SEAL_BYTES] = seal(zlib.crc32(data[_SEAL_BYTES:]))
     return buffer.getvalue()
 
 
@@ -166,7 +166,7 @@ def read_array(file: h5py.File, path: str) -> npt.NDArray[Any]:
     return values
 
 
-def _seal(crc: int) -> bytes:
+def seal(crc: int) -> bytes:
     """Return the first 512 bytes of a file, which are the same in every version of the format."""
     text = f"featx statistics; crc32 of the bytes from {_SEAL_BYTES} on: {crc:08x}\n"
     return text.encode().ljust(_SEAL_BYTES, b"\0")
@@ -182,7 +182,7 @@ def _check_seal(path: Path) -> None:
                 crc = zlib.crc32(data, crc)
     except OSError as error:
         raise DamagedError(f"{path}: {damage_text(path, error)}.") from error
-    if head != _seal(crc):
+    if head != seal(crc):
         raise DamagedError(f"{path} is damaged: it differs from its checksum.")
 
 

@@ -28,7 +28,7 @@ NEAREST = 10
 CKA_ROWS = 1000
 """Maximum number of images of which layers are compared; the work grows with its square."""
 
-_BLOCK_NUMBERS = 1 << 24
+BLOCK_NUMBERS = 1 << 24
 """Number of cosines in memory at a time."""
 
 Matrix = npt.NDArray[np.float64]
@@ -192,7 +192,7 @@ def same_class_shares(
         return shares
     unit = standardised_units(x[labelled].astype(np.float64))
     classes = labels[labelled]
-    step = max(1, _BLOCK_NUMBERS // len(labelled))
+    step = max(1, BLOCK_NUMBERS // len(labelled))
     for start in range(0, len(labelled), step):
         cosines = unit[start : start + step] @ unit.T
         places = np.arange(len(cosines))

@@ -16,7 +16,7 @@ from featx.analysis import compare_stores
 from featx.analysis.statistics import explain_missing_norms, token_norms
 from featx.base import csv_cell
 from featx.config import Config, DataConfig, names_tuple
-from featx.errors import FeatxError, MissingExtraError, StoreError, counted
+from featx.errors import ConfigError, FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.charts import CLASSES_SHOWN, cka_map, probe_contents
 from featx.export.report.html import render_page, without_folder, without_folders
 from featx.export.report.layers import (
@@ -105,6 +105,8 @@ def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
 
 def _file_of(config: Config, store: FeatureStore) -> Path:
     out = config.output_folder(store.root, NAME)
+    if out.suffix.lower() == ".pdf":
+        raise ConfigError(f"out={out}: the report is HTML, which a browser prints: out=NAME.html.")
     path = out if out.suffix.lower() in (".html", ".htm") else out / NAME
     if path.is_dir():
         raise StoreError(f"{path} is a folder; give the report another name: out=NAME.html.")

@@ -27,7 +27,7 @@ RANDOM_QUERIES = 3
 NEAREST = 6
 """Number of neighbours per query."""
 
-_BLOCK_NUMBERS = 1 << 24
+BLOCK_NUMBERS = 1 << 24
 """Number of cosines in memory at a time."""
 
 
@@ -86,7 +86,7 @@ def similar_pairs(
     """
     unit = standardised_units(x)
     pairs: list[tuple[int, int, float]] = []
-    count, step = 0, max(1, _BLOCK_NUMBERS // len(x))
+    count, step = 0, max(1, BLOCK_NUMBERS // len(x))
     for start in range(0, len(x), step):
         cosines = unit[start : start + step] @ unit.T
         i, j = np.nonzero(cosines >= cosine)

@@ -29,7 +29,7 @@ HEAD_LOST_S = 30.0
 Ray ends the process of the driver after 60 s, without a chance to say what to do.
 """
 
-_HEAD_CHECK_S = 5.0
+HEAD_CHECK_S = 5.0
 """Seconds between two checks that the head answers."""
 
 
@@ -159,11 +159,11 @@ class ActorPool(WorkerPool):
         return "has ended"
 
     def _check_head(self) -> None:
-        """Ask the head of the cluster, at most every _HEAD_CHECK_S seconds."""
-        if time.monotonic() - self._checked_at < _HEAD_CHECK_S:
+        """Ask the head of the cluster, at most every HEAD_CHECK_S seconds."""
+        if time.monotonic() - self._checked_at < HEAD_CHECK_S:
             return
         try:
-            _connect(self._head, _HEAD_CHECK_S)
+            _connect(self._head, HEAD_CHECK_S)
             self._answered_at = time.monotonic()
         except OSError as error:
             lost_s = time.monotonic() - self._answered_at

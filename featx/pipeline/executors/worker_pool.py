@@ -50,7 +50,7 @@ RESUME_HINT = "Nothing committed is lost; run the same command again to resume."
 _STAGES = ("read", "decode", "wait", "model", "copy", "write")
 """Stages whose seconds a worker reports."""
 
-_MAX_POLL_S = 5.0
+MAX_POLL_S = 5.0
 """Seconds between two looks at the most, as a signal ends the run within 10 s."""
 
 _REPORTS_S = 30.0
@@ -183,7 +183,7 @@ class WorkerPool(ABC):
     def _poll(self) -> None:
         """Wait; record what was committed, and look after workers that have ended."""
         # A look at the parts of a large store takes long.
-        time.sleep(max(self.poll_s, min(10 * self._look_s, _MAX_POLL_S)))
+        time.sleep(max(self.poll_s, min(10 * self._look_s, MAX_POLL_S)))
         looked_at = time.monotonic()
         if any(map(self._is_ready, self.workers)):
             self._start_clock()

@@ -8,14 +8,14 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def with_part(page: Path, name: str, made: str) -> str:
-    """Return the text of a page in which a part is as a script has made it."""
+def with_part(text: str, name: str, made: str) -> str:
+    """Return the text of a page with a part as a script has made it."""
     changed, count = re.subn(
         rf"(<!-- {name},[^>]*-->\n).*?(<!-- /{name} -->)",
         lambda found: f"{found[1]}\n{made}\n{found[2]}",
-        page.read_text(encoding="utf-8"),
+        text,
         flags=re.DOTALL,
     )
     if count != 1:
-        raise SystemExit(f"{page}: expected one part <!-- {name}, ... --> ... <!-- /{name} -->")
+        raise SystemExit(f"expected one part <!-- {name}, ... --> ... <!-- /{name} -->")
     return changed

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,18 @@ COMMANDS = {
     "loader-overhead": ("--runs", "3", "--json"),
 }
 """Commands of scripts/benchmark that are compared besides the models, with their options."""
+
+HISTORY = {
+    **{
+        model: [f"{model} {kind}: images_per_second" for kind in ("fp32", "bf16")]
+        for model in MODELS
+    },
+    "20 images": ["a run of 20 images: seconds"],
+    "finished store": ["the same on its finished store: seconds"],
+    "reader": ["vectors, batches of 256 at random: of_memmap"],
+    "loader": ["nothing decoded: microseconds"],
+}
+"""Columns of the table in scripts/benchmarks/history.md -> names of the figures in a cell."""
 
 
 @dataclass
@@ -51,6 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
         compare_commands(sides, arguments.commands, arguments.runs, folder)
     figures = dict.fromkeys(figure for side in sides for figure in side.values)
     slower = [figure.name for figure in figures if print_verdict(figure, sides, arguments.least)]
+    print(history_row(sides))
     if slower:
         print(f"SLOWER: {', '.join(slower)}")
         raise SystemExit(1)
@@ -110,6 +125,24 @@ def order_of_round(sides: Sequence[Side], number: int) -> Sequence[Side]:
     return sides if number % 2 == 0 else sides[::-1]
 
 
+def speedups(figure: Figure, sides: Sequence[Side]) -> list[float]:
+    """Return how many times as good a figure is in each round; empty if a commit lacks it."""
+    rounds = zip(*(side.values.get(figure, []) for side in sides), strict=False)
+    return [figure.speedup(*pair) for pair in rounds]
+
+
+def history_row(sides: Sequence[Side]) -> str:
+    """Return the row of these commits in scripts/benchmarks/history.md."""
+    day, commits = time.strftime("%-d %B %Y"), "..".join(side.name for side in sides)
+    cells = [day, commits, f"{os.cpu_count()} cores"]
+    for names in HISTORY.values():
+        measured = [speedups(figure, sides) for figure in sides[0].values if figure.name in names]
+        cells.append(
+            " / ".join(f"{statistics.median(ratios):.2f}" for ratios in measured if ratios)
+        )
+    return f"| {' | '.join(cells)} |"
+
+
 def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
     """Print the medians and the verdict of one figure; return whether it is slower.
 
@@ -119,7 +152,7 @@ def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
     shown = [f"{statistics.median(x):9.2f}" if x else "not there" for x in (before, after)]
     text = f"{figure.name:58} {' -> '.join(shown)} {UNITS[figure.metric]}"
     slower = False
-    if ratios := [figure.speedup(*pair) for pair in zip(before, after, strict=False)]:
+    if ratios := speedups(figure, sides):
         ratio = statistics.median(ratios)
         slower = ratio < least and figure.metric != "peak_mib"
         text += f", {ratio:.2f} times as good ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -133,8 +133,9 @@ def speedups(figure: Figure, sides: Sequence[Side]) -> list[float]:
 
 def history_row(sides: Sequence[Side]) -> str:
     """Return the row of these commits in scripts/benchmarks/history.md."""
-    day, commits = time.strftime("%-d %B %Y"), "..".join(side.name for side in sides)
-    cells = [day, commits, f"{os.cpu_count()} cores"]
+    names = ("git", "-C", REPOSITORY, "rev-parse", "--short", *(side.name for side in sides))
+    commits = "..".join(run_command(*names).split())
+    cells = [time.strftime("%-d %B %Y"), commits, f"{os.cpu_count()} cores"]
     for names in HISTORY.values():
         measured = [speedups(figure, sides) for figure in sides[0].values if figure.name in names]
         cells.append(

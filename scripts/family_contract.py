@@ -19,18 +19,13 @@ _REGISTRATION = re.compile(r"^[A-Z]+\.register\(", re.M)
 class FamilyContract(Contract):
     """Members of one family import each other neither directly nor through other modules.
 
-    Attributes:
-        packages: packages of the families, each of whose direct modules may be a member.
+    Each direct module of one of the packages may be a member.
     """
 
     packages = fields.ListField(subfield=fields.StringField())
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        """Find the imports between members of one family.
-
-        Raises:
-            ValueError: a package has fewer than two members, so that the contract checks nothing.
-        """
+        """Find the imports between members of one family, of which there must be two."""
         imports = []
         for package in self.packages:  # type: ignore[attr-defined]  # a field holds its value
             members = {name for name in graph.find_children(package) if _is_member(name)}

@@ -164,7 +164,8 @@ def test_pages_have_commands() -> None:
         assert piece in every, f"{piece!r} is in no command any more"
 
 
-def test_the_pages_made_from_the_code_are_as_the_code_is() -> None:
+def test_the_pages_made_from_the_code_are_as_the_code_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
     script = runpy.run_path(str(REPOSITORY / "scripts" / "reference"))
     pages = script["pages"]()
     for path, text in pages.items():
@@ -172,18 +173,12 @@ def test_the_pages_made_from_the_code_are_as_the_code_is() -> None:
     written = "".join(text for path, text in pages.items() if path.parent.name == "options")
     for option in described_options():
         assert f"| `{option.name}` | {option.type_text} |" in written
-    assert set(script["EXAMPLES"]) == set(script["TITLES"]) == {
-        path.stem for path in (REPOSITORY / "docs" / "reference" / "options").glob("*.md")
-    }  # fmt: skip
+    assert set((REPOSITORY / "docs" / "reference" / "options").glob("*.md")) < set(pages)
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_the_tables_of_models_are_as_the_catalogue_is() -> None:
+def test_the_page_of_models_is_as_the_catalogue_is() -> None:
     """tests/models/test_catalogue.py compares the catalogue with models that are built."""
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "models_table"))
-    for name in script["PAGES"]:
-        text = (REPOSITORY / name).read_text(encoding="utf-8")
-        assert script["page"](name) == text, f"{name} is stale: run scripts/models_table"
     page = (REPOSITORY / "docs" / "backbones.md").read_text(encoding="utf-8")
     timm = [entry for entry in read_catalogue().entries if entry.library == "timm"]
     names, weights = {entry.name for entry in timm}, [entry for entry in timm if entry.tag]

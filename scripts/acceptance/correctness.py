@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,16 +14,13 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
+from benchmarks.measuring import smallest_cosine
 
 import featx as featx_module
 from acceptance.photographs import large_folder, odd_folder
-from acceptance.steps import REPOSITORY, Settings, Step, featx
+from acceptance.steps import Settings, featx
 
 MODELS = ("resnet50", "vit_b_16", "efficientnet_b0", "convnext_tiny")
-HALF_MODELS = MODELS[:2]
-"""Models of half-precisions, which starts three commands for each."""
-
 DRY_MODELS = ("test_resnet",)
 
 IMAGES = 512
@@ -36,55 +31,30 @@ def _models(settings: Settings) -> tuple[str, ...]:
     return DRY_MODELS if settings.dry_run else MODELS
 
 
-def _store(settings: Settings, name: str) -> Path:
-    """An output folder that does not exist."""
-    folder = settings.work / "stores" / name
-    shutil.rmtree(folder, ignore_errors=True)
-    return folder
+def _options(settings: Settings, name: str, model: str, *options: str) -> tuple[Path, list[str]]:
+    """An output folder that does not exist, and the options of a run of some photos into it."""
+    out = settings.work / "stores" / name
+    shutil.rmtree(out, ignore_errors=True)
+    photos = large_folder(settings, IMAGES)
+    return out, [f"model={model}", "model.weights=null", f"data={photos}", f"out={out}", *options]
 
 
 def _extract(settings: Settings, name: str, model: str, *options: str) -> Path:
     """Extract the embedding of some photos into a new store."""
-    out = _store(settings, name)
-    photos = large_folder(settings, IMAGES)
-    keys = (f"model={model}", "model.weights=null", f"data={photos}", f"out={out}")
-    featx(settings, *keys, *options)
+    out, given = _options(settings, name, model, *options)
+    featx(settings, *given)
     return out
 
 
-def digests(store: Path) -> dict[str, str]:
-    """SHA-256 of the features, keys and statuses of a packed store."""
+def _embedding(store: Path) -> Any:
+    return featx_module.open(store)["embedding"][:]
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    """Bytes of the features, keys and statuses of a packed store."""
     with h5py.File(store / "features.h5", "r") as file:
         names = [f"features/{name}" for name in file["features"]] + ["key", "status"]
-        return {name: hashlib.sha256(file[name][:].tobytes()).hexdigest() for name in names}
-
-
-def smallest_cosine(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
-    """Smallest cosine between a row of `a` and the same row of `b`, both (n, D).
-
-    Rows of random weights may be zero: two such rows are equal and count as 1, one as 0.
-    """
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    norms = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
-    product = norms[0] * norms[1]
-    cosines = (a * b).sum(1) / np.where(product == 0, 1, product)
-    return float(np.where((norms[0] == 0) & (norms[1] == 0), 1, cosines).min())
-
-
-def gpu_tests(settings: Settings) -> Mapping[str, Any]:
-    """The tests that are marked gpu; a dry run only collects them."""
-    collect = ["--collect-only"] if settings.dry_run else ["-rs"]
-    done = subprocess.run(
-        # Warnings are errors, and pytest-benchmark, where it is installed, has some of its own.
-        [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-o", "addopts=--strict-markers",
-         "-m", "gpu", "-q", *collect, "tests"],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    last = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]
-    (settings.out / "pytest-gpu.log").write_text(done.stdout[-200_000:] + done.stderr[-20_000:])
-    passed = re.findall(r"(\d+)(?:/\d+)? (?:passed|tests collected)", last)
-    is_right = done.returncode == 0 and passed and int(passed[0]) > 0
-    return {"rows": [{"pytest -m gpu": last}], "wrong": [] if is_right else [last]}
+        return {name: file[name][:].tobytes() for name in names}
 
 
 def against_the_cpu(settings: Settings) -> Mapping[str, Any]:
@@ -92,9 +62,8 @@ def against_the_cpu(settings: Settings) -> Mapping[str, Any]:
     rows, wrong = [], []
     for model in _models(settings):
         options = ("precision=fp32", "dtype=float32", "data.limit=64")
-        on_device = _extract(settings, f"device-{model}", model, *options)
-        on_cpu = _extract(settings, f"cpu-{model}", model, *options, "device=cpu")
-        a, b = (featx_module.open(str(path))["embedding"][:] for path in (on_device, on_cpu))
+        a = _embedding(_extract(settings, f"device-{model}", model, *options))
+        b = _embedding(_extract(settings, f"cpu-{model}", model, *options, "device=cpu"))
         error = float(np.abs(a - b).max() / np.abs(b).max())
         rows.append({"model": model, "relative difference": error})
         if not error < 1e-4:
@@ -104,50 +73,45 @@ def against_the_cpu(settings: Settings) -> Mapping[str, Any]:
 
 def half_precisions(settings: Settings) -> Mapping[str, Any]:
     """fp16 and bf16 against fp32 on the device: smallest cosine of a row."""
-    rows, wrong = [], []
-    for model in DRY_MODELS if settings.dry_run else HALF_MODELS:
-        stores = {
-            precision: _extract(
-                settings, f"{precision}-{model}", model, f"precision={precision}", "data.limit=64"
-            )
-            for precision in ("fp32", *(() if settings.dry_run else ("fp16",)), "bf16")
-        }
-        exact = featx_module.open(str(stores["fp32"]))["embedding"][:]
-        for precision, store in list(stores.items())[1:]:
-            found = featx_module.open(str(store))["embedding"][:]
-            cosine = smallest_cosine(found, exact)
+    rows, wrong, goals = [], [], {}
+    for model in _models(settings)[:2]:
+        found = {}
+        for precision in ("fp32", "bf16", *(() if settings.dry_run else ("fp16",))):
+            options = (f"precision={precision}", "data.limit=64")
+            store = _extract(settings, f"{precision}-{model}", model, *options)
+            found[precision] = _embedding(store)
+        exact = found.pop("fp32")
+        for precision, values in found.items():
+            cosine = smallest_cosine(values, exact)
             rows.append({"model": model, "precision": precision, "smallest cosine": cosine})
+            goals[f"{model} {precision} has cosines of at least 0.999"] = cosine >= 0.999
             if not cosine > 0.99:
                 wrong.append(f"{model} in {precision} has a cosine of {cosine:.5f} to fp32")
-    goals = {f"{row['model']} {row['precision']} has cosines of at least 0.999":
-             row["smallest cosine"] >= 0.999 for row in rows}  # fmt: skip
     return {"rows": rows, "wrong": wrong, "goals": goals}
 
 
 def equal_bytes(settings: Settings) -> Mapping[str, Any]:
     """The same store alone, beside a process that uses the device, and by two processes."""
-    model, rows = _models(settings)[0], []
-    options = ("precision=bf16", "batch_size=32", "part_rows=32")
-    expected = digests(_extract(settings, "alone", model, *options))
-    rows.append({"how": "alone", "equal": True})
+
+    def extracted(name: str, *more: str) -> dict[str, bytes]:
+        options = ("precision=bf16", "batch_size=32", "part_rows=32", *more)
+        return contents(_extract(settings, name, _models(settings)[0], *options))
+
+    expected = extracted("alone")
     busy = subprocess.Popen(
         [sys.executable, "-c", _BUSY, settings.device], stderr=subprocess.DEVNULL
     )
     try:
         time.sleep(2 if settings.dry_run else 8)
-        beside = digests(_extract(settings, "beside", model, *options))
+        found = {"another process uses the device": extracted("beside")}
     finally:
         busy.kill()
         busy.wait()
-    rows.append({"how": "another process uses the device", "equal": beside == expected})
-    two = digests(_extract(settings, "two", model, *options, "executor.workers=2"))
-    # On a CPU each of two processes has half of the threads, and so other last bits.
-    is_same = two == expected or settings.dry_run
-    rows.append({"how": "two processes", "equal": two == expected})
-    again = digests(_extract(settings, "again", model, *options))
-    rows.append({"how": "alone again", "equal": again == expected})
-    wrong = [f"other bytes: {row['how']}" for row in rows[1:] if not row["equal"]]
-    return {"rows": rows, "wrong": [text for text in wrong if "two" not in text or not is_same]}
+    if not settings.dry_run:  # on a CPU each of two has half of the threads, so other last bits
+        found["two processes"] = extracted("two", "executor.workers=2")
+    found["alone again"] = extracted("again")
+    rows = [{"how": how, "equal": values == expected} for how, values in found.items()]
+    return {"rows": rows, "wrong": [f"other bytes: {r['how']}" for r in rows if not r["equal"]]}
 
 
 _BUSY = """
@@ -161,36 +125,27 @@ while True:
 def kills_and_resumes(settings: Settings) -> Mapping[str, Any]:
     """SIGKILL in the middle, and the same command again: equal bytes."""
     model, rows, wrong = _models(settings)[0], [], []
-    photos = large_folder(settings, IMAGES)
     for decode in ("fast", "reference"):
-        options = (
-            f"decode={decode}",
-            "precision=bf16",
-            "batch_size=8",
-            "part_rows=8",
-        )
+        options = (f"decode={decode}", "precision=bf16", "batch_size=8", "part_rows=8")
         expected = _extract(settings, f"whole-{decode}", model, *options)
+        total = len(featx_module.open(expected)) // 8
         for share in (0.3, 0.6):
-            out = _store(settings, f"killed-{decode}-{share}")
-            keys = (f"model={model}", "model.weights=null", f"data={photos}", f"out={out}")
-            total = len(featx_module.open(str(expected))) // 8
+            out, given = _options(settings, f"killed-{decode}-{share}", model, *options)
             process = subprocess.Popen(
-                [sys.executable, "-m", "featx", f"device={settings.device}", *keys, *options,
-                 "pack=false"],
+                [sys.executable, "-m", "featx", f"device={settings.device}", *given, "pack=false"],
                 cwd=settings.work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             while len(list((out / "parts").glob("part-*.h5"))) < share * total:
                 if process.poll() is not None:
                     break
                 time.sleep(0.01)
-            done_before = process.poll() is not None
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             process.wait()
             left = len(list((out / "parts").glob("part-*.h5")))
-            featx(settings, *keys, *options)
-            is_same = digests(out) == digests(expected)
-            rows.append({"decode": decode, "killed after": f"{left} of {total} parts",
-                         "equal": is_same, "ended before": done_before})  # fmt: skip
+            featx(settings, *given)
+            is_same = contents(out) == contents(expected)
+            killed_after = f"{left} of {total} parts"
+            rows.append({"decode": decode, "killed after": killed_after, "equal": is_same})
             if not is_same:
                 wrong.append(f"other bytes after a kill at {share}, decode={decode}")
     return {"rows": rows, "wrong": wrong}
@@ -198,24 +153,21 @@ def kills_and_resumes(settings: Settings) -> Mapping[str, Any]:
 
 def odd_files(settings: Settings) -> Mapping[str, Any]:
     """decode=fast and decode=reference: the same failures, and cosines of the rest."""
-    photos, stores = odd_folder(settings), {}
+    photos, stores, failed = odd_folder(settings), [], []
     for decode in ("fast", "reference"):
-        out = _store(settings, f"odd-{decode}")
-        featx(settings, f"model={_models(settings)[0]}", "model.weights=null", f"data={photos}",
-              f"out={out}", f"decode={decode}", "precision=fp32", "max_failures=1.0")  # fmt: skip
-        stores[decode] = out
-    fast, other = (featx_module.open(str(path)) for path in stores.values())
-    failed = []
-    for path in stores.values():
-        with (path / "failures.csv").open(newline="") as file:
+        store = _extract(
+            settings, f"odd-{decode}", _models(settings)[0], f"data={photos}",
+            f"decode={decode}", "precision=fp32", "max_failures=1.0",
+        )  # fmt: skip
+        stores.append(featx_module.open(store))
+        with (store / "failures.csv").open(newline="") as file:
             failed.append({(line["key"], line["status"]) for line in csv.DictReader(file)})
-    ok = fast.ok & other.ok
-    cosine = smallest_cosine(*(store["embedding"][:][ok] for store in (fast, other)))
-    same = failed[0] == failed[1]
-    wrong = [] if same else [f"other rows fail: {failed[0] ^ failed[1]}"]
-    row = {"files": len(fast), "failed": len(failed[0]), "the same fail": same,
-           "smallest cosine": cosine}  # fmt: skip
+    ok = stores[0].ok & stores[1].ok
+    cosine = smallest_cosine(*(store["embedding"][:][ok] for store in stores))
+    differ = failed[0] ^ failed[1]
+    row = {"files": len(ok), "failed": len(failed[0]), "smallest cosine": cosine}
     goals = {"odd files have a cosine of at least 0.999 between the decoders": cosine >= 0.999}
+    wrong = [f"other rows fail: {differ}"] if differ else []
     return {"rows": [row], "wrong": wrong, "goals": goals}
 
 
@@ -236,17 +188,12 @@ def low_memory(settings: Settings) -> Mapping[str, Any]:
 
 def reads_tf32(settings: Settings) -> Mapping[str, Any]:
     """A model whose forward pass reads the settings that featx changes on CUDA."""
-    module = settings.work / "reads_tf32.py"
-    module.write_text(_READS_TF32)
-    out, photos = _store(settings, "reads-tf32"), large_folder(settings, IMAGES)
-    done = subprocess.run(
-        [sys.executable, "-m", "featx", f"device={settings.device}", "model=custom",
-         "model.factory=reads_tf32:build", "model.weights=null", f"data={photos}",
-         "data.limit=32", "layers=[conv]", "reduce=avg", f"out={out}"],
-        cwd=settings.work, capture_output=True, text=True, check=False,
+    (settings.work / "reads_tf32.py").write_text(_READS_TF32)
+    _extract(
+        settings, "reads-tf32", "custom", "model.factory=reads_tf32:build", "data.limit=32",
+        "layers=[conv]", "reduce=avg",
     )  # fmt: skip
-    wrong = [] if done.returncode == 0 else [done.stderr.strip()[-400:]]
-    return {"rows": [{"reads torch.backends.cudnn.allow_tf32": not wrong}], "wrong": wrong}
+    return {"rows": [{"reads torch.backends.cudnn.allow_tf32": True}]}
 
 
 _READS_TF32 = """
@@ -270,13 +217,13 @@ def build():
     return Reads()
 """
 
-STEPS = (
-    Step("gpu-tests", 200, gpu_tests),
-    Step("against-the-cpu", 150, against_the_cpu),
-    Step("half-precisions", 150, half_precisions),
-    Step("equal-bytes", 120, equal_bytes),
-    Step("kills-and-resumes", 150, kills_and_resumes),
-    Step("odd-files", 60, odd_files),
-    Step("low-memory", 60, low_memory),
-    Step("reads-tf32", 40, reads_tf32),
-)
+STEPS = {
+    against_the_cpu: 150,
+    half_precisions: 150,
+    equal_bytes: 120,
+    kills_and_resumes: 150,
+    odd_files: 60,
+    low_memory: 60,
+    reads_tf32: 40,
+}
+"""Step -> seconds after which it is killed."""

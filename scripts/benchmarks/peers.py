@@ -11,13 +11,11 @@ import contextlib
 import io
 import json
 import multiprocessing
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.measuring import Add, Case, compare, run_command, smallest_cosine
 from benchmarks.photos import make_photos
-from benchmarks.rounds import Add, Case, compare
 from featx.analysis import FEATURES
 from featx.base import num_cpus
 from featx.config import Config, from_composed, from_keywords, saved_yaml
@@ -65,7 +63,7 @@ def run_featx(config: Config, config_yaml: str, out: Path) -> float:
     with contextlib.redirect_stderr(io.StringIO()):
         store = str(out / "store")
         summary = run_extraction(replace(config, out=store), config_yaml, FEATURES)
-    save_rows(out, FeatureStore(store)[summary["layers"][0]][:])
+    np.save(out / FEATURES_FILE, FeatureStore(store)[summary["layers"][0]][:])
     seconds = summary["rows"] / summary["images_per_second"] + summary["seconds"]["pack"]
     return float(summary["rows"] / seconds)
 
@@ -111,12 +109,7 @@ def run_loop(
 ) -> float:
     """Measure a loop over a DataLoader with one hook, in images per second.
 
-    Args:
-        config: of featx, with the model and a folder of images.
-        layer: dotted name of a submodule.
-        out: folder for the rows.
-        loading: options of DataLoader.
-        write: writes the outputs of all batches, and returns them as one array.
+    `write` writes the outputs of all batches, and returns them as one array.
     """
     backbone = build_backbone(config.model, config.seed)
     module, outputs, names = backbone.module, [], []
@@ -133,37 +126,20 @@ def run_loop(
         handle.remove()
         rows = write(outputs, names)
     seconds = time.perf_counter() - started_at
-    save_rows(out, rows)
+    np.save(out / FEATURES_FILE, rows)
     return len(rows) / seconds
 
 
-def run_thingsvision(
-    arguments: argparse.Namespace, weights: Path, photos: Path, out: Path
-) -> float:
+def run_thingsvision(python: str, photos: Path, *given: str | Path) -> float:
     """Measure thingsvision in the interpreter that has it, in images per second."""
     script = Path(__file__).with_name("thingsvision_peer.py")
-    given = arguments.thingsvision, script, photos, arguments.model, arguments.layer, weights, out
-    done = subprocess.run([*map(str, given)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"thingsvision failed:\n{done.stderr}")
-    return arguments.images / float(done.stdout.split()[-1])
-
-
-def save_rows(out: Path, features: np.ndarray) -> None:
-    """Save (N, ...) as (N, D) float64."""
-    np.save(out / FEATURES_FILE, features.reshape(len(features), -1).astype(np.float64))
+    printed = run_command(python, script, photos, *given)
+    return len(list(photos.iterdir())) / float(printed.split()[-1])
 
 
 def save_weights(config: Config, path: Path) -> None:
     """Save the random weights that featx draws from its seed, for peers that read a file."""
     torch.save(build_backbone(config.model, config.seed).module.state_dict(), path)
-
-
-def smallest_cosine(first: Path, second: Path) -> float:
-    """Return the smallest cosine of two contenders' rows."""
-    a, b = np.load(first / FEATURES_FILE), np.load(second / FEATURES_FILE)
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    return float(((a * b).sum(1) / np.maximum(lengths, 1e-30)).min())
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -186,39 +162,36 @@ def run(arguments: argparse.Namespace) -> None:
     """Images per second of every contender, and its ratio to the script of the same round."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        photos = arguments.folder or folder / "photos"
-        if arguments.folder is None:
-            make_photos(photos, arguments.images)
+        photos = folder / "photos"
+        make_photos(photos, arguments.images)
         auto, exact = (
             make_config(arguments.model, arguments.layer, photos, precision)
             for precision in ("auto", "fp32")
         )
-        functions: dict[str, Callable[[Path], float]] = {
-            SCRIPT: partial(in_new_process, run_script, exact[0], arguments.layer),
-            FEATX: partial(in_new_process, run_featx, *auto),
-            FEATX_FP32: partial(in_new_process, run_featx, *exact),
-            CLIP_RETRIEVAL: partial(
-                in_new_process, run_clip_retrieval_like, exact[0], arguments.layer
-            ),
-        }
-        if arguments.thingsvision:
-            in_new_process(save_weights, exact[0], folder / "weights.pt")
-            functions[THINGSVISION] = partial(
-                run_thingsvision, arguments, folder / "weights.pt", photos
-            )
-        outs: dict[str, Path] = {}
+        layer, outs = arguments.layer, dict[str, Path]()
 
-        def case(name: str) -> Case:
+        def case(name: str, function: Callable[..., float], *given: Any) -> Case:
             def measure() -> float:
                 outs[name] = Path(tempfile.mkdtemp(dir=folder))
-                return functions[name](outs[name])
+                return float(in_new_process(function, *given, outs[name]))
 
             return measure
 
-        cases = {name: case(name) for name in functions}
+        cases = {
+            SCRIPT: case(SCRIPT, run_script, exact[0], layer),
+            FEATX: case(FEATX, run_featx, *auto),
+            FEATX_FP32: case(FEATX_FP32, run_featx, *exact),
+            CLIP_RETRIEVAL: case(CLIP_RETRIEVAL, run_clip_retrieval_like, exact[0], layer),
+        }
+        if arguments.thingsvision:
+            weights = folder / "weights.pt"
+            in_new_process(save_weights, exact[0], weights)
+            given = (arguments.thingsvision, photos, arguments.model, layer, weights)
+            cases[THINGSVISION] = case(THINGSVISION, run_thingsvision, *given)
         ratios = compare(f"{arguments.model}, files to store", cases, arguments.runs, "images/s")
         for name, out in outs.items():
-            cosine = smallest_cosine(out, outs[SCRIPT])
+            rows, expected = (np.load(each / FEATURES_FILE) for each in (out, outs[SCRIPT]))
+            cosine = smallest_cosine(rows, expected)
             print(f"  {name}: smallest cosine to the script's rows {cosine:.5f}")
         for peer in (THINGSVISION, CLIP_RETRIEVAL):
             for mine in (FEATX, FEATX_FP32) if peer in ratios else ():
@@ -231,7 +204,6 @@ def add_commands(add: Add) -> None:
     command.add_argument("--model", default="resnet50", help="of torchvision; random weights")
     command.add_argument("--layer", default="avgpool")
     command.add_argument("--images", type=int, default=512)
-    command.add_argument("--folder", type=Path, help="of images; photographs are made without it")
     command.add_argument("--runs", type=int, default=3)
     command.add_argument(
         "--thingsvision", metavar="PYTHON", help="an interpreter that imports thingsvision"

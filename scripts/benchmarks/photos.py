@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-
-from featx.errors import ConfigError
+from sklearn.datasets import load_sample_images
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 
 
-def make_photos(folder: Path, count: int) -> None:
-    """Write different JPEGs of about 55 kB each, the same ones every time.
+def make_photos(
+    folder: Path, count: int, seed: int = 0, sizes: Sequence[tuple[int, int]] = ()
+) -> None:
+    """Write different JPEGs of about 55 kB each into a new folder, the same ones every time.
 
-    Each is a crop of china.jpg or flower.jpg with its own position and brightness.
-
-    Args:
-        folder: folder to create.
-        count: number of JPEGs.
-
-    Raises:
-        ConfigError: scikit-learn is not installed.
+    Each is a crop of china.jpg or flower.jpg with its own position and brightness, resized to one
+    of the sizes if there are any.
     """
-    try:
-        from sklearn.datasets import load_sample_images
-    except ImportError as error:
-        raise ConfigError(
-            "the images are cut from two photographs of scikit-learn, which is not installed: "
-            'pip install "featx[demo]".'
-        ) from error
     photographs = load_sample_images().images
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     for i in range(count):
         photograph = photographs[i % len(photographs)]
@@ -40,5 +29,7 @@ def make_photos(folder: Path, count: int) -> None:
         left = int(generator.integers(0, photograph.shape[1] - WIDTH + 1))
         crop = photograph[top : top + HEIGHT, left : left + WIDTH]
         brightness = generator.uniform(0.8, 1.2)
-        pixels = np.clip(crop * brightness, 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"photo-{i:05d}.jpg", quality=QUALITY)
+        image = Image.fromarray(np.clip(crop * brightness, 0, 255).astype(np.uint8))
+        if sizes:
+            image = image.resize(sizes[int(generator.integers(len(sizes)))])
+        image.save(folder / f"photo-{i:05d}.jpg", quality=QUALITY)

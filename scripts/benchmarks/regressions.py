@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import platform
+import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.figures import UNITS, Figure, read_figures
+from benchmarks.measuring import REPOSITORY, UNITS, Add, Figure, read_figures, run_command
 from benchmarks.photos import make_photos
-from benchmarks.rounds import Add
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = ("resnet50", "vit_b_16", "vit_small_patch16_224", "convnext_tiny", "efficientnet_lite0")
 
 COMMANDS = {
@@ -32,7 +28,7 @@ COMMANDS = {
 
 HISTORY = {
     **{
-        model: [f"{model} {precision}: images_per_second" for precision in ("fp32", "bf16")]
+        model: [f"{model} {kind}: images_per_second" for kind in ("fp32", "bf16")]
         for model in MODELS
     },
     "20 images": ["a run of 20 images: seconds"],
@@ -42,19 +38,10 @@ HISTORY = {
 }
 """Columns of the table in scripts/benchmarks/history.md -> names of the figures in a cell."""
 
-_NOT_THERE = ("invalid choice", "unrecognized arguments")
-"""Texts of argparse for a command, or an option of it, that a commit does not have yet."""
-
 
 @dataclass
 class Side:
-    """One of the two commits.
-
-    Attributes:
-        name: as it was given.
-        folder: its files.
-        values: figure -> values, one for each round.
-    """
+    """One of the two commits: its name, its files, and the values of each figure in each round."""
 
     name: str
     folder: Path
@@ -68,93 +55,66 @@ class Side:
 
 def run(arguments: argparse.Namespace) -> None:
     """Rates, start-up, reader and loader of two commits; exit code 1 where the second is slower."""
-    commits = arguments.before, arguments.after
-    with (
-        tempfile.TemporaryDirectory(prefix="featx-regressions-") as name,
-        worktrees(Path(name), *commits) as folders,
-    ):
+    with tempfile.TemporaryDirectory(prefix="featx-regressions-") as name:
+        folder = Path(name)
         sides = [
-            Side(f"{when} ({commit})", folder)
-            for when, commit, folder in zip(("before", "after"), commits, folders, strict=True)
+            Side(commit, files_of(commit, folder / when))
+            for when, commit in (("before", arguments.before), ("after", arguments.after))
         ]
-        compare_models(sides, arguments, Path(name))
-        compare_commands(sides, arguments.commands, arguments.runs, Path(name))
+        compare_models(sides, arguments, folder)
+        compare_commands(sides, arguments.commands, arguments.runs, folder)
     figures = dict.fromkeys(figure for side in sides for figure in side.values)
     slower = [figure.name for figure in figures if print_verdict(figure, sides, arguments.least)]
-    print("\n" + history_row(sides, *map(short_name, commits)))
+    print(history_row(sides))
     if slower:
         print(f"SLOWER: {', '.join(slower)}")
         raise SystemExit(1)
     print(f"nothing is slower than {arguments.least} times {arguments.before}")
 
 
-@contextlib.contextmanager
-def worktrees(folder: Path, *commits: str) -> Iterator[list[Path]]:
-    """Check out each commit in a folder of its own, until the end of the block."""
-    made: list[Path] = []
-    try:
-        for number, commit in enumerate(commits):
-            made.append(folder / f"commit-{number}")
-            _git("worktree", "add", "--quiet", "--detach", str(made[-1]), commit)
-        yield made
-    finally:
-        for tree in made:
-            _git("worktree", "remove", "--force", str(tree))
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        print(f"git {' '.join(arguments)}: {done.stderr.strip()}", file=sys.stderr)
-        raise SystemExit(2)
-    return done.stdout.strip()
-
-
-def short_name(commit: str) -> str:
-    """Abbreviated hash of a commit."""
-    return _git("rev-parse", "--short", commit)
-
-
-def run_in_checkout(
-    command: list[str], checkout: Path, cwd: Path
-) -> subprocess.CompletedProcess[str]:
-    """Run a command that imports featx from a checkout, in a folder that is no checkout."""
-    paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
-
-
-def machine() -> str:
-    """Number of cores and name of the processor."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = names[0].partition(":")[2].strip() if names else name
-    return f"{os.cpu_count()} cores, {name}"
+def files_of(commit: str, folder: Path) -> Path:
+    """Write the files of a commit into a new folder."""
+    archive = f"{folder}.tar"
+    run_command("git", "-C", REPOSITORY, "archive", f"--output={archive}", commit)
+    shutil.unpack_archive(archive, folder, filter="data")
+    return folder
 
 
 def compare_models(sides: Sequence[Side], arguments: argparse.Namespace, folder: Path) -> None:
     """Run the command with each model, precision and side in turn."""
-    photos = folder / "photos"
-    if arguments.models and arguments.data is None:
-        make_photos(photos, arguments.images)
-    options = [
-        "model.weights=null", "data=folder", f"data.root={arguments.data or photos}",
-        f"data.limit={arguments.images}", *arguments.options,
-    ]  # fmt: skip
+    if arguments.models:
+        make_photos(folder / "photos", arguments.images)
     for model in arguments.models:
         for precision in arguments.precisions:
-            chosen = [f"model={model}", f"precision={precision}", *options]
+            case = f"{model} {precision}"
+            options = (f"model={model}", f"precision={precision}", "model.weights=null")
             for number in range(arguments.runs):
                 for side in order_of_round(sides, number):
-                    name = model.replace("/", "-")  # timm/vit_base_patch16_224
-                    out = folder / f"{name}-{precision}-{number}-{side.folder.name}"
-                    side.add(measure(side.folder, chosen, out, f"{model} {precision}"))
+                    out = Path(tempfile.mkdtemp(dir=folder), "store")
+                    words = (sys.executable, "-m", "featx", *options, "data=photos", f"out={out}")
+                    run_command(*words, cwd=folder, checkout=side.folder)
+                    summary = json.loads((out / "summary.json").read_text())
+                    rate = summary["images_per_second"]
+                    print(f"  {case}, {side.name}: {rate:.1f} images/s", flush=True)
+                    side.add(
+                        {
+                            Figure(case, "images_per_second"): rate,
+                            Figure(case, "peak_mib"): summary["peak_memory_mib"],
+                        }
+                    )
+
+
+def compare_commands(
+    sides: Sequence[Side], commands: Sequence[str], runs: int, folder: Path
+) -> None:
+    """Run commands of scripts/benchmark of each side in turn."""
+    for name in commands:
+        for number in range(runs):
+            for side in order_of_round(sides, number):
+                words = (sys.executable, side.folder / "scripts" / "benchmark", name)
+                printed = run_command(*words, *COMMANDS[name], cwd=folder, checkout=side.folder)
+                print(f"  {name}, {side.name}: done", flush=True)
+                side.add(read_figures(printed))
 
 
 def order_of_round(sides: Sequence[Side], number: int) -> Sequence[Side]:
@@ -165,64 +125,23 @@ def order_of_round(sides: Sequence[Side], number: int) -> Sequence[Side]:
     return sides if number % 2 == 0 else sides[::-1]
 
 
-def measure(folder: Path, options: list[str], out: Path, case: str) -> dict[Figure, float]:
-    """Run the command with the files of a commit.
-
-    Returns:
-        Images per second and peak memory, as its summary says.
-    """
-    done = run_in_checkout(
-        [sys.executable, "-m", "featx", *options, f"out={out}"], folder, out.parent
-    )
-    if done.returncode:
-        print(f"{folder} failed with {' '.join(options)}:\n{done.stderr}", file=sys.stderr)
-        raise SystemExit(2)
-    summary = json.loads((out / "summary.json").read_text())
-    print(f"  {case}: {summary['images_per_second']:.1f} images/s", flush=True)
-    return {
-        Figure(case, "images_per_second"): summary["images_per_second"],
-        Figure(case, "peak_mib"): summary["peak_memory_mib"],
-    }
-
-
-def compare_commands(
-    sides: Sequence[Side], commands: Sequence[str], runs: int, folder: Path
-) -> None:
-    """Run commands of scripts/benchmark of each side in turn."""
-    for name in commands:
-        for number in range(runs):
-            for side in order_of_round(sides, number):
-                figures = command_figures(side.folder, [name, *COMMANDS[name]], folder)
-                print(f"  {name}, {side.name}: {'not there' if figures is None else 'done'}")
-                side.add(figures or {})
-
-
-def command_figures(folder: Path, command: list[str], cwd: Path) -> dict[Figure, float] | None:
-    """Figures of a command of scripts/benchmark of a commit.
-
-    Args:
-        folder: files of the commit.
-        command: name of the command, and options with --json.
-        cwd: folder that is no checkout.
-
-    Returns:
-        None if the commit does not have the command, or cannot print its figures as JSON.
-    """
-    done = run_in_checkout(
-        [sys.executable, str(folder / "scripts" / "benchmark"), *command], folder, cwd
-    )
-    if done.returncode == 2 and any(text in done.stderr for text in _NOT_THERE):
-        return None
-    if done.returncode:
-        print(f"{folder} failed with {' '.join(command)}:\n{done.stderr}", file=sys.stderr)
-        raise SystemExit(2)
-    return read_figures(done.stdout)
-
-
 def speedups(figure: Figure, sides: Sequence[Side]) -> list[float]:
     """Return how many times as good a figure is in each round; empty if a commit lacks it."""
-    before, after = (side.values.get(figure, []) for side in sides)
-    return [figure.speedup(*pair) for pair in zip(before, after, strict=False)]
+    rounds = zip(*(side.values.get(figure, []) for side in sides), strict=False)
+    return [figure.speedup(*pair) for pair in rounds]
+
+
+def history_row(sides: Sequence[Side]) -> str:
+    """Return the row of these commits in scripts/benchmarks/history.md."""
+    names = ("git", "-C", REPOSITORY, "rev-parse", "--short", *(side.name for side in sides))
+    commits = "..".join(run_command(*names).split())
+    cells = [time.strftime("%-d %B %Y"), commits, f"{os.cpu_count()} cores"]
+    for names in HISTORY.values():
+        measured = [speedups(figure, sides) for figure in sides[0].values if figure.name in names]
+        cells.append(
+            " / ".join(f"{statistics.median(ratios):.2f}" for ratios in measured if ratios)
+        )
+    return f"| {' | '.join(cells)} |"
 
 
 def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
@@ -230,10 +149,8 @@ def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
 
     Memory is printed but not judged: the allocator makes it differ by a tenth from run to run.
     """
-    shown = [
-        f"{statistics.median(values):9.2f}" if values else "not there"
-        for values in (side.values.get(figure, []) for side in sides)
-    ]
+    before, after = (side.values.get(figure, []) for side in sides)
+    shown = [f"{statistics.median(x):9.2f}" if x else "not there" for x in (before, after)]
     text = f"{figure.name:58} {' -> '.join(shown)} {UNITS[figure.metric]}"
     slower = False
     if ratios := speedups(figure, sides):
@@ -244,28 +161,14 @@ def print_verdict(figure: Figure, sides: Sequence[Side], least: float) -> bool:
     return slower
 
 
-def history_row(sides: Sequence[Side], before: str, after: str) -> str:
-    """Row for the table of scripts/benchmarks/history.md, whose columns are those of HISTORY."""
-    cells = [time.strftime("%d %B %Y").lstrip("0"), f"{before}..{after}", machine()]
-    for names in HISTORY.values():
-        figures = [Figure.named(name) for name in names]
-        ratios_of = [speedups(figure, sides) for figure in figures]
-        is_measured = any(figure in side.values for figure in figures for side in sides)
-        shown = [f"{statistics.median(ratios):.2f}" for ratios in ratios_of if ratios]
-        cells.append(" / ".join(shown) or ("not there" if is_measured else ""))
-    return f"| {' | '.join(cells)} |"
-
-
 def add_commands(add: Add) -> None:
     """Register the command of this module."""
     command = add("regressions", run)
     command.add_argument("before", help="a commit, such as main~1")
     command.add_argument("after", nargs="?", default="HEAD", help="a commit; HEAD when not given")
-    command.add_argument("--options", nargs="+", default=[], help="of featx, such as layers=stages")
     command.add_argument("--models", nargs="*", default=MODELS, help="random weights")
     command.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     command.add_argument("--commands", nargs="*", default=[*COMMANDS], help="of scripts/benchmark")
-    command.add_argument("--data", help="a folder of images; made-up photographs when not given")
     command.add_argument("--images", type=int, default=96)
     command.add_argument("--runs", type=int, default=3, help="rounds, with each commit once")
     command.add_argument(

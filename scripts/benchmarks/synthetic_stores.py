@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from featx.store import Run, StoreSession
-    from featx.types import Listing
+from featx.store import Run, StoreSession, layout
+from featx.store.pack import pack
+from featx.types import LayerSpec, Listing, StoreHeader
 
 Rows = Callable[[int, tuple[int, ...]], Iterator[np.ndarray]]
 
@@ -44,9 +43,6 @@ def make_run(
     num_rows: int, shape: tuple[int, ...], part_rows: int = 0, codec: str = "none"
 ) -> tuple[Run, Listing]:
     """Make a run of one layer, and its listing; part_rows=0 for as many as a run of featx has."""
-    from featx.store import Run, layout
-    from featx.types import LayerSpec, Listing, StoreHeader
-
     spec = LayerSpec("layer", "layer", "output", "none", {}, shape, "float16", "float32")
     keys = np.array([b"%09d.jpg" % i for i in range(num_rows)])
     listing = Listing(keys, np.zeros(num_rows, np.int64), ("none",))
@@ -55,36 +51,22 @@ def make_run(
     return Run(header, (spec,), layout.Grid(num_rows, part_rows), codec, {}), listing
 
 
-def write_parts(session: StoreSession, rows: Rows = synthetic_rows) -> None:
-    """Commit the missing parts of the one layer of a session."""
-    [run] = session.manifest.runs
-    [spec] = run.layers
-    blocks = rows(run.grid.num_rows, spec.shape)
-    left = np.zeros((0, *spec.shape), np.float16)
-    for part in session.missing():
-        builder = session.begin_part(part, [spec])
-        at = part.start
-        while at < part.stop:
-            left = left if len(left) else next(blocks)
-            now, left = left[: part.stop - at], left[part.stop - at :]
-            builder.add(at, {"layer": now}, [])
-            at += len(now)
-        session.commit(builder)
-
-
 def make_store(
-    root: Path,
-    num_rows: int,
-    shape: tuple[int, ...],
-    rows: Rows = synthetic_rows,
-    codec: str = "none",
+    root: Path, num_rows: int, shape: tuple[int, ...], rows: Rows = synthetic_rows
 ) -> None:
     """Make a packed store with one layer, as extraction does."""
-    from featx.store import StoreSession
-    from featx.store.pack import pack
-
-    session = StoreSession(root, *make_run(num_rows, shape, codec=codec))
+    run, listing = make_run(num_rows, shape)
+    session, blocks = StoreSession(root, run, listing), rows(num_rows, shape)
+    left = np.zeros((0, *shape), np.float16)
     with session.hold():
-        write_parts(session, rows)
+        for part in session.missing():
+            builder = session.begin_part(part, run.layers)
+            at = part.start
+            while at < part.stop:
+                left = left if len(left) else next(blocks)
+                now, left = left[: part.stop - at], left[part.stop - at :]
+                builder.add(at, {"layer": now}, [])
+                at += len(now)
+            session.commit(builder)
         pack(root)
         session.finish_packing()

@@ -20,14 +20,11 @@ HOLD = "model.args.parts=2 model.args.folder=store/parts"
 
 @dataclass(frozen=True)
 class Step:
-    """A command of a case.
+    """A command of a case, and the exit code that it has in a correct featx.
 
-    Attributes:
-        line: arguments of featx, or `$` and a line for the shell, where $PYTHON is the Python of
-            featx. DATA stands for the folder of the inputs.
-        code: exit code that the command has in a correct featx.
-        kill: signal that is sent to the process group of the command once `parts` files lie in
-            `folder`; the model waits then (programs/small_models.py).
+    The line has arguments of featx, or `$` and a line for the shell, where $PYTHON is the Python of
+    featx. DATA stands for the folder of the inputs. The signal `kill` is sent to the process group
+    of the command once `parts` files lie in `folder`; the model waits then (small_models.py).
     """
 
     line: str
@@ -39,12 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """Commands that are run one after the other in an empty folder.
-
-    Attributes:
-        name: of the case.
-        steps: the commands; a text is a step that ends with exit code 0.
-    """
+    """Commands, run one after the other in an empty folder; a text ends with exit code 0."""
 
     name: str
     steps: tuple[str | Step, ...]

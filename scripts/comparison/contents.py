@@ -43,22 +43,19 @@ NORMALISED = (
 
 def read_values(path: Path) -> Values:
     """Yield the values of a file by the kind that its suffix names; else its text or bytes."""
-    reader = _events if "tfevents" in path.name else READERS.get(path.suffix, _bytes)
-    if reader is _bytes and _is_text(path):
-        reader = _text
+    reader = _events if "tfevents" in path.name else READERS.get(path.suffix, _text)
     yield from reader(path)
 
 
-def _is_text(path: Path) -> bool:
-    try:
-        return "\0" not in path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-
-
 def _text(path: Path) -> Values:
-    """Words, since columns and line breaks move with the width of a rate; or JSON."""
-    text = path.read_text(encoding="utf-8")
+    """Words, since columns and line breaks move with the width of a rate; or JSON; or bytes."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        yield "", path.read_bytes()
+        return
     if text.startswith(("{", "[")):
         with contextlib.suppress(ValueError):
             yield from _entries("", json.loads(text))
@@ -66,10 +63,6 @@ def _text(path: Path) -> Values:
     for pattern, replacement in NORMALISED:
         text = re.sub(pattern, replacement, text)
     yield "", text.split()
-
-
-def _bytes(path: Path) -> Values:
-    yield "", path.read_bytes()
 
 
 def _hdf5(path: Path) -> Values:
@@ -109,14 +102,6 @@ def _entries(name: str, node: Any) -> Values:
         yield from _entries(name, yaml.safe_load(node))
     else:
         yield name, node
-
-
-def _json(path: Path) -> Values:
-    yield from _entries("", json.loads(path.read_text()))
-
-
-def _yaml(path: Path) -> Values:
-    yield from _entries("", yaml.safe_load(path.read_text()))
 
 
 def _table(path: Path) -> Values:
@@ -181,8 +166,8 @@ READERS: dict[str, Callable[[Path], Values]] = {
     **dict.fromkeys((".csv", ".tsv"), _table),
     **dict.fromkeys((".npy", ".npz"), _numpy),
     **dict.fromkeys((".png", ".webp", ".jpg"), _image),
-    ".json": _json,
-    ".yaml": _yaml,
+    ".json": lambda path: _entries("", json.loads(path.read_text())),
+    ".yaml": lambda path: _entries("", yaml.safe_load(path.read_text())),
     ".safetensors": _safetensors,
     ".parquet": _parquet,
     ".tar": _tar,

@@ -28,13 +28,7 @@ NOT_COMPARED = (
 
 
 def compare_folders(first: Path, second: Path, ignored: Sequence[str] = ()) -> list[str]:
-    """Return what differs between two folders, a line for each value.
-
-    Args:
-        first: folder of one checkout.
-        second: folder of the other.
-        ignored: patterns of further lines to leave out, as in `NOT_COMPARED`.
-    """
+    """Return what differs between two folders, a line for each value but those of patterns."""
     skipped = (*NOT_COMPARED, *ignored)
     files = [_files(folder) for folder in (first, second)]
     lines = []
@@ -83,8 +77,7 @@ def compare_values(first: Any, second: Any) -> str:
     if isinstance(first, list) and isinstance(second, list):
         return _compare_words(first, second)
     if isinstance(first, bytes) and isinstance(second, bytes) and first != second:
-        pairs = enumerate(zip(first, second, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+        at = _first_that_differs(first, second)
         return f"{len(first)} -> {len(second)} bytes, the first that differs at {at}"
     if repr(first) == repr(second):
         return ""
@@ -125,9 +118,13 @@ def _compare_arrays(first: np.ndarray, second: np.ndarray) -> str:
 def _compare_words(first: list[str], second: list[str]) -> str:
     if first == second:
         return ""
-    pairs = enumerate(zip(first, second, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    at = _first_that_differs(first, second)
     return " -> ".join(_short(" ".join(x[max(0, at - 3) : at + 12])) for x in (first, second))
+
+
+def _first_that_differs(first: Sequence[Any], second: Sequence[Any]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _short(value: Any) -> str:

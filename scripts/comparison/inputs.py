@@ -87,6 +87,8 @@ def make_odd_images(folder: Path) -> None:
         if mode != "I;16":
             odd = image.convert(mode)
         odd.save(folder / f"mode-{mode.replace(';', '')}.{kind}")
+    for mode in ("L", "CMYK"):
+        image.convert(mode).save(folder / f"mode-{mode}.jpg")
     for turn in range(1, 9):
         exif = Image.Exif()
         exif[0x0112] = turn
@@ -104,10 +106,11 @@ def _encoded(image: Image.Image, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def _columns(photos: list[Path]) -> dict[str, list[object]]:
+def make_tables(folder: Path, photos: list[Path]) -> None:
+    """Write photos.csv, photos.parquet with encoded images, boxes.csv and classes.json."""
     rng = np.random.default_rng(1)
     num = len(photos)
-    return {
+    columns: dict[str, list[object]] = {
         "path": [f"{path.parent.name}/{path.name}" for path in photos],
         "label": [path.parent.name for path in photos],
         "patient": [f"p{i // 2:02d}" for i in range(num)],
@@ -116,11 +119,6 @@ def _columns(photos: list[Path]) -> dict[str, list[object]]:
         "use": [("train", "train", "test")[i // 3 % 3] for i in range(num)],
         "spare": [i % 2 == 0 for i in range(num)],
     }
-
-
-def make_tables(folder: Path, photos: list[Path]) -> None:
-    """Write photos.csv, photos.parquet with encoded images, boxes.csv and classes.json."""
-    columns = _columns(photos)
     with (folder / "photos.csv").open("w", newline="") as file:
         csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
     boxes = [[name, 3, 4, 40, 30] for name in columns["path"]]

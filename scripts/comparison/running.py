@@ -6,8 +6,8 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from comparison.cases import Case, Step
@@ -17,66 +17,40 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 TIME_LIMIT_S = 600.0
 
 
-@dataclass(frozen=True)
-class Checkout:
-    """A folder with the package featx, and the Python that runs it.
+def environment(checkout: Path, cache: Path) -> dict[str, str]:
+    """Return the environment of a command, with a folder for caches that no other checkout has."""
+    return {
+        **{k: v for k, v in os.environ.items() if not k.startswith("FEATX_")},
+        "PYTHONPATH": os.pathsep.join([str(checkout), str(PROGRAMS)]),
+        "PYTHON": sys.executable,
+        "XDG_CACHE_HOME": str(cache),
+        "HF_HUB_OFFLINE": "1",
+    }
 
-    Attributes:
-        folder: the checkout.
-        python: interpreter with the dependencies of featx.
-    """
 
-    folder: Path
-    python: str
-
-    def environment(self, cache: Path) -> dict[str, str]:
-        """Return the environment of a command.
-
-        Args:
-            cache: folder for all caches, so that no checkout finds those of the other.
-        """
-        paths = [str(self.folder), str(PROGRAMS)]
-        return {
-            **{k: v for k, v in os.environ.items() if not k.startswith("FEATX_")},
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHON": self.python,
-            "XDG_CACHE_HOME": str(cache),
-            "HF_HUB_OFFLINE": "1",
-        }
-
-    def check(self) -> None:
-        """Raise SystemExit unless Python imports featx from this checkout."""
-        code = "import featx; print(featx.__file__)"
-        done = subprocess.run(
-            [self.python, "-c", code],
-            cwd=PROGRAMS,
-            env=self.environment(Path(os.devnull)),
-            capture_output=True,
-            text=True,
-            check=False,
+def check_import(checkout: Path) -> None:
+    """Raise SystemExit unless Python imports featx from a checkout."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import featx; print(featx.__file__)"],
+        cwd=PROGRAMS,
+        env=environment(checkout, Path(os.devnull)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    expected = checkout / "featx" / "__init__.py"
+    if done.returncode or Path(done.stdout.strip()) != expected:
+        raise SystemExit(
+            f"{sys.executable} does not import {expected}, but printed:\n{done.stdout}{done.stderr}"
         )
-        expected = self.folder / "featx" / "__init__.py"
-        if done.returncode or Path(done.stdout.strip()) != expected:
-            raise SystemExit(
-                f"{self.python} does not import {expected}, but printed:\n"
-                f"{done.stdout}{done.stderr}"
-            )
 
 
-def run_case(case: Case, checkout: Checkout, folder: Path, inputs: Path) -> list[str]:
-    """Run the commands of a case one after the other in a folder.
+def run_case(case: Case, checkout: Path, folder: Path, inputs: Path) -> list[str]:
+    """Run the commands of a case one after the other in a new folder.
 
-    The output and the exit code of each lie in the folder `messages` there.
-
-    Args:
-        case: its commands.
-        checkout: featx to run.
-        folder: new folder to run in. Its path stands in messages and stores, so that both
-            checkouts run in the same one.
-        inputs: folder that DATA in a command stands for.
-
-    Returns:
-        A line for each command that has not the exit code of its step.
+    Its path stands in messages and stores, so that both checkouts run in the same one. The output
+    and the exit code of each command lie in `messages` there; a line is returned for each that has
+    not the exit code of its step.
     """
     wrong = []
     messages = folder / "messages"
@@ -87,7 +61,7 @@ def run_case(case: Case, checkout: Checkout, folder: Path, inputs: Path) -> list
         if line.startswith("$ "):
             command = ["/bin/sh", "-c", line[2:]]
         else:
-            command = [checkout.python, "-m", "featx", *shlex.split(line)]
+            command = [sys.executable, "-m", "featx", *shlex.split(line)]
         if step.kill:
             (folder / "hold").touch()
         place = messages / f"{number:02d}"
@@ -96,7 +70,7 @@ def run_case(case: Case, checkout: Checkout, folder: Path, inputs: Path) -> list
             process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=checkout.environment(folder.with_name(f"{folder.name}-cache")),
+                env=environment(checkout, folder.with_name(f"{folder.name}-cache")),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -12,13 +12,9 @@ from torch import nn
 class SmallConvNet(nn.Module):
     """conv: (8, 4, 4), deep: (6, 4, 4), pool: (6, 1, 1) of an image of 32 by 32 pixels.
 
-    Args:
-        channels: of the images.
-        parts: number of files in `folder` from which on forward passes wait while the file `hold`
-            exists; each pass of the run lasts half a second then, so that the part before it is
-            committed.
-        folder: parts of the run.
-        poison: value of `deep` above which `pool` is NaN.
+    From `parts` files in `folder` on, forward passes wait while the file `hold` exists; each pass
+    lasts half a second then, so that the part before it is committed. A value of `deep` above
+    `poison` makes `pool` NaN.
     """
 
     args_without_effect = ("parts", "folder")

@@ -73,9 +73,9 @@ def kfold(
     for fold in range(folds):
         test = np.flatnonzero(fold_of == fold)
         if not len(test):
-            units, unit_of_row = ("rows", np.arange(len(y))) if groups is None else ("groups", groups)
-            num_tested = len(np.unique(unit_of_row[fold_of >= 0]))
-            has_few = num_tested < 2 or len(np.unique(unit_of_row)) < _FEWEST_UNITS
+            units, of_row = ("rows", np.arange(len(y))) if groups is None else ("groups", groups)
+            num_tested = len(np.unique(of_row[fold_of >= 0]))
+            has_few = num_tested < 2 or len(np.unique(of_row)) < _FEWEST_UNITS
             raise DataError(
                 f"probe.folds={folds} are more than the {units} allow: fold {fold + 1} is empty. "
                 + (f"Give more {units}." if has_few else "Give fewer.")

@@ -64,7 +64,7 @@ def test_an_incomplete_store_and_one_without_labels_are_refused(tmp_path: Path) 
     with pytest.raises(DataError, match=r"has a label, .* data\.label_column=NAME"):
         labelled_rows(FeatureStore(made.write(tmp_path / "bare")))
     made = make_labelled({"x": np.ones((4, 2))}, [0, 1, 0, 1], ["a", "b"], failed=range(4))
-    with pytest.raises(DataError, match="no row of .* that is ok has a label"):
+    with pytest.raises(DataError, match=r"no row of .* that is ok has a label"):
         labelled_rows(FeatureStore(made.write(tmp_path / "failed")))
 
 

@@ -118,7 +118,7 @@ def read_texts(option: str, given: str | Sequence[str]) -> list[str]:
     if not given.endswith(".txt"):
         return [given]
     try:
-        lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(given).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{option}={given} cannot be read: {error}.") from error
     texts = [line.strip() for line in lines if line.strip()]
@@ -166,7 +166,7 @@ def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[
         return store_classes, [name.replace("_", " ") for name in store_classes]
     path = Path(file).expanduser()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".json":
             named = json.loads(text)
             if not isinstance(named, dict) or not all(isinstance(x, str) for x in named.values()):
@@ -192,7 +192,7 @@ def read_templates(option: str) -> list[str] | str:
     templates = [option]
     if "{" not in option:
         try:
-            lines = Path(option).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = Path(option).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
                 f"zeroshot.templates={option} cannot be read: {error}. Expected a text with {{}} "

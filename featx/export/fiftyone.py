@@ -203,6 +203,15 @@ def _read_results(store: FeatureStore) -> dict[int, dict[str, Any]]:
             f"nothing is exported of job={', '.join(missing)}, which has not run on this store; "
             "after it has, overwrite=true exports again"
         )
+    for job, result in results.items():
+        # Predictions of another column would stand beside the labels of the store.
+        about = {} if result is None else result["split"] if job == "probe" else result
+        if (column := about.get("label_column")) is not None:
+            log_message(
+                f"what job={job} has found is left out: it predicts the column {column}, and "
+                "samples have the labels of the store"
+            )
+            results[job] = None
     keys, name_of_cell = store.key_bytes, {csv_cell(name): as_utf8(name) for name in store.classes}
 
     def predict(row: int, field: str, line: Mapping[str, str]) -> None:

@@ -53,7 +53,7 @@ class ContactSheets(RunObserver):
         session.disk.make_folder(folder)
         store = FeatureStore(session.root, verify="rows")
         methods = [method for method in METHODS if method in store]
-        labels = np.unique(store.labels[store.ok]).tolist()
+        labels, taken = np.unique(store.labels[store.ok]).tolist(), set[str]()
         for label in labels[:MAX_SHEETS]:
             name = store.classes[label] if label >= 0 else ""
             rows = np.flatnonzero(store.ok & (store.labels == label))[: config.attribute.per_class]
@@ -62,9 +62,13 @@ class ContactSheets(RunObserver):
                 continue
             title = name or "images without a label"
             sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
-            sheets = {f"{_file_name(name)}.png": sheet}
+            file = _file_name(name)
+            while file.casefold() in taken:  # "a b" and "a_b" would have one file
+                file += "_"
+            taken.add(file.casefold())
+            sheets = {f"{file}.png": sheet}
             if (layer := config.attribute.feature_map_layer) is not None:
-                maps = f"maps-{_file_name(str(layer))}-{_file_name(name)}.png"
+                maps = f"maps-{_file_name(str(layer))}-{file}.png"
                 sheets[maps] = _feature_maps(context, int(rows[0]), tiles[0])
             for file_name, image in sheets.items():
                 data = io.BytesIO()

@@ -60,7 +60,7 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     raise ReduceError(
         f"{option} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
         "are unknown. Use its rows unreduced (reduce=none or flatten, "
-        "stats.observation=image)."
+        "stats.observation=image), or leave it out with layers=."
     )
 
 

@@ -61,8 +61,11 @@ def test_an_incomplete_store_and_one_without_labels_are_refused(tmp_path: Path) 
     with pytest.raises(StoreError, match="not complete: 8 of 21 rows"):
         labelled_rows(FeatureStore(run.write(tmp_path / "part", parts=[0])))
     made = make_labelled({"x": np.ones((4, 2))}, [-1] * 4, [])
-    with pytest.raises(DataError, match=r"has no labels, .* data\.label_column=NAME"):
+    with pytest.raises(DataError, match=r"has a label, .* data\.label_column=NAME"):
         labelled_rows(FeatureStore(made.write(tmp_path / "bare")))
+    made = make_labelled({"x": np.ones((4, 2))}, [0, 1, 0, 1], ["a", "b"], failed=range(4))
+    with pytest.raises(DataError, match=r"no row of .* that is ok has a label"):
+        labelled_rows(FeatureStore(made.write(tmp_path / "failed")))
 
 
 def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(

@@ -20,6 +20,7 @@ from tiny_model import extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.store import read_result, result_json
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -150,6 +151,20 @@ def test_without_results_the_export_says_which_jobs_are_missing(
     with pytest.raises(StoreMismatchError, match="results of jobs"):
         export(layers="pool")
     assert "outlier_distance" in READERS["fiftyone"](export(layers="pool", overwrite=True)).columns
+
+
+def test_predictions_of_another_column_do_not_stand_beside_the_labels(
+    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (Path("store/probe.json"), Path("store/mislabelled/mislabelled.json")):
+        result = read_result(path)
+        result.get("split", result)["label_column"] = "colour"
+        path.write_bytes(result_json(result, 1))
+    columns = READERS["fiftyone"](export(layers="pool")).columns
+    assert "outlier_distance" in columns
+    assert not {"prediction", "cross_validated", "label_probability"} & {*columns}
+    said = capsys.readouterr().err
+    assert said.count("is left out: it predicts the column colour") == 2
 
 
 def test_images_that_are_no_files_are_copied_and_arrays_become_png() -> None:

@@ -217,6 +217,13 @@ def test_sheets_show_each_class_and_feature_maps(
     assert (pixels[:, :20] == 255).all()
 
 
+def test_each_class_has_a_sheet(photos: Path) -> None:
+    for name, old in (("a_b", "cat"), ("a b", "dog")):
+        (photos / old).rename(photos / name)
+    assert run(photos) == 0
+    assert sorted(os.listdir("store/sheets")) == ["a_b.png", "a_b_.png"]
+
+
 def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
     for options in (
         {"layer": "depp"},

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from csv_rows import csv_rows
+from made_store import make_labelled
 from probe_problem import blobs, write_store
 from tiny_model import run_job
 
@@ -143,6 +144,13 @@ def test_other_labels_are_refused() -> None:
     ):
         with pytest.raises(DataError, match=words):
             ask(mislabelled={"label_column": column})
+
+
+def test_a_folder_named_by_two_words_is_one_class() -> None:
+    x, y = blobs(num_rows=60)
+    make_labelled({"x": x}, y, ["a;b", "dog;cat", "c"]).write(Path("store"))
+    ask()
+    assert {line["label"] for line in csv_rows("store/mislabelled/mislabelled.csv")} >= {"a;b"}
 
 
 def test_labels_of_a_column(capsys: pytest.CaptureFixture[str]) -> None:

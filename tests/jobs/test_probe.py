@@ -274,6 +274,19 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
     make_labelled({"x": X[:4]}, [0, 1, 2, 3], list("abcd")).write(Path("single"))
     with pytest.raises(DataError, match="every class has a single row"):
         probe(capsys, store="single")
+    with pytest.raises(DataError, match=r"fold 1 is empty\. Give more rows\."):
+        probe(capsys, store="single", split="kfold", folds=2)
+    # The last class has a row in each group, which is the only one of another class.
+    shared = {"patient": np.array([0, 1, 2, 0, 1, 2])}
+    write_store(Path("shared"), np.array([0, 1, 2, 3, 3, 3]), shared, x=X[:6])
+    with pytest.raises(DataError, match="or shares its groups with such a class"):
+        probe(capsys, store="shared", group_column="patient")
+    with pytest.raises(DataError, match=r"fold 1 is empty\. Give more groups\."):
+        probe(capsys, store="shared", group_column="patient", split="kfold", folds=2)
+    make_labelled({"x[0]": X[:90], "x(0)": X[:90]}, Y[:90], list("abc")).write(Path("like"))
+    with pytest.raises(ConfigError, match=r"heads of x\(0\) and x\[0\] would have one file"):
+        probe(capsys, store="like")
+    assert not Path("like/probe").exists()
     make_labelled({"x": X[:4]}, [0, 0, 1, 1], list("ab")).write(Path("pairs"))
     with pytest.raises(DataError, match=r"left for validation.* or a smaller probe\.test_share\."):
         probe(capsys, store="pairs")

@@ -15,6 +15,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 import featx
+from featx.errors import StoreError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -95,6 +96,15 @@ def test_constant_features_and_more_features_than_rows() -> None:
         check_reasons(about)
         assert about["auroc"] == pytest.approx(0.5)
         assert about["not_available"]["mcc"] == "all rows are predicted as one class"
+
+
+def test_features_whose_differences_are_infinite_are_refused() -> None:
+    """Standardised values of NaN gave classes without a message, or an error of LAPACK."""
+    x, y = blobs(60)
+    write_store(Path("store"), y, x=np.where(y[:, None] == 1, 3e38, -3e38 * (x > 0)))
+    with pytest.raises(StoreError, match=r"row 0 .* beyond 1.7e\+38"):
+        probe(method=ALL)
+    assert not Path("store/probe").exists()
 
 
 def test_two_classes() -> None:

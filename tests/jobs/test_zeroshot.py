@@ -86,9 +86,9 @@ def test_a_head_predicts_what_open_clip_predicts(
         extract(made, write_folder(made / kind, kind), f"{kind}-store")
     store = Path(shutil.copytree(made / f"{kind}-store", tmp_path / "store"))
     (tmp_path / "names.json").write_text(
-        json.dumps({"dog": "puppy", "tree_frog": "frog on a tree", "cat": "cat"})
+        json.dumps({"dog": "puppy", "tree_frog": "frog on a tree", "cat": "cat"}), "utf-8-sig"
     )
-    (tmp_path / "texts.txt").write_text("\n".join(TEMPLATES) + "\n\n")
+    (tmp_path / "texts.txt").write_text("\n".join(TEMPLATES) + "\n\n", "utf-8-sig")
     asked = {
         "classes": str(tmp_path / "names.json"),
         "templates": str(tmp_path / "texts.txt"),
@@ -234,7 +234,7 @@ def test_rows_nearest_to_texts_are_those_of_open_clip(
     rows, scores = featx.similarity.search(store, texts, k=4)
     assert rows.tolist() == order.tolist()
     np.testing.assert_allclose(scores, np.take_along_axis(cosines, order, 1), atol=1e-5)
-    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n")
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n", "utf-8-sig")
     for given in (texts, str(tmp_path / "texts.txt")):
         asked = {"text": given, "k": 4}
         assert run_job("neighbors", json=True, store=str(store.root), neighbors=asked) == 0

@@ -67,10 +67,14 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
     )
     rows = np.flatnonzero(store.ok & (labels >= 0))
     if not len(rows):
+        given = (
+            "With data=folder the first sub-folder of an image is its label, with data=table the "
+            "column data.label_column=NAME."
+        )
         raise DataError(
-            f"{store.root} has no labels{'' if column is None else f' in {column}'}, which a probe "
-            "needs. With data=folder the first sub-folder of an image is its label, with "
-            "data=table the column data.label_column=NAME."
+            f"no row of {store.root} that is ok has a label, which a probe needs. {given}"
+            if column is None
+            else f"no row of {store.root} that is ok has a value of {column}."
         )
     present, y = np.unique(labels[rows], return_inverse=True)
     notes = failed_notes(store)

@@ -20,6 +20,9 @@ from featx.store import FeatureStore
 MAX_FLAT = 8192
 """Number of values up to which a map or tokens are flattened; larger ones are averaged."""
 
+MAX_VALUE = torch.finfo(torch.float32).max / 2
+"""Largest absolute value of a feature; differences of larger ones may be infinite."""
+
 BLOCK_BYTES = 64 << 20
 """Bytes of float32 values that are read at a time."""
 
@@ -68,13 +71,14 @@ class LayerRows:
         return vectors
 
     def check(self, vectors: torch.Tensor, rows: Ints) -> None:
-        """Check that vectors are finite."""
-        finite = torch.isfinite(vectors).all(1)
-        if not bool(finite.all()):
-            row = int(rows[int((~finite).nonzero()[0, 0])])
+        """Check that vectors are finite, and that float32 holds their differences."""
+        is_held = (vectors.abs() <= MAX_VALUE).all(1)
+        if not bool(is_held.all()):
+            row = int(rows[int((~is_held).nonzero()[0, 0])])
             raise StoreError(
                 f"{self.store.root}: row {row} ({self.store.keys[row]}) of {self.layer} is marked "
-                "ok and has values that are not finite. job=verify says what is damaged."
+                f"ok and has values that are not finite, or beyond {MAX_VALUE:.1e}, which a probe "
+                "cannot standardise. job=verify says whether they are damaged."
             )
 
 

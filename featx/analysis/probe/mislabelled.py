@@ -134,8 +134,9 @@ def _rows_with_one_class(store: FeatureStore, options: ProbeConfig) -> LabelledR
             "probe/predictions.csv has the true and the predicted one."
         )
     labelled = labelled_rows(store, column)
+    # A class of the store, such as the name of a folder, is one class whatever its name.
     several = [each for each in labelled.classes if SEPARATOR in each]
-    if several:
+    if several and column is not None:
         raise DataError(
             f"{name} is a list of several labels, such as {several[0]!r}. job=mislabelled judges "
             "one label a row; job=probe probe.task=multilabel predicts several, and "

@@ -25,19 +25,19 @@ STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transf
 def write_probe(task: Task[Any, Any, Any], result: dict[str, Any]) -> None:
     """Write the heads, the predictions and probe.json, and name the files in it."""
     folder = output_folder(task.store)
+    paths = {layer: head_path(folder, layer) for layer in task.heads}
+    layer_of = {path: layer for layer, path in paths.items()}
+    for layer, path in paths.items():
+        if layer_of[path] != layer:
+            raise ConfigError(
+                f"the heads of {layer} and {layer_of[path]} would have one file, {path}; probe "
+                "them one after the other with layers=."
+            )
     disk = open_folder(folder)
     disk.make_folder(folder / layout.PROBE_HEADS)
     # probe.json names the other files with their checksums, so it is written last.
-    paths: dict[Path, str] = {}
     for layer, (head, method) in task.heads.items():
-        path = head_path(folder, layer)
-        if path in paths:
-            raise ConfigError(
-                f"the heads of {paths[path]} and {layer} would have one file, {path}; probe them "
-                "one after the other with layers=."
-            )
-        paths[path] = layer
-        head_data = head_bytes(head, _about_head(task, result, layer, method))
+        path, head_data = paths[layer], head_bytes(head, _about_head(task, result, layer, method))
         disk.replace_unlocked(path, head_data)
         entry = _file_entry(path, folder, head_data)
         result["layers"][layer]["head"] = {"method": method, **entry}

@@ -73,8 +73,9 @@ def kfold(
     for fold in range(folds):
         test = np.flatnonzero(fold_of == fold)
         if not len(test):
-            units = "rows" if groups is None else "groups"
-            has_few = (len(y) if groups is None else len(np.unique(groups))) < _FEWEST_UNITS
+            units, of_row = ("rows", np.arange(len(y))) if groups is None else ("groups", groups)
+            num_tested = len(np.unique(of_row[fold_of >= 0]))
+            has_few = num_tested < 2 or len(np.unique(of_row)) < _FEWEST_UNITS
             raise DataError(
                 f"probe.folds={folds} are more than the {units} allow: fold {fold + 1} is empty. "
                 + (f"Give more {units}." if has_few else "Give fewer.")
@@ -266,15 +267,17 @@ def check_split(
     split: Split, y: Ints, classes: Sequence[str], unit: str, has_share: bool = False
 ) -> None:
     """Check that a split can be used; `has_share` says whether probe.test_share has made it."""
+    # The only group of one class may also be one of several of another class.
+    shared = "" if unit == "row" else ", or shares its groups with such a class"
     if not len(split.test):
         raise DataError(
-            f"no row is left to test on: every class has a single {unit}. A probe needs more "
-            f"{'images' if unit == 'row' else 'groups of a class'}."
+            f"no row is left to test on: every class has a single {unit}{shared}. A probe needs "
+            f"more {'images' if unit == 'row' else 'groups of a class'}."
         )
     if not len(split.validation):
         raise DataError(
             "no row is left for validation, which chooses settings and layers: every class has a "
-            f"single {unit} besides the test rows. Give more "
+            f"single {unit} besides the test rows{shared}. Give more "
             f"{'images' if unit == 'row' else 'groups'} of a class"
             f"{', or a smaller probe.test_share' if has_share else ''}."
         )

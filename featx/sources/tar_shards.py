@@ -61,7 +61,8 @@ class Shard:
         name: path that its keys begin with, with '/' as separator.
         url: path or URL of the file.
         size: size in bytes.
-        version: text that changes with the content: mtime or a server's ETag; '' if unknown.
+        version: text that changes with the content: mtime and ctime, or a server's ETag; '' if
+            unknown.
         read: function (offset, length) -> bytes, safe to call from several threads.
         mtime_ns: mtime in nanoseconds since 1970, or None for a remote file.
     """
@@ -200,7 +201,8 @@ def _local_shard(name: bytes, path: str) -> Shard:
         finally:
             os.close(descriptor)
 
-    version = f"mtime {info.st_mtime_ns}"
+    # Tools that restore mtime cannot set ctime back, and tars of equal size are common.
+    version = f"mtime {info.st_mtime_ns} ctime {info.st_ctime_ns}"
     return Shard(name, path, info.st_size, version, read, info.st_mtime_ns)
 
 

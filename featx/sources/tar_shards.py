@@ -269,7 +269,7 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
     if size is None:
         raise DataError(f"{url}: the server does not say how large it is, so it cannot be read.")
     version = next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), "")
-    ranges = "http" in system.protocol
+    is_http = "http" in system.protocol
     system_of_process = {os.getpid(): system}
 
     def read(offset: int, length: int) -> bytes:
@@ -281,21 +281,12 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
         if length <= 0:
             return b""
         try:
-            # The files that fsspec opens over HTTP check that the server honours ranges; cat_file
-            # does not.
-            if ranges:
-                with system.open(path, "rb", size=size, cache_type="none") as file:
-                    file.seek(offset)
-                    data: bytes = file.read(length)
+            if is_http:
+                arguments = system, path, size, version, offset, length
+                data: bytes = fsspec.asyn.sync(system.loop, _fetch_range, *arguments)
             else:
                 data = system.cat_file(path, start=offset, end=offset + length)
-        except ValueError as error:
-            raise DataError(
-                f"{url}: the web server does not answer requests for a part of a file (Range), "
-                "without which single rows cannot be read. Use another server, or copy the "
-                "shards to a disk."
-            ) from error
-        except OSError:
+        except (OSError, DataError):
             raise
         except Exception as error:  # exception of a service's own package
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
@@ -304,3 +295,30 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
         return data
 
     return Shard(name_bytes(name), url, size, version, read)
+
+
+async def _fetch_range(
+    system: Any, url: str, size: int, version: str, offset: int, length: int
+) -> bytes:
+    """Request a range of a file from a web server.
+
+    fsspec's own functions compare neither the range nor the version of the answer.
+    """
+    session = await system.set_session()
+    asked = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+    options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **asked}}
+    async with session.get(system.encode_url(url), **options) as response:
+        response.raise_for_status()
+        found, _, size_now = response.headers.get("Content-Range", "").partition("/")
+        if response.status != 206 or not found.startswith(f"bytes {offset}-"):
+            raise DataError(
+                f"{url}: the web server does not answer requests for a part of a file (Range), "
+                "without which single rows cannot be read. Use another server, or copy the "
+                "shards to a disk."
+            )
+        name, _, listed = version.partition(" ")
+        now = response.headers.get(name, listed)
+        is_same = now.removeprefix("W/") == listed.removeprefix("W/")
+        if not is_same or size_now not in ("*", str(size)):
+            raise OSError(errno.ESTALE, "the shard was changed while it was in use", url)
+        return bytes(await response.read())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_shards import write_shards
+from made_shards import write_shards, write_tar
 from object_server import environment
 from tiny_model import extract
 
@@ -207,6 +207,13 @@ def test_shards_in_a_bucket(tmp_path: Path, s3: str) -> None:
     assert len(both) == 24
     assert both.keys[0] == b"a/train-000.tar/0000.png"
     assert both.keys[-1] == b"b/train-002.tar.gz/0011.png"
+    source = shards("s3://images/set/a")
+    key = bytes(source.listing().keys[0])
+    new = write_tar(tmp_path / "new.tar", {key.decode().partition("/")[2]: b"new"})
+    system.put(str(new), "images/set/a/train-000.tar")
+    with pytest.raises(OSError, match="changed while it was in use"):
+        source.read(key)
+    assert shards("s3://images/set/a").read(key) == b"new"
     with pytest.raises(DataError, match=r"train-003\.tar"):
         shards("s3://images/set/a/train-{000..003}.tar").listing()
     with pytest.raises(DataError, match="no-such-bucket"):

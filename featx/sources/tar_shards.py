@@ -249,8 +249,8 @@ def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
         for name in expand_braces(path):
             paths += sorted(system.glob(name)) if has_stars(name) else [name]
         return [(file, file[len(base) :]) for file in dict.fromkeys(paths)]
-    if path.lower().split("?")[0].endswith(tuple(ending.decode() for ending in _ENDINGS)):
-        return [(path, path.split("?")[0].rsplit("/", 1)[-1])]
+    if path.lower().endswith(tuple(ending.decode() for ending in _ENDINGS)):
+        return [(path, path.rsplit("/", 1)[-1])]
     if "http" in system.protocol:
         raise DataError(
             f"{path}: a web server does not list the files of a folder. Name one tar, or all of "

@@ -65,7 +65,7 @@ class ImageColumn:
             for inside in range(metadata.num_row_groups):
                 group = metadata.row_group(inside)
                 chunks = [group.column(k) for k in range(group.num_columns)]
-                chunks = [c for c in chunks if c.path_in_schema.split(".")[0] == column]
+                chunks = [c for c in chunks if f"{c.path_in_schema}.".startswith(f"{column}.")]
                 size = sum(chunk.total_uncompressed_size for chunk in chunks)
                 if size > MAX_GROUP_BYTES:
                     raise DataError(

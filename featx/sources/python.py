@@ -258,9 +258,11 @@ class MapSource:
                 if isinstance(image, ImageFile.ImageFile):
                     return None
                 encoded = _encode(image)
+            except MemoryError:
+                raise
             # The item is not an image. Reading the row records the failure. Here its message takes
             # the place of an image, so that the state changes when the message does.
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - the user's own code
                 encoded = repr(error).encode()
             if isinstance(encoded, Path):
                 paths[i] = os.path.abspath(os.fsencode(encoded))  # noqa: PTH100 - bytes paths
@@ -312,7 +314,9 @@ class MapSource:
         numbers = numbered_keys(len(self._dataset))
         if not isinstance(self._dataset, list | tuple):
             return numbers
-        items = [each[0] if isinstance(each, tuple | list) else each for each in self._dataset]
+        items = [
+            each[0] if isinstance(each, tuple | list) and each else each for each in self._dataset
+        ]
         if not all(isinstance(item, str | os.PathLike) for item in items):
             return numbers
         try:
@@ -341,10 +345,10 @@ class MapSource:
         return from_values(values, _ORIGIN, names if isinstance(names, list | tuple) else None)
 
     def _labels_of_items(self, count: int) -> list[Any]:
-        """Read the label of every item; only the first item if it has no label.
+        """Read the label of every item, up to one without a label if none before has one.
 
-        Returns count labels, None for an item that raises an exception, which is recorded when it
-        is read.
+        Returns count labels, None for an item without one, or that raises an exception, which is
+        recorded when it is read.
         """
         values: list[Any] = []
         for row in range(count):
@@ -354,9 +358,9 @@ class MapSource:
                 raise
             except Exception:  # noqa: BLE001 - the user's own code
                 label = None
-            if label is _NO_LABEL:
+            if label is _NO_LABEL and all(value is None for value in values):
                 return [None] * count
-            values.append(label)
+            values.append(None if label is _NO_LABEL else label)
         return values
 
 
@@ -425,7 +429,7 @@ def _encode(image: Any) -> bytes | Path:
         return encode_image(image)
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
-    if isinstance(image, str | Path):
+    if isinstance(image, str | os.PathLike):
         if b"\0" in os.fsencode(image) or image == "":
             raise ValueError(f"{image!r} is no path of a file")
         return Path(image)

@@ -327,7 +327,7 @@ class TableSource:
             )
         path = fields.get("path")
         if path is not None and (pa.types.is_string(path) or pa.types.is_large_string(path)):
-            paths = part.column(f"{column}.path")
+            paths = part.column(column, "path")
             if not paths.null_count:
                 keys = text_bytes(paths)
                 if len(np.unique(keys)) == len(keys) and (keys != b"").all():

@@ -145,8 +145,8 @@ class ParquetTable:
         kind = self._schema.field(name).type
         return kind.value_type if pa.types.is_dictionary(kind) else kind
 
-    def column(self, name: str) -> Any:
-        """Read only one column, or one field of a struct column as 'column.field'.
+    def column(self, name: str, field: str | None = None) -> Any:
+        """Read only one column, or one field of a struct column.
 
         Returns pyarrow.ChunkedArray; dictionary columns are decoded.
         """
@@ -154,10 +154,10 @@ class ParquetTable:
         import pyarrow.compute as pc
         from pyarrow import parquet
 
-        outer, _, inner = name.partition(".") if name not in self.names else (name, "", "")
         with parquet.ParquetFile(self.file) as opened:
-            column = opened.read(columns=[name])[outer]
-        column = pc.struct_field(column, inner) if inner else column
+            # Names may contain dots, so that `name.field` may be a column as well: both are read.
+            column = opened.read(columns=[f"{name}.{field}" if field else name])[name]
+        column = pc.struct_field(column, field) if field else column
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         return column

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,8 @@ class Shard:
         name: path that its keys begin with, with '/' as separator.
         url: path or URL of the file.
         size: size in bytes.
-        version: text that changes with the content: mtime or a server's ETag; '' if unknown.
+        version: text that changes with the content: mtime and ctime, or a server's ETag; '' if
+            unknown.
         read: function (offset, length) -> bytes, safe to call from several threads.
         mtime_ns: mtime in nanoseconds since 1970, or None for a remote file.
     """
@@ -200,7 +201,8 @@ def _local_shard(name: bytes, path: str) -> Shard:
         finally:
             os.close(descriptor)
 
-    version = f"mtime {info.st_mtime_ns}"
+    # Tools that restore mtime cannot set ctime back, and tars of equal size are common.
+    version = f"mtime {info.st_mtime_ns} ctime {info.st_ctime_ns}"
     return Shard(name, path, info.st_size, version, read, info.st_mtime_ns)
 
 
@@ -217,6 +219,8 @@ def _remote(root: str) -> list[Shard]:
         system, path = fsspec.core.url_to_fs(root)
     except (ImportError, ValueError) as error:
         raise MissingExtraError(f"data.root={root}: {error}") from error
+    # fsspec keeps its objects, and what they have listed, as long as the process lives.
+    system.invalidate_cache()
     try:
         # fsspec keeps http://host in the path, but strips s3:// and similar protocols.
         found = _remote_paths(system, path)
@@ -245,8 +249,8 @@ def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
         for name in expand_braces(path):
             paths += sorted(system.glob(name)) if has_stars(name) else [name]
         return [(file, file[len(base) :]) for file in dict.fromkeys(paths)]
-    if path.lower().split("?")[0].endswith(tuple(ending.decode() for ending in _ENDINGS)):
-        return [(path, path.split("?")[0].rsplit("/", 1)[-1])]
+    if path.lower().endswith(tuple(ending.decode() for ending in _ENDINGS)):
+        return [(path, path.rsplit("/", 1)[-1])]
     if "http" in system.protocol:
         raise DataError(
             f"{path}: a web server does not list the files of a folder. Name one tar, or all of "
@@ -267,7 +271,7 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
     if size is None:
         raise DataError(f"{url}: the server does not say how large it is, so it cannot be read.")
     version = next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), "")
-    ranges = "http" in system.protocol
+    is_http = "http" in system.protocol
     system_of_process = {os.getpid(): system}
 
     def read(offset: int, length: int) -> bytes:
@@ -279,21 +283,18 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
         if length <= 0:
             return b""
         try:
-            # The files that fsspec opens over HTTP check that the server honours ranges; cat_file
-            # does not.
-            if ranges:
-                with system.open(path, "rb", size=size, cache_type="none") as file:
-                    file.seek(offset)
-                    data: bytes = file.read(length)
+            if is_http:
+                arguments = system, path, size, version, offset, length
+                data: bytes = fsspec.asyn.sync(system.loop, _fetch_range, *arguments)
+            elif "s3" in system.protocol:
+                bucket, key, _ = system.split_path(path)
+                asked = f"bytes={offset}-{offset + length - 1}"
+                answer = system.call_s3("get_object", Bucket=bucket, Key=key, Range=asked)
+                data = fsspec.asyn.sync(system.loop, answer["Body"].read)
+                _check_version(url, version, answer)
             else:
                 data = system.cat_file(path, start=offset, end=offset + length)
-        except ValueError as error:
-            raise DataError(
-                f"{url}: the web server does not answer requests for a part of a file (Range), "
-                "without which single rows cannot be read. Use another server, or copy the "
-                "shards to a disk."
-            ) from error
-        except OSError:
+        except (OSError, DataError):
             raise
         except Exception as error:  # exception of a service's own package
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
@@ -302,3 +303,35 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
         return data
 
     return Shard(name_bytes(name), url, size, version, read)
+
+
+async def _fetch_range(
+    system: Any, url: str, size: int, version: str, offset: int, length: int
+) -> bytes:
+    """Request a range of a file from a web server.
+
+    fsspec's own functions compare neither the range nor the version of the answer.
+    """
+    session = await system.set_session()
+    asked = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+    options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **asked}}
+    async with session.get(system.encode_url(url), **options) as response:
+        response.raise_for_status()
+        found, _, size_now = response.headers.get("Content-Range", "").partition("/")
+        if response.status != 206 or not found.startswith(f"bytes {offset}-"):
+            raise DataError(
+                f"{url}: the web server does not answer requests for a part of a file (Range), "
+                "without which single rows cannot be read. Use another server, or copy the "
+                "shards to a disk."
+            )
+        _check_version(url, version, response.headers)
+        _check_version(url, f"size {size}", {"size": size_now.replace("*", str(size))})
+        return bytes(await response.read())
+
+
+def _check_version(url: str, version: str, answer: Mapping[str, Any]) -> None:
+    """Raise OSError if an answer is known to come from another version of a shard."""
+    name, _, listed = version.partition(" ")
+    # The same ETag may be weak in one answer only.
+    if str(answer.get(name, listed)).removeprefix("W/") != listed.removeprefix("W/"):
+        raise OSError(errno.ESTALE, "the shard was changed while it was in use", url)

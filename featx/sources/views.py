@@ -239,7 +239,8 @@ class BoxedSource(DerivedSource):
                 continue
             numbers = [str(line[name]).strip() for name in BOX_COLUMNS[1:]]
             are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)
-            if not line["path"] or not are_whole_numbers or 0 in map(int, numbers[2:]):
+            is_path = line["path"] and "\0" not in line["path"]
+            if not is_path or not are_whole_numbers or 0 in map(int, numbers[2:]):
                 problems.append(
                     f"line {reader.line_num}: {','.join(numbers)} of {line['path']!r} is no box; "
                     "expected x, y, width and height in whole pixels, the last two above 0."

@@ -105,6 +105,7 @@ def test_labels_that_are_marks_of_missing_values_are_warned_of(photos: Path) -> 
         ([("cat/000.png", -1, 0, 8, 8)], HEADER, "is no box"),
         ([("cat/000.png", 0.5, 0, 8, 8)], HEADER, "is no box"),
         ([("", 0, 0, 8, 8)], HEADER, "is no box"),
+        ([("cat/000.png\0", 0, 0, 8, 8)], HEADER, "is no box"),
         ([("none.png", 0, 0, 8, 8)], HEADER, "does not have, such as none.png"),
         ([("cat/000.png", 0, 0, 8, 8)] * 2, HEADER, "more than once: cat/000.png#0,0,8,8"),
         ([("cat/000.png", 0, 0, 8, 8, 4)], (*HEADER, "x"), "the column x more than once"),

@@ -50,13 +50,14 @@ def test_items_may_be_images_of_many_kinds(tmp_path: Path) -> None:
     image = Image.fromarray(pixels(7))
     items = [image, pixels(7), torch.from_numpy(pixels(7)).permute(2, 0, 1), pixels(7)[..., 0]]
     items += [data, bytearray(data), str(tmp_path / "a.png"), tmp_path / "a.png"]
+    items += os.scandir(tmp_path)
     source = source_of(items)
     keys = source.listing().keys.tolist()
-    assert keys == [b"%06d" % i for i in range(8)]
+    assert keys == [b"%06d" % i for i in range(9)]
     read = [source.read(key) for key in keys]
     assert read[0] == read[1] == read[2] == b"P6\n5 6\n255\n" + pixels(7).tobytes()
     assert read[3] == b"P5\n5 6\n255\n" + bytes([7] * 30)
-    assert read[4:] == [data] * 4
+    assert read[4:] == [data] * 5
 
 
 def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_none() -> None:
@@ -65,6 +66,8 @@ def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_no
     assert (listing.labels.tolist(), listing.classes) == ([0, 1, 2, 0, 1], ("0", "1", "2"))
     names = source_of(Given(3, lambda row: [pixels(row), ("dog", None, "cat")[row]])).listing()
     assert (names.labels.tolist(), names.classes) == ([1, -1, 0], ("cat", "dog"))
+    some = [(pixels(0), "dog"), pixels(1), (pixels(2), "cat")]
+    assert source_of(some).listing().labels.tolist() == [1, -1, 0]
     tensors = source_of(Given(3, lambda row: (pixels(row), torch.tensor(row)))).listing()
     assert tensors.labels.tolist() == [0, 1, 2]
     alone = Given(1000, pixels)
@@ -138,9 +141,9 @@ def test_whatever_the_users_code_raises_is_recorded_for_its_row() -> None:
     assert fault_of(missing, b"000001").status == Status.EMPTY
 
 
-@pytest.mark.parametrize("path", ["", "a\0", "\ud800"])
-def test_a_path_that_no_file_has_fails_in_its_row(path: str) -> None:
-    source = source_of(["a", path])
+@pytest.mark.parametrize("item", ["", "a\0", "\ud800", (), torch.ones(3, 9, 9, requires_grad=True)])
+def test_an_item_that_is_no_image_fails_in_its_row(item: object) -> None:
+    source = source_of(["a", item])
     keys = source.listing().keys
     assert keys.tolist() == [b"000000", b"000001"]
     source.states(keys)

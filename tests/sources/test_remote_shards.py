@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_shards import write_shards
+from made_shards import write_shards, write_tar
 from object_server import environment
 from tiny_model import extract
 
@@ -53,12 +53,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             first, last = int(asked[1]), min(int(asked[2]), total - 1)
             data = data[first : last + 1]
             self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{last}/{total}")
+            self.send_header("Content-Range", f"bytes {first + server.shift}-{last}/{total}")
         else:
             self.send_response(200)
         if server.ranges:
             self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
+        if server.etags:
+            self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if with_body:
@@ -73,6 +74,7 @@ def server(tmp_path: Path) -> Iterator[Any]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         made: Any = running
         made.folder, made.ranges, made.broken, made.requests = tmp_path / "www", True, False, []
+        made.etags, made.shift = True, 0
         made.daemon_threads = True
         made.url = f"http://127.0.0.1:{running.server_port}"
         thread = threading.Thread(target=running.serve_forever, args=(0.05,))
@@ -120,9 +122,26 @@ def test_a_shard_that_was_replaced_on_the_server_is_indexed_again(
     assert len(shards(url).listing()) == 9
 
 
-def test_a_web_server_without_ranges_is_told_at_once(tmp_path: Path, server: Any) -> None:
+@pytest.mark.parametrize(("etags", "count"), [(True, 6), (False, 60)])
+def test_a_shard_that_is_replaced_on_the_server_while_it_is_read(
+    tmp_path: Path, server: Any, etags: bool, count: int
+) -> None:
+    server.etags = etags
     write_shards(tmp_path / "www", 6, 1)
-    server.ranges = False
+    source = shards(f"{server.url}/train-000.tar")
+    key = bytes(source.listing().keys[0])
+    assert source.read(key)
+    write_shards(tmp_path / "www", count, 1)
+    with pytest.raises(OSError, match="changed while it was in use"):
+        source.read(key)
+
+
+@pytest.mark.parametrize("option", [{"ranges": False}, {"shift": 1}])
+def test_a_web_server_without_ranges_is_told_at_once(
+    tmp_path: Path, server: Any, option: dict[str, Any]
+) -> None:
+    write_shards(tmp_path / "www", 6, 1)
+    vars(server).update(option)
     with pytest.raises(DataError, match=r"train-000\.tar: the web server does not answer requests"):
         shards(f"{server.url}/train-000.tar").listing()
 
@@ -188,6 +207,13 @@ def test_shards_in_a_bucket(tmp_path: Path, s3: str) -> None:
     assert len(both) == 24
     assert both.keys[0] == b"a/train-000.tar/0000.png"
     assert both.keys[-1] == b"b/train-002.tar.gz/0011.png"
+    source = shards("s3://images/set/a")
+    key = bytes(source.listing().keys[0])
+    new = write_tar(tmp_path / "new.tar", {key.decode().partition("/")[2]: b"new"})
+    system.put(str(new), "images/set/a/train-000.tar")
+    with pytest.raises(OSError, match="changed while it was in use"):
+        source.read(key)
+    assert shards("s3://images/set/a").read(key) == b"new"
     with pytest.raises(DataError, match=r"train-003\.tar"):
         shards("s3://images/set/a/train-{000..003}.tar").listing()
     with pytest.raises(DataError, match="no-such-bucket"):

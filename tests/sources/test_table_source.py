@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from featx.config import from_composed, from_keywords, source_of_path
@@ -247,6 +248,18 @@ def test_paths_next_to_the_bytes_are_keys_if_each_row_has_its_own(tmp_path: Path
         ]
 
 
+def test_names_of_columns_may_have_dots(tmp_path: Path) -> None:
+    rows = [{"bytes": b"1", "path": "z.jpg"}, {"bytes": b"2", "path": "a.jpg"}]
+    columns = {"image.path": ["1.jpg", "2.jpg"], "image": rows, "a.b": rows}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    for name in ("image", "a.b"):
+        source = table(tmp_path / "t.parquet", path_column=name, columns=["image.path"])
+        listing = source.listing()
+        assert listing.keys.tolist() == [b"a.jpg", b"z.jpg"]
+        assert listing.columns["image.path"].tolist() == [b"2.jpg", b"1.jpg"]
+        assert (source.read(b"a.jpg"), source.read(b"z.jpg")) == (b"2", b"1")
+
+
 def test_plain_binary_columns_and_rows_without_bytes(tmp_path: Path) -> None:
     column = pa.array([b"1", None, b""], pa.large_binary())
     pq.write_table(pa.table({"jpg": column}), tmp_path / "t.parquet")
@@ -298,12 +311,16 @@ def test_damaged_image_bytes_cost_no_more_than_their_row_group(tmp_path: Path) -
     assert caught.value.status == Status.DECODE_ERROR
 
 
-def test_content_tags_tell_of_other_bytes_under_the_same_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["image", "an.image"])
+def test_content_tags_tell_of_other_bytes_under_the_same_keys(tmp_path: Path, name: str) -> None:
+    def tags(rows: list[dict[str, object]]) -> npt.NDArray[np.int64] | None:
+        pq.write_table(pa.table({name: rows}), tmp_path / "t.parquet", row_group_size=3)
+        return table(tmp_path / "t.parquet", path_column=name).listing().content_tags
+
     rows: list[dict[str, object]] = [{"bytes": b"x" * i} for i in range(1, 9)]
-    before = table(images(tmp_path / "t.parquet", rows)).listing().content_tags
-    again = table(images(tmp_path / "t.parquet", rows)).listing().content_tags
+    before, again = tags(rows), tags(rows)
     rows[3] = {"bytes": random.Random(0).randbytes(100)}
-    after = table(images(tmp_path / "t.parquet", rows)).listing().content_tags
+    after = tags(rows)
     assert before is not None
     assert again is not None
     assert after is not None

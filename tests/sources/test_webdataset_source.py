@@ -403,6 +403,17 @@ def test_a_shard_changed_while_it_is_read_is_no_fault_of_its_images(
             source.read(key)
 
 
+def test_a_shard_of_the_same_size_and_time_is_another_shard(tmp_path: Path) -> None:
+    members, states = {"a.jpg": b"1", "b.jpg": b"2"}, []
+    for some in (members, dict(reversed(members.items()))):
+        path = write_tar(tmp_path / "x.tar", some)
+        os.utime(path, (1e9, 1e9))
+        source = shards(path)
+        states.append(source.states(source.listing().keys[:1]))
+        assert source.read(b"x.tar/a.jpg") == b"1"
+    assert states[0] != states[1]
+
+
 def test_a_wrong_checksum_of_a_compressed_shard_is_an_error(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar.gz", {"a.jpg": random.Random(0).randbytes(5000)})
     data = bytearray(path.read_bytes())

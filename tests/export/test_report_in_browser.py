@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from tiny_model import TRUSTED, extract, run_job, write_image
 
-pytestmark = pytest.mark.slow
-
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )

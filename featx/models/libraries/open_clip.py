@@ -312,8 +312,15 @@ def preprocess_of(source: ClipSource, module: torch.nn.Module) -> Preprocess:
     from featx.images import Preprocess
 
     values = merge_preprocess_dict(PreprocessCfg(), dict(source.preprocess))
-    values["size"] = getattr(module, "image_size", values["size"])
-    cfg = PreprocessCfg(**values)
+    size = getattr(module, "image_size", values["size"])
+    values["size"] = tuple(size) if isinstance(size, list) else size  # JSON has no tuples
+    try:
+        cfg = PreprocessCfg(**values)
+        reference = image_transform_v2(cfg, is_train=False)
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        raise WeightsError(
+            f"open_clip does not take the preprocessing of {source.name}: {values}."
+        ) from error
     _, height, width = cfg.input_size
     # open_clip pads for `longest`, and resizes otherwise for images that are not square.
     resize: int | tuple[int, int] | None = None
@@ -322,7 +329,7 @@ def preprocess_of(source: ClipSource, module: torch.nn.Module) -> Preprocess:
     elif cfg.resize_mode == "shortest" and height == width:
         resize = height
     return Preprocess(
-        reference=image_transform_v2(cfg, is_train=False),
+        reference=reference,
         crop=(height, width),
         resize=resize,
         interpolation="bilinear" if cfg.interpolation == "bilinear" else "bicubic",

@@ -78,9 +78,9 @@ def test_images_that_are_not_square_are_prepared_as_by_open_clip(
     assert preprocess.crop == (48, 32)
 
 
-@pytest.mark.parametrize("wrong", [{"mode": "L"}, {"interpolation": "nearest"}])
+@pytest.mark.parametrize("wrong", [{"mode": "L"}, {"interpolation": "nearest"}, {"std": [1]}])
 def test_a_preprocessing_that_open_clip_does_not_take_is_named(
-    wrong: dict[str, str], tmp_path: Path
+    wrong: dict[str, Any], tmp_path: Path
 ) -> None:
     file = write_folder(tmp_path, "vit") / "open_clip_config.json"
     values = json.loads(file.read_text())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from featx.base import plain_tensors, synchronise
-from featx.errors import FeatxError, ModelError
+from featx.errors import FeatxError, ModelError, one_line
 from featx.images.rgb_conversion import PixelScale
 
 if TYPE_CHECKING:
@@ -286,12 +286,18 @@ def check_reference(preprocess: Preprocess) -> None:
     A transform with a scale has none, and that of windows is not the library's.
 
     Raises:
-        ModelError: the result is not (3, *crop) float32.
+        ModelError: it fails, or the result is not (3, *crop) float32.
     """
     if preprocess.scale is not None or preprocess.has_windows:
         return
     height, width = preprocess.crop
-    x = preprocess.reference(Image.new("RGB", (width + 37, height + 11), (127, 127, 127)))
+    grey = Image.new("RGB", (width + 37, height + 11), (127, 127, 127))
+    try:
+        x = preprocess.reference(grey)
+    except Exception as error:  # of many kinds: of a library, about values that come with weights
+        raise ModelError(
+            f"the transform of the weights fails for an RGB image: {one_line(error)}."
+        ) from error
     if x.shape != (3, height, width) or x.dtype != torch.float32:
         raise ModelError(
             f"the transform gives {tuple(x.shape)} {x.dtype}, expected (3, {height}, {width}) "

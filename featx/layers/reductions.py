@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from annotated_types import Ge, Lt
 
 from featx.base import Member, Registry, for_options, sampled_positions
-from featx.config import Count, Positive, ReduceConfig, options
+from featx.config import Count, ReduceConfig, options
 from featx.errors import ConfigError, FeatxError, ReduceError
 from featx.layers.row_layout import (
     Reduction,
@@ -125,8 +125,8 @@ class GemOptions(ReduceConfig):
     """Options of reduce=gem."""
 
     name: str = "gem"
-    p: Positive = 3.0
-    """Exponent: 1 is the mean, a large number comes near the maximum."""
+    p: Annotated[float, Ge(0.01), Lt(math.inf)] = 3.0
+    """Exponent from 0.01: 1 is the mean, a large number comes near the maximum."""
 
     @property
     def args(self) -> dict[str, float | str]:
@@ -153,7 +153,15 @@ def _gem(config: GemOptions, rows: RowLayout) -> Reduction:
     TPAMI 41(7), 2019, equation 6. Here p is given, not learned.
     """
     axes, p = _pooled_axes("gem", rows), config.p
-    return lambda x: x.float().clamp(min=_GEM_FLOOR).pow(p).mean(axes).pow(1 / p)
+
+    def gem(x: torch.Tensor) -> torch.Tensor:
+        values = x.float().clamp(min=_GEM_FLOOR)
+        largest = values.amax(axes, keepdim=True)
+        # Powers of the values themselves leave float32: 0.3^100 is 5e-53.
+        means = (values / largest).pow(p).mean(axes)
+        return means.pow(1 / p) * largest.amax(axes)
+
+    return gem
 
 
 def _pooled_axes(name: str, rows: RowLayout) -> tuple[int, ...]:

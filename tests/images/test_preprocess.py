@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import timm
@@ -162,6 +164,13 @@ def test_a_reference_of_another_shape_or_type_is_refused(reference: object) -> N
     preprocess = Preprocess(reference, (8, 8), None, "other", (0, 0, 0), (1, 1, 1))
     with pytest.raises(ModelError, match=r"expected \(3, 8, 8\) float32"):
         check_reference(preprocess)
+
+
+def test_a_reference_that_fails_is_named() -> None:
+    preprocess = timm_preprocess("resnet18.a1_in1k")
+    broken = replace(preprocess, reference=lambda image: TF.normalize(image, [0], [0]))
+    with pytest.raises(ModelError, match=r"the transform of the weights fails for an RGB image"):
+        check_reference(broken)
 
 
 def test_borders_and_sizes_that_keep_proportions_are_left_to_timm() -> None:

@@ -74,6 +74,12 @@ def test_gem_with_its_exponent() -> None:
     powers = sum(v**2 for v in (1, 2, 3, 4)) / 4
     assert reduced(x, "gem", p=2)[0, 0].item() == pytest.approx(math.sqrt(powers))
     assert reduced(-x, "gem").max().item() == pytest.approx(1e-6, rel=1e-3)
+    for p in (0.01, 20, 100, 1e6):  # powers of x below and above the range of float32
+        y = torch.rand(2, 50, 4, dtype=torch.float64) * torch.tensor([1e-3, 1, 30, 1e4])
+        expected = torch.logsumexp(y.clamp(min=1e-6).log() * p, 1) - math.log(50)
+        torch.testing.assert_close(
+            reduced(y.float(), "gem", p=p).double(), (expected / p).exp(), rtol=2e-5, atol=0
+        )
 
 
 @pytest.mark.parametrize("prefix", [1, 2, 5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,23 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return f"local-dir:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"pretrained_cfg": {"std": 1}}, r"timm cannot prepare images as the config of this model"),
+        ({"model_args": 0}, r"timm cannot build local-dir:"),
+    ],
+)
+def test_a_damaged_config_of_a_folder_is_named(
+    wrong: dict[str, Any], message: str, pretrained: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(pretrained.partition(":")[2], tmp_path / "vit"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **wrong}))
+    with pytest.raises(ModelError, match=message):
+        build_backbone(model_options(library="timm", name=f"local-dir:{folder}"), 0)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,28 @@ def test_a_folder_gives_what_open_clip_gives(kind: str, tmp_path: Path) -> None:
     assert set(stages) <= {key for key, _ in backbone.module.named_modules()}
 
 
+def test_images_that_are_not_square_are_prepared_as_by_open_clip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SMALL["vit"]["vision_cfg"], "image_size", [48, 32])
+    preprocess = build(write_folder(tmp_path, "vit")).preprocess
+    image = make_image(501, 225)
+    assert torch.equal(preprocess.reference(image), plain_model(tmp_path)[1](image))
+    assert preprocess.crop == (48, 32)
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "L"}, {"interpolation": "nearest"}, {"std": [1]}])
+def test_a_preprocessing_that_open_clip_does_not_take_is_named(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write_folder(tmp_path, "vit") / "open_clip_config.json"
+    values = json.loads(file.read_text())
+    values["preprocess_cfg"] |= wrong
+    file.write_text(json.dumps(values))
+    with pytest.raises(WeightsError, match=r"open_clip does not take .*'size'"):
+        build(tmp_path)
+
+
 def test_a_run_stores_the_normalised_embedding(vit: Path, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     images = [make_image(*size, seed=number) for number, size in enumerate(SIZES)]

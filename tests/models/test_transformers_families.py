@@ -22,6 +22,11 @@ def test_the_table_has_every_family() -> None:
     assert [row.split(" | ")[0] for row in ROWS] == [f"| `{name}`" for name in SMALL]
 
 
+def test_the_class_tokens_of_pixio_are_those_of_its_config() -> None:
+    for number in (1, 8):
+        assert FAMILIES["pixio"].num_prefix_tokens(tf.PixioConfig(n_cls_tokens=number)) == number
+
+
 @pytest.mark.parametrize("model_type", slow_except(SMALL, *FAST))
 def test_a_family_is_as_the_table_says(model_type: str, tmp_path: Path, one_thread: None) -> None:
     row = survey(model_type, write_folder(tmp_path, model_type))

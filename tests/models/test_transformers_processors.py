@@ -129,6 +129,7 @@ def test_sizes_are_those_of_the_processors(tmp_path: Path) -> None:
     [
         ("EfficientNetImageProcessor", {"size": {"height": 64, "width": 64}}),
         ("PoolFormerImageProcessor", {}),
+        ("DINOv3ViTImageProcessor", {"resample": 0}),  # nearest
         ("ViTImageProcessor", {"resample": 4}),  # box
         ("ViTImageProcessor", {"do_normalize": True, "do_resize": True, "resample": 5}),  # hamming
     ],
@@ -160,8 +161,30 @@ def test_another_input_size_keeps_the_share_of_the_image(
     choice = opened(save(tmp_path, kind), size)
     assert choice.is_proven
     assert (choice.preprocess.crop, choice.preprocess.resize) == (size, resize)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("ConvNextImageProcessor", {}),
+        ("BlipImageProcessor", {"size": None, "do_resize": False}),
+        ("BridgeTowerImageProcessor", {"size": {"shortest_edge": 40}}),
+        # This class resizes, and ignores the crop.
+        ("SegformerImageProcessor", {"do_center_crop": True, "crop_size": 32}),
+    ],
+)
+def test_a_size_that_a_processor_cannot_make_is_refused(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tmp_path, kind, **options)
     with pytest.raises(ModelError, match=r"takes no such size"):
-        opened(save(tmp_path / "convnext", "ConvNextImageProcessor"), (64, 96))
+        opened(tmp_path, (64, 96))
+
+
+def test_options_that_make_no_sense_are_an_error(tmp_path: Path) -> None:
+    save(tmp_path, "DeiTImageProcessor", rescale_factor=0)
+    with pytest.raises(WeightsError, match=r"has options that featx cannot read: float division"):
+        opened(tmp_path)
 
 
 def test_a_processor_of_images_of_any_size_is_refused(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def random_tower(source: ClipSource, seed: int) -> torch.nn.Module:
             module: torch.nn.Module = _build_vision_tower(
                 source.model["embed_dim"], vision, source.uses_quick_gelu
             )
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # of many kinds, about the configuration of a folder
         raise ModelError(f"open_clip cannot build {source.name}: {one_line(error)}.") from error
     return module.eval()
 
@@ -311,10 +311,18 @@ def preprocess_of(source: ClipSource, module: torch.nn.Module) -> Preprocess:
 
     from featx.images import Preprocess
 
-    values = merge_preprocess_dict(PreprocessCfg(), dict(source.preprocess))
-    values["size"] = getattr(module, "image_size", values["size"])
-    cfg = PreprocessCfg(**values)
-    _, height, width = cfg.input_size
+    try:
+        values = merge_preprocess_dict(PreprocessCfg(), dict(source.preprocess))
+        size = getattr(module, "image_size", values["size"])
+        values["size"] = tuple(size) if isinstance(size, list) else size  # JSON has no tuples
+        cfg = PreprocessCfg(**values)
+        reference = image_transform_v2(cfg, is_train=False)
+        _, height, width = cfg.input_size
+        mean, std = ((x[0], x[1], x[2]) for x in (cfg.mean, cfg.std))
+    except (AssertionError, TypeError, ValueError, LookupError) as error:
+        raise WeightsError(
+            f"open_clip does not take the preprocessing of {source.name}: {source.preprocess}."
+        ) from error
     # open_clip pads for `longest`, and resizes otherwise for images that are not square.
     resize: int | tuple[int, int] | None = None
     if cfg.resize_mode == "squash":
@@ -322,12 +330,12 @@ def preprocess_of(source: ClipSource, module: torch.nn.Module) -> Preprocess:
     elif cfg.resize_mode == "shortest" and height == width:
         resize = height
     return Preprocess(
-        reference=image_transform_v2(cfg, is_train=False),
+        reference=reference,
         crop=(height, width),
         resize=resize,
         interpolation="bilinear" if cfg.interpolation == "bilinear" else "bicubic",
-        mean=(cfg.mean[0], cfg.mean[1], cfg.mean[2]),
-        std=(cfg.std[0], cfg.std[1], cfg.std[2]),
+        mean=mean,
+        std=std,
     )
 
 

@@ -214,7 +214,9 @@ def _create(
             module = create()  # a convolutional network, which takes images of any size
     except FeatxError:  # about the weights; some are a ValueError as well
         raise
-    except (TypeError, ValueError, AssertionError, KeyError, RuntimeError) as error:
+    except (
+        TypeError, ValueError, AssertionError, AttributeError, KeyError, RuntimeError,
+    ) as error:  # fmt: skip
         if isinstance(error, RuntimeError) and "Unknown model" not in str(error):
             raise  # about a download or the weights
         raise ModelError(
@@ -444,8 +446,16 @@ def preprocess_of(
     from featx.images import Preprocess
 
     asked = {} if size is None else {"input_size": (3, *size)}
-    data: dict[str, Any] = resolve_model_data_config(module, asked)  # type: ignore[no-untyped-call]
-    channels, height, width = data["input_size"]
+    try:
+        data = resolve_model_data_config(module, asked)  # type: ignore[no-untyped-call]
+        channels, height, width = data["input_size"]
+        scaled = math.floor(height / data["crop_pct"]), math.floor(width / data["crop_pct"])
+        mean, std = (tuple(data[key]) for key in ("mean", "std"))
+        reference = create_transform(**data, is_training=False)
+    except Exception as error:  # of many kinds, about the config.json of a folder or of the hub
+        raise ModelError(
+            f"timm cannot prepare images as the config of this model says: {one_line(error)}"
+        ) from error
     if is_rgb and channels != 3:
         raise ModelError(
             f"this model takes {channels} channels, and images are RGB of 8 bits, unless "
@@ -453,19 +463,18 @@ def preprocess_of(
         )
     # timm resizes in four ways, and the fast path follows two of them. Borders, and sizes that are
     # not square but keep the proportions of the image, are left to timm.
-    scaled = math.floor(height / data["crop_pct"]), math.floor(width / data["crop_pct"])
     resize: int | tuple[int, int] | None = None
     if data["crop_mode"] == "squash":
         resize = scaled
     elif data["crop_mode"] == "center" and scaled[0] == scaled[1]:
         resize = scaled[0]
     return Preprocess(
-        reference=create_transform(**data, is_training=False),
+        reference=reference,
         crop=(height, width),
         resize=resize,
         interpolation=data["interpolation"],
-        mean=tuple(data["mean"]),
-        std=tuple(data["std"]),
+        mean=mean,
+        std=std,
     )
 
 

@@ -41,7 +41,7 @@ class Family:
     Attributes:
         embedding: a key of `_EMBEDDINGS`.
         prefix: number of tokens before the patch tokens, without register tokens.
-        registers: option of config.json with the number of register tokens, which come next.
+        registers: option of config.json with the number of further tokens, which come next.
         has_class_token: whether the first token is one class token.
         stages: module list whose members are the stages; None finds them from shapes.
         blocks: name of the module list inside each stage whose last member gives the map of the
@@ -131,7 +131,7 @@ FAMILIES = {
     "mobilenet_v2": Family(POOLER, takes_any_size=True),
     "mobilevit": Family(POOLER, stages="encoder.layer", takes_any_size=True),
     "mobilevitv2": Family(POOLER, stages="encoder.layer", takes_any_size=True),
-    "pixio": Family(POOLER, prefix=8, has_class_token=False, stages="layers"),
+    "pixio": Family(POOLER, registers="n_cls_tokens", has_class_token=False, stages="layers"),
     "poolformer": Family(MEAN_OF_MAP, stages="encoder.block", blocks="", takes_any_size=True),
     # Only the last stage has the class token.
     "pvt": Family(FIRST_TOKEN, prefix=1, stages="encoder.block", blocks=""),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from featx.errors import ModelError, WeightsError, one_line
+from featx.errors import FeatxError, ModelError, WeightsError, one_line
 from featx.models.hugging_face import read_json
 from featx.models.transformers.folder import CONFIG, PROCESSORS
 from featx.models.transformers.loading import import_transformers, quiet
@@ -69,12 +69,27 @@ def processor_choice(folder: Path, size: tuple[int, int] | None) -> ProcessorCho
 
     `size` is (height, width) of the images in pixels, or None for that of the processor.
     """
+    try:
+        return _choice(folder, size)
+    except FeatxError:  # some are a ValueError as well
+        raise
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise WeightsError(
+            f"the image processor of {folder} has options that featx cannot read: "
+            f"{one_line(error)}. Compare {PROCESSORS[1]} with the original."
+        ) from error
+
+
+def _choice(folder: Path, size: tuple[int, int] | None) -> ProcessorChoice:
+    """Return the preprocessing of `processor_choice`; wrong options raise errors of many kinds."""
     processor = _open_processor(folder, {})
     if size is not None:
         processor = _open_processor(folder, _options_of_size(processor, size))
     reference = _reference(processor)
     kind = name_of(processor)
     crop, name = _size_of(reference, kind), f"{kind}, {processor.backend}"
+    if size is not None and crop != size:  # the class ignores one of the options
+        raise _no_such_size(kind, size)
     statement = statement_of(processor)
     if (
         statement is not None
@@ -177,10 +192,7 @@ def _options_of_size(processor: Any, size: tuple[int, int]) -> dict[str, Any]:
         return {"size": {"shortest_edge": height}, "crop_size": crop}
     sizes = None if adds_margin else plain_sizes(processor)
     if sizes is None:
-        raise ModelError(
-            f"model.input_size={list(size)}: the image processor {name} takes no such size. Change "
-            f"{PROCESSORS[1]}, or leave the option out."
-        )
+        raise _no_such_size(name, size)
     resize, (old_height, old_width) = sizes
     if isinstance(resize, int):
         # The larger scale: the shorter side of any image then covers the crop.
@@ -191,6 +203,13 @@ def _options_of_size(processor: Any, size: tuple[int, int]) -> dict[str, Any]:
         "width": round(resize[1] * width / old_width),
     }
     return {"size": exact, "crop_size": crop}
+
+
+def _no_such_size(name: str, size: tuple[int, int]) -> ModelError:
+    return ModelError(
+        f"model.input_size={list(size)}: the image processor {name} takes no such size. Change "
+        f"{PROCESSORS[1]}, or leave the option out."
+    )
 
 
 # Statements: what a processor does, derived from its class and options, and proven
@@ -254,6 +273,8 @@ Sizes: TypeAlias = tuple[int | tuple[int, int], tuple[int, int]]
 def plain_sizes(processor: Any) -> Sizes | None:
     """Sizes of a processor that resizes and then may crop."""
     size, crop = processor.size, _crop_size(processor)
+    if size is None:
+        return None
     if size.height and size.width:
         exact = (int(size.height), int(size.width))
         return exact, crop or exact
@@ -264,9 +285,10 @@ def plain_sizes(processor: Any) -> Sizes | None:
 
 def _crop_size(processor: Any) -> tuple[int, int] | None:
     """(height, width) of the crop of a processor, or None if it does not crop."""
-    if not getattr(processor, "do_center_crop", None):
+    crop = getattr(processor, "crop_size", None)
+    if not getattr(processor, "do_center_crop", None) or not (crop and crop.height and crop.width):
         return None
-    return int(processor.crop_size.height), int(processor.crop_size.width)
+    return int(crop.height), int(crop.width)
 
 
 def _convnext_sizes(processor: Any) -> Sizes | None:
@@ -317,6 +339,8 @@ def is_proven(processor: Any, reference: Reference, statement: Preprocess) -> bo
     import torch
 
     resizes_floats = name_of(processor) == "DINOv3ViTImageProcessor"
+    if resizes_floats and not statement.has_fast_path:
+        return False
     stated = _float_reference(statement) if resizes_floats else statement.reference
     scale = 255 * torch.tensor(statement.std).view(3, 1, 1)
     return all(

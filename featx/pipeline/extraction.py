@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
 from featx.base import announce, log_message, shown_path
 from featx.config import Config
-from featx.errors import StoreError, StoreMismatchError, counted
+from featx.errors import RunError, StoreError, StoreMismatchError, counted
 from featx.pipeline.executors import EXECUTORS, run_distributed
 from featx.pipeline.feature_output import FeatureOutput, Observe
 from featx.pipeline.finished_run import command_digest
@@ -191,6 +192,8 @@ def _run(
         observer.run_finished()
         if output.is_whole:
             session.disk.remove(output.marker)
+            with contextlib.suppress(RunError):  # of tasks whose driver was killed
+                session.disk.remove(output.root / layout.JOBS)
     if failures:
         log_message(failures_text(failures))
     for layer, count in (+outcome.underflow_rows).items():

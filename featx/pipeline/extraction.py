@@ -192,8 +192,9 @@ def _run(
         observer.run_finished()
         if output.is_whole:
             session.disk.remove(output.marker)
-            with contextlib.suppress(RunError):  # of tasks whose driver was killed
-                session.disk.remove(output.root / layout.JOBS)
+            if session.disk.has_locks:
+                with contextlib.suppress(RunError):  # of tasks whose driver was killed
+                    session.disk.remove(output.root / layout.JOBS)
     if failures:
         log_message(failures_text(failures))
     for layer, count in (+outcome.underflow_rows).items():

@@ -349,6 +349,9 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: MadeSlurm) -> 
         extract(photos, executor={**SLURM, "folder": "file/jobs"})
     assert extract(photos, executor={**SLURM, "folder": "jobs"}).complete
     assert list(Path("jobs").iterdir()) == []
+    Path("store/jobs/0123abcd").mkdir(parents=True)  # of a driver that was killed
+    assert extract(photos, layers=["pool"]).complete
+    assert not Path("store/jobs").exists()
 
 
 def test_without_slurm_that_is_said_before_the_run(

@@ -26,7 +26,9 @@ def main() -> None:
     restart_in_utf8()
     open_standard_streams()
     _handle({signal.SIGINT: _leave, signal.SIGTERM: _leave, signal.SIGHUP: _leave})
-    end_process(run_command())
+    code = run_command()
+    _handle(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), _exit))
+    end_process(code)
 
 
 def run_command() -> int:
@@ -70,16 +72,11 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     runs: list[tuple[str, int, str]] = []
 
-    has_begun = False
-
     def one_job(node: Any) -> None:
-        nonlocal has_begun
-        has_begun = True
         until_job.close()
         label = _announce_run(line)
         runs.append((label, *_run_job(node, line, debug)))
 
-    _handle({signal.SIGINT: _interrupted, signal.SIGTERM: _terminated, signal.SIGHUP: _terminated})
     typed = sys.argv
     try:
         line = read_command_line(typed[1:], JOBS)
@@ -104,8 +101,6 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
         return 2
     except KeyboardInterrupt as interrupt:
-        if not has_begun:
-            log_message("\nstopped; nothing was written.")
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
     finally:
         sys.argv = typed
@@ -201,8 +196,13 @@ def _run_job(node: Any, line: CommandLine, debug: bool) -> tuple[int, str]:
             log_message(
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
             )
+        config_yaml = saved_yaml(node)
+        # An exception that a signal raises in an import may arrive as one of another type.
+        _handle(
+            {signal.SIGINT: _interrupted, signal.SIGTERM: _terminated, signal.SIGHUP: _terminated}
+        )
         try:
-            return jobs.run(checked, saved_yaml(node)), out
+            return jobs.run(checked, config_yaml), out
         except KeyboardInterrupt:
             from featx.pipeline import kept_text
 
@@ -244,9 +244,14 @@ def _handle(handlers: Mapping[signal.Signals, Callable[[int, object], object]]) 
 
 
 def _leave(signum: int, frame: object) -> None:
-    """Exit at once; the handler of signals while only modules are imported."""
+    """Exit at once; the handler of signals until a job begins."""
     with contextlib.suppress(OSError):
         os.write(2, b"\nstopped; nothing was written.\n")
+    os._exit(128 + signum)
+
+
+def _exit(signum: int, frame: object) -> None:
+    """Exit at once; the handler of signals while the command ends."""
     os._exit(128 + signum)
 
 

@@ -206,6 +206,30 @@ def test_a_mistake_is_found_within_seconds(featx: Featx) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4
 
 
+@pytest.mark.parametrize("module", ["featx.jobs", "featx.config"])
+def test_a_signal_before_the_job_begins_ends_with_one_line(module: str, tmp_path: Path) -> None:
+    """Also where Python turns the exception of a handler into another one, as of a descriptor."""
+    name = {"featx.jobs": "check", "featx.config": "from_composed"}[module]
+    code = f"""
+import os, signal, sys
+import {module}
+import featx.__main__
+
+class Descriptor:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def define(*arguments):
+    type("Owner", (), {{"field": Descriptor()}})
+
+{module}.{name} = define
+sys.argv = ["featx", "data=sample"]
+featx.__main__.main()
+"""
+    done = run_python("-c", code, code=143, cwd=tmp_path)
+    assert done.stderr == "\nstopped; nothing was written.\n"
+
+
 def test_debug_shows_the_traceback(featx: Featx, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEATX_DEBUG", "1")
     done = featx("data=folder", "data.root=/no/such/folder")

@@ -345,11 +345,12 @@ def explain_error(error: Exception) -> ConfigError:
         )
     if (override := getattr(error, "override", None)) is not None:
         return ConfigError(
-            f"cannot read {override!r}: {chain[0].splitlines()[0]}. A value with brackets, braces, "
-            "commas or quotes goes into single quotes for the shell, texts inside it into double "
+            f"cannot read {override.lstrip('+')!r}: {chain[0].splitlines()[0]}. A value with "
+            "brackets, braces, commas or quotes goes into single quotes for the shell, texts "
+            "inside it into double "
             f"ones: 'layers=[layer4,\"blocks.*.mlp\"]', 'model.args={{depth: 20, name: \"a, b\"}}'."
         )
-    full_key = re.search(r"full_key: (\S+)", text)
+    full_key = re.search(r"full_key: (?!_dummy_)(\S+)", text)
     place = f"{full_key.group(1)}: " if full_key else ""
     lines = [text.strip().splitlines()[0] for text in chain if text.strip()]
     outer = lines[0] if lines else "the configuration cannot be composed"

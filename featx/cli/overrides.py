@@ -99,6 +99,14 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
         flag, has_value, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
             config_dirs.append(_config_dir(value if has_value else next(arguments_left, "")))
+        elif flag in ("--config-name", "-cn"):
+            file = value if has_value else next(arguments_left, "")
+            if file.removesuffix(".yaml") == "config":
+                raise ConfigError(
+                    f"{flag} {file}: featx has a file of this name, which Hydra would read "
+                    "instead. Copy yours under another name, and give that."
+                )
+            arguments += ["--config-name", file]
         elif argument in _WITH_VALUE:
             arguments += [argument, *itertools.islice(arguments_left, 1)]
         elif wants_help and _TOPIC.fullmatch(argument):

@@ -44,13 +44,13 @@ def from_composed(options: Mapping[str, Any] | DictConfig) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    node = node_to_resolve(options)
     try:
+        node = node_to_resolve(options)
         if node is not None:
             _name_lists_in_out(node)
         values = options if node is None else OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     return from_values(values)  # type: ignore[arg-type]  # texts are the keys
 
 
@@ -182,8 +182,9 @@ def _values_of_group(name: str, value: Any) -> Any:
     """Return the options of a group that is given by a text or by a dataclass as a mapping."""
     if is_group(value):
         return asdict(value)
-    if name == "data" and isinstance(value, Mapping) and "root" in value and "name" not in value:
-        return {"name": source_of_path(os.fspath(value["root"])), **value}
+    root = value.get("root") if name == "data" and isinstance(value, Mapping) else None
+    if isinstance(root, str | os.PathLike) and "name" not in value:
+        return {"name": source_of_path(os.fspath(root)), **value}
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str):
@@ -222,7 +223,8 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         value = texts[name] = _plain_value(f"{prefix}{name}", value)
         elements = {Kind.TEXT: [value], Kind.TEXTS: value}.get(option.kind)
         for element in elements or ():
-            if isinstance(element, int | float):
+            is_number = isinstance(element, int | float) and not isinstance(element, bool)
+            if is_number and "text" in option.type_text:
                 raise ConfigError(
                     f"{prefix}{name}={value!r}: expected text, and {element!r} is a number; put it "
                     f"in quotes: {str(element)!r}."

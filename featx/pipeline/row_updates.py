@@ -106,6 +106,8 @@ def _outdated_text(
     """Message on rows of changed images, which names the images and what computes them again."""
     rows = np.unique(np.concatenate([rows for _, rows in runs])).tolist()
     what = _refresh_text(_layers_options([run for run, _ in runs]))
+    if context.config.grow and len(_layers_options(session.manifest.runs)) > 1:
+        what += ", without grow=true, which adds rows afterwards"
     return changed_images_text(session.root, context.listing.keys, rows, what)
 
 

@@ -19,6 +19,7 @@ from featx.store import (
     layout,
     listing_identity,
     merge_listing,
+    missing_parts,
     read_listing,
 )
 from featx.types import Listing, Source
@@ -57,7 +58,7 @@ def list_images(
     Raises:
         DataError: the data set does not exist or is empty.
         StoreMismatchError: rows of the store are missing from the data set, or the data set has new
-            rows and grow=true is not given.
+            rows and grow=true is not given. They are left out where the store cannot take them yet.
     """
     name = config.data.name if source is None else "a Python object"
     log_step(f"listing the images of {config.data.root or name} ...")
@@ -86,7 +87,22 @@ def list_images(
                 return source, before
         new_rows = len(listing) - stored.num_rows
         if new_rows > 0 and not config.grow:
-            raise StoreMismatchError(growth_message(root, new_rows))
+            # Rows are added to all layers at once, after runs of other layers have been completed
+            # and refreshed, each by a command of its own.
+            has_several_runs = len({run.names for run in stored.runs}) > 1
+            if (
+                before is None
+                or not has_several_runs
+                or not (config.refresh or missing_parts(root, stored))
+            ):
+                raise StoreMismatchError(growth_message(root, new_rows))
+            names = ",".join(sorted(stored.layers))
+            log_message(
+                f"{counted(new_rows, 'new image')} left out: layers=[{names}] grow=true adds them "
+                "when all layers are complete.",
+                level="warning",
+            )
+            return source, before
     return source, listing
 
 

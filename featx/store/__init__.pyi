@@ -51,6 +51,7 @@ from .pack import reason_to_keep_parts as reason_to_keep_parts
 from .part_builder import PartBuilder as PartBuilder
 from .part_files import DamageRecord as DamageRecord
 from .part_files import begin_part as begin_part
+from .part_files import clear_job_folders as clear_job_folders
 from .part_files import is_streamed as is_streamed
 from .part_files import leftover_bytes as leftover_bytes
 from .part_files import part_names as part_names

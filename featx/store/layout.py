@@ -38,6 +38,7 @@ STATS_OVERWRITE_MARKER = ".stats-overwriting"
 DAMAGED = "damaged.json"
 WORKERS = "workers"
 JOBS = "jobs"
+JOB_GLOB = "[0-9a-f]" * 8
 TENSORBOARD = "tensorboard"
 SHEETS = "sheets"
 TRACE = "trace.json.gz"

@@ -301,6 +301,15 @@ def clear_leftovers(disk: AtomicFolder) -> None:
     """Delete the temporary files of a store; only the holder of the store may do this."""
     for path in _leftovers(disk.root):
         disk.remove(path)
+    clear_job_folders(disk)
+
+
+def clear_job_folders(disk: AtomicFolder) -> None:
+    """Delete the folders of tasks whose driver was killed; those that still run end without it."""
+    if disk.has_locks:  # otherwise another driver may be running
+        for folder in disk.root.glob(f"{layout.JOBS}/{layout.JOB_GLOB}"):
+            disk.remove(folder)
+            disk.remove_best_effort(folder)  # and `jobs`, if it is empty
 
 
 def leftover_bytes(root: Path) -> int:

@@ -385,7 +385,7 @@ class StoreSession:
             layout.DAMAGED,
         )
         heads = (layout.PROBE, layout.PROBE_HEADS, layout.ZEROSHOT, layout.ZEROSHOT_HEADS)
-        derived = (layout.TENSORBOARD, *heads, layout.JOBS)
+        derived = (layout.TENSORBOARD, *heads)
         for name in (*names, *derived, ".hydra", layout.OVERWRITE_MARKER, layout.MANIFEST):
             self.disk.remove(self.root / name)
 

@@ -215,6 +215,8 @@ def test_the_last_of_several_counts() -> None:
         (["data=./a", "data.root=b"], "data.root is given too"),
         (["seed=null"], "seed=null: expected a value"),
         (["--config-dir", "/no/such"], "is no folder"),
+        (["--config-name", "config"], "--config-name config: featx has a file of this name"),
+        (["-cn=config.yaml"], "Copy yours under another name"),
         (["out="], "out is empty"),
         (["data=folder", "data.root="], "data=folder needs data.root"),
         (["store="], "store is empty"),

@@ -259,11 +259,20 @@ def test_python_gives_devices_and_dtypes_of_torch() -> None:
         ({"layers": {"a"}}, r"layers is a set; expected text, a number, a list"),
         ({"dtype": np.float32}, "dtype is a type; expected text"),
         ({"model": {"args": {"z": {1}}}}, r"model\.args\.z is a set"),
+        ({"data": {"root": ["photos"]}}, r"data\.root=\[photos\]: expected a text, or null"),
+        ({"conformance": {"mode": False}}, "conformance.mode=false: expected one of off, warn"),
+        ({"codec": True}, "codec=true: expected a text"),
+        ({"out": "runs/${"}, "out: no viable alternative"),
+        ({"out": "runs/${nope}"}, "out: Interpolation key 'nope' not found"),
     ],
 )
 def test_what_is_no_value_of_an_option_is_named(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        from_keywords(keys)
+        config(**keys)
+
+
+def test_a_root_that_is_none_is_not_given() -> None:
+    assert config(data={"root": None, "limit": 3}).data == DataConfig(limit=3)
 
 
 @pytest.mark.parametrize(

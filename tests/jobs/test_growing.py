@@ -186,6 +186,34 @@ def test_rows_are_added_to_all_layers_or_to_none(
     assert [start for _, start in computed] == [8, 12, 16, 20]
 
 
+def test_layers_are_completed_and_refreshed_before_rows_are_added(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What each message advises works, although there are new images all the time."""
+    both = ["conv", "pool"]
+    extract(photos, layers=["conv"])
+    with monkeypatch.context() as patch:
+        signal_after_commits(patch, 2)
+        with pytest.raises(Interrupted):
+            extract(photos, layers=["pool"])
+    write_image(photos / "ant" / "0.png", 50)
+    with pytest.raises(StoreMismatchError, match=r"started with layers=\[pool\]"):
+        extract(photos, layers=both, grow=True)
+    extract(photos, layers=["pool"])
+    left_out = "1 new image left out: layers=[conv,pool] grow=true adds them"
+    assert left_out in capfd.readouterr().err
+    write_image(photos / "cat" / "000.png", 1000)
+    advice = r"once with each of layers=\[conv\] and layers=\[pool\], without grow=true"
+    with pytest.raises(StoreMismatchError, match=advice):
+        extract(photos, layers=both, grow=True, refresh=True)
+    with pytest.raises(StoreMismatchError, match=r"\(layers=\[pool\]\)"):
+        extract(photos, layers=["conv"], refresh=True)
+    extract(photos, layers=["pool"], refresh=True)
+    extract(photos, layers=both, grow=True)
+    extract(photos, layers=both, out="whole")
+    assert rows_of(PACKED) == rows_of(Path("whole/features.h5"))
+
+
 @pytest.mark.slow
 def test_growing_resumes_after_a_stop(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extract({"name": "folder", "root": str(photos), "limit": 6})

@@ -19,7 +19,7 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
 from object_server import num_parts, place, rows_of, worker_pids
-from tiny_model import COMMAND, MODEL, extract
+from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
 from waiting import eventually, wait_until
 
 import featx as package
@@ -349,6 +349,19 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: MadeSlurm) -> 
         extract(photos, executor={**SLURM, "folder": "file/jobs"})
     assert extract(photos, executor={**SLURM, "folder": "jobs"}).complete
     assert list(Path("jobs").iterdir()) == []
+
+
+def test_only_what_a_killed_driver_has_left_is_deleted_of_a_folder_jobs(photos: Path) -> None:
+    left, mine = Path("store/jobs/0123abcd/claims"), Path("store/jobs/mine")
+    for keys in ({}, {"layers": ["pool"]}, {"overwrite": True}):
+        left.mkdir(parents=True)
+        mine.mkdir()
+        assert extract(photos, **keys).complete
+        assert list(Path("store/jobs").iterdir()) == [mine]
+        mine.rmdir()
+    left.mkdir(parents=True)
+    assert run_job("stats", **KEYS, data=str(photos)) == 0
+    assert not Path("store/jobs").exists()
 
 
 def test_without_slurm_that_is_said_before_the_run(

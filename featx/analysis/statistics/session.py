@@ -35,7 +35,7 @@ from featx.analysis.statistics.stats_file import (
 from featx.base import differences, digest
 from featx.errors import LayerError, StoreError, StoreMismatchError, require
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder
-from featx.store import Grid, failures_csv, layout
+from featx.store import Grid, clear_job_folders, failures_csv, layout
 from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
 
 logger = logging.getLogger(__name__)
@@ -326,6 +326,7 @@ def clear_files(disk: AtomicFolder, overwrite: bool) -> None:
     ):
         for leftover in disk.root.glob(pattern):
             disk.remove(leftover)
+    clear_job_folders(disk)
     if overwrite:
         for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE, STATS_IMAGES):
             disk.remove(disk.root / name)

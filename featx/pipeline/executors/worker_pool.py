@@ -141,9 +141,6 @@ class WorkerPool(ABC):
             stop_signals() as stop,
             Progress(session.num_rows, session.num_committed) as self.progress,
         ):
-            if self._jobs is not None and session.disk.has_locks:
-                # Of an earlier driver; its workers do not continue without it.
-                disk.remove(self._jobs)
             disk.make_folder(self.spec.folder / CLAIMS)
             disk.replace(self.spec.folder / SPEC, pickle.dumps(PickledWorkerSpec(self.spec)))
             try:

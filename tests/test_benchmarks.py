@@ -69,3 +69,4 @@ def test_commands_of_two_commits_are_compared() -> None:
     small = ["--runs", "1", "--least", "0", "--models", "--commands", "startup"]
     printed = benchmark("regressions", "HEAD", "HEAD", *small)
     assert re.search(r"a run of 20 images: seconds +\d.* -> +\d.* times as good", printed)
+    assert re.search(r"\| \d+ \w+ \d{4} \| \w+\.\.\w+ \| .* \d\.\d\d \|", printed), "for history.md"

@@ -347,10 +347,10 @@ def explain_error(error: Exception) -> ConfigError:
         return ConfigError(
             f"cannot read {override.lstrip('+')!r}: {chain[0].splitlines()[0]}. A value with "
             "brackets, braces, commas or quotes goes into single quotes for the shell, texts "
-            "inside it into double "
-            f"ones: 'layers=[layer4,\"blocks.*.mlp\"]', 'model.args={{depth: 20, name: \"a, b\"}}'."
+            "inside it into double ones: 'layers=[layer4,\"blocks.*.mlp\"]', "
+            "'model.args={depth: 20, name: \"a, b\"}'."
         )
-    full_key = re.search(r"full_key: (?!_dummy_)(\S+)", text)
+    full_key = re.search(r"full_key: (?!_dummy_)(\S+)", text)  # a placeholder of OmegaConf
     place = f"{full_key.group(1)}: " if full_key else ""
     lines = [text.strip().splitlines()[0] for text in chain if text.strip()]
     outer = lines[0] if lines else "the configuration cannot be composed"

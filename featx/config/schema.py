@@ -22,7 +22,7 @@ from featx.config.all_options import (
     member_groups,
     option_tree,
 )
-from featx.config.checks import default_of_field, is_group
+from featx.config.checks import choices_of, default_of_field, is_group
 from featx.config.members import make_group, make_member, unknown_key
 from featx.config.run_config import Config
 from featx.errors import ConfigError
@@ -224,7 +224,7 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         elements = {Kind.TEXT: [value], Kind.TEXTS: value}.get(option.kind)
         for element in elements or ():
             is_number = isinstance(element, int | float) and not isinstance(element, bool)
-            if is_number and "text" in option.type_text:
+            if is_number and not choices_of(option.hint):  # of a choice, the values are named later
                 raise ConfigError(
                     f"{prefix}{name}={value!r}: expected text, and {element!r} is a number; put it "
                     f"in quotes: {str(element)!r}."

@@ -203,10 +203,9 @@ def _read_results(store: FeatureStore) -> dict[int, dict[str, Any]]:
             f"nothing is exported of job={', '.join(missing)}, which has not run on this store; "
             "after it has, overwrite=true exports again"
         )
-    for job, result in results.items():
-        # Predictions of another column would stand beside the labels of the store.
-        about = {} if result is None else result["split"] if job == "probe" else result
-        if (column := about.get("label_column")) is not None:
+    for job in ("probe", "mislabelled"):
+        about = results[job] or {}
+        if (column := about.get("split", about).get("label_column")) is not None:
             log_message(
                 f"what job={job} has found is left out: it predicts the column {column}, and "
                 "samples have the labels of the store"

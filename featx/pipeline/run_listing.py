@@ -87,14 +87,11 @@ def list_images(
                 return source, before
         new_rows = len(listing) - stored.num_rows
         if new_rows > 0 and not config.grow:
-            # Rows are added to all layers at once, after runs of other layers have been completed
-            # and refreshed, each by a command of its own.
+            # Rows are added to all layers at once. Before, the layers of each run have to be
+            # completed and refreshed by a command of their own, which cannot add rows.
             has_several_runs = len({run.names for run in stored.runs}) > 1
-            if (
-                before is None
-                or not has_several_runs
-                or not (config.refresh or missing_parts(root, stored))
-            ):
+            must_wait = has_several_runs and (config.refresh or missing_parts(root, stored))
+            if before is None or not must_wait:
                 raise StoreMismatchError(growth_message(root, new_rows))
             names = ",".join(sorted(stored.layers))
             log_message(

@@ -285,7 +285,7 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
             if is_http:
                 arguments = system, path, size, version, offset, length
                 data: bytes = fsspec.asyn.sync(system.loop, _fetch_range, *arguments)
-            elif "s3" in system.protocol:
+            elif "s3" in system.protocol:  # cat_file does not return the version of the object
                 bucket, key, _ = system.split_path(path)
                 asked = f"bytes={offset}-{offset + length - 1}"
                 answer = system.call_s3("get_object", Bucket=bucket, Key=key, Range=asked)

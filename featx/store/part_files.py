@@ -298,7 +298,7 @@ _FOLDERS = (
 
 
 def clear_leftovers(disk: AtomicFolder) -> None:
-    """Delete the temporary files of a store; only the holder of the store may do this."""
+    """Delete what killed processes have left in a store; only its holder may do this."""
     for path in _leftovers(disk.root):
         disk.remove(path)
     clear_job_folders(disk)

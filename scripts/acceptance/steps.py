@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import REPOSITORY, run_command
+from benchmarks.measuring import REPOSITORY, CommandError, run_command
 
 DRY_IMAGES = 64
 """Number of images of a dry run."""
@@ -76,7 +76,7 @@ def _in_process(command: str, step: str, settings: Settings, limit_s: float) -> 
         limited = ["timeout", "--signal=KILL", str(limit_s), *words]
         code = subprocess.run(limited, stdout=stream, stderr=stream, check=False).returncode
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        return {"state": "too long", "error": f"stopped after {limit_s:.0f} s"}
+        return {"state": "killed", "error": f"at its limit of {limit_s:.0f} s, or by the system"}
     if code:
         printed = log.read_text(errors="replace")
         return {"state": "failed", "error": "\n".join(printed.splitlines()[-12:])}
@@ -95,8 +95,9 @@ def append(settings: Settings, line: Mapping[str, Any]) -> None:
 def machine() -> dict[str, Any]:
     """Describe the GPU, the CPUs and the version of torch."""
     query = "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.sm"
-    is_there = shutil.which("nvidia-smi") is not None
-    gpu = run_command("nvidia-smi", query, "--format=csv,noheader") if is_there else ""
+    gpu = ""
+    with contextlib.suppress(OSError, CommandError):  # without a GPU
+        gpu = run_command("nvidia-smi", query, "--format=csv,noheader")
     return {"gpu": gpu.strip(), "cpus": os.cpu_count(), "torch": version("torch")}
 
 

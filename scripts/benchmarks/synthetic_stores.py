@@ -39,16 +39,14 @@ def clustered_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray
         yield rows.astype(np.float16)
 
 
-def make_run(
-    num_rows: int, shape: tuple[int, ...], part_rows: int = 0, codec: str = "none"
-) -> tuple[Run, Listing]:
-    """Make a run of one layer, and its listing; part_rows=0 for as many as a run of featx has."""
+def make_run(num_rows: int, shape: tuple[int, ...]) -> tuple[Run, Listing]:
+    """Make a run of one layer, and its listing."""
     spec = LayerSpec("layer", "layer", "output", "none", {}, shape, "float16", "float32")
     keys = np.array([b"%09d.jpg" % i for i in range(num_rows)])
     listing = Listing(keys, np.zeros(num_rows, np.int64), ("none",))
     header = StoreHeader({}, "", "made up", "none", "", "none", {})
-    part_rows = part_rows or layout.power_of_two_at_most(layout.PART_BYTES / spec.row_bytes)
-    return Run(header, (spec,), layout.Grid(num_rows, part_rows), codec, {}), listing
+    part_rows = layout.power_of_two_at_most(layout.PART_BYTES / spec.row_bytes)
+    return Run(header, (spec,), layout.Grid(num_rows, part_rows), "none", {}), listing
 
 
 def make_store(

@@ -153,7 +153,7 @@ def test_without_results_the_export_says_which_jobs_are_missing(
     assert "outlier_distance" in READERS["fiftyone"](export(layers="pool", overwrite=True)).columns
 
 
-def test_predictions_of_another_column_do_not_stand_beside_the_labels(
+def test_predictions_of_another_column_are_left_out(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in (Path("store/probe.json"), Path("store/mislabelled/mislabelled.json")):

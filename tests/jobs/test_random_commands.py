@@ -36,7 +36,7 @@ def encoded_images(count: int) -> list[bytes]:
     return [*images, images[0][:60], b"no image"]
 
 
-class Life:
+class RandomCommands:
     """A folder of images, its store, and the features of each image that the folder may have."""
 
     def __init__(self, seed: int) -> None:
@@ -134,8 +134,8 @@ class Life:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_are_of_the_images_they_name(seed: int) -> None:
-    life = Life(seed)
-    acts = [life.command, life.change, life.verify, life.pack, life.flip]
-    for act in life.random.choices(acts, [8, 5, 2, 1, 1], k=24):
+    store = RandomCommands(seed)
+    acts = [store.command, store.change, store.verify, store.pack, store.flip]
+    for act in store.random.choices(acts, [8, 5, 2, 1, 1], k=24):
         act()
-        life.check()
+        store.check()

@@ -454,7 +454,7 @@ def preprocess_of(
         reference = create_transform(**data, is_training=False)
     except Exception as error:  # of many kinds, about the config.json of a folder or of the hub
         raise ModelError(
-            f"timm cannot prepare images as the config of this model says: {one_line(error)}"
+            f"timm cannot prepare images as the config of this model says: {one_line(error)}."
         ) from error
     if is_rgb and channels != 3:
         raise ModelError(

@@ -84,7 +84,7 @@ class WorkerPool(ABC):
     ) -> None:
         self.spec = replace(
             spec,
-            # No worker of an earlier driver finds the claims of this one.
+            # No worker of an earlier driver finds the claims of this one. See layout.JOB_GLOB.
             folder=folder / uuid.uuid4().hex[:8],
             num_workers=max(1, min(num_workers, len(spec.parts))),
             kind=kind,

@@ -57,11 +57,6 @@ def state_of(info: os.stat_result) -> tuple[int, int, int]:
     return info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
-def file_version(info: os.stat_result) -> tuple[int, int, int]:
-    """Return size, mtime in ns and inode, one of which is another if the file was replaced."""
-    return info.st_size, info.st_mtime_ns, info.st_ino
-
-
 def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt.NDArray[np.void]:
     """Compute one IMAGE_STATE for rows that all come from the same files.
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import DataError
-from featx.sources.base import file_version, state_of_files
+from featx.sources.base import state_of, state_of_files
 from featx.sources.row_keys import find_row, find_rows
 from featx.types import ImageFault, Status
 
@@ -53,7 +53,7 @@ class ImageColumn:
         from pyarrow import parquet
 
         self._files = files
-        self._states = [file_version(file.stat()) for file in files]
+        self._states = [state_of(file.stat())[:2] for file in files]
         self._metadata = [parquet.read_metadata(file) for file in files]
         self._column = column
         self._keys, self._rows = keys, rows
@@ -121,7 +121,7 @@ class ImageColumn:
             if group is None:
                 of_file, inside = self._places[number]
                 path = self._files[of_file]
-                if file_version(path.stat()) != self._states[of_file]:
+                if state_of(path.stat())[:2] != self._states[of_file]:
                     raise OSError(
                         errno.ESTALE, "the table was changed while it was in use", str(path)
                     )

@@ -19,7 +19,6 @@ from typing import Any
 
 from featx.base import name_bytes
 from featx.errors import DataError, MissingExtraError
-from featx.sources.base import file_version
 from featx.sources.path_patterns import (
     base_of,
     expand_braces,
@@ -183,6 +182,7 @@ def _local_shard(name: bytes, path: str) -> Shard:
         ) from error
     if not os.path.isfile(path):  # noqa: PTH113
         raise DataError(f"data.root: {path} is no file; expected a tar.")
+    state = info.st_size, info.st_mtime_ns
 
     def read(offset: int, length: int) -> bytes:
         """Read a range of the file with pread, which may return fewer bytes than requested."""
@@ -190,7 +190,8 @@ def _local_shard(name: bytes, path: str) -> Shard:
         # that was replaced is noticed.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if file_version(os.fstat(descriptor)) != file_version(info):
+            now = os.fstat(descriptor)
+            if (now.st_size, now.st_mtime_ns) != state:
                 raise OSError(errno.ESTALE, "the shard was changed while it was in use", path)
             chunks = []
             while length > 0 and (chunk := os.pread(descriptor, length, offset)):

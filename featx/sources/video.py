@@ -25,7 +25,7 @@ from annotated_types import Ge, Lt
 from featx.base import CRASHES, module_command, module_environment, num_cpus, require_extra
 from featx.config import options
 from featx.errors import DataError, MissingExtraError, RunError
-from featx.sources.base import FolderSource, endings, file_version
+from featx.sources.base import FolderSource, endings, state_of
 from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.row_keys import frame_key
 from featx.types import ImageFault, Listing, Source, Status
@@ -78,7 +78,7 @@ class VideoSource:
         self._every_s = config.every_s
         self._max_pixels = config.max_pixels
         self._frames = FrameReader(config.timeout_s)
-        self._states: dict[bytes, tuple[int, int, int]] = {}
+        self._states: dict[bytes, tuple[int, int]] = {}
 
     def listing(self) -> Listing:
         """Open every video to find its duration, and list its frames.
@@ -108,7 +108,7 @@ class VideoSource:
         video, _, time_s = key.rpartition(b"@")
         path = self._path(video)
         try:
-            state = file_version(os.stat(path))  # noqa: PTH116 - unusual bytes
+            state = state_of(os.stat(path))[:2]  # noqa: PTH116 - unusual bytes
         except FileNotFoundError as error:
             self._folder.check_root()
             raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError") from error
@@ -135,7 +135,7 @@ class VideoSource:
         """Return the number of frames of a video; 1 if it cannot be opened."""
         path = self._path(video)
         try:
-            self._states[video] = file_version(os.stat(path))  # noqa: PTH116 - unusual bytes
+            self._states[video] = state_of(os.stat(path))[:2]  # noqa: PTH116 - unusual bytes
             lasts_s = self._frames.duration_s(path)
             if lasts_s / self._every_s > (size := self._states[video][0]):
                 raise DataError(

@@ -50,6 +50,7 @@ def test_the_examples_learn_what_there_is_to_learn(number: int, meaning: bool) -
         assert "on 23 rows" in line, "117 rows are ok, a fifth of them is held out"
 
 
+@pytest.mark.slow
 def test_the_loader_of_the_example_gives_every_row_once() -> None:
     write_store(True)
     found: dict[str, object] = {"print": lambda line: None}

@@ -28,6 +28,7 @@ def test_a_smaller_limit_is_named(option: str) -> None:
         extract({"name": "folder", "root": "photos", option: 4})
 
 
+@pytest.mark.slow
 def test_a_store_of_other_images_is_said_to_be_one() -> None:
     write_images(Path("photos"), 6)
     extract("photos")

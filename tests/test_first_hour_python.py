@@ -99,6 +99,7 @@ def test_a_module_without_a_transform_says_what_it_assumes(
     assert "model.transform" in printed
 
 
+@pytest.mark.slow
 def test_a_store_of_an_object_needs_it_again(photos: Path) -> None:
     extract("photos/", model={"factory": make(), **SMALL})
     image = photos / keys_of(featx.open("store"))[0]
@@ -130,6 +131,7 @@ def test_a_root_or_a_path_alone_is_a_folder(photos: Path) -> None:
         assert len(extract({**data, "limit": 2}).keys) == 2  # the later ones find the same store
 
 
+@pytest.mark.slow
 def test_an_option_of_a_group_is_a_keyword(photos: Path) -> None:
     assert len(extract("photos/", data_limit=2).keys) == 2
     arrays = [np.zeros((40, 40, 3), np.uint8)] * 3
@@ -194,6 +196,7 @@ def test_ctrl_c_in_embed_shows_the_users_line_only(
     assert "".join(caught.value._render_traceback_()).count("File ") == 1
 
 
+@pytest.mark.slow
 def test_paths_are_the_keys_of_a_list_of_them(photos: Path) -> None:
     paths = sorted(photos.rglob("*.png"), reverse=True)
     store = extract(paths)

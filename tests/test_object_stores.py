@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Completed, slow_except, with_path
+from conftest import Completed, with_path
 from made_store import make_run
 from object_server import RequestLog, num_parts, place, rows_of, upload, worker_pids
 from tiny_model import COMMAND, KEYS, TRUSTED, extract, run_job, write_image, write_images
@@ -58,6 +58,7 @@ def start(out: str, images: Path, *more: str, **options: Any) -> subprocess.Pope
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_rows_are_those_of_a_run_to_the_disk(
     tmp_path: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +268,8 @@ def test_a_store_that_was_copied_there_is_the_same(images: Path, bucket: str) ->
     assert rows_of(far) == rows_of(near)
 
 
-@pytest.mark.parametrize("packed", slow_except([False, True], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 def test_tokens_are_those_of_the_store_on_the_disk(
     tmp_path: Path, bucket: str, packed: bool
 ) -> None:

@@ -43,6 +43,7 @@ def assert_only_these_failed(expected: dict[str, Status], out: str, twin: str) -
     assert all(row["message"] and row["error"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_small_torture_folder(tmp_path: Path) -> None:
     expected = torture.make(tmp_path, 60, KINDS)
     assert len(expected) == KINDS + 1

@@ -362,6 +362,7 @@ class Answering(Net):
         return Answer(super().forward(x), x)
 
 
+@pytest.mark.slow
 def test_logits_with_a_name_are_explained() -> None:
     methods = ("saliency", "gradcam", "occlusion", "integrated_gradients")
     pytest.importorskip("captum")

@@ -40,6 +40,7 @@ class TestWithFaiss:
     def faiss_installed(self) -> None:
         pytest.importorskip("faiss", reason="no faiss: featx[faiss] has it")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("metric", "kept"), [("cosine", True), ("euclidean", False)])
     def test_the_recall_it_tells_is_that_of_all_rows(
         self, metric: str, kept: bool, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ def test_all_rows_of_two_stores() -> None:
     assert data_set_distance(here, here, "flat", device="cpu").frechet == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_subsets_are_random_and_seeded() -> None:
     run = make_run(300, 64, {"flat": (5,)})
     here, there = write(run, "here"), write(shifted(run, 7, 0.0), "there")

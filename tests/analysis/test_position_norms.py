@@ -140,6 +140,7 @@ def take(**keys: Any) -> Statistics:
     return featx.stats(data="photos", stats={"covariance": "diagonal"}, **options)
 
 
+@pytest.mark.slow
 def test_the_job_writes_and_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     images(10)
     data = {"name": "folder", "root": "photos"}

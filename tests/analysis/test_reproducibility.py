@@ -64,7 +64,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("keys", slow_except(SETTINGS, AUTO, UNEVEN, WHOLE), ids=str)
+@pytest.mark.parametrize("keys", slow_except(SETTINGS, UNEVEN), ids=str)
 def test_an_untouched_store_is_identical_in_every_row(
     photos: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any]
 ) -> None:
@@ -103,7 +103,8 @@ def test_failed_rows_are_identical_while_they_fail_in_the_same_way(
     ]
 
 
-@pytest.mark.parametrize("dtype", slow_except(["float16", "bfloat16"], "float16"))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_replaced_image_and_two_swapped_ones_are_found(
     photos: Path, capsys: pytest.CaptureFixture[str], dtype: str
 ) -> None:

@@ -49,6 +49,7 @@ def write(text: str, folder: str = "conf", name: str = "my_run") -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_experiments_of_featx() -> None:
     names = [path.stem for path in shipped_folder("conf").glob("experiment/*.yaml")]
     found = {name: typed(f"experiment={name}") for name in names}
@@ -75,6 +76,7 @@ def test_an_experiment_of_ones_own_reads_as_the_command_line(folder: str) -> Non
     assert other.data.root == "./photos"
 
 
+@pytest.mark.slow
 def test_ones_own_experiment_precedes_that_of_featx_and_config_dir_both() -> None:
     write("seed: 1\n", name="exact")
     assert typed("experiment=exact").seed == 1

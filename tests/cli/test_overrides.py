@@ -262,6 +262,7 @@ def test_a_multirun_sweeps_also_over_text() -> None:
 # Files
 
 
+@pytest.mark.slow
 def test_a_file_of_options_reads_as_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(
         "model: resnet18\n"

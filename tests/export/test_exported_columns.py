@@ -136,6 +136,7 @@ def test_tensors_of_columns_begin_at_multiples_of_their_numbers(store: featx.Fea
             assert (8 + size + entry["data_offsets"][0]) % width == 0, name
 
 
+@pytest.mark.slow
 def test_json_of_webdataset_is_json_for_everybody() -> None:
     make_store({name: values for name, values in COLUMNS.items() if name != "score"} | {
         "score": [0.5, NAN, 1, 2, 3, 4, 5]
@@ -154,6 +155,7 @@ def test_json_of_webdataset_is_json_for_everybody() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_store_without_columns_has_none_of_it() -> None:
     make_store({})
     for kind in ("npy", "webdataset", "zarr", "safetensors"):

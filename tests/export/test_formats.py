@@ -136,6 +136,7 @@ def test_cells_of_csv_are_text_in_one_line_and_no_formulas() -> None:
     assert len(Path("out/features/flat.csv").read_text("utf-8").splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_bfloat16_comes_as_float32() -> None:
     photos = Path("photos")
     for i in range(5):
@@ -161,6 +162,7 @@ def test_parquet_is_read_by_pandas_and_duckdb_too() -> None:
     assert np.array_equal(rows, run.expected("flat")[run.status() == 0].astype(np.float32))
 
 
+@pytest.mark.slow
 def test_zarr_has_the_chunks_of_the_store() -> None:
     import zarr
 

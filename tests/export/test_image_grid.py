@@ -42,6 +42,7 @@ def store(stored: Stored) -> featx.FeatureStore:
     return featx.open("store")
 
 
+@pytest.mark.slow
 def test_a_grid_shows_images_of_ok_rows(store: featx.FeatureStore) -> None:
     grid = store.show(4)
     found = Tags(grid._repr_html_())

@@ -435,6 +435,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     report()
 
 
+@pytest.mark.slow
 def test_from_python_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(12).write(Path("store"))
     assert (

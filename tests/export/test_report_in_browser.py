@@ -106,13 +106,14 @@ def opened(browser: Any, file: Path, scheme: str, width: int, touch: bool = Fals
     context.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme", "width"),
     [
         ("report.html", "light", 1360),
         ("predictions.html", "dark", 390),
-        pytest.param("report.html", "dark", 390, marks=pytest.mark.slow),
-        pytest.param("predictions.html", "light", 1360, marks=pytest.mark.slow),
+        ("report.html", "dark", 390),
+        ("predictions.html", "light", 1360),
     ],
 )
 def test_texts_are_readable_and_nothing_is_wider_than_the_screen(
@@ -144,6 +145,7 @@ def touch_points(page: Any, action: Any) -> None:
             return
 
 
+@pytest.mark.slow
 def test_the_embedding_plot_shows_the_image_under_the_pointer(browser: Any, folder: Path) -> None:
     with opened(browser, folder / "report.html", "light", 1360) as page:
         tip = page.locator("#tip")
@@ -189,6 +191,7 @@ def test_a_tap_shows_an_image_until_something_else_is_tapped(browser: Any, folde
         page.wait_for_selector("#tip", state="hidden")
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_confusion_matrix_filters_the_errors(browser: Any, folder: Path) -> None:
     with opened(browser, folder / "report.html", "light", 1360) as page:
         cells, images = page.locator(".heat button"), page.locator("#gallery li")

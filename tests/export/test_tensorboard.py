@@ -149,6 +149,7 @@ def test_the_events_hold_every_value_and_the_timings_of_every_part(photos: Path)
     assert any("head" in name for name in names)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_next_step(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

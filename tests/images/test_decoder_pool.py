@@ -147,6 +147,7 @@ def test_a_decoder_that_is_ended_or_stopped_costs_no_row(
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_decoders_that_are_killed_again_and_again_cost_no_row(
     folder: Path, expected: Loaded
 ) -> None:
@@ -319,6 +320,7 @@ def test_a_full_pipe_of_tasks_stops_nothing(folder: Path, expected: Loaded) -> N
     assert all(torch.equal(x, expected[0][np.arange(1600) % NUM_ROWS]) for x in images)
 
 
+@pytest.mark.slow
 def test_an_image_that_damages_the_memory_of_its_decoder_fails_no_neighbour(
     monkeypatch: pytest.MonkeyPatch, folder: Path, expected: Loaded
 ) -> None:

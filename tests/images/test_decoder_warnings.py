@@ -33,6 +33,7 @@ def truncated_ifd(data: bytes) -> bytes:
     return data[: start + 2 + 5]
 
 
+@pytest.mark.slow
 def test_a_folder_of_odd_tiffs_prints_nothing_and_says_how_many(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -76,6 +76,7 @@ TURNED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", [False, True])
 def test_a_view_is_the_image_turned_by_numpy_and_saved(tmp_path: Path, reference: bool) -> None:
     root = write_photos(tmp_path / "photos")
@@ -166,6 +167,7 @@ def test_a_rectangle_lies_in_its_image(
     assert random_box(crop, width, height) == box
 
 
+@pytest.mark.slow
 def test_pixels_depend_on_key_view_and_bounds_only(tmp_path: Path) -> None:
     root = write_photos(tmp_path / "photos")
     some = loaded(root, workers=1, views=["hflip"], crops=2)

@@ -185,6 +185,7 @@ def test_labels_are_classes_of_the_model_by_number_or_by_name(photos: Path) -> N
         assert store["score"][row] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_folders_named_by_numbers_are_the_classes_of_these_numbers(photos: Path) -> None:
     """Folder 3 is the second of two classes."""
     folder = Path("numbered")
@@ -235,6 +236,7 @@ def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
     assert not Path("store").exists()
 
 
+@pytest.mark.slow
 def test_the_last_lines_open_what_was_made(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

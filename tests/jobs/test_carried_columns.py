@@ -94,6 +94,7 @@ def test_regions_have_the_columns_of_their_image() -> None:
     assert store.column("status").tolist() == [1, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_column_is_probed_for_and_another_says_the_split() -> None:
     write_table(32)
     extract(TABLE)

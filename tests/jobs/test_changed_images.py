@@ -82,9 +82,8 @@ def age(photos: Path, seconds: float = 100.0) -> None:
             os.utime(path, ns=(before, before - int(seconds * 1e9)))
 
 
-@pytest.mark.parametrize(
-    ("pack", "aged"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("pack", "aged"), [(True, False), (False, True)])
 def test_a_changed_image_is_refused_and_refreshed(
     photos: Path, pack: bool, aged: bool, computed: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +177,7 @@ def test_an_image_that_was_just_written_is_read_until_it_rests(
     assert len(compared) == 42
 
 
+@pytest.mark.slow
 def test_the_time_of_change_may_be_that_of_before(photos: Path) -> None:
     age(photos)
     extract(photos, **LENIENT)
@@ -243,6 +243,7 @@ def test_layers_are_not_added_to_rows_of_changed_images(photos: Path) -> None:
     assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
 
 
+@pytest.mark.slow
 def test_finished_layers_are_refreshed_while_others_are_unfinished(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,6 +353,7 @@ def test_an_image_that_is_gone_keeps_its_row(
     assert f"1 missing or empty now, so their rows were not compared: {names[4]}" in output
 
 
+@pytest.mark.slow
 def test_images_elsewhere_are_not_compared_and_verify_says_so(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

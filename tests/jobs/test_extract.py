@@ -70,6 +70,7 @@ def test_rows_labels_and_keys_belong_together_and_no_thread_stays(photo_folder: 
     assert stayed <= {"tqdm_monitor"}  # tqdm's own, one in a process
 
 
+@pytest.mark.slow
 def test_a_notebook_gets_the_store_and_no_text_unless_it_asks(
     photo_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_every_image_failing_is_not_success_and_comes_with_a_warning(
     assert run_job("extract", **keys) == 3
 
 
+@pytest.mark.slow
 def test_resolved_choices_are_reused_on_resume(photo_folder: Path, tmp_path: Path) -> None:
     extract(photo_folder, precision="auto", batch_size="auto")
     resolved = json.loads((tmp_path / "store" / "featx.json").read_text())["resolved"]

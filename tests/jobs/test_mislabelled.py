@@ -59,6 +59,7 @@ def test_planted_labels_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert "least credible label" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_probabilities_are_those_of_the_probe() -> None:
     """The same folds, penalties and probabilities as job=probe probe.split=kfold."""
     planted_store()
@@ -117,6 +118,7 @@ def test_it_is_the_ranking_of_cleanlab(seed: int) -> None:
     assert judged.are_doubtful.tolist() == issues.tolist()
 
 
+@pytest.mark.slow
 def test_classes_of_one_row_are_left_out() -> None:
     x, y = blobs(num_rows=60)
     y[17] = 3
@@ -146,6 +148,7 @@ def test_other_labels_are_refused() -> None:
             ask(mislabelled={"label_column": column})
 
 
+@pytest.mark.slow
 def test_a_folder_named_by_two_words_is_one_class() -> None:
     x, y = blobs(num_rows=60)
     make_labelled({"x": x}, y, ["a;b", "dog;cat", "c"]).write(Path("store"))
@@ -153,6 +156,7 @@ def test_a_folder_named_by_two_words_is_one_class() -> None:
     assert {line["label"] for line in csv_rows("store/mislabelled/mislabelled.csv")} >= {"a;b"}
 
 
+@pytest.mark.slow
 def test_labels_of_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     x, y = blobs(num_rows=60, signal=2.0)
     write_store(Path("store"), y[::-1].copy(), {"column": y}, x=x)

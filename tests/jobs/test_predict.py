@@ -79,6 +79,7 @@ def test_the_same_images_get_what_the_stores_rows_get(
     assert (columns.max(1) == found).all()
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_most_doubtful_images_first(
     probed: featx.FeatureStore, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +184,7 @@ def test_images_are_read_as_those_of_the_store(probed: featx.FeatureStore, photo
         predict_job(data=data)
 
 
+@pytest.mark.slow
 def test_an_overwritten_store_has_no_probe_of_the_old_one(
     probed: featx.FeatureStore, photos: Path
 ) -> None:

@@ -41,6 +41,7 @@ def head(layer: str = "x") -> dict[str, np.ndarray]:
     return load_file(f"store/probe/{layer}.safetensors")
 
 
+@pytest.mark.slow
 def test_the_best_layer_is_on_top_and_all_are_below(capsys: pytest.CaptureFixture[str]) -> None:
     noise = np.random.default_rng(1).normal(size=X.shape)
     write_store(Path("store"), Y, noise=noise, good=X, halved=X[:, ::2])
@@ -102,6 +103,7 @@ def test_test_rows_change_neither_head_nor_scaler_nor_choice(
     assert (load_file("third/probe/x.safetensors")["mean"] != first["mean"]).all()
 
 
+@pytest.mark.slow
 def test_the_same_command_gives_the_same_file(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
 
@@ -191,6 +193,7 @@ def test_another_store_is_tested_with_classes_by_name(capsys: pytest.CaptureFixt
         probe(capsys, test_store="narrow")
 
 
+@pytest.mark.slow
 def test_a_layer_over_the_memory_is_streamed(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
     keys: dict[str, Any] = {"method": ["linear", "knn", "ridge"], "learning_rate": 0.01}

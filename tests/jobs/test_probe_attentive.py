@@ -29,6 +29,7 @@ def marked(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+@pytest.mark.slow
 def test_it_finds_the_token_that_tells_the_class_and_heads_are_of_the_first_method() -> None:
     x, y = marked(150)
     write_store(Path("store"), y, failed=[4], tokens=x)

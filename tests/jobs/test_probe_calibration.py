@@ -73,6 +73,7 @@ def test_the_head_is_divided_by_the_temperature_and_classes_stay(
     assert "calibration_temperature" not in plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "breast_cancer"])
 def test_the_penalty_with_the_smallest_loss_is_calibrated(name: str) -> None:
     """It is never much worse than the penalty with the highest accuracy, on real data."""

@@ -75,6 +75,7 @@ def test_shots_that_the_classes_do_not_have_are_named(capsys: pytest.CaptureFixt
     assert entry["100"]["std"] is None
 
 
+@pytest.mark.slow
 def test_a_probe_without_shots_removes_the_file_of_an_earlier_one() -> None:
     write_store(Path("store"), Y, x=X)
     probe(shots=1, draws=1)

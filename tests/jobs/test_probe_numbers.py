@@ -241,6 +241,7 @@ def test_seeds_have_a_split_each_and_their_spread_follows_from_the_file(
     assert alone["seeds"] is None
 
 
+@pytest.mark.slow
 def test_differences_of_layers_are_printed_with_their_interval(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

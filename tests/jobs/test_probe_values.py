@@ -189,6 +189,7 @@ def test_infinite_numbers_are_counted() -> None:
         probe(label_column="age", task="regression")
 
 
+@pytest.mark.slow
 def test_whole_numbers_are_predicted_as_numbers_on_request() -> None:
     store_with(count=np.round(AGE).astype(np.int64))
     found = probe(label_column="count", task="regression", split="kfold", folds=3)
@@ -303,6 +304,7 @@ def test_rows_that_are_left_out_are_named_once_for_each_store() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_more_features_than_rows_and_constant_features() -> None:
     wide = RNG.normal(size=(24, 100)).astype(np.float32)
     wide[:, 7] = 3

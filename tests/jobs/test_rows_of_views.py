@@ -50,6 +50,7 @@ def test_original_is_the_image_and_every_view_has_its_label(photos: Path) -> Non
     assert store.image_checksums.tolist() == np.repeat(whole.image_checksums, 3).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["limit", "sample"])
 def test_a_limit_and_a_sample_count_images(photos: Path, option: str) -> None:
     whole = extract({"name": "folder", "root": str(photos), option: 5}, out="whole")

@@ -48,6 +48,7 @@ def entry(made: Path, in_tmp_path: None) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_probed_store_and_one_without(
     entry: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +93,7 @@ def test_probes_of_the_same_rows_and_of_others(capsys: pytest.CaptureFixture[str
     assert "different splits" in note
 
 
+@pytest.mark.slow
 def test_numbers_have_their_own_metric(capsys: pytest.CaptureFixture[str]) -> None:
     x, y = blobs(num_rows=90, width=6)
     write_store(Path("store"), y, {"age": x[:, 0].astype("f8")}, x=x)

@@ -109,6 +109,7 @@ def test_compiled_values_are_the_eager_ones(case: str) -> None:
         assert torch.equal(compiled[name], value), name
 
 
+@pytest.mark.slow
 def test_a_write_that_only_images_show_is_found_when_compiled() -> None:
     x = 100 * noise().abs()
     with bound(backbone_of(ClampedNet()), "layer", "clamp") as engine:

@@ -133,6 +133,7 @@ class TestStores:
         with pytest.raises(ReduceError, match="tokens that reduce=sample chose"):
             store_of("pca", reduce={"name": "pca", "k": 2, "stats": "stats"})
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("in_tmp_path")
     def test_batches_resumes_and_packing_change_nothing(self) -> None:
         expected = store_of("one", reduce=SAMPLE, batch_size=1, pack=True)

@@ -114,6 +114,7 @@ def test_a_fixed_program_takes_any_number_of_images(size: int, tmp_path: Path) -
     assert f"{size} image" in backbone.choices["batch"]
 
 
+@pytest.mark.slow
 def test_gradients_pass_through_a_program(programs: Path, photos: Path) -> None:
     layers = ["block:grad_output"]
     store = extract(programs / "net.pt2", photos, layers=layers, target="logsumexp")
@@ -336,6 +337,7 @@ def test_weights_of_a_program_cannot_be_replaced(values: dict[str, Any]) -> None
         model_options(library="export", name="")
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_program_is_refused(
     programs: Path, photos: Path, tmp_path: Path
 ) -> None:

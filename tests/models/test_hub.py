@@ -146,6 +146,7 @@ def test_an_edited_checkout_is_seen_and_has_another_digest(clone: Path) -> None:
     assert built("clone").provenance == second.provenance
 
 
+@pytest.mark.slow
 def test_a_resume_after_an_edit_is_refused(clone: Path, photos: Path) -> None:
     extract(photos, **RUN)
     (clone / "featx_test_nets" / "small.py").write_text(NETS + "# edited\n")

@@ -54,6 +54,7 @@ def test_china_is_a_palace_and_flower_a_daisy(
     assert [categories[i] for i in found.values()] == ["palace", "daisy"]
 
 
+@pytest.mark.slow
 def test_the_default_weights_are_told_apart_by_name_and_hash() -> None:
     backbone = build()
     assert backbone.name == "packaged/efficientnet_lite0"

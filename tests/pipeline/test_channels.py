@@ -158,6 +158,7 @@ def test_pixels_that_are_not_finite_are_failed_rows(here: Path) -> None:
     assert "shape (40, 40, 4); expected (H, W, 5)" in text
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_scale_is_refused(here: Path) -> None:
     data = npy_folder(here / "images", five_bands(3))
     extracted(data, "run", custom(FIVE))
@@ -166,6 +167,7 @@ def test_a_resume_with_another_scale_is_refused(here: Path) -> None:
             extracted(data, "run", custom({**FIVE, **change}))
 
 
+@pytest.mark.slow
 def test_a_model_and_images_of_other_channels_are_an_error_at_the_start(here: Path) -> None:
     data = npy_folder(here / "images", five_bands(3))
     three = {**FIVE, "mean": MEAN[:3], "std": STD[:3]}
@@ -212,6 +214,7 @@ def test_what_the_options_refuse(here: Path, transform: dict[str, Any], message:
         extracted(data, "run", custom(transform))
 
 
+@pytest.mark.slow
 def test_timm_with_other_channels(here: Path) -> None:
     images = five_bands(4)
     data = npy_folder(here / "images", images)

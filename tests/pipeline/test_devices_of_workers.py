@@ -191,6 +191,7 @@ def test_an_object_that_cannot_travel_is_refused_by_name() -> None:
 # Threads
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_number_of_threads(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import make_image, run_featx, run_python, slow_except
+from conftest import make_image, run_featx, run_python
 from tiny_model import extract as extract_custom
 from tiny_model import write_image, write_images
 
@@ -266,7 +266,8 @@ def test_a_doubt_of_the_store_builds_the_model(would_build: Extract, doubt: str)
     assert would_build()
 
 
-@pytest.mark.parametrize("doubt", slow_except(DOUBTS_OF_THE_STORE, "rows cut"))
+@pytest.mark.slow
+@pytest.mark.parametrize("doubt", DOUBTS_OF_THE_STORE)
 def test_after_a_doubt_of_the_store_it_is_known_again(extract_again: Extract, doubt: str) -> None:
     check_doubt(extract_again, DOUBTS_OF_THE_STORE[doubt])
 
@@ -340,6 +341,7 @@ def test_failed_rows_are_told_and_decide_the_exit_code(
     assert codes[0] not in (0, 2)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_code_is_always_built(photos: Path, built: list[str]) -> None:
     for _ in range(2):
         extract_custom(str(photos))

@@ -51,6 +51,7 @@ def test_failures_are_grouped_by_their_message() -> None:
     assert text.splitlines()[-1] == "  3 decode error for other reasons"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_the_heartbeat_of_a_run_counts_them(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")

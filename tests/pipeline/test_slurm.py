@@ -164,6 +164,7 @@ def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Pat
         distributed_jobs.run("stats", photos)
 
 
+@pytest.mark.slow
 def test_lost_tasks_are_submitted_again(
     photos: Path, cluster: MadeSlurm, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,6 +180,7 @@ def mixed(tmp_path: Path) -> Path:
         pytest.param(
             lambda: timm.create_model("test_convnext", num_classes=0),
             *("stages.2", lambda model: hooked(model, "stages.2"), (64, 64), 0.5, (32, 32)),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             lambda: torchvision.models.resnet18(weights=None),
@@ -219,6 +220,7 @@ def test_maps_equal_a_plain_loop_over_windows(
     np.testing.assert_allclose(store[layer][0] / scale, expected / scale, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_of_several_strides_share_their_windows(same_size: Path) -> None:
     model = Stem().eval()
     store = extract(model, same_size, layers=["stem", "deep"], **WINDOWS)
@@ -232,6 +234,7 @@ def test_layers_of_several_strides_share_their_windows(same_size: Path) -> None:
     assert (places.grid, places.input_size) == ((3, 4), (48, 64))
 
 
+@pytest.mark.slow
 def test_a_window_of_the_size_of_the_image_gives_the_plain_map(same_size: Path) -> None:
     model = Stem().eval()
     transform = {"resize": [48, 64], "crop": [48, 64]}
@@ -257,6 +260,7 @@ def test_without_overlap_windows_are_tiles(same_size: Path) -> None:
     np.testing.assert_allclose(store["deep"][2], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_values_hardly_depend_on_how_many_windows_are_computed_together(same_size: Path) -> None:
     one, *others = (
         extract(Stem(), same_size, layers=["deep"], batch_size=size, out=f"by{size}", **WINDOWS)
@@ -327,6 +331,7 @@ def test_a_box_of_an_image_goes_through_windows_of_its_own(same_size: Path) -> N
 # Images of several sizes
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_end_in_the_same_grid(mixed: Path) -> None:
     model = Stem().eval()
     reduce = {"name": "grid", "rows": 2, "columns": 2}
@@ -448,6 +453,7 @@ def test_jobs_without_windows_say_why(same_size: Path, job: str) -> None:
 # Stores
 
 
+@pytest.mark.slow
 def test_a_resume_gives_the_bits_of_a_whole_run(same_size: Path) -> None:
     whole = extract(Stem(), same_size, layers=["stem", "deep"], out="whole", **WINDOWS)
     extract(Stem(), same_size, layers=["stem", "deep"], pack=False, **WINDOWS)
@@ -457,6 +463,7 @@ def test_a_resume_gives_the_bits_of_a_whole_run(same_size: Path) -> None:
     assert dataset_digests(store.root) == dataset_digests(whole.root / "features.h5")
 
 
+@pytest.mark.slow
 def test_other_windows_are_refused_on_resume(same_size: Path) -> None:
     extract(Stem(), same_size, layers=["deep"], pack=False, **WINDOWS)
     for other in ({"model_window_size": 48}, {**WINDOWS, "model_window_overlap": 0.25}):
@@ -521,6 +528,7 @@ def test_errors_of_the_model_name_it(same_size: Path) -> None:
         extract(Broken(), same_size, layers=["deep"], **WINDOWS)
 
 
+@pytest.mark.slow
 def test_verification_extracts_rows_again(
     same_size: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

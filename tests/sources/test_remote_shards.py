@@ -99,6 +99,7 @@ def check_rows(source: Source, loose: Path, count: int) -> None:
             assert data == (loose / os.fsdecode(key).rpartition("/")[2]).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["tar", "tar.gz"])
 def test_shards_of_a_web_server(tmp_path: Path, server: Any, ending: str) -> None:
     write_shards(tmp_path / "www" / "a", 12, 3, ending)
@@ -112,6 +113,7 @@ def test_shards_of_a_web_server(tmp_path: Path, server: Any, ending: str) -> Non
     check_rows(shards(f"{server.url}/a/train-000.{ending}"), tmp_path / "www" / "loose", 4)
 
 
+@pytest.mark.slow
 def test_a_shard_that_was_replaced_on_the_server_is_indexed_again(
     tmp_path: Path, server: Any
 ) -> None:

@@ -116,6 +116,7 @@ def test_every_codec_type_and_shape_reads_the_rows_that_h5py_reads(
         assert out.tobytes() == expected[9:29].tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_any_rows_of_any_layout_are_right(data: st.DataObject) -> None:

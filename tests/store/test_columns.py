@@ -139,7 +139,8 @@ def test_they_are_put_back_from_another_file(tmp_path: Path, lost: str) -> None:
     assert dataset_digests(tmp_path / "samples.h5") == whole
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])
 def test_layers_and_rows_that_are_added(tmp_path: Path, packed: bool) -> None:
     run = made()
     run.copied(tmp_path, packed=packed)

@@ -29,6 +29,7 @@ np.savez("read.npz", keys=store.key_bytes, labels=store.labels, status=store.sta
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "packed", "has_xxhash"),
     [("none", True, False), ("gzip", False, True)],

@@ -346,6 +346,7 @@ CLOCKS: dict[str, Callable[[], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_clock_that_jumps_confuses_nothing(
     quick: Path, monkeypatch: pytest.MonkeyPatch, clock: str
@@ -482,13 +483,11 @@ print(reads, before, flush=True)
 '''
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_reader_during_writing_never_fails_and_never_reads_a_false_value(
-    quick: Path, rounds: int
-) -> None:
+@pytest.mark.slow
+def test_a_reader_during_writing_never_fails_and_never_reads_a_false_value(quick: Path) -> None:
     first = make_run(num_rows=21, part_rows=2, failed=[5]).identified()
     grown = make_grown(first, new_rows=9, part_rows=2, failed=[23])
-    for number in range(rounds):
+    for number in range(12):
         root, stop = quick / f"store{number}", quick / f"stop{number}"
         first.finish(root, at_most=1)
         command = [sys.executable, "-c", READER, str(root), str(stop)]

@@ -111,6 +111,7 @@ def test_ten_thousand_parts_stay_quick(tmp_path: Path) -> None:
     assert batch_s < 0.5 * plain_s
 
 
+@pytest.mark.slow
 def test_opening_takes_no_memory_for_rows_that_are_not_asked_for(tmp_path: Path) -> None:
     """Keys, labels and status wait until they are asked for."""
     run = many_rows(300_000, 1 << 16)

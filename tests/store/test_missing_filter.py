@@ -36,6 +36,7 @@ def verified(*roots: Path, before: str = "") -> str:
     return run_python("-c", VERIFY.format(before=before), *roots).stdout.strip()
 
 
+@pytest.mark.slow
 def test_no_codec_is_damage_in_a_new_process(tmp_path: Path) -> None:
     roots = []
     for codec in codecs.CODECS.names():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -43,11 +44,11 @@ def check_rows(store: FeatureStore, run: MadeRun) -> None:
 @pytest.mark.parametrize(
     ("codec", "packed"),
     [
-        ("none", False),
         ("zstd", True),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("none", True), ("gzip", False), ("gzip", True), ("zstd", False))
+            for case in itertools.product(["none", "gzip", "zstd"], [False, True])
+            if case != ("zstd", True)
         ),
     ],
 )
@@ -63,6 +64,7 @@ def test_rows_are_those_on_the_disk(tmp_path: Path, bucket: str, packed: bool, c
         check_rows(FeatureStore(f"s3://{bucket}/some/run/features.h5"), run)
 
 
+@pytest.mark.slow
 def test_bfloat16(tmp_path: Path, bucket: str) -> None:
     run = as_bfloat16(make_run(61, 8)).identified()
     upload(run.copied(tmp_path / "run", packed=True), f"s3://{bucket}/run")
@@ -70,6 +72,7 @@ def test_bfloat16(tmp_path: Path, bucket: str) -> None:
     check_rows(FeatureStore(f"s3://{bucket}/run"), replace(run, features=rows))
 
 
+@pytest.mark.slow
 def test_a_store_with_layers_that_were_added(tmp_path: Path, bucket: str) -> None:
     run = make_run(40, 8).identified()
     run.copied(tmp_path / "run", packed=True)
@@ -116,7 +119,8 @@ def _one_row(store: FeatureStore, pipe: Any) -> None:
     pipe.send(store["flat"][7])
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
 def test_other_processes_read_too(tmp_path: Path, bucket: str, method: Any) -> None:
     run = make_run(21, 8).identified()
@@ -197,6 +201,7 @@ def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
     assert check_store(root).missing == ["part-000005.h5"]
 
 
+@pytest.mark.slow
 def test_status_lists_parts_and_asks_for_none(
     tmp_path: Path, bucket: str, watch: RequestLog
 ) -> None:

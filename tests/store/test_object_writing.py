@@ -392,6 +392,7 @@ def test_a_part_that_the_store_does_not_have_moves_when_a_repair_is_asked_for(
     check_store_of(RUN, finished)
 
 
+@pytest.mark.slow
 def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:
     part = finished / layout.PARTS / layout.part_name(2)
     data = bytearray(part.read_bytes())

@@ -87,6 +87,7 @@ def test_of_parts_only_the_bad_one_goes(run: MadeRun, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in parts} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row", "left"),
     [("features/map", 20, {2}), ("key", 9, set()), ("classes", 0, set()), ("status", 9, {0, 1}),
@@ -108,6 +109,7 @@ def test_of_a_packed_file_the_parts_with_bad_rows_go(
     assert check_store(tmp_path).complete
 
 
+@pytest.mark.slow
 def test_of_several_runs_only_the_layers_with_bad_rows_are_lost(
     run: MadeRun, tmp_path: Path
 ) -> None:
@@ -178,6 +180,7 @@ def contents_of(root: Path) -> tuple[Any, ...]:
     return {name: store[name][:] for name in store}, store.status, store.failures
 
 
+@pytest.mark.slow
 def test_a_damaged_listing_spoils_no_label_of_a_packed_file_taken_apart(
     run: MadeRun, tmp_path: Path
 ) -> None:
@@ -217,6 +220,7 @@ def test_lost_messages_come_from_failures_csv(
     assert after[1][name] == after[2][name] == "lost with a damaged file"
 
 
+@pytest.mark.slow
 def test_failures_that_are_not_counted_never_make_a_failed_row_ok(
     run: MadeRun, tmp_path: Path
 ) -> None:
@@ -341,6 +345,7 @@ def test_a_store_that_is_being_written_is_not_repaired(run: MadeRun, tmp_path: P
     assert (tmp_path / "parts" / "part-000001.h5").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_a_chunk_that_cannot_be_decoded_costs_its_rows_only(tmp_path: Path, codec: str) -> None:
     made = make_run(29, 8, {"flat": (40,)}, codec=codec, failed=[9]).identified()
@@ -381,6 +386,7 @@ def test_without_a_chunk_table_a_chunk_that_cannot_be_decoded_costs_its_rows_onl
     assert lost_rows(tmp_path) == list(range(step, 2 * step))
 
 
+@pytest.mark.slow
 def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(
     run: MadeRun, tmp_path: Path
 ) -> None:

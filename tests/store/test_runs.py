@@ -344,6 +344,7 @@ def test_layers_that_are_there_already_are_never_made_twice(first: MadeRun, tmp_
         assert_holds(root, both)
 
 
+@pytest.mark.slow
 def test_a_packed_file_lost_while_layers_are_added_costs_the_first_run_only(
     first: MadeRun, tmp_path: Path
 ) -> None:
@@ -394,6 +395,7 @@ def test_a_kill_between_the_longer_listing_and_the_manifest_changes_nothing(
     assert_holds(root, make_grown(first, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_leftover_parts_of_a_packed_run_are_cleared_and_are_no_damage(
     first: MadeRun, tmp_path: Path, packed: bool

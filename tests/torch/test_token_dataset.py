@@ -198,6 +198,7 @@ def test_a_sample_of_each_image_depends_on_its_key_and_the_seed(root: Path, run:
     assert set(identities(dataset(root, tokens="patches", per_image=2, seed=5))) < found
 
 
+@pytest.mark.slow
 def test_the_order_is_of_seed_and_epoch_and_not_of_threads(root: Path) -> None:
     first = list(dataset(root, threads=1))
     for threads in (4, 16):
@@ -212,6 +213,7 @@ def test_the_order_is_of_seed_and_epoch_and_not_of_threads(root: Path) -> None:
     assert len({tuple(order) for order in orders}) == 3
 
 
+@pytest.mark.slow
 def test_parts_and_the_packed_file_give_the_same_batches(run: MadeRun, tmp_path: Path) -> None:
     roots = [run.copied(tmp_path / name, packed=name == "packed") for name in ("packed", "parts")]
     assert_equal_batches(*(list(dataset(root)) for root in roots))

@@ -106,6 +106,12 @@ class Listing:
     def __len__(self) -> int:
         return len(self.keys)
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all arrays."""
+        tags = () if self.content_tags is None else (self.content_tags,)
+        return sum(each.nbytes for each in (self.keys, self.labels, *tags, *self.columns.values()))
+
     def head(self, count: int) -> Listing:
         """Listing of the first `count` rows; classes keep their indices."""
         return self.take(slice(count))

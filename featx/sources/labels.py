@@ -125,11 +125,6 @@ def from_names(values: Iterable[str | None]) -> Labels:
     return renumber(np.array(names, dtype=object), codes)
 
 
-def from_csv_texts(values: Iterable[str | None], origin: str) -> Labels:
-    """Convert the cells of a column of CSV: whole numbers if all of them are, otherwise names."""
-    return from_encoded_texts(*_encode(values), origin)
-
-
 def from_encoded_texts(names: Sequence[str], codes: npt.NDArray[np.int64], origin: str) -> Labels:
     """Convert the cells of a column of CSV, whose distinct texts are known.
 

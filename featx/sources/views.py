@@ -6,12 +6,13 @@ A key is the key of the image, '#', and the view: 'cat/001.jpg#hflip', 'cat/001.
 from __future__ import annotations
 
 import csv
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from featx.base import name_bytes, name_text
 from featx.config import DataConfig, ViewName, names_tuple
 from featx.errors import DataError, counted
-from featx.sources.labels import find_column, from_csv_texts, note_on_columns, renumber
+from featx.sources.labels import find_column, from_encoded_texts, note_on_columns, renumber
 from featx.sources.row_keys import box_key, parse_box_key, sorting_order
 from featx.sources.table_files import check_csv
 from featx.types import (
@@ -50,6 +51,9 @@ _ORIENTATIONS: dict[ViewName, int] = {
 
 BOX_COLUMNS = ("path", "x", "y", "width", "height")
 """Required columns of the table data.boxes. A column `label` is optional."""
+
+_BATCH_LINES = 1 << 13
+"""Lines of the table that are objects of Python at a time."""
 
 _NAMED_LINES = 10
 """Maximum number of wrong lines that an error describes."""
@@ -147,25 +151,33 @@ class BoxedSource(DerivedSource):
     def listing(self) -> Listing:
         """List all boxes."""
         images = self._source.listing()
-        lines, labelled = self._lines()
-        keys = np.array([line.key for line in lines], dtype=np.bytes_)
-        order = sorting_order(keys, f"data.boxes={self._file} has some boxes")
-        keys = keys[order]
-        image_keys = np.array([lines[i].image_key for i in order], dtype=np.bytes_)
-        # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
-        # valid, and the comparison below finds the mismatch.
-        positions = np.minimum(np.searchsorted(images.keys, image_keys), len(images.keys) - 1)
-        if (unknown := image_keys[images.keys[positions] != image_keys]).size:
+        batches: list[tuple[npt.NDArray[Any], ...]] = []
+        texts: dict[str | None, int] = {}
+        unknown: set[bytes] = set()
+        all_lines = self._lines()
+        # Objects of Python for every line would take several times the memory of the listing.
+        while lines := list(itertools.islice(all_lines, _BATCH_LINES)):
+            image_keys = np.array([line.image_key for line in lines], dtype=np.bytes_)
+            # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
+            # valid, and the comparison finds the mismatch.
+            places = np.minimum(np.searchsorted(images.keys, image_keys), len(images.keys) - 1)
+            unknown.update(image_keys[images.keys[places] != image_keys].tolist())
+            codes = np.array([texts.setdefault(line.label, len(texts)) for line in lines])
+            batches.append((np.array([line.key for line in lines], np.bytes_), places, codes))
+        if unknown:
             raise DataError(
-                f"data.boxes={self._file} names {counted(len(np.unique(unknown)), 'image')} that "
-                f"the data set does not have, such as {name_text(bytes(unknown[0]))}. A path is "
-                f"written as the keys are, such as {name_text(bytes(images.keys[0]))}, with "
-                "/ for the backslashes of Windows."
+                f"data.boxes={self._file} names {counted(len(unknown), 'image')} that the data set "
+                f"does not have, such as {name_text(min(unknown))}. A path is written as the keys "
+                f"are, such as {name_text(bytes(images.keys[0]))}, with / for the backslashes of "
+                "Windows."
             )
+        keys, positions, codes = (np.concatenate(each) for each in zip(*batches, strict=True))
+        order = sorting_order(keys, f"data.boxes={self._file} has some boxes")
+        keys, positions = keys[order], positions[order]
         labels, classes, warnings = images.labels[positions], images.classes, images.warnings
-        if labelled:
+        if None not in texts:
             origin = f"data.boxes={self._file}, column label"
-            labels, classes, more = from_csv_texts((line.label for line in lines), origin)
+            labels, classes, more = from_encoded_texts([*map(str, texts)], codes, origin)
             labels, warnings = labels[order], (*warnings, *more)
         elif classes:  # images without a box must not leave their class behind
             labels, classes, _ = renumber(np.array(classes, dtype=object), labels)
@@ -186,19 +198,18 @@ class BoxedSource(DerivedSource):
         """Return the box that a row consists of, in pixels of the upright image."""
         return View(_box_of(key))
 
-    def _lines(self) -> tuple[list[_Line], bool]:
-        """Read the table. Returns the lines, and whether the table has a column `label`."""
+    def _lines(self) -> Iterator[_Line]:
+        """Read the table line by line; `label` is None if it has no such column."""
         try:
             delimiter = check_csv(self._file)
             with self._file.open(
                 newline="", encoding="utf-8-sig", errors="surrogateescape"
             ) as file:
-                reader = csv.DictReader(file, delimiter=delimiter)
-                names = list(reader.fieldnames or [])
+                reader = csv.reader(file, delimiter=delimiter)
+                names = next(reader, [])
                 for wanted in (*BOX_COLUMNS, "label"):
                     if (name := find_column(names, wanted)) is not None:
                         names[names.index(name)] = wanted
-                reader.fieldnames = names
                 self._label_note = self._note_on_columns(names)
                 if missing := [name for name in BOX_COLUMNS if name not in names]:
                     raise DataError(
@@ -210,15 +221,16 @@ class BoxedSource(DerivedSource):
                         f"data.boxes={self._file} has the column {', '.join(duplicates)} more than "
                         "once."
                     )
-                lines = list(self._convert_lines(reader))
+                line = None
+                for line in self._convert_lines(reader, names):
+                    yield line
         except csv.Error as error:
-            line = reader.line_num + 1
-            raise DataError(f"data.boxes={self._file}, line {line}: {error}.") from error
+            number = reader.line_num
+            raise DataError(f"data.boxes={self._file}, line {number}: {error}.") from error
         except OSError as error:
             raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
-        if not lines:
+        if line is None:
             raise DataError(f"data.boxes={self._file} has no boxes.")
-        return lines, "label" in names
 
     def _note_on_columns(self, names: list[str]) -> str:
         """Return which columns look like labels and are not used."""
@@ -226,28 +238,34 @@ class BoxedSource(DerivedSource):
         note = note_on_columns(names, "label" if "label" in names else None, option="")
         return f"data.boxes={self._file}: {note}" if "looks like" in note else ""
 
-    def _convert_lines(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
+    def _convert_lines(self, reader: Any, names: list[str]) -> Iterator[_Line]:
         """Convert the lines of the table one by one; errors of all lines are one error."""
         problems: list[str] = []
-        for line in reader:
-            if None in line or None in line.values():
-                number = "more" if None in line else "fewer"
+        columns = [names.index(name) for name in BOX_COLUMNS]
+        label_column = names.index("label") if "label" in names else None
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                number = "more" if len(cells) > len(names) else "fewer"
                 problems.append(
                     f"line {reader.line_num}: there are {number} fields than columns. A delimiter "
                     "in a field needs quotes; a field may be empty."
                 )
                 continue
-            numbers = [str(line[name]).strip() for name in BOX_COLUMNS[1:]]
+            path, *numbers = (cells[column] for column in columns)
+            numbers = [number.strip() for number in numbers]
             are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)
-            is_path = line["path"] and "\0" not in line["path"]
+            is_path = path and "\0" not in path
             if not is_path or not are_whole_numbers or 0 in map(int, numbers[2:]):
                 problems.append(
-                    f"line {reader.line_num}: {','.join(numbers)} of {line['path']!r} is no box; "
+                    f"line {reader.line_num}: {','.join(numbers)} of {path!r} is no box; "
                     "expected x, y, width and height in whole pixels, the last two above 0."
                 )
                 continue
-            image_key = name_bytes(line["path"])
-            yield _Line(image_key, box_key(image_key, *map(int, numbers)), line.get("label"))
+            image_key = name_bytes(path)
+            label = None if label_column is None else cells[label_column]
+            yield _Line(image_key, box_key(image_key, *map(int, numbers)), label)
         if len(problems) == 1:
             raise DataError(f"data.boxes={self._file}, {problems[0]}")
         if problems:

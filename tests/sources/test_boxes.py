@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,22 @@ def test_a_row_is_that_of_the_region_saved_by_itself(photos: Path, decode: str) 
     assert [store.classes[i] for i in store.labels] == [key[:3] for key in order]
     with pytest.raises(ConfigError, match="boxes of images"):
         run_job("export", store="store", export={"format": "webdataset"})
+
+
+@pytest.mark.slow
+def test_many_lines_in_any_order_take_little_memory(photos: Path) -> None:
+    [image, other, *_] = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))
+    places = np.random.default_rng(0).permutation(140_000)
+    lines = [((image, other)[i % 2], i % 40, i, 1, 1, f"c{i % 3}") for i in places.tolist()]
+    source = BoxedSource(FolderSource(photos), write_boxes(lines, (*HEADER, "label")))
+    tracemalloc.start()
+    listing = source.listing()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    expected = sorted((f"{line[0]}#{line[1]},{line[2]},1,1", line[5]) for line in lines)
+    assert listing.keys.tolist() == [key.encode() for key, _ in expected]
+    assert [listing.classes[i] for i in listing.labels] == [label for _, label in expected]
+    assert peak_bytes < 3 * listing.num_bytes + (8 << 20)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,9 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     if cpu_quota() is not None:  # torch, BLAS and faiss count the CPUs without the quota
         os.environ.setdefault("OMP_NUM_THREADS", str(num_cpus()))
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    # torch.compile warns of code that it makes, and of a CUDA toolkit on a machine without a GPU.
+    warnings.filterwarnings("ignore", module=r"torch\._inductor")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     runs: list[tuple[str, int, str]] = []
 
     def one_job(node: Any) -> None:

@@ -397,3 +397,13 @@ def test_the_command_that_resumes_deletes_nothing_and_can_be_pasted() -> None:
     assert resume_command(given) == (
         "python -m featx data=folder 'data.root=my photos' 'layers=[a,b]'"
     )
+
+
+@pytest.mark.slow
+def test_a_compiler_says_nothing(
+    featx: Featx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    model = "model=resnet18", "model.weights=null", "compile=true", "precision=bf16"
+    done = featx("job=plan", "data=sample", *model)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -23,6 +23,9 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
+Array = npt.NDArray[Any]
+"""Array whose dtype depends on the layer, the column or the image."""
+
 
 class Status(IntEnum):
     """Status of a row; the numbers are part of the store format."""
@@ -99,7 +102,7 @@ class Listing:
     classes: tuple[str, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
     content_tags: npt.NDArray[np.int64] | None = None
-    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    columns: Mapping[str, Array] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     label_note: str = ""
 

@@ -7,7 +7,6 @@ Pillow drops its warnings; simplejpeg reports the first one.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +116,7 @@ def jpeg_damage(data: bytes) -> str | None:
     import simplejpeg
 
     bare, num_components = _without_metadata(data)
-    options: dict[str, Any] = {"colorspace": "CMYK"} if num_components == 4 else {}
+    options = {"colorspace": "CMYK"} if num_components == 4 else {}
     while True:
         try:
             # A factor of 8 takes a third of the time, and reads all data.

@@ -40,7 +40,7 @@ class LayerInfo:
 
     row_shape: tuple[int, ...]
     stored_dtype: str
-    attrs: dict[str, Any]
+    attrs: dict[str, object]
 
     @property
     def dtype(self) -> np.dtype[Any]:

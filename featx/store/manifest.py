@@ -85,7 +85,7 @@ class Run:
         """All parts of the run, in order."""
         return [self.grid.part(i) for i in range(len(self.grid))]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """JSON types for featx.json: its top level or, for later runs, an entry of `additions`."""
         tokens = {name: geometry_values(geometry) for name, geometry in self.tokens.items()}
         return {

@@ -22,7 +22,7 @@ from featx.types import Failure, Status
 _CHECKSUM = "sha256"
 
 
-def result_json(values: Mapping[str, Any], indent: int) -> bytes:
+def result_json(values: Mapping[str, object], indent: int) -> bytes:
     """Content of a file of results: the values, and the SHA-256 of them as the last entry."""
     text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     sealed = {**values, _CHECKSUM: digest(json.loads(text))}

@@ -105,7 +105,7 @@ class Conformance:
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def with_golden(self, comparison: Mapping[str, Any]) -> Conformance:
+    def with_golden(self, comparison: Mapping[str, object]) -> Conformance:
         """Return the judgement with the differences to a golden file, as JSON types."""
         text = f"{comparison['compared']} of model.golden within {comparison['error']:.1e}"
         line = f"{self.line}\n{text}" if self.line else text
@@ -248,7 +248,7 @@ def _notes(compared: Compared, reduced: Sequence[int]) -> list[str]:
     ]
 
 
-def _as_dict(compared: Compared, num_reduced: int) -> dict[str, Any]:
+def _as_dict(compared: Compared, num_reduced: int) -> dict[str, object]:
     pixels = compared.pixels
     levels = None
     if pixels is not None and compared.keys:

@@ -30,6 +30,7 @@ from featx.models.transformers.loading import Blueprint, import_transformers, lo
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from featx.config import ModelConfig
 
@@ -102,7 +103,7 @@ def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device
     return TextVectors(vectors, projection, sha256)
 
 
-def _load_two_towers(name: str) -> tuple[Any, Any]:
+def _load_two_towers(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load image and text tower of a folder, and its tokenizer.
 
     Raises ConfigError if the model has no text tower, WeightsError if files cannot be loaded.
@@ -122,7 +123,10 @@ def _load_two_towers(name: str) -> tuple[Any, Any]:
 
 
 def _text_features(
-    model: Any, tokenizer: Any, texts: Sequence[str], device: torch.device
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    device: torch.device,
 ) -> torch.Tensor:
     """Compute what get_text_features returns for texts, (q, P) float32 on the CPU.
 
@@ -150,7 +154,7 @@ def _text_features(
     return features
 
 
-def _folder_tokenizer(folder: Path) -> Any:
+def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder; `read_config` has refused one that names code."""
     from transformers import AutoTokenizer
 

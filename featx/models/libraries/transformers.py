@@ -114,7 +114,7 @@ class Transformers(ModelLibrary[TransformersOptions]):
         return random_module(plan, seed)
 
 
-def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, Any], Family]:
+def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, object], Family]:
     """Return the folder of a model, its config.json and its family."""
     from featx.models.transformers.families import family_of
     from featx.models.transformers.folder import find_folder, read_config
@@ -127,7 +127,7 @@ def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, Any], Fam
 
 
 def _plan(
-    config: TransformersOptions, folder: Path, values: dict[str, Any], family: Family
+    config: TransformersOptions, folder: Path, values: dict[str, object], family: Family
 ) -> tuple[Blueprint, dict[str, torch.Tensor] | None]:
     """Return what is built, and the tensors of the folder; None for random weights."""
     from featx.models.transformers.folder import read_state

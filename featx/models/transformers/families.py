@@ -184,7 +184,7 @@ def family_of(model_type: str) -> Family:
     return FAMILIES.get(model_type, Family(POOLER, has_class_token=False, is_reentrant=False))
 
 
-def embedding_of(module: Any, family: Family) -> LibraryEmbedding:
+def embedding_of(module: nn.Module, family: Family) -> LibraryEmbedding:
     """Return the embedding of a family for a model of it."""
     from featx.models.base import LibraryEmbedding, expose_embedding
 

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from featx.base import import_extra
@@ -17,6 +18,7 @@ from featx.errors import ModelError, WeightsError, counted, one_line
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from featx.models.transformers.families import Family
 
@@ -28,12 +30,12 @@ _POOLING = "add_pooling_layer"
 class Blueprint:
     """A class of transformers with the configuration of one model."""
 
-    model: Any
-    config: Any
-    arguments: Mapping[str, Any]
+    model: type[PreTrainedModel]
+    config: PretrainedConfig
+    arguments: Mapping[str, object]
 
 
-def import_transformers() -> Any:
+def import_transformers() -> ModuleType:
     """Import transformers, an optional package."""
     what = "model=transformers"
     return import_extra("transformers", what, "the extra transformers", "transformers")
@@ -43,7 +45,7 @@ def blueprint(
     config: Mapping[str, Any],
     family: Family,
     tensors: Mapping[str, torch.Tensor] | None,
-    args: Mapping[str, Any],
+    args: Mapping[str, object],
 ) -> Blueprint:
     """Return the class and the configuration of the part of a model that reads images.
 
@@ -112,7 +114,7 @@ def load_model(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) 
 
 def _from_state(
     plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str
-) -> tuple[Any, Mapping[str, Any]]:
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Return the model that transformers makes of some tensors, and what it reports about them."""
     import torch
 
@@ -141,7 +143,7 @@ def _is_of_pooler(name: str) -> bool:
     return ".pooler." in f".{name}"
 
 
-def _check_loaded(module: Any, info: Mapping[str, Any], origin: str) -> None:
+def _check_loaded(module: PreTrainedModel, info: Mapping[str, Any], origin: str) -> None:
     """Check that the tensors of a folder have filled a model."""
     import torch
 
@@ -169,7 +171,7 @@ def _check_loaded(module: Any, info: Mapping[str, Any], origin: str) -> None:
         )
 
 
-def _own_name(name: str, module: Any) -> str:
+def _own_name(name: str, module: PreTrainedModel) -> str:
     """Return the name of a tensor without what stands for the whole model in front of it."""
     return name.removeprefix(f"{module.base_model_prefix}.")
 

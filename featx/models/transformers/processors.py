@@ -9,10 +9,10 @@ images of odd sizes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from featx.errors import FeatxError, ModelError, WeightsError, one_line
 from featx.models.hugging_face import read_json
@@ -22,6 +22,7 @@ from featx.models.transformers.loading import import_transformers, quiet
 if TYPE_CHECKING:
     import torch
     from PIL import Image
+    from transformers import BaseImageProcessor
 
     from featx.images import Preprocess
 
@@ -100,7 +101,7 @@ def _choice(folder: Path, size: tuple[int, int] | None) -> ProcessorChoice:
     return ProcessorChoice(_by_the_processor(processor, reference, crop), name, False)
 
 
-def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
+def _open_processor(folder: Path, options: Mapping[str, object]) -> BaseImageProcessor:
     """Return the processor of a folder, the one of Pillow if it has one.
 
     The backends of transformers differ by several levels of 255, so one is chosen for good. Pillow
@@ -132,7 +133,7 @@ def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _reference(processor: Any) -> Reference:
+def _reference(processor: BaseImageProcessor) -> Reference:
     """Return the processor as a function from an RGB image to (3, H, W) float32."""
     import torch
 
@@ -164,7 +165,9 @@ def _size_of(reference: Reference, name: str) -> tuple[int, int]:
     return shapes[0][1], shapes[0][2]
 
 
-def _by_the_processor(processor: Any, reference: Reference, crop: tuple[int, int]) -> Preprocess:
+def _by_the_processor(
+    processor: BaseImageProcessor, reference: Reference, crop: tuple[int, int]
+) -> Preprocess:
     """The preprocessing that the processor computes for every image."""
     from featx.images import Preprocess
 
@@ -179,7 +182,7 @@ def _by_the_processor(processor: Any, reference: Reference, crop: tuple[int, int
     )
 
 
-def _options_of_size(processor: Any, size: tuple[int, int]) -> dict[str, Any]:
+def _options_of_size(processor: BaseImageProcessor, size: tuple[int, int]) -> dict[str, object]:
     """Options with which a processor makes images of another size.
 
     The share of the image that is cropped stays the same.
@@ -229,7 +232,7 @@ def made_image(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(np.clip(97 + 80 * waves + edges + noise, 0, 255).astype(np.uint8))
 
 
-def statement_of(processor: Any) -> Preprocess | None:
+def statement_of(processor: BaseImageProcessor) -> Preprocess | None:
     """State what a processor does; None for one that this module does not know."""
     from featx.models.preprocessing import pillow_preprocess
 
@@ -255,12 +258,12 @@ def statement_of(processor: Any) -> Preprocess | None:
     )
 
 
-def name_of(processor: Any) -> str:
+def name_of(processor: BaseImageProcessor) -> str:
     """Name of the class of a processor, whatever its backend."""
     return type(processor).__name__.removesuffix("Pil")
 
 
-def _is_plain(processor: Any, name: str) -> bool:
+def _is_plain(processor: BaseImageProcessor, name: str) -> bool:
     """Return whether a processor does what its options say in the order resize, crop, normalise."""
     own = vars(type(processor))
     return name in _PLAIN or not {"_preprocess", "preprocess", "resize", "rescale"} & set(own)
@@ -270,7 +273,7 @@ Sizes: TypeAlias = tuple[int | tuple[int, int], tuple[int, int]]
 """`resize` and `crop` of a `Preprocess`."""
 
 
-def plain_sizes(processor: Any) -> Sizes | None:
+def plain_sizes(processor: BaseImageProcessor) -> Sizes | None:
     """Sizes of a processor that resizes and then may crop."""
     size, crop = processor.size, _crop_size(processor)
     if size is None:
@@ -283,7 +286,7 @@ def plain_sizes(processor: Any) -> Sizes | None:
     return None
 
 
-def _crop_size(processor: Any) -> tuple[int, int] | None:
+def _crop_size(processor: BaseImageProcessor) -> tuple[int, int] | None:
     """(height, width) of the crop of a processor, or None if it does not crop."""
     crop = getattr(processor, "crop_size", None)
     if not getattr(processor, "do_center_crop", None) or not (crop and crop.height and crop.width):
@@ -291,7 +294,7 @@ def _crop_size(processor: Any) -> tuple[int, int] | None:
     return int(crop.height), int(crop.width)
 
 
-def _convnext_sizes(processor: Any) -> Sizes | None:
+def _convnext_sizes(processor: BaseImageProcessor) -> Sizes | None:
     """Sizes of the processor of ConvNeXt, ResNet and RegNet: a crop up to 383 pixels."""
     side = processor.size.shortest_edge
     if not side or getattr(processor, "do_center_crop", None):
@@ -300,7 +303,7 @@ def _convnext_sizes(processor: Any) -> Sizes | None:
     return (square if side >= _LARGE else int(side / processor.crop_pct)), square
 
 
-def _levit_sizes(processor: Any) -> Sizes | None:
+def _levit_sizes(processor: BaseImageProcessor) -> Sizes | None:
     """Sizes of the processor of LeViT: 256 pixels for a crop of 224."""
     side, crop = processor.size.shortest_edge, _crop_size(processor)
     return (int(256 / 224 * side), crop) if side and crop else None
@@ -317,7 +320,7 @@ _RULES = {
 Triple: TypeAlias = tuple[float, float, float]
 
 
-def normalisation(processor: Any) -> tuple[Triple, Triple]:
+def normalisation(processor: BaseImageProcessor) -> tuple[Triple, Triple]:
     """Mean and standard deviation for values in [0, 1], whatever the scale of the processor."""
     factor = 255 * (processor.rescale_factor if processor.do_rescale else 1.0)
     is_normalised = processor.do_normalize and name_of(processor) != "MobileViTImageProcessor"
@@ -326,7 +329,7 @@ def normalisation(processor: Any) -> tuple[Triple, Triple]:
     return _triple([x / factor for x in mean]), _triple([x / factor for x in std])
 
 
-def _triple(value: Any) -> Triple:
+def _triple(value: float | Sequence[float]) -> Triple:
     """A number for each channel, of one number or three."""
     if isinstance(value, int | float):
         return float(value), float(value), float(value)
@@ -334,7 +337,7 @@ def _triple(value: Any) -> Triple:
     return red, green, blue
 
 
-def is_proven(processor: Any, reference: Reference, statement: Preprocess) -> bool:
+def is_proven(processor: BaseImageProcessor, reference: Reference, statement: Preprocess) -> bool:
     """Return whether the statement makes the images of the processor, of all made images."""
     import torch
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 """Array whose dtype depends on the layer, the column or the image."""
 
+Json = Mapping[str, Any]
+"""JSON object whose entries are read by their names: a result, a summary, a header of a file."""
+
 
 class Status(IntEnum):
     """Status of a row; the numbers are part of the store format."""

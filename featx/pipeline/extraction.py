@@ -29,7 +29,7 @@ from featx.store import (
     missing_parts,
     read_result,
 )
-from featx.types import Source, Status, with_features
+from featx.types import Json, Source, Status, with_features
 
 
 def run_extraction(
@@ -201,7 +201,7 @@ def _run(
     return summary
 
 
-def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
+def store_exit_code(config: Config, summary: Json) -> int:
     """Exit code of an extraction: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr."""
     failures = parse_path(config.out) / layout.FAILURES_CSV
     return exit_code(

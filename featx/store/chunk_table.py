@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import h5py
 import numpy as np
@@ -32,7 +32,7 @@ from featx.store.hdf5_files import (
     row_datasets,
 )
 from featx.store.manifest import num_runs_of
-from featx.types import Array, with_features
+from featx.types import Array, Json, with_features
 
 MAGIC = b"featx chunk table 2\n"
 """First bytes of the table; the length of the rest and its checksum follow, 8 bytes each."""
@@ -289,7 +289,7 @@ def _read_chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> Array | None:
     return values.reshape(-1, *entry.shape[1:])[:count]
 
 
-def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] | None:
+def find_table(raw: RawBytes) -> tuple[Json, dict[str, DatasetEntry]] | None:
     """Header and datasets (path -> entry) of the last complete table in a file, or None.
 
     The header has `fingerprint`, `num_runs` and `start` of the file.
@@ -324,7 +324,7 @@ def read_column_by_table(
     return None
 
 
-def table_header(raw: RawBytes) -> dict[str, Any] | None:
+def table_header(raw: RawBytes) -> Json | None:
     """Header of the chunk table of a file, or None if it has no complete table."""
     return next((header for header, _ in _find_tables(raw)), None)
 
@@ -360,7 +360,7 @@ def _parse_text(before: bytes, behind: bytes) -> dict[str, object]:
     return dict(json.loads(before + b'"start":0,' + behind))
 
 
-def _first_chunks(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+def _first_chunks(header: Json) -> Iterator[tuple[Json, int]]:
     """Description of each dataset, and the number of its first entry in the table."""
     first_chunk = 0
     for about in header["datasets"]:
@@ -368,7 +368,7 @@ def _first_chunks(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]
         first_chunk += about["chunks"]
 
 
-def _entry_of(about: dict[str, Any], body: bytes, first_chunk: int) -> DatasetEntry:
+def _entry_of(about: Json, body: bytes, first_chunk: int) -> DatasetEntry:
     offset = 8 + int.from_bytes(body[:8], "little") + first_chunk * CHUNK.itemsize
     table = np.frombuffer(body, CHUNK, about["chunks"], offset)
     filters = [(number, tuple(values)) for number, values in about["filters"]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from featx.base import differences
 from featx.errors import StoreMismatchError
 from featx.store import layout
 from featx.store.manifest import Manifest, Run
+from featx.types import Json
 
 _ROW_ENTRIES = ("listing",)
 """Entries of a fingerprint that describe the rows; a run that adds rows has other values."""
@@ -105,7 +105,7 @@ def _refuse_other_settings(root: Path, before: Manifest, requested: Run, grows: 
     )
 
 
-def _run_settings(run: Run) -> dict[str, Any]:
+def _run_settings(run: Run) -> Json:
     settings = run.header.fingerprint
     return {
         **settings,

@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ except ImportError:  # a reader of stores may have numpy and h5py only
     xxhash = None  # type: ignore[assignment]
 
 from featx.errors import StoreError
-from featx.types import Array, LayerSpec, Part, Status, StoreHeader, TokenGeometry
+from featx.types import Array, Json, LayerSpec, Part, Status, StoreHeader, TokenGeometry
 
 FORMAT = 4
 """Version of the format; no release has written another one."""
@@ -262,7 +262,7 @@ def geometry_values(geometry: TokenGeometry | None) -> dict[str, object]:
     }
 
 
-def geometry_of(values: Mapping[str, Any]) -> TokenGeometry | None:
+def geometry_of(values: Json) -> TokenGeometry | None:
     """Token geometry from attributes of a dataset or an entry of featx.json; None if it has none.
 
     Raises ValueError or TypeError if an entry is missing or impossible.

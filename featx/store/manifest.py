@@ -22,7 +22,7 @@ from featx.errors import StoreError
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
 from featx.store.layout import geometry_of, geometry_values
-from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader, TokenGeometry
+from featx.types import ITEM_BYTES, Json, LayerSpec, Part, StoreHeader, TokenGeometry
 
 _REQUIRED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
 _HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
@@ -104,7 +104,7 @@ class Run:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Run:
+    def from_dict(cls, values: Json) -> Run:
         """Create a run from the result of `as_dict`; raises ValueError, TypeError, LookupError."""
         missing = set(_REQUIRED) - set(values)
         if missing:

@@ -98,11 +98,11 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
             self._found.append((self._made[memory][0], norm))
             self._taken = memory
 
-    def end_norm(self, norm: object, args: object, kwargs: object, output: object) -> None:
+    def end_norm(self, norm: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Hook: a BatchNorm has returned, and its reads are over."""
         self._taken = None
 
-    def record_output(self, part: object, args: object, kwargs: object, output: object) -> None:
+    def record_output(self, part: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Hook: a module has returned an output, which its caller may read."""
         self._note(elements(output).values())
 
@@ -166,7 +166,7 @@ def _pass_through(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _activate(norm: Any, x: torch.Tensor) -> object:
+def _activate(norm: Any, x: torch.Tensor) -> Any:
     """Replacement for the forward of a folded BatchNormAct2d: its dropout and activation."""
     return norm.act(norm.drop(x))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from featx.base import log_message
@@ -64,8 +65,6 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
         _check_digest(path, sha256)
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             state: Any = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)

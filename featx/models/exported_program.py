@@ -10,7 +10,7 @@ import hashlib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -238,7 +238,7 @@ class FixedBatch(nn.Module):
         self.training = self.output.training = mode
         return self
 
-    def forward(self, images: torch.Tensor) -> Any:
+    def forward(self, images: torch.Tensor) -> object:
         """(n, 3, H, W) -> the outputs of the program, with n rows."""
         groups = [self._compute(group) for group in torch.split(images, self._batch_size)]
         return self.output(tree_map(lambda *parts: torch.cat(parts), *groups))
@@ -293,7 +293,7 @@ def _output(program: ExportedProgram) -> object:
     (node,) = (node for node in program.graph.nodes if node.op == "output")
     spec = cast(TreeSpec, program.call_spec.out_spec)
     is_plain = spec.num_leaves == 1 and tree_unflatten(["output"], spec) == "output"
-    found: list[Any] = [value.meta.get("val") for value in node.args[0]]
+    found = [value.meta.get("val") for value in node.args[0]]
     return found[0] if is_plain and len(found) == 1 else None
 
 

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from featx.base import quiet_logs
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line
+from featx.models.base import state_sha256
+from featx.models.checkpoint import load_weights, read_weights
 from featx.models.libraries.open_clip import (
     LOCAL,
     OpenClipOptions,
@@ -28,8 +32,6 @@ from featx.models.transformers.folder import (
 from featx.models.transformers.loading import Blueprint, import_transformers, load_model, quiet
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from featx.config import ModelConfig
@@ -89,8 +91,6 @@ def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device
     if config.library != "transformers":
         classifier = text_classifier(config, texts, ["{}"], device)
         return TextVectors(classifier.weight.numpy(), None, classifier.weights_sha256)
-    from featx.models.base import state_sha256
-
     _refuse_random_weights(config)
     model, tokenizer = _load_two_towers(config.name)
     sha256 = state_sha256(model.vision_model)
@@ -132,8 +132,6 @@ def _text_features(
 
     Raises ConfigError if a text has more tokens than the model reads.
     """
-    import torch
-
     sizes = model.config.text_config
     limit = sizes.max_position_embeddings
     for text, ids in zip(texts, tokenizer(list(texts)).input_ids, strict=True):
@@ -192,10 +190,6 @@ def text_classifier(
         ConfigError: the model is not one of open_clip, or has random weights.
         WeightsError: its weights or the files of its tokenizer cannot be loaded.
     """
-    import torch
-
-    from featx.models.base import state_sha256
-
     if not isinstance(config, OpenClipOptions):
         raise ConfigError(
             "texts need a model with a text tower: model=open_clip, or for job=neighbors and "
@@ -229,8 +223,6 @@ def text_classifier(
 
 def _whole_model(config: OpenClipOptions) -> Any:
     """Return image and text tower of a model with their weights."""
-    from featx.models.checkpoint import load_weights, read_weights
-
     source = source_of(config)
     try:
         if source.tag is not None:

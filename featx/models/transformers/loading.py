@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from featx.base import import_extra
 from featx.errors import ModelError, WeightsError, counted, one_line
+from featx.models.base import seeded
+from featx.models.checkpoint import log_left_out
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
     from featx.models.transformers.families import Family
@@ -89,8 +92,6 @@ def blueprint(
 
 def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
     """Return the model with transformers' own initialisation."""
-    from featx.models.base import seeded
-
     with seeded(seed), quiet(), _build_errors(plan):
         module: torch.nn.Module = plan.model(plan.config, **plan.arguments)
         return module.float()
@@ -98,8 +99,6 @@ def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
 
 def load_model(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) -> torch.nn.Module:
     """Return the model with the tensors of a folder, in float32."""
-    from featx.models.checkpoint import log_left_out
-
     module, info = _from_state(plan, state, origin)
     missing = info["missing_keys"]
     no_pooler = missing and all(map(_is_of_pooler, missing)) and not any(map(_is_of_pooler, state))
@@ -116,10 +115,6 @@ def _from_state(
     plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Return the model that transformers makes of some tensors, and what it reports about them."""
-    import torch
-
-    from featx.models.base import seeded
-
     try:
         with seeded(0), quiet(), _build_errors(plan):
             # Without a folder, transformers looks for no files, adapters or code.
@@ -145,8 +140,6 @@ def _is_of_pooler(name: str) -> bool:
 
 def _check_loaded(module: PreTrainedModel, info: Mapping[str, Any], origin: str) -> None:
     """Check that the tensors of a folder have filled a model."""
-    import torch
-
     children = {name for name, _ in module.named_children()}
     missing = sorted(info["missing_keys"])
     unexpected = sorted(

@@ -14,17 +14,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torchvision.transforms import functional as TF
+
 from featx.errors import FeatxError, ModelError, WeightsError, one_line
+from featx.images import Preprocess, centre_crop
 from featx.models.hugging_face import read_json
+from featx.models.preprocessing import pillow_preprocess
 from featx.models.transformers.folder import CONFIG, PROCESSORS
 from featx.models.transformers.loading import import_transformers, quiet
 
 if TYPE_CHECKING:
-    import torch
-    from PIL import Image
     from transformers import BaseImageProcessor
 
-    from featx.images import Preprocess
 
 Reference: TypeAlias = "Callable[[Image.Image], torch.Tensor]"
 """Function from an RGB image to (3, H, W) float32, normalised."""
@@ -135,7 +140,6 @@ def _open_processor(folder: Path, options: Mapping[str, object]) -> BaseImagePro
 
 def _reference(processor: BaseImageProcessor) -> Reference:
     """Return the processor as a function from an RGB image to (3, H, W) float32."""
-    import torch
 
     def reference(image: Image.Image) -> torch.Tensor:
         x = processor(images=image, return_tensors="pt")["pixel_values"][0]
@@ -169,8 +173,6 @@ def _by_the_processor(
     processor: BaseImageProcessor, reference: Reference, crop: tuple[int, int]
 ) -> Preprocess:
     """The preprocessing that the processor computes for every image."""
-    from featx.images import Preprocess
-
     mean, std = normalisation(processor)
     return Preprocess(
         reference=reference,
@@ -221,9 +223,6 @@ def _no_such_size(name: str, size: tuple[int, int]) -> ModelError:
 @functools.cache
 def made_image(size: tuple[int, int]) -> Image.Image:
     """Return an RGB image with structure at several scales, edges and noise."""
-    import numpy as np
-    from PIL import Image
-
     width, height = size
     y, x = np.mgrid[0:height, 0:width]
     waves = np.stack([np.sin(x / 9 + y / 31), np.cos(x / 40), np.sin(y / 7)], axis=-1)
@@ -234,8 +233,6 @@ def made_image(size: tuple[int, int]) -> Image.Image:
 
 def statement_of(processor: BaseImageProcessor) -> Preprocess | None:
     """State what a processor does; None for one that this module does not know."""
-    from featx.models.preprocessing import pillow_preprocess
-
     name = name_of(processor)
     rule = _RULES.get(name, plain_sizes if _is_plain(processor, name) else None)
     if rule is None or not processor.do_resize or getattr(processor, "do_pad", None):
@@ -339,8 +336,6 @@ def _triple(value: float | Sequence[float]) -> Triple:
 
 def is_proven(processor: BaseImageProcessor, reference: Reference, statement: Preprocess) -> bool:
     """Return whether the statement makes the images of the processor, of all made images."""
-    import torch
-
     resizes_floats = name_of(processor) == "DINOv3ViTImageProcessor"
     if resizes_floats and not statement.has_fast_path:
         return False
@@ -368,10 +363,6 @@ def _sizes_of_half_margins(statement: Preprocess) -> list[tuple[int, int]]:
 
 def _float_reference(statement: Preprocess) -> Reference:
     """The statement computed on floats, which are not rounded after resizing."""
-    import torch.nn.functional as F
-    from torchvision.transforms import functional as TF
-
-    from featx.images import centre_crop
 
     def reference(image: Image.Image) -> torch.Tensor:
         x = TF.pil_to_tensor(image).float()[None] / 255

@@ -431,7 +431,7 @@ class StoreHeader:
         versions: library -> version.
     """
 
-    fingerprint: Mapping[str, Any]
+    fingerprint: Json
     config: str
     model: str
     weights: str
@@ -451,7 +451,7 @@ class ResumeState:
         has_new_layers: whether no value of the layers to compute exists yet.
     """
 
-    resolved: Mapping[str, Any]
+    resolved: Json
     part_rows: int | None
     what: str = "the store was"
     has_new_layers: bool = False

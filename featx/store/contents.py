@@ -43,7 +43,7 @@ class LayerInfo:
     attrs: dict[str, object]
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         return memory_dtype(self.stored_dtype)
 
 

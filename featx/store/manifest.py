@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import h5py
 
@@ -67,8 +66,8 @@ class Run:
     layers: tuple[LayerSpec, ...]
     grid: layout.Grid
     codec: str
-    resolved: Mapping[str, Any]
-    conformance: Mapping[str, Any] = field(default_factory=dict)
+    resolved: Json
+    conformance: Json = field(default_factory=dict)
     tokens: Mapping[str, TokenGeometry] = field(default_factory=dict)
 
     @cached_property

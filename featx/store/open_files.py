@@ -125,7 +125,7 @@ class OpenFile:
         return self._read_compared(path)[:num_rows]
 
     def rows(
-        self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any], first_row: int = 0
+        self, path: str, shape: tuple[int, ...], dtype: np.dtype[np.generic], first_row: int = 0
     ) -> ChunkReader:
         """Reader for the rows of a dataset, which bypasses HDF5 where possible."""
         if path not in self._rows:

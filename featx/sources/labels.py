@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,7 @@ def from_numbers(
     return Labels(labels, tuple(str(name) for name in names), warnings)
 
 
-def check_indices(labels: npt.NDArray[np.integer[Any]], names: Sequence[str], origin: str) -> None:
+def check_indices(labels: npt.NDArray[np.integer], names: Sequence[str], origin: str) -> None:
     """Raise DataError unless every label is -1 or the index of a class."""
     _refuse_first(labels < -1, labels.tolist(), origin)
     if len(labels) and labels.max() >= len(names):

@@ -345,13 +345,13 @@ class MapSource:
         names = names.tolist() if hasattr(names, "tolist") else names
         return from_values(values, _ORIGIN, names if isinstance(names, list | tuple) else None)
 
-    def _labels_of_items(self, count: int) -> list[Any]:
+    def _labels_of_items(self, count: int) -> list[object]:
         """Read the label of every item, up to one without a label if none before has one.
 
         Returns count labels, None for an item without one, or that raises an exception, which is
         recorded when it is read.
         """
-        values: list[Any] = []
+        values: list[object] = []
         for row in range(count):
             try:
                 label = _split(self._dataset[row])[1]
@@ -404,7 +404,7 @@ class _CheckedSource:
 _NO_LABEL = object()
 
 
-def _split(item: Any) -> tuple[Any, object]:
+def _split(item: object) -> tuple[Any, object]:
     """Split an item into image and label.
 
     Returns (image, label), with _NO_LABEL if the item is the image alone.

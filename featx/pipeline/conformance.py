@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from featx.errors import counted
+from featx.types import Json
 
 MAX_LEVELS = {"bilinear": 2.0, "bicubic": 32.0}
 """Interpolation -> largest difference of a pixel in levels of 255. Bicubic weights overshoot: where
@@ -100,7 +100,7 @@ class Conformance:
         notes: what breaks no promise and is worth knowing, one sentence each.
     """
 
-    differences: Mapping[str, Any]
+    differences: Json
     line: str
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from featx.pipeline.output import AnyOutput, Session
 from featx.pipeline.run_context import EngineSpec, RunContext
 from featx.storage import open_folder
 from featx.store import heartbeat_name, layout
-from featx.types import Part, ResumeState, Source
+from featx.types import Json, Part, ResumeState, Source
 
 SPEC = "worker-spec.pkl"
 """Name of the file with the worker spec."""
@@ -68,7 +68,7 @@ class WorkerSpec:
     engine_spec: EngineSpec
     output: AnyOutput
     resume_state: ResumeState
-    fingerprint: Mapping[str, Any]
+    fingerprint: Json
     num_rows: int
     cpus: int
     parts: Sequence[Part]

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
 
 from featx.base import import_extra
 from featx.config import Config, Count, ExecutorConfig, Positive, options
@@ -116,7 +115,7 @@ class ActorPool(WorkerPool):
         self._device = device
         self._actor_type = ray.remote(num_cpus=cpus, num_gpus=gpus)(Actor)
         self._sent_spec = ray.put(PickledWorkerSpec(self.spec))
-        self._actors: dict[int, tuple[Any, object]] = {}  # with the reference to its result
+        self._actors: dict[int, tuple[object, object]] = {}  # with the reference to its result
         self._head = options.address or ""
         if not self._head.startswith("ray://"):
             # Without an address where the caller has connected as a client.

@@ -11,12 +11,32 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from featx.base import end_process, open_standard_streams, paused_collection, restart_in_utf8
+from featx.base import (
+    cpu_quota,
+    discard_output,
+    end_process,
+    log_as_json,
+    log_message,
+    num_cpus,
+    open_standard_streams,
+    own_process,
+    paused_collection,
+    print_result,
+    restart_in_utf8,
+    shipped_folder,
+    speed_up_imports,
+    table,
+)
+from featx.base.version import __version__
+from featx.errors import FeatxError, StorageError, StoreError
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from featx.cli import CommandLine
+    from featx.types import Json
 
 _OF_A_PATH = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
 """Error numbers of a path that the user has given."""
@@ -45,22 +65,12 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base import (
-        cpu_quota,
-        discard_output,
-        log_message,
-        num_cpus,
-        own_process,
-        shipped_folder,
-        speed_up_imports,
-    )
     from featx.cli import (
         checked_targets,
         explain_error,
         read_command_line,
         register_with_hydra,
     )
-    from featx.errors import FeatxError
     from featx.jobs import JOBS
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
@@ -76,7 +86,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     runs: list[tuple[str, int, str]] = []
 
-    def one_job(node: Any) -> None:
+    def one_job(node: DictConfig) -> None:
         until_job.close()
         label = _announce_run(line)
         runs.append((label, *_run_job(node, line, debug)))
@@ -118,7 +128,6 @@ def _announce_run(line: CommandLine) -> str:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from featx.base import log_message
     from featx.cli import sweep_of
 
     hydra = HydraConfig.get()
@@ -133,14 +142,12 @@ def _announce_run(line: CommandLine) -> str:
 
 def _table_of_runs(runs: Sequence[tuple[str, int, str]]) -> str:
     """Return a table of the runs of a multirun: options, exit code, and what their stores say."""
-    from featx.base import table
-    from featx.errors import StoreError
     from featx.storage import parse_path
     from featx.store import layout, read_result
 
     cells = []
     for label, code, out in runs:
-        summary: dict[str, Any] = {}
+        summary: Json = {}
         with contextlib.suppress(OSError, StoreError):
             if code in (0, 3):
                 summary = read_result(parse_path(out) / layout.SUMMARY)
@@ -153,8 +160,6 @@ def _table_of_runs(runs: Sequence[tuple[str, int, str]]) -> str:
 
 def _printed_information(line: CommandLine) -> bool:
     """Print the version or the help if the command line asks for it; returns whether it does."""
-    from featx.base import print_result
-    from featx.base.version import __version__
     from featx.cli import help_text, job_help_text, options_help_text
     from featx.config import known_keys
     from featx.jobs import JOBS
@@ -175,7 +180,7 @@ def _printed_information(line: CommandLine) -> bool:
     return line.wants_version or line.wants_help
 
 
-def _run_job(node: Any, line: CommandLine, debug: bool) -> tuple[int, str]:
+def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str]:
     """Run one job; in a multirun, an error does not end the others.
 
     Returns exit code, and `out`, which is '' if the config cannot be read.
@@ -183,10 +188,8 @@ def _run_job(node: Any, line: CommandLine, debug: bool) -> tuple[int, str]:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx import jobs
-    from featx.base import log_as_json, log_message
     from featx.cli import explain_error
     from featx.config import from_composed, given_by_value, saved_yaml
-    from featx.errors import FeatxError, StorageError
 
     out = ""
     try:

@@ -139,7 +139,7 @@ class GradientLog:
 
     __repr__ = table
 
-    def _begin(self, call: OpenCall, inputs: list[Any]) -> None:
+    def _begin(self, call: OpenCall, inputs: list[object]) -> None:
         """Forget gradients that the loop has thrown away before a new pass of the model."""
         if call.name or not torch.is_grad_enabled():
             return
@@ -179,7 +179,7 @@ class GradientLog:
             self._clamped.add(id(parameter))
             self._hooks.add(parameter, clamp)
 
-    def _note_versions(self, *_: Any) -> None:
+    def _note_versions(self, *_: object) -> None:
         # The first pass of a lazy module writes its parameters.
         self._versions = [None if is_lazy(p) else p._version for p in self._model.parameters()]
 
@@ -209,7 +209,7 @@ class GradientLog:
             self._finish(parameters, optimizer, factor)
             return None
 
-        def watched_closure() -> Any:
+        def watched_closure() -> object:
             loss = closure()
             with torch.no_grad():
                 self._finish(parameters, optimizer, factor)

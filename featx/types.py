@@ -23,6 +23,12 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
+Array = npt.NDArray[Any]
+"""Array whose dtype depends on the layer, the column or the image."""
+
+Json = Mapping[str, Any]
+"""JSON object whose entries are read by their names: a result, a summary, a header of a file."""
+
 
 class Status(IntEnum):
     """Status of a row; the numbers are part of the store format."""
@@ -99,7 +105,7 @@ class Listing:
     classes: tuple[str, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
     content_tags: npt.NDArray[np.int64] | None = None
-    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    columns: Mapping[str, Array] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     label_note: str = ""
 
@@ -431,7 +437,7 @@ class StoreHeader:
         versions: library -> version.
     """
 
-    fingerprint: Mapping[str, Any]
+    fingerprint: Json
     config: str
     model: str
     weights: str
@@ -451,7 +457,7 @@ class ResumeState:
         has_new_layers: whether no value of the layers to compute exists yet.
     """
 
-    resolved: Mapping[str, Any]
+    resolved: Json
     part_rows: int | None
     what: str = "the store was"
     has_new_layers: bool = False

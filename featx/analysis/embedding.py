@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from featx.models import given_factory
 from featx.pipeline import RunContext, run_parts
 from featx.sources import MapSource
 from featx.store import FeatureStore, load_manifest, matching_layers
-from featx.types import Batch, Listing, Source
+from featx.types import Array, Batch, Listing, Source
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Embedding:
         failures: place of an image that failed -> status and reason.
     """
 
-    features: Mapping[str, npt.NDArray[Any]]
+    features: Mapping[str, Array]
     ok: npt.NDArray[np.bool_]
     failures: Mapping[int, str]
 
@@ -51,7 +50,7 @@ class Embedding:
             f"{', '.join(self.features)})"
         )
 
-    def __getitem__(self, layer: str) -> npt.NDArray[Any]:
+    def __getitem__(self, layer: str) -> Array:
         return self.features[layer]
 
     def __len__(self) -> int:
@@ -59,7 +58,7 @@ class Embedding:
 
 
 def embed(
-    images: Sequence[Any],
+    images: Sequence[object],
     store: FeatureStore | str | os.PathLike[str],
     layers: Sequence[str] | str | None = None,
     device: str = "auto",
@@ -153,7 +152,7 @@ class Embedder(LoadedFunction):
             models.append(LoadedModel(recipe, recipe.config_for(config, DataConfig()), pads))
         super().__init__(models, model_factory)
 
-    def __call__(self, images: Sequence[Any]) -> Embedding:
+    def __call__(self, images: Sequence[object]) -> Embedding:
         is_one = isinstance(images, str | bytes | bytearray | os.PathLike)
         if is_one or not isinstance(images, Sequence):
             raise DataError(
@@ -162,7 +161,7 @@ class Embedder(LoadedFunction):
             )
         if not images:
             raise DataError("images is empty: give at least one.")
-        features: dict[str, npt.NDArray[Any]] = {}
+        features: dict[str, Array] = {}
         failures: dict[int, str] = {}
         with given_factory(self.model_factory):
             for model in self.models:
@@ -181,7 +180,7 @@ class Embedder(LoadedFunction):
 
 
 def embed_images(
-    config: Config, store: FeatureStore, images: Sequence[Any], layers: Sequence[str]
+    config: Config, store: FeatureStore, images: Sequence[object], layers: Sequence[str]
 ) -> Embedding:
     """Compute features of images as `embed` does, for layers of the store by name. The config says
     the device and, for custom models, the model.
@@ -190,7 +189,7 @@ def embed_images(
         return model(images)
 
 
-def _extract(model: LoadedModel, images: Sequence[Any]) -> _EmbeddingSink:
+def _extract(model: LoadedModel, images: Sequence[object]) -> _EmbeddingSink:
     """Compute the layers that one run of a store computed."""
     import torch
 
@@ -204,7 +203,7 @@ def _extract(model: LoadedModel, images: Sequence[Any]) -> _EmbeddingSink:
     return sink
 
 
-def _as_path(image: Any) -> Any:
+def _as_path(image: object) -> object:
     """Return the absolute path of a file, and any other image as it is."""
     if isinstance(image, str | os.PathLike):
         return Path(image).expanduser().absolute()
@@ -216,9 +215,9 @@ class _EmbeddingSink(NewImagesSink):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self.features: dict[str, npt.NDArray[Any]] = {}
+        self.features: dict[str, Array] = {}
 
-    def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
+    def keep(self, batch: Batch, features: Mapping[str, Array]) -> None:
         for name, values in features.items():
             if name not in self.features:
                 shape = (self.num_rows, *values.shape[1:])

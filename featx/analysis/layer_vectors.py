@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import torch
 from featx.base import float64_device
 from featx.errors import ConfigError
 from featx.store import FeatureStore, check_rows_present
+from featx.types import Array
 
 BLOCK_BYTES = 128 << 20
 """Maximum bytes of one block of float32 vectors, and of one block of dot products."""
@@ -134,7 +134,7 @@ class LayerVectors:
         unique, back = torch.unique(places, return_inverse=True)
         return self._read_rows(self.rows[unique.cpu().numpy()])[back]
 
-    def prepare(self, rows: npt.NDArray[Any]) -> torch.Tensor:
+    def prepare(self, rows: Array) -> torch.Tensor:
         """Scale and centre rows (m, ...) as those of the store, of which they need not be. Return
         (m, width) float32.
         """

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy.typing as npt
-
 from featx.analysis.engine_specs import FEATURES, engine_spec
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
 from featx.config import (
@@ -38,7 +36,7 @@ from featx.pipeline import (
     compute_rows,
 )
 from featx.store import Grid, Run, from_raw, layout
-from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
+from featx.types import Array, Batch, Failure, Json, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -59,7 +57,7 @@ class ExtractionRecipe:
     origin: str
     config: str
     specs: tuple[LayerSpec, ...]
-    resolved: Mapping[str, Any]
+    resolved: Json
     weights_sha256: str
     transform: str
 
@@ -99,7 +97,7 @@ class ExtractionRecipe:
     def check(self, context: RunContext) -> None:
         """Check that weights, transform and layers are as they were."""
         header = context.header
-        pairs: dict[str, tuple[Any, Any]] = {
+        pairs: dict[str, tuple[object, object]] = {
             "weights_sha256": (self.weights_sha256, header.weights_sha256),
             "transform": (self.transform, header.transform),
         }
@@ -283,7 +281,7 @@ class NewImagesSink(ABC):
         self._context = context
 
     @abstractmethod
-    def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
+    def keep(self, batch: Batch, features: Mapping[str, Array]) -> None:
         """Keep the rows of a batch."""
 
     @property

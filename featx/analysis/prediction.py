@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from featx.analysis.new_images import (
     ExtractionRecipe,
@@ -33,7 +33,7 @@ from featx.analysis.probe.heads import (
 )
 from featx.analysis.probe.layer_rows import as_vectors
 from featx.analysis.probe.metrics import LABEL_THRESHOLD
-from featx.base import name_text
+from featx.base import choose_device, name_text
 from featx.config import Config, DataConfig
 from featx.errors import DataError, StoreError
 from featx.models import given_factory
@@ -44,8 +44,8 @@ from featx.pipeline import (
     run_parts,
 )
 from featx.sources import FolderOptions, FolderSource, parent_key
-from featx.store import layout
-from featx.types import Batch, LayerSpec, Listing, Source
+from featx.store import FeatureStore, layout, read_result
+from featx.types import Array, Batch, Json, LayerSpec, Listing, Source
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,6 @@ class Predictor(LoadedFunction):
     def __init__(
         self, config: Config, path: Path, pads: bool, model_factory: object = None
     ) -> None:
-        from featx.base import choose_device
-
         path = path.expanduser()
         path = head_of_store(path, None) if path.is_dir() else path
         self._head, self._about = read_head(path, choose_device(config.device))
@@ -183,8 +181,6 @@ class Predictor(LoadedFunction):
 
     def predict(self, data: DataConfig, files: Sequence[Path] | None = None) -> Predictions:
         """Predict for the images of a data set, or for some files."""
-        import torch
-
         head, about, (model,) = self._head, self._about, self.models
         config = replace(self._config, data=images_read_as(data, self._config.data))
 
@@ -236,16 +232,14 @@ def _key_of(file: Path) -> str:
 class _PredictionSink(NewImagesSink):
     """Batch sink that applies the head to every batch and keeps the scores."""
 
-    def __init__(self, context: RunContext, head: Head, about: dict[str, Any]) -> None:
+    def __init__(self, context: RunContext, head: Head, about: Json) -> None:
         super().__init__(context)
         self.scores = np.full((self.num_rows, len(head.bias)), np.nan, np.float32)
         self._head = head
         self._layer = context.specs[0].name
         self._pooled = tuple(about["reduction"]["axes"]) or None
 
-    def keep(self, batch: Batch, features: Mapping[str, npt.NDArray[Any]]) -> None:
-        import torch
-
+    def keep(self, batch: Batch, features: Mapping[str, Array]) -> None:
         stored = features[self._layer].astype(np.float32)
         x = as_vectors(torch.from_numpy(stored), self._pooled, self._head.row_width)
         scores = self._head.scores(x.to(self._head.weight.device)).numpy()
@@ -283,8 +277,6 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     """Return the file of a layer's head in a store; without a layer, of the best one of the probe.
     Raises StoreError if the store was not probed, or the layer has no head.
     """
-    from featx.store import FeatureStore, read_result
-
     folder = output_folder(FeatureStore(store))
     path = folder / layout.PROBE
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,7 @@ from featx.pipeline import (
 from featx.sources import open_source
 from featx.storage import is_url
 from featx.store import FeatureStore, Manifest, Run, from_raw, missing_parts, read_listing
-from featx.types import LayerSpec, Part, Status
+from featx.types import Array, Json, LayerSpec, Part, Status
 
 MIN_AGREEMENT = 0.999
 """Minimum agreement of a stored and a new row. Another device or library version may change bits,
@@ -59,7 +58,7 @@ class ReproducibilityReport:
     close: int = 0
     different: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the report as JSON types."""
         return asdict(self)
 
@@ -139,7 +138,7 @@ class ImagesReport:
     unknown: int = 0
     not_compared: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the report as JSON types."""
         return asdict(self)
 
@@ -221,7 +220,7 @@ def _comparable_layers(
 
 def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
     """Return the options of the reduction that makes a dataset."""
-    args: dict[str, Any] = dict(spec.reduce_args)
+    args: Json = dict(spec.reduce_args)
     member = REDUCTIONS.get(spec.reduce)
     if not member.needs_statistics:
         # The others follow from the layer (TokenSample.bound_args), and are compared with those
@@ -264,7 +263,7 @@ def _refuse_another_model(root: Path, run: Run, context: RunContext) -> None:
 
 def _extract_rows(
     context: RunContext, run: Run, rows: list[int]
-) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
+) -> Iterator[tuple[int, dict[str, Array], int]]:
     """Yield each row with its features in every layer, as stored, and its status."""
     size = context.batch_rows
     spans: dict[int, list[int]] = {}
@@ -285,7 +284,7 @@ def _compare_row(
     store: FeatureStore,
     row: int,
     specs: list[LayerSpec],
-    features: dict[str, npt.NDArray[Any]],
+    features: dict[str, Array],
     status: int,
 ) -> tuple[float, str]:
     stored = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}

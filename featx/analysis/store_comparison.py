@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from featx.base import shown_path
 from featx.errors import ConfigError, FeatxError, counted
 from featx.storage import is_url
 from featx.store import FeatureStore, layout, read_result
-from featx.types import NO_IMAGE
+from featx.types import NO_IMAGE, Json
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _open(store: str | os.PathLike[str]) -> FeatureStore:
     return store if isinstance(store, FeatureStore) else FeatureStore(store, verify="rows")
 
 
-def _entry(store: FeatureStore, notes: list[str]) -> dict[str, Any]:
+def _entry(store: FeatureStore, notes: list[str]) -> dict[str, object]:
     """Describe a store as JSON types."""
     num_ok = int(store.ok.sum())
     widths = {name: int(np.prod(store[name].shape[1:], dtype=np.int64)) for name in store.layers}
@@ -143,7 +143,7 @@ def _images_per_second(store: FeatureStore, notes: list[str]) -> float | None:
         return None
 
 
-def _probe(store: FeatureStore, notes: list[str]) -> dict[str, Any] | None:
+def _probe(store: FeatureStore, notes: list[str]) -> Json | None:
     """Return the answer of job=probe; None without one."""
     folder = store.root if store.root.is_dir() else store.root.parent
     path = folder / layout.PROBE
@@ -194,7 +194,7 @@ def _data_notes(stores: Sequence[FeatureStore]) -> Iterator[str]:
                 yield f"{name} has other labels than {first_name}"
 
 
-def _split_notes(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _split_notes(entries: Sequence[Json]) -> Iterator[str]:
     """Yield a note if probes were tested on different rows, or what tells two probes apart."""
     probed = [each for each in entries if each["probe"] is not None]
     if len(probed) < 2:

@@ -210,7 +210,7 @@ def read_templates(option: str) -> list[str] | str:
     return templates
 
 
-def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[str, Any]:
+def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[str, object]:
     """Return the accuracy over the rows of a store whose class the head has."""
     place = {name: i for i, name in enumerate(classes)}
     index_of_label = np.array([place.get(str(name), -1) for name in store.classes], np.int64)
@@ -238,7 +238,7 @@ def _accuracy(store: FeatureStore, head: Head, classes: Sequence[str]) -> dict[s
     }
 
 
-def _about(store: FeatureStore, run: Run, result: dict[str, Any]) -> dict[str, Any]:
+def _about(store: FeatureStore, run: Run, result: dict[str, object]) -> dict[str, Any]:
     """Return the description that the file of the head contains."""
     return {
         "dataset": EMBEDDING,

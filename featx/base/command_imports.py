@@ -20,7 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DYNAMO_UTILS = "torch._dynamo.utils"
 
@@ -93,7 +96,7 @@ def _deferred_dynamo() -> Iterator[None]:
     """Replace what packages use of torch._dynamo by functions that import it when called."""
     import torch
 
-    def is_compile_supported(*args: Any, **kwargs: Any) -> Any:
+    def is_compile_supported(*args: Any, **kwargs: Any) -> object:
         from torch._dynamo import utils
 
         return utils.is_compile_supported(*args, **kwargs)
@@ -105,7 +108,7 @@ def _deferred_dynamo() -> Iterator[None]:
     stand_in.is_compile_supported = is_compile_supported  # type: ignore[attr-defined]
     disable = torch.compiler.disable
 
-    def disabled(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def disabled(fn: object = None, *args: object, **kwargs: object) -> object:
         """Decorate a function as torch.compiler.disable does, at its first call."""
         if not callable(fn) or isinstance(fn, type) or args or kwargs:
             return disable(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -121,12 +124,12 @@ def _deferred_dynamo() -> Iterator[None]:
             del sys.modules[_DYNAMO_UTILS]
 
 
-def _at_first_call(fn: Callable[..., Any], decorate: Callable[..., Any]) -> Callable[..., Any]:
+def _at_first_call(fn: Callable[P, R], decorate: Callable[..., Callable[P, R]]) -> Callable[P, R]:
     """Return a function that decorates `fn` when it is called first."""
-    decorated: Callable[..., Any] | None = None
+    decorated: Callable[P, R] | None = None
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal decorated
         decorated = decorated or decorate(fn)
         return decorated(*args, **kwargs)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
 
 from featx.base.text import facts, printable
 from featx.errors import RunError
@@ -74,7 +73,7 @@ def log_as_json() -> None:
         handler.setFormatter(_JsonFormatter())
 
 
-def json_line(level: str, **values: Any) -> str:
+def json_line(level: str, **values: object) -> str:
     """One line of JSON with the time in UTC, the level and the given values."""
     now = time.time()
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"

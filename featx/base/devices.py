@@ -85,7 +85,7 @@ class OwnStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = None
+        self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -145,7 +145,7 @@ class DeviceTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds = 0.0
-        self._events: list[Any] = []
+        self._events: list[torch.cuda.Event] = []
 
     def __enter__(self) -> DeviceTimer:
         if self._device.type == "cuda":

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featx.errors import FeatxError
 
@@ -75,7 +75,7 @@ def declare_functions(functions: Mapping[str, str]) -> None:
     _FUNCTIONS.update(functions)
 
 
-def declared_function(name: str) -> Callable[..., Any]:
+def declared_function(name: str) -> Callable[..., object]:
     """Return a function that was declared."""
-    function: Callable[..., Any] = resolve_name(_FUNCTIONS[name])
+    function: Callable[..., object] = resolve_name(_FUNCTIONS[name])
     return function

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def digest(values: Mapping[str, Any]) -> str:
+def digest(values: Mapping[str, object]) -> str:
     """SHA-256 (hex) of a mapping of JSON types, independent of the order of its keys."""
     return hashlib.sha256(_canonical(values).encode()).hexdigest()
 
@@ -25,6 +25,6 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     ]
 
 
-def _canonical(value: Any) -> str:
+def _canonical(value: object) -> str:
     """JSON text that is equal for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

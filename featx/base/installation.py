@@ -6,12 +6,12 @@ import importlib
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from featx.errors import MissingExtraError
 
 
-def import_extra(module: str, what: str, title: str, extra: str) -> Any:
+def import_extra(module: str, what: str, title: str, extra: str) -> ModuleType:
     """Import and return a module of an optional package.
 
     Args:

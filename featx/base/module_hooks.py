@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import jit, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from featx.errors import LayerError, ModelError
 
-Before = Callable[[nn.Module, Any, Any], Any]
+Before = Callable[[nn.Module, Any, Any], object]
 """Function (module, args, kwargs) that is called before a module; it may return both anew."""
 
-After = Callable[[nn.Module, Any, Any, Any], Any]
+After = Callable[[nn.Module, Any, Any, Any], object]
 """Function (module, args, kwargs, output) that is called after a module; it may return another
 output."""
 
@@ -30,14 +31,14 @@ class _Hook:
 
     __slots__ = ("_function", "_hooked")
 
-    def __init__(self, hooked: nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, hooked: nn.Module, function: Callable[..., object]) -> None:
         self._hooked = hooked
         self._function = function
 
-    def __call__(self, module: nn.Module, *args: Any) -> Any:
+    def __call__(self, module: nn.Module, *args: object) -> object:
         return self._function(module, *args) if module is self._hooked else None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         # In deep copies and pickles of the model stands a method that takes anything and does
         # nothing. It is one of Python, so that loading a pickled model does not need featx.
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -47,7 +48,7 @@ class ModuleHooks:
     """Hooks on modules; a context manager that removes them."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def add(
         self,
@@ -79,8 +80,8 @@ class ModuleHooks:
     def add_all(
         self,
         modules: Mapping[str, nn.Module],
-        before: Callable[..., Any] | None = None,
-        after: Callable[..., Any] | None = None,
+        before: Callable[..., object] | None = None,
+        after: Callable[..., object] | None = None,
         *,
         first: bool = False,
         always: bool = False,
@@ -111,17 +112,19 @@ class TensorHooks:
     """Hooks on tensors, called with the gradient in each backward pass; all can be removed."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._prune_at = 1024
         self._lock = threading.Lock()
 
-    def add(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> Any:
+    def add(
+        self, tensor: torch.Tensor, function: Callable[[torch.Tensor], object]
+    ) -> RemovableHandle:
         """Register a hook on a tensor that requires gradients, and return its handle."""
         # torch 2.14 crashes in register_hook on a view whose base was changed in place, unless
         # this attribute has renewed its node.
         _ = tensor.grad_fn
 
-        def hook(gradient: torch.Tensor | None) -> Any:
+        def hook(gradient: torch.Tensor | None) -> object:
             # Autograd passes None for an output that nothing reads of a node with several, such as
             # the states of nn.LSTM, or a part of torch.chunk.
             return None if gradient is None else function(gradient)
@@ -131,9 +134,9 @@ class TensorHooks:
     def add_to_written_view(
         self,
         base: torch.Tensor,
-        node: Any,
+        node: torch.autograd.graph.Node | None,
         place: tuple[Sequence[int], Sequence[int], int],
-        function: Callable[[torch.Tensor], Any],
+        function: Callable[[torch.Tensor], object],
     ) -> None:
         """Register a hook for the gradient of a view as it was before a write in place.
 
@@ -149,7 +152,7 @@ class TensorHooks:
         if type(written).__name__ != "CopySlices":
             return
 
-        def hook(gradients: Any, _: Any) -> None:
+        def hook(gradients: Sequence[torch.Tensor | None], _: object) -> None:
             # The gradient that CopySlices passes on has the layout of the base, from its first
             # element.
             if gradients[0] is not None:
@@ -157,7 +160,7 @@ class TensorHooks:
 
         self._keep(written.register_hook(hook))
 
-    def _keep(self, handle: Any) -> Any:
+    def _keep(self, handle: RemovableHandle) -> RemovableHandle:
         """Keep a handle, and forget those that can no longer fire."""
         with self._lock:
             self._handles.append(handle)
@@ -176,7 +179,7 @@ class TensorHooks:
         return len(self._handles)
 
 
-def may_fire(handle: Any) -> bool:
+def may_fire(handle: RemovableHandle) -> bool:
     """Return whether a gradient may still come to a tensor hook, because its graph exists."""
     # The handle refers weakly to the hooks of the tensor, which exist as long as its graph.
     return handle.hooks_dict_ref() is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -12,12 +11,12 @@ ElementPath = tuple[str | int, ...]
 """Keys and indices that lead to an element of a nested value; () for the value itself."""
 
 
-def elements(value: Any) -> dict[ElementPath, torch.Tensor]:
+def elements(value: object) -> dict[ElementPath, torch.Tensor]:
     """Path -> tensor for every tensor in nested mappings, tuples, lists and dataclasses."""
     if isinstance(value, torch.Tensor):
         return {(): value}
     if isinstance(value, Mapping):
-        items: list[tuple[str | int, Any]] = [(str(k), v) for k, v in value.items()]
+        items: list[tuple[str | int, object]] = [(str(k), v) for k, v in value.items()]
     elif isinstance(value, tuple | list):
         items = list(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -27,7 +26,7 @@ def elements(value: Any) -> dict[ElementPath, torch.Tensor]:
     return {(step, *way): x for step, part in items for way, x in elements(part).items()}
 
 
-def shapes_of(value: Any) -> dict[ElementPath, tuple[int, ...]]:
+def shapes_of(value: object) -> dict[ElementPath, tuple[int, ...]]:
     """Path -> shape for every tensor in a nested value."""
     return {path: tuple(x.shape) for path, x in elements(value).items()}
 

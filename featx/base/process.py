@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 _is_own = False
@@ -60,9 +61,9 @@ class ProcessSetting(Generic[T]):
                 self._set(self._saved)
 
 
-Handler: TypeAlias = Callable[[int, Any], object]
+Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
-_replaced: list[dict[signal.Signals, Any]] = []
+_replaced: list[dict[signal.Signals, object]] = []
 """Handlers that the open blocks have replaced, those of the outermost block first."""
 
 

@@ -11,7 +11,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+T = TypeVar("T")
 
 WIDTH = 100
 """Largest number of characters in a line of a table or of facts, where the words allow it."""
@@ -186,12 +188,12 @@ def csv_cell(text: str) -> str:
     return text
 
 
-def csv_line(cells: Iterable[Any]) -> list[Any]:
+def csv_line(cells: Iterable[T]) -> list[T | str]:
     """Cells of a line of a CSV file, of which texts are those of `csv_cell`."""
     return [csv_cell(cell) if isinstance(cell, str) else cell for cell in cells]
 
 
-def csv_bytes(lines: Iterable[Iterable[Any]]) -> bytes:
+def csv_bytes(lines: Iterable[Iterable[object]]) -> bytes:
     """CSV file that pandas and spreadsheets read, the header first; see `csv_cell`.
 
     Floats are read back without a difference.

@@ -281,7 +281,7 @@ _TARGETS = {
 """Key that Hydra or `logging.config` takes for an import path -> beginnings that are allowed."""
 
 
-def _check_targets(name: str, value: Any) -> None:
+def _check_targets(name: str, value: object) -> None:
     """Raise a ConfigError if an entry of a config names code of others; `name` is its option."""
     if isinstance(value, dict):
         for key, entry in value.items():

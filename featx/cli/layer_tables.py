@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featx.base import WIDTH, ElementPath, glob_to_regex, size_text, table
-from featx.layers import Call, Trace, element_name
+from featx.layers import Call, Trace, element_name, first_nonfinite
+from featx.types import Json
 
 if TYPE_CHECKING:
     from featx.layers import Profile, Values
@@ -53,7 +54,7 @@ def table_rows(
     if modules is not None:
         operations = []
 
-    def add_row(name: str, type_name: str, shape: tuple[int, ...], **figures: Any) -> None:
+    def add_row(name: str, type_name: str, shape: tuple[int, ...], **figures: object) -> None:
         rows.append({
             "name": name,
             "type": type_name,
@@ -115,7 +116,7 @@ def _values_of(profiled: Profile | None, call: Call, kind: str, path: ElementPat
     return (found.outputs if kind == "output" else found.inputs).get(path)
 
 
-def _measurements(profiled: Profile | None, call: Call, values: Values | None) -> dict[str, Any]:
+def _measurements(profiled: Profile | None, call: Call, values: Values | None) -> dict[str, object]:
     """Return the measurements of one tensor of a call by their JSON keys; what is not, is None."""
     key = call.module, call.number
     times = profiled.times if profiled else None
@@ -139,7 +140,7 @@ def _rounded(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else round(milliseconds, 4)
 
 
-def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> str:
+def layer_table(rows: Sequence[Mapping[str, object]], show: str, on_cuda: bool) -> str:
     """Return the rows as the table of one view.
 
     Args:
@@ -154,7 +155,7 @@ def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> 
     return table(columns, [[cell[name] for name in columns] for cell in cells], num_left, width)
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+def _cells(row: Json) -> dict[str, str]:
     """Return the texts of a row by the names of the columns, with a dash for a missing value."""
 
     def text(key: str, form: str) -> str:
@@ -217,8 +218,6 @@ def title(name: str, traced: Trace, input_shape: Sequence[int]) -> str:
 
 def remarks(show: str, traced: Trace, profiled: Profile) -> list[tuple[str, str]]:
     """Return remarks about the pass below the table, each as (name, text)."""
-    from featx.layers import first_nonfinite
-
     lines = []
     if show in ("values", "all") or first_nonfinite(profiled.values) is not None:
         lines.append(("values", _finite_text(traced, profiled)))
@@ -251,7 +250,7 @@ def remarks(show: str, traced: Trace, profiled: Profile) -> list[tuple[str, str]
     return lines
 
 
-def usage(rows: Sequence[Mapping[str, Any]], stage: str | None) -> str:
+def usage(rows: Sequence[Json], stage: str | None) -> str:
     """Return how the option `layers` names a layer of a table, with a reduction if it is a map.
 
     Args:
@@ -270,8 +269,6 @@ def usage(rows: Sequence[Mapping[str, Any]], stage: str | None) -> str:
 
 
 def _finite_text(traced: Trace, profiled: Profile) -> str:
-    from featx.layers import first_nonfinite
-
     first = first_nonfinite(profiled.values)
     if first is None:
         return "every value of every layer is finite on this image"

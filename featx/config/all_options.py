@@ -68,7 +68,7 @@ class Option:
     """
 
     name: str
-    hint: Any
+    hint: object
     default: Any
     kind: Kind
     members: tuple[str, ...]
@@ -153,11 +153,11 @@ def _fields_as_options(
             yield from _walk(hint, f"{prefix}{name}.", members)  # type: ignore[arg-type]  # a class
 
 
-def _default_of(cls: type, name: str) -> Any:
+def _default_of(cls: type, name: str) -> object:
     return default_of_field(cls.__dataclass_fields__[name])  # type: ignore[attr-defined]
 
 
-def _kind_of(hint: Any) -> Kind:
+def _kind_of(hint: object) -> Kind:
     if is_dataclass(hint):
         names = {f.name for f in fields(hint)}
         return Kind.GROUP if "name" in names else Kind.SECTION
@@ -173,11 +173,11 @@ def _kind_of(hint: Any) -> Kind:
     return Kind.MAPPING if any(get_origin(part) is dict for part in parts) else Kind.OTHER
 
 
-def _is_text_choice(hint: Any) -> bool:
+def _is_text_choice(hint: object) -> bool:
     return get_origin(hint) is Literal and all(isinstance(each, str) for each in get_args(hint))
 
 
-def _list_of_texts(hint: Any) -> bool:
+def _list_of_texts(hint: object) -> bool:
     if get_origin(hint) is not list:
         return False
     element = get_args(hint)[0]

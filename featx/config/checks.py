@@ -45,12 +45,12 @@ MAY_BE_EMPTY = "an empty text is a value"
 class _Condition:
     """Annotates a type of which pydantic asks a further condition, without importing pydantic."""
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    def __get_pydantic_core_schema__(self, source: object, handler: Any) -> object:
         from pydantic_core import core_schema
 
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
-    def check(self, value: Any) -> Any:
+    def check(self, value: object) -> object:
         """Return the value; raises a ValueError if the condition does not hold."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class _Condition:
 class _WithoutRepeats(_Condition):
     """Annotates a list whose values differ."""
 
-    def check(self, value: Any) -> Any:
+    def check(self, value: Any) -> object:
         if any(value.count(each) > 1 for each in value):
             raise ValueError("a value is repeated")
         return value
@@ -71,7 +71,7 @@ class Matching(_Condition):
 
     pattern: str
 
-    def check(self, value: Any) -> Any:
+    def check(self, value: Any) -> object:
         if value is not None and not re.fullmatch(self.pattern, value):
             raise AssertionError
         return value
@@ -104,7 +104,7 @@ class OnlyWith:
         object.__setattr__(self, "option", option)
         object.__setattr__(self, "values", values)
 
-    def holds(self, group: Any) -> bool:
+    def holds(self, group: object) -> bool:
         """Return whether the condition holds for the options of the group."""
         given = getattr(group, self.option)
         if not self.values:
@@ -126,7 +126,7 @@ def options(group: str) -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         resolved = get_type_hints(cls, include_extras=True)
-        inherited: Mapping[str, Any] = getattr(cls, "option_hints", {})
+        inherited: Mapping[str, object] = getattr(cls, "option_hints", {})
         hints = {**inherited, **{name: resolved[name] for name in cls.__annotations__}}
         check_together = getattr(cls, "__post_init__", None)
 
@@ -165,7 +165,7 @@ def _check_types(group: str, values: Any) -> None:
         object.__setattr__(values, f.name, checked)
 
 
-def _checked(key: str, value: Any, cls: type, name: str) -> Any:
+def _checked(key: str, value: Any, cls: type, name: str) -> object:
     """Return the value of an option as its type has it."""
     from pydantic import ValidationError  # 70 ms, which a command without such options saves
 
@@ -227,23 +227,23 @@ def hints_of(cls: type) -> Mapping[str, Any]:
     return hints
 
 
-def default_of_field(f: Field[Any]) -> Any:
+def default_of_field(f: Field[Any]) -> object:
     """Return the default of a field; MISSING if it has none."""
     return f.default if f.default_factory is MISSING else f.default_factory()
 
 
-def is_default(f: Field[Any], value: Any) -> bool:
+def is_default(f: Field[Any], value: object) -> bool:
     """Return whether a field has its default, of the same type: 1 is neither 1.0 nor true."""
     default = default_of_field(f)
     return type(value) is type(default) and bool(value == default)
 
 
-def marks_of(hint: Any) -> tuple[Any, ...]:
+def marks_of(hint: Any) -> tuple[object, ...]:
     """Return the annotations of a type."""
     return hint.__metadata__ if get_origin(hint) is Annotated else ()
 
 
-def alternatives(hint: Any) -> list[Any]:
+def alternatives(hint: object) -> list[object]:
     """Return the types of a union, without annotations around it."""
     if get_origin(hint) is Annotated:
         inner = get_args(hint)[0]
@@ -253,7 +253,7 @@ def alternatives(hint: Any) -> list[Any]:
     return [hint]
 
 
-def choices_of(hint: Any) -> tuple[str, ...]:
+def choices_of(hint: object) -> tuple[str, ...]:
     """Return the values of an option that is one of some texts, a list of them, or null.
 
     It is empty for other options.
@@ -265,11 +265,11 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value for part in parts for value in get_args(part)))
 
 
-def _is_list(hint: Any) -> bool:
+def _is_list(hint: object) -> bool:
     return get_origin(without_marks(hint)) is list
 
 
-def without_marks(hint: Any) -> Any:
+def without_marks(hint: object) -> object:
     """Return a type without the annotations around it."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
@@ -310,7 +310,7 @@ def in_words(hint: Any) -> str:
     return _WORDS[get_origin(hint) or hint]
 
 
-def _bounds_in_words(marks: Sequence[Any]) -> str:
+def _bounds_in_words(marks: Sequence[object]) -> str:
     """Return the bounds of a number in words: ' of at least 1'."""
     bounds = {type(mark): getattr(mark, type(mark).__name__.lower()) for mark in marks
               if type(mark) in _BOUNDS}  # fmt: skip

@@ -68,7 +68,7 @@ def options_class(option: str, name: str, base: type[OptionsT]) -> type[OptionsT
     return options
 
 
-def make_member(group: MemberGroup, values: Mapping[str, Any]) -> Any:
+def make_member(group: MemberGroup, values: Mapping[str, object]) -> Any:
     """Make the options of the member that values select; `values` are those that were given."""
     chosen = group.select(values)
     cls: type[Any] = options_class(group.option, chosen, group.base)

@@ -258,7 +258,7 @@ class CodeModelConfig(UnpreparedModelConfig):
         self.checkpoint.check_effect(has_file, is_converted=False)
 
 
-def model_options(**values: Any) -> ModelConfig:
+def model_options(**values: object) -> ModelConfig:
     """Return the options of a model, those of its library included.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from featx.base import family
 from featx.config.checks import options
@@ -51,7 +50,7 @@ class ReduceConfig:
         return self
 
 
-def make_reduce(name: str, **values: Any) -> ReduceConfig:
+def make_reduce(name: str, **values: object) -> ReduceConfig:
     """Make the options of a reduction.
 
     Args:

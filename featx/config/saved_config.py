@@ -41,7 +41,7 @@ def from_saved(text: str) -> Config:
         raise ConfigError(f"the config that the store keeps cannot be read: {reason}") from error
 
 
-def _load_mapping(text: str) -> dict[str, Any]:
+def _load_mapping(text: str) -> dict[str, object]:
     """Read YAML that holds a mapping of plain values; an empty text is an empty mapping.
 
     The loader is that of Python: libyaml overflows the stack of the process where a file of a
@@ -138,7 +138,7 @@ def saved_yaml(options: Mapping[str, Any] | DictConfig) -> str:
     return str(yaml.safe_dump(values, allow_unicode=True, sort_keys=False))
 
 
-def _resolved_but_environment(part: Any) -> Any:
+def _resolved_but_environment(part: object) -> Any:
     """Return a node as plain values; interpolations of the environment, whose values may be
     secrets, stay as they are."""
     from omegaconf import DictConfig, ListConfig
@@ -159,7 +159,7 @@ def _resolved_but_environment(part: Any) -> Any:
     return [value(i) for i in range(len(part))]
 
 
-def _without_secrets(value: Any, may_hold_secrets: bool) -> Any:
+def _without_secrets(value: object, may_hold_secrets: bool) -> Any:
     """Return a value whose options with names of secrets, and queries of URLs, are replaced."""
     if isinstance(value, Mapping):
         return {

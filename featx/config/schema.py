@@ -54,7 +54,7 @@ def from_composed(options: Mapping[str, Any] | DictConfig) -> Config:
     return from_values(values)  # type: ignore[arg-type]  # texts are the keys
 
 
-def node_to_resolve(options: Mapping[str, Any] | DictConfig) -> DictConfig | None:
+def node_to_resolve(options: Mapping[str, object] | DictConfig) -> DictConfig | None:
     """Return composed options as a node, or None if they are plain values without interpolations.
 
     Making a node takes 0.1 s, and few calls from Python have interpolations.
@@ -66,7 +66,7 @@ def node_to_resolve(options: Mapping[str, Any] | DictConfig) -> DictConfig | Non
     return OmegaConf.create(dict(options)) if _has_interpolation(options) else None
 
 
-def _has_interpolation(value: Any) -> bool:
+def _has_interpolation(value: object) -> bool:
     """Return whether a text of a value reads another option or the environment."""
     if isinstance(value, Mapping):
         return any(map(_has_interpolation, value.values()))
@@ -106,7 +106,7 @@ def from_values(values: Mapping[str, Any]) -> Config:
     return replace(config, out=config.default_out) if config.out == Config.out else config
 
 
-def from_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+def from_keywords(values: Mapping[str, object]) -> dict[str, Any]:
     """Return all options of a call whose keywords give some of them, for `from_composed`.
 
     `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set),
@@ -124,7 +124,7 @@ def from_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     return merged_values(default_values(), _with_texts(given, ""))
 
 
-def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     """Return a copy of the defaults with other values; groups are merged option by option."""
     merged = {name: _copied(value) for name, value in defaults.items()}
     for name, value in values.items():
@@ -134,7 +134,7 @@ def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     return merged
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     """Return a copy of a default: groups, and lists of values."""
     if isinstance(value, Mapping):
         return merged_values(value, {})
@@ -170,7 +170,7 @@ def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _as_mapping(group: str, value: Any) -> Mapping[str, Any]:
+def _as_mapping(group: str, value: object) -> Mapping[str, object]:
     """Return the value of a group as a mapping; an object is its source or factory."""
     value = _values_of_group(group, value)
     if isinstance(value, Mapping):
@@ -201,7 +201,7 @@ def _values_of_group(name: str, value: Any) -> Any:
     return value
 
 
-def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _with_texts(values: Mapping[str, object], prefix: str) -> dict[str, Any]:
     """Return the values as plain ones, with paths as text.
 
     A number is refused as a text, because it may have been written in another way: 2024_01.
@@ -232,7 +232,7 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return texts
 
 
-def _plain_value(name: str, value: Any) -> Any:
+def _plain_value(name: str, value: object) -> Any:
     """Return a value as YAML has it: paths are text, tuples and arrays lists; ConfigError if it has
     none.
     """
@@ -331,7 +331,7 @@ def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | 
     return values, source
 
 
-def without_model(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | None]:
+def without_model(values: Mapping[str, object]) -> tuple[dict[str, Any], object | None]:
     """Separate a model that Python gave as an object from the options.
 
     `model=net` is short for `model={"library": "custom", "factory": net}`, and a function that

@@ -491,7 +491,7 @@ class Engine(DeviceModel):
             return self.backbone.preprocess.normalise(images).contiguous(memory_format=layout)
         return images.clone(memory_format=layout)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """The autocast context of the run, with a cache of casts if that is safe.
 
         The cache of autocast is shared by all threads and cleared when any of them leaves its

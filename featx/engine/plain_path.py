@@ -66,7 +66,7 @@ def _capture_values(
     values: dict[str, torch.Tensor] = {}
     calls: dict[str, int] = {}
 
-    def keep(point: CapturePoint, value: Any) -> None:
+    def keep(point: CapturePoint, value: object) -> None:
         calls[point.name] = calls.get(point.name, 0) + 1
         if calls[point.name] == (point.call or 1):
             values[point.name] = pick(value, point).detach().clone()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from featx.layers import largest_magnitudes
+from featx.types import Array
 
 
 def row_tolerance(row: torch.Tensor) -> float:
@@ -42,12 +41,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
-def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
+def stored_bits(value: torch.Tensor) -> Array:
     """A CPU tensor as the array that the store writes: bfloat16 as the uint16 of its bits.
 
     numpy has no bfloat16.
     """
-    bits: npt.NDArray[Any] = (
+    bits: Array = (
         value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
     )
     return bits

@@ -112,7 +112,7 @@ class _WeightUses(ObservingMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _storage_of(value: Any) -> int | None:
+def _storage_of(value: object) -> int | None:
     """The identity of the storage of a tensor, or None for other values and tensors without one."""
     if not isinstance(value, torch.Tensor):
         return None

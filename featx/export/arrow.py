@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from featx.export.selection import ExportSelection, about_text
+from featx.types import Array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,7 +21,7 @@ def listing(
     start: int,
     stop: int,
     names: Sequence[str],
-    columns: Mapping[str, npt.NDArray[Any]],
+    columns: Mapping[str, Array],
 ) -> dict[str, pa.Array]:
     """Return the columns of a table other than layers, for rows [start, stop)."""
     import pyarrow as pa
@@ -38,7 +37,7 @@ def listing(
     return {name: arrays[name] for name in names} | of_store
 
 
-def lists(rows: npt.NDArray[Any], nested: bool = False) -> pa.Array:
+def lists(rows: Array, nested: bool = False) -> pa.Array:
     """Convert (m, ...) rows to fixed-size lists: of all values, or nested ones of each axis."""
     import pyarrow as pa
 

@@ -7,9 +7,9 @@ The layout is that of `clip_retrieval.clip_inference.writer`
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from featx.base import import_extra
+from featx.config import Config
 from featx.export import arrow
 from featx.export.base import (
     FORMATS,
@@ -21,7 +21,7 @@ from featx.export.base import (
     only_layer_of,
     refuse_maps,
 )
-from featx.export.selection import unit_rows, write_npy
+from featx.export.selection import ExportSelection, unit_rows, write_npy
 
 _LISTING = ("key", "row", "label", "class")
 _VECTORS = "img_emb/img_emb_{}.npy"
@@ -35,8 +35,8 @@ class ClipRetrieval(ShardedFormat):
     stays as it is. Readers sort the names of both folders, so k has leading zeros.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         option = "export.format=clip_retrieval"
         self._layer = only_layer_of(self.selection, option)
         refuse_maps(self.selection, "clip-retrieval holds one vector per image")

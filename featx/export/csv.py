@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from featx.base import csv_line
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
@@ -69,7 +69,7 @@ class Csv(Format):
         )
 
 
-def _write(file: BinaryIO, lines: Iterable[Iterable[Any]]) -> None:
+def _write(file: BinaryIO, lines: Iterable[Iterable[object]]) -> None:
     """Append lines to a CSV file."""
     text = io.TextIOWrapper(file, "utf-8", newline="")
     csv.writer(text).writerows(map(csv_line, lines))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.base import free_memory, import_extra, size_text
-from featx.config import ExportConfig, Metric, options
+from featx.config import Config, ExportConfig, Metric, options
 from featx.errors import ConfigError, FeatxError, RunError, counted
 from featx.export import arrow
 from featx.export.base import (
@@ -20,7 +22,11 @@ from featx.export.base import (
     literal,
     refuse_maps,
 )
-from featx.export.selection import unit_rows
+from featx.export.selection import ExportSelection, unit_rows
+from featx.types import Array
+
+if TYPE_CHECKING:
+    import faiss
 
 _LISTING = ("row", "key", "label", "class")
 
@@ -53,8 +59,8 @@ class Faiss(Format):
     trained see evenly spaced rows of the store, so that the same store gives the same index.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         options, option = self.config.export, "export.format=faiss"
         if not isinstance(options, FaissOptions):
             raise FeatxError(f"{option} was registered without FaissOptions.")
@@ -92,7 +98,7 @@ class Faiss(Format):
                 "Flat."
             ) from error
 
-    def _check_training(self, index: Any, layer: str) -> None:
+    def _check_training(self, index: faiss.Index, layer: str) -> None:
         """Check that there are enough rows to train the index of a layer."""
         rows, min_rows = len(self.selection), _min_training_rows(self._faiss, index)
         if not index.is_trained and rows < min_rows:
@@ -103,7 +109,7 @@ class Faiss(Format):
                 "or HNSW32."
             )
 
-    def _vectors(self, rows: Any) -> Any:
+    def _vectors(self, rows: Array) -> npt.NDArray[np.float32]:
         """Return (n, D) float32 rows as the index holds them."""
         if self._options.metric == "cosine":
             return unit_rows(rows)
@@ -143,7 +149,7 @@ class Faiss(Format):
         if failures:
             raise failures[0]
 
-    def _check_complete(self, index: Any, layer: str) -> None:
+    def _check_complete(self, index: faiss.Index, layer: str) -> None:
         """Check that an index holds every row.
 
         An inverted file leaves out, without an error, a vector that is near to none of its lists:
@@ -160,14 +166,14 @@ class Faiss(Format):
                 "overwrite=true, such as export.index=Flat."
             )
 
-    def _holds_ids(self, index: Any) -> bool:
+    def _holds_ids(self, index: faiss.Index) -> bool:
         """Return whether an index holds ids itself; others number their vectors."""
         faiss = self._faiss
         if isinstance(index, faiss.IndexPreTransform):
             index = faiss.downcast_index(index.index)
         return isinstance(index, faiss.IndexIVF | faiss.IndexIDMap)
 
-    def _training_rows(self, index: Any, layer: str) -> Any:
+    def _training_rows(self, index: faiss.Index, layer: str) -> npt.NDArray[np.float32]:
         """Return evenly spaced vectors of a layer, as many as the training uses."""
         lists = self._faiss.try_extract_index_ivf(index)
         num_wanted = max(
@@ -179,7 +185,7 @@ class Faiss(Format):
         blocks = sample.blocks(0, len(sample), [layer])
         return np.concatenate([self._vectors(values[layer]) for _, _, values in blocks])
 
-    def _check_memory(self, index: Any, layer: str) -> None:
+    def _check_memory(self, index: faiss.Index, layer: str) -> None:
         """Check that the memory holds the index, as far as its size is known."""
         free = free_memory()
         try:
@@ -203,7 +209,7 @@ class Faiss(Format):
         )
 
 
-def _min_training_rows(faiss: Any, index: Any) -> int:
+def _min_training_rows(faiss: ModuleType, index: faiss.Index) -> int:
     """Return the number of rows below which an index cannot be trained.
 
     With fewer rows faiss raises an error in one of its threads, and that ends the process.
@@ -228,7 +234,7 @@ def _min_training_rows(faiss: Any, index: Any) -> int:
     return max(counts)
 
 
-def _min_rows_of_transform(faiss: Any, transform: Any) -> int:
+def _min_rows_of_transform(faiss: ModuleType, transform: faiss.VectorTransform) -> int:
     """Return the number of rows that the training of a transform of vectors needs."""
     transform = faiss.downcast_VectorTransform(transform)
     if isinstance(transform, faiss.OPQMatrix):

@@ -17,15 +17,23 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 from PIL import Image
 
 from featx.base import csv_cell, log_message, name_text
+from featx.config import Config
 from featx.errors import ConfigError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
 from featx.export.results import lines_of, result_of, result_path
-from featx.export.selection import EncodedImages, about_text, as_json_values, as_npy, as_utf8
+from featx.export.selection import (
+    EncodedImages,
+    ExportSelection,
+    about_text,
+    as_json_values,
+    as_npy,
+    as_utf8,
+)
 from featx.store import FeatureStore, layout
+from featx.types import Array, Json
 
 _VERSION = "1.0.0"
 """Version of FiftyOne whose layout is written; later ones convert it as they import it."""
@@ -52,7 +60,7 @@ _COLUMN_TYPES = {"i": "IntField", "f": "FloatField", "b": "BooleanField", "U": "
 _SAMPLE_BYTES = 2000
 """Approximate bytes of a document, without features."""
 
-Field = dict[str, Any]
+Field = dict[str, object]
 
 
 class FiftyOne(Format):
@@ -63,8 +71,8 @@ class FiftyOne(Format):
     mislabelled images and near-duplicates.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         selection = self.selection
         refuse_maps(selection, "a sample of FiftyOne holds vectors")
         columns = selection.named_columns((*_LISTING, *_RESULTS))
@@ -159,7 +167,7 @@ class FiftyOne(Format):
                     file.write((b",\n" if position else b"\n") + json.dumps(sample).encode())
             file.write(b"\n]}\n")
 
-    def _metadata(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, object]:
         """Return the document of the data set, which declares the fields of its samples."""
         selection = self.selection
         found = {"ground_truth", *(name for each in self._results.values() for name in each)}
@@ -188,7 +196,7 @@ class FiftyOne(Format):
         )
 
 
-def _read_results(store: FeatureStore) -> dict[int, dict[str, Any]]:
+def _read_results(store: FeatureStore) -> dict[int, Json]:
     """Read what jobs have found in a store. Returns row -> fields of its sample, with its tags."""
     fields: dict[int, dict[str, Any]] = defaultdict(dict)
     results = {
@@ -244,9 +252,7 @@ def _read_results(store: FeatureStore) -> dict[int, dict[str, Any]]:
     return dict(fields)
 
 
-def _test_lines(
-    store: FeatureStore, result: Mapping[str, Any]
-) -> Iterator[tuple[int, dict[str, str]]]:
+def _test_lines(store: FeatureStore, result: Json) -> Iterator[tuple[int, dict[str, str]]]:
     """Return the predictions of a probe for test rows of its store, by the layer it has chosen."""
     from featx.analysis.probe import is_of_answer, read_prediction_lines  # which imports torch
 
@@ -266,7 +272,7 @@ def _hash(data: bytes) -> bytes:
 
 def _classification(
     key: bytes, field: str, label: str | None, confidence: float | None = None
-) -> dict[str, Any] | None:
+) -> Json | None:
     """Return a label of FiftyOne; None without one."""
     if label is None:
         return None
@@ -279,12 +285,12 @@ def _classification(
     }
 
 
-def _column(values: npt.NDArray[Any]) -> list[Any]:
+def _column(values: Array) -> list[object]:
     """Return the values of a column; MongoDB refuses text that is no UTF-8."""
     return [as_utf8(each) if isinstance(each, str) else each for each in as_json_values(values)]
 
 
-def _vector(values: npt.NDArray[Any]) -> dict[str, Any]:
+def _vector(values: Array) -> dict[str, object]:
     """Return a vector as FiftyOne stores it, an .npy file compressed by zlib."""
     data = base64.b64encode(zlib.compress(as_npy(values), 1)).decode()
     return {"$binary": {"base64": data, "subType": "00"}}

@@ -7,12 +7,12 @@ The layout is that of `extract_features` and `pairs_from_retrieval` of hloc
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from featx.base import log_message, name_text
+from featx.config import Config
 from featx.errors import ConfigError, counted
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
-from featx.export.selection import unit_rows
+from featx.export.selection import ExportSelection, unit_rows
 
 _NAME = "global_descriptor"
 _FILE = "global-feats-{}.h5"
@@ -28,8 +28,8 @@ class Hloc(Format):
     hloc ranks images by inner products, and its own descriptors have length 1 (L2).
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         refuse_maps(self.selection, "hloc has one global descriptor per image")
         spaces = 0
         for key in self.selection.keys.tolist():

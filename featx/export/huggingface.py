@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.base import digest, import_extra
+from featx.config import Config
 from featx.export import arrow
 from featx.export.base import (
     FORMATS,
@@ -16,6 +17,8 @@ from featx.export.base import (
     ShardOptions,
     literal,
 )
+from featx.export.selection import ExportSelection
+from featx.types import Json
 
 _LISTING = ("key", "row", "label", "status")
 
@@ -29,8 +32,8 @@ class HuggingFace(ShardedFormat):
     `datasets` itself would write all data twice, to its cache and to the folder.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         import_extra("datasets", "export.format=huggingface", "the package datasets", "huggingface")
         self._columns = self.selection.named_columns(_LISTING)
 
@@ -50,7 +53,7 @@ class HuggingFace(ShardedFormat):
             "homepage": "",
             "license": "",
         }
-        state: dict[str, Any] = {
+        state: Json = {
             "_data_files": [{"filename": name} for name, _, _ in shards],
             "_fingerprint": digest(self.selection.fingerprint)[:16],
             "_format_columns": None,
@@ -68,14 +71,14 @@ class HuggingFace(ShardedFormat):
         from datasets import ClassLabel, Features, List, Value
 
         selection = self.selection
-        columns: dict[str, Any] = {"key": Value("string"), "row": Value("int64")}
+        columns: dict[str, object] = {"key": Value("string"), "row": Value("int64")}
         names = selection.classes
         columns["label"] = ClassLabel(names=names) if names else Value("int64")
         columns["status"] = Value("uint8")
         for name, values in self._columns.items():
             columns[name] = Value(_VALUES[values.dtype.kind])
         for name in selection.layers:
-            kind: Any = Value(str(selection.dtype(name)))
+            kind = Value(str(selection.dtype(name)))
             for size in reversed(selection.row_shape(name)):
                 kind = List(kind, length=size)
             columns[name] = kind

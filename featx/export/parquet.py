@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from featx.base import import_extra
+from featx.config import Config
 from featx.export import arrow
 from featx.export.base import (
     FORMATS,
@@ -17,6 +18,11 @@ from featx.export.base import (
     ShardOptions,
     literal,
 )
+from featx.export.selection import ExportSelection
+from featx.types import Array
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _LISTING = ("key", "row", "label", "class", "status")
 
@@ -27,8 +33,8 @@ class Parquet(ShardedFormat):
     Layers of reduce=sample have a column <layer>.positions as well.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         import_extra("pyarrow.parquet", "export.format=parquet", "the package pyarrow", "export")
         selection = self.selection
         self._sampled = [name for name in selection.layers if selection.is_sampled(name)]
@@ -52,7 +58,7 @@ class Parquet(ShardedFormat):
                 for table in itertools.chain([first], tables):
                     writer.write_table(table, row_group_size=len(table))
 
-    def _table(self, start: int, stop: int, values: dict[str, Any]) -> Any:
+    def _table(self, start: int, stop: int, values: dict[str, Array]) -> pa.Table:
         selection = self.selection
         columns = arrow.listing(selection, start, stop, _LISTING, self._columns)
         columns |= {name: arrow.lists(rows) for name, rows in values.items()}

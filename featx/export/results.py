@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from featx.base import csv_cell
 from featx.errors import StoreError
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, read_result
+from featx.types import Json
 
 _SHOWN = 16
 """Maximum number of images of a ranking."""
@@ -24,7 +24,7 @@ def result_path(store: FeatureStore, file: str) -> Path:
     return output_folder(store) / file
 
 
-def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> dict[str, Any] | None:
+def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> Json | None:
     """Read the result file of a job, whose name has that of the job as its stem. Return None if the
     job has not run, or on another state of the store, which is logged.
     """
@@ -77,7 +77,7 @@ def rankings_of(store: FeatureStore, log: Callable[[str], None]) -> list[Ranking
     return [ranking for ranking in rankings if ranking.captions]
 
 
-def _outliers(store: FeatureStore, result: Mapping[str, Any]) -> list[Ranking]:
+def _outliers(store: FeatureStore, result: Json) -> list[Ranking]:
     distance = f"{result['metric']} distance in {result['layer']} to the {result['k']} nearest"
     return [
         Ranking(
@@ -95,7 +95,7 @@ def _outliers(store: FeatureStore, result: Mapping[str, Any]) -> list[Ranking]:
     ]
 
 
-def _mislabelled(store: FeatureStore, result: Mapping[str, Any]) -> list[Ranking]:
+def _mislabelled(store: FeatureStore, result: Json) -> list[Ranking]:
     text = (
         f"Labels by their probability in {result['layer']}, from the fold of {result['folds']} "
         f"that did not train on the image; {result['doubtful']} of {result['rows']} labels are "
@@ -109,7 +109,7 @@ def _mislabelled(store: FeatureStore, result: Mapping[str, Any]) -> list[Ranking
     return [Ranking("Least credible labels", text, captions)]
 
 
-def _rows(store: FeatureStore, described: list[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+def _rows(store: FeatureStore, described: list[Json]) -> dict[int, Json]:
     """Return the first rows whose key is that of the store."""
     return {
         int(one["row"]): one

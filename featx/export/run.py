@@ -21,7 +21,7 @@ from featx.export.base import FORMATS, ExportFolder, Format
 from featx.export.selection import ExportSelection
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock, sync_entries
 from featx.store import FeatureStore, layout, matching_layers
-from featx.types import with_features
+from featx.types import Json, with_features
 
 RECORD = "_export.json"
 """File that describes an export. Readers of Parquet folders ignore names with an underscore."""
@@ -69,7 +69,7 @@ def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) 
     started_at = time.perf_counter()
     selection, config = export_format.selection, export_format.config
     fingerprint = _fingerprint_of(export_format)
-    record: dict[str, Any] = {"files": {}}
+    record: Json = {"files": {}}
     already = False
     if (path := disk.root / RECORD).exists():
         record = _read(path)
@@ -115,7 +115,7 @@ def _refuse_other_folders(out: Path) -> None:
             )
 
 
-def _fingerprint_of(export_format: Format) -> dict[str, Any]:
+def _fingerprint_of(export_format: Format) -> dict[str, object]:
     """Return the description that two exports with the same content share.
 
     It is converted to JSON and back, so that tuples and NumPy numbers compare equal to those of a
@@ -128,7 +128,7 @@ def _fingerprint_of(export_format: Format) -> dict[str, Any]:
     return fingerprint
 
 
-def _refuse_other_export(root: Path, old: dict[str, Any], fingerprint: dict[str, Any]) -> None:
+def _refuse_other_export(root: Path, old: Json, fingerprint: Json) -> None:
     changed = differences(old, fingerprint)
     if changed:
         lines = [
@@ -148,8 +148,8 @@ def _write_all(
     disk: AtomicFolder,
     export_format: Format,
     old_names: Iterable[str],
-    record: dict[str, Any],
-) -> dict[str, Any]:
+    record: Json,
+) -> Json:
     """Write a temporary folder, put its files in the place of those of an old export.
 
     Returns the record with the sizes of all files.
@@ -178,9 +178,9 @@ def _write_all(
     return record
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Json:
     try:
-        record: dict[str, Any] = json.loads(path.read_bytes())
+        record: Json = json.loads(path.read_bytes())
         if not all(isinstance(record[entry], dict) for entry in ("fingerprint", "files")):
             raise ValueError("it has other entries")
     except (OSError, ValueError, LookupError, TypeError) as error:

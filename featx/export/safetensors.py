@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from featx.config import Config
 from featx.export.base import (
     FORMATS,
     ExportFolder,
@@ -16,7 +16,8 @@ from featx.export.base import (
     ShardOptions,
     literal,
 )
-from featx.export.selection import about_text
+from featx.export.selection import ExportSelection, about_text
+from featx.types import Array
 
 _LISTING_BYTES = 8 + 8 + 1
 """Bytes of the row number, label and status of a row."""
@@ -31,8 +32,8 @@ class Safetensors(ShardedFormat):
     Texts are uint8 tensors padded with 0.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         arrays = self.selection.column_arrays
         names = zip(self.selection.named_columns(_TAKEN), arrays, strict=True)
         self._columns = {column_name: arrays[name] for column_name, name in names}
@@ -50,9 +51,9 @@ class Safetensors(ShardedFormat):
                 metadata = {"featx": about_text(self.selection)}
                 file.write(save(self._tensors(start, stop), metadata))
 
-    def _tensors(self, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
+    def _tensors(self, start: int, stop: int) -> dict[str, Array]:
         selection = self.selection
-        tensors: dict[str, npt.NDArray[Any]] = {
+        tensors: dict[str, Array] = {
             "row": selection.rows[start:stop],
             "label": selection.labels[start:stop],
             "status": selection.status[start:stop],

@@ -21,6 +21,7 @@ from featx.store import FeatureStore, check_rows_present
 from featx.types import (
     NO_IMAGE,
     UNKNOWN_IMAGE,
+    Array,
     ImageFault,
     Status,
     image_checksum,
@@ -89,7 +90,7 @@ class ExportSelection:
         return [names[label] if label >= 0 else None for label in self.labels[start:stop].tolist()]
 
     @cached_property
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def columns(self) -> dict[str, Array]:
         """Name -> (n,) values of each column of the data set, as returned by `FeatureStore.column`.
 
         A missing number is NaN, a missing text is ''.
@@ -97,7 +98,7 @@ class ExportSelection:
         return {name: self.store.column(name)[self.rows] for name in self.store.columns}
 
     @cached_property
-    def column_arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def column_arrays(self) -> dict[str, Array]:
         """`columns` for formats of plain arrays, with texts as (n,) fixed-length UTF-8 bytes."""
         return {
             name: np.char.encode(values, "utf-8", "surrogateescape")
@@ -106,7 +107,7 @@ class ExportSelection:
             for name, values in self.columns.items()
         }
 
-    def named_columns(self, taken: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    def named_columns(self, taken: Sequence[str]) -> dict[str, Array]:
         """Return `columns` under the names that they have in one table with other columns."""
         if conflicts := set(taken) & set(self.layers):
             raise ConfigError(f"layers named {conflicts} have the names of columns of the listing.")
@@ -134,7 +135,7 @@ class ExportSelection:
         """Return the shape of one row of a layer."""
         return self.store[layer].shape[1:]
 
-    def dtype(self, layer: str) -> np.dtype[Any]:
+    def dtype(self, layer: str) -> np.dtype[np.generic]:
         """Return the dtype of a layer: float16 or float32; bfloat16 is read as float32."""
         return self.store[layer].dtype
 
@@ -153,7 +154,7 @@ class ExportSelection:
         stop: int,
         layers: Sequence[str] | None = None,
         rows_per_block: int | None = None,
-    ) -> Iterator[tuple[int, int, dict[str, npt.NDArray[Any]]]]:
+    ) -> Iterator[tuple[int, int, dict[str, Array]]]:
         """Read the features of rows [start, stop) of the selection block by block. Yield start and
         stop of the block, and layer -> (m, ...) values.
         """
@@ -165,7 +166,7 @@ class ExportSelection:
             yield first, last, values_of_layer
             self.on_bytes(sum(values.nbytes for values in values_of_layer.values()))
 
-    def read(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(self, layer: str, start: int, stop: int) -> Array:
         """Read rows [start, stop) of one layer as a contiguous array."""
         rows = self.rows[start:stop]
         values = np.ascontiguousarray(self.store[layer][rows])
@@ -216,7 +217,7 @@ class ExportSelection:
         }
 
 
-def _sha256(columns: Sequence[tuple[str, npt.NDArray[Any]]]) -> str:
+def _sha256(columns: Sequence[tuple[str, Array]]) -> str:
     sha = hashlib.sha256()
     for name, values in columns:
         sha.update(f"{name} {values.dtype.str} {values.shape} ".encode())
@@ -294,7 +295,7 @@ class EncodedImages:
         return encoded
 
 
-def unit_rows(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def unit_rows(rows: Array) -> npt.NDArray[np.float32]:
     """Divide (n, D) rows by their Euclidean length, in float32; rows of zeros stay zero."""
     values = rows.astype(np.float32)
     # Divided by the largest value first: squares of very large or small values leave float32.
@@ -315,7 +316,7 @@ def about_text(selection: ExportSelection) -> str:
     return json.dumps(selection.about, sort_keys=True)
 
 
-def as_json_values(column: npt.NDArray[Any]) -> list[Any]:
+def as_json_values(column: Array) -> list[object]:
     """Return values of a column for JSON, which has no NaN: a missing number is None."""
     values = column.astype(object)
     if column.dtype.kind == "f":
@@ -324,7 +325,7 @@ def as_json_values(column: npt.NDArray[Any]) -> list[Any]:
 
 
 def write_npy(
-    file: BinaryIO, dtype: npt.DTypeLike, shape: Sequence[int], blocks: Iterable[npt.NDArray[Any]]
+    file: BinaryIO, dtype: npt.DTypeLike, shape: Sequence[int], blocks: Iterable[Array]
 ) -> None:
     """Write an array as an .npy file, block by block behind its header."""
     descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
@@ -334,7 +335,7 @@ def write_npy(
         file.write(np.ascontiguousarray(block, dtype).data)
 
 
-def as_npy(values: Any) -> bytes:
+def as_npy(values: object) -> bytes:
     """Return an array as the content of an .npy file."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import name_text
-from featx.config import ExportConfig, NaturalNumber, Positive, options
+from featx.config import Config, ExportConfig, NaturalNumber, Positive, options
 from featx.errors import ConfigError, FeatxError
 from featx.export.base import (
     FORMATS,
@@ -28,7 +28,7 @@ from featx.export.base import (
 )
 from featx.export.selection import ExportSelection, as_utf8
 from featx.sources import parse_box_key
-from featx.types import Box
+from featx.types import Array, Box
 
 _INDEX_BYTES = 256
 """Largest share of a row in the chunk indices of both datasets, in bytes; HDF5 needs 60 to 164."""
@@ -77,8 +77,8 @@ class _Slide:
 class Trident(Format):
     """features_<encoder>/<slide>.h5 for each layer and slide; with clam, h5_files and pt_files."""
 
-    def __init__(self, selection: ExportSelection, *arguments: Any) -> None:
-        super().__init__(selection, *arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         options = self.config.export
         if not isinstance(options, TridentOptions):
             raise FeatxError("export.format=trident was registered without TridentOptions.")
@@ -160,7 +160,7 @@ class Trident(Format):
 
     def _attributes(
         self, image: str, name: str, places: npt.NDArray[np.int64], size: int
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the attributes of `coords`, as TRIDENT's `coords_to_h5` writes them."""
         options = self._options
         level0 = options.magnification or self._value_of("level0_magnification", image, places)
@@ -202,7 +202,7 @@ class Trident(Format):
             )
         return float(distinct[0])
 
-    def _rows(self, slide: _Slide, layer: str) -> npt.NDArray[Any]:
+    def _rows(self, slide: _Slide, layer: str) -> Array:
         """Return the features of a slide in the order of its file."""
         tiles = replace(self.selection, rows=self.selection.rows[slide.places])
         blocks = [values[layer] for _, _, values in tiles.blocks(0, len(tiles), [layer])]
@@ -213,8 +213,8 @@ class Trident(Format):
         folder: ExportFolder,
         name: str,
         slide: _Slide,
-        rows: npt.NDArray[Any],
-        attributes: dict[str, dict[str, Any]],
+        rows: Array,
+        attributes: dict[str, dict[str, object]],
     ) -> None:
         """Write features and coordinates of a slide, with the attributes of both."""
         most_bytes = rows.nbytes + len(rows) * (16 + _INDEX_BYTES) + _HEADER_BYTES

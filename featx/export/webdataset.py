@@ -6,9 +6,10 @@ import io
 import json
 import tarfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from featx.base import name_text
+from featx.config import Config
 from featx.errors import ConfigError
 from featx.export.base import (
     FORMATS,
@@ -41,8 +42,8 @@ class WebDataset(ShardedFormat):
     .json.
     """
 
-    def __init__(self, selection: ExportSelection, *arguments: Any) -> None:
-        super().__init__(selection, *arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         lowered = [name.lower() for name in selection.layers]
         if len(set(lowered)) < len(lowered):
             raise ConfigError(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import import_extra
+from featx.config import Config
 from featx.errors import ConfigError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
+from featx.export.selection import ExportSelection
+from featx.types import Array
+
+if TYPE_CHECKING:
+    import zarr
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
@@ -25,8 +31,8 @@ class Zarr(Format):
     The origin of the rows is in the attributes of the group.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, selection: ExportSelection, config: Config) -> None:
+        super().__init__(selection, config)
         import_extra("zarr", "export.format=zarr", "the package zarr", "export")
         if _OWN_FILE in self.selection.columns:
             raise ConfigError(
@@ -40,7 +46,7 @@ class Zarr(Format):
         with folder.folder(_NAME) as path:
             self._fill(zarr.open_group(path, mode="w", zarr_format=3))
 
-    def _fill(self, group: Any) -> None:
+    def _fill(self, group: zarr.Group) -> None:
         selection, n = self.selection, len(self.selection)
         group.attrs["featx"] = selection.about
         for name in selection.layers:
@@ -57,7 +63,7 @@ class Zarr(Format):
             rows_per_block = max(rows, selection.block_rows([name]) // rows * rows)
             for start, stop, values in selection.blocks(0, n, [name], rows_per_block):
                 array[start:stop] = values[name]
-        columns: dict[str, Any] = {
+        columns: dict[str, Array] = {
             "label": selection.labels,
             "status": selection.status,
             "row": selection.rows,
@@ -71,7 +77,9 @@ class Zarr(Format):
             array[:] = column
         self._write_texts(group, "key", None)
 
-    def _write_texts(self, group: Any, name: str, texts: npt.NDArray[np.str_] | None) -> None:
+    def _write_texts(
+        self, group: zarr.Group, name: str, texts: npt.NDArray[np.str_] | None
+    ) -> None:
         """Write an array of texts block by block; None writes the keys."""
         n = len(self.selection)
         array = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=str)

@@ -7,15 +7,14 @@ numbers to 8 bits, or change them otherwise, is a fault.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from featx.errors import counted
 from featx.images.decode_settings import ImagePolicy
 from featx.images.rgb_conversion import NUMBER_TYPES, NUMBERS, format_fault, missing_codecs
-from featx.types import ImageFault, Status
+from featx.types import Array, ImageFault, Status
 
 if TYPE_CHECKING:
     from PIL import ImageFile
@@ -37,7 +36,7 @@ _FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "PPM"})
 and HEIC of more than 8 bits are reduced."""
 
 
-def decode_npy(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
+def decode_npy(data: bytes, policy: ImagePolicy) -> Array:
     """Read a file of `numpy.save`. Returns (H, W, channels)."""
     assert policy.channels is not None
     dtype, is_fortran, shape, offset = npy_header(data)
@@ -57,7 +56,7 @@ def decode_npy(data: bytes, policy: ImagePolicy) -> npt.NDArray[Any]:
     return array.transpose(1, 2, 0) if axis == 0 else array
 
 
-def npy_header(data: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
+def npy_header(data: bytes) -> tuple[np.dtype[np.generic], bool, tuple[int, ...], int]:
     """Read the header of a file of `numpy.save`.
 
     Returns dtype, whether the first axis varies fastest, shape, and the offset of the numbers.
@@ -98,7 +97,7 @@ def channel_axis(shape: tuple[int, ...], channels: int) -> int:
     return 0 if first else 2
 
 
-def pillow_array(image: ImageFile.ImageFile) -> npt.NDArray[Any] | None:
+def pillow_array(image: ImageFile.ImageFile) -> Array | None:
     """Load an image with Pillow, if it then has the numbers of the file.
 
     Returns (H, W) or (H, W, C); None if Pillow would change them.
@@ -129,7 +128,7 @@ def is_deep_png(image: ImageFile.ImageFile) -> bool:
     return is_deep and image.format == "PNG" and "transparency" not in image.info
 
 
-def decode_deep_png(data: bytes) -> npt.NDArray[Any]:
+def decode_deep_png(data: bytes) -> Array:
     """Decode a PNG of 16 bits and several channels, which Pillow reduces to 8 bits.
 
     Returns (H, W, C) uint16.
@@ -138,11 +137,11 @@ def decode_deep_png(data: bytes) -> npt.NDArray[Any]:
         from imagecodecs import png_decode
     except ImportError as error:
         raise missing_codecs("a PNG of 16 bits in several channels") from error
-    pixels: npt.NDArray[Any] = png_decode(data)
+    pixels: Array = png_decode(data)
     return pixels
 
 
-def check_array(array: npt.NDArray[Any], channels: int) -> npt.NDArray[Any]:
+def check_array(array: Array, channels: int) -> Array:
     """Return a decoded image as (H, W, channels)."""
     if array.ndim == 2:
         array = array[:, :, None]

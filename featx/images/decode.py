@@ -17,7 +17,6 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +53,7 @@ from featx.images.rgb_conversion import (
 from featx.images.tiff_blocks import TiffBlocks, tiff_blocks
 from featx.images.tiff_decode import decode_tiff, decode_tiff_channels
 from featx.images.tiff_tags import is_tiff
-from featx.types import ImageFault, Status
+from featx.types import Array, ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
 """Names of the Pillow parsers that may read an image, whatever its file name. JPEG includes MPO,
@@ -106,7 +105,7 @@ _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
 )
 
 
-DecodedImage = Image.Image | npt.NDArray[Any]
+DecodedImage = Image.Image | Array
 """Upright image: a Pillow image, (H, W, 3) uint8 RGB, or (H, W, channels) of any numbers for a
 transform with a scale. The fast path takes arrays, the reference Pillow images."""
 
@@ -125,7 +124,7 @@ def _faults_of(data: bytes) -> Iterator[None]:
         raise _fault(data, error) from error
 
 
-def decode_array(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[Any]:
+def decode_array(data: bytes, policy: ImagePolicy, at_least: int | None) -> Array:
     """Decode an image into an array, with the JPEG decoder of the policy.
 
     Returns (H, W, 3) uint8 RGB, upright; (H, W, channels) of any numbers if the policy has
@@ -268,7 +267,7 @@ def _decode_jpeg(
     return None if pixels is None else np.ascontiguousarray(turn_array(pixels, turn))
 
 
-def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
+def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> Array:
     """(H, W, channels) with the numbers of the file, upright."""
     if data.startswith(NPY):
         return decode_npy(data, policy)

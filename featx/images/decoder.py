@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from featx.images.decoder_channels import (
     warning_bytes,
 )
 from featx.images.decoder_warnings import ACCEPTED_DAMAGE
-from featx.types import ImageFault
+from featx.types import Array, ImageFault
 
 
 class DecodingClock:
@@ -65,7 +65,7 @@ class RowWorker(Protocol):
         """(C, H, W) of a loaded row."""
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         """Dtype of a loaded row."""
 
     def image_key(self, row: int) -> bytes:
@@ -78,13 +78,13 @@ class RowWorker(Protocol):
         self,
         row: int,
         read: Callable[[], bytes],
-        out: npt.NDArray[Any],
+        out: Array,
         checksum: npt.NDArray[np.uint64],
         clock: DecodingClock,
     ) -> None:
         """Load a row."""
 
-    def clear(self, out: npt.NDArray[Any]) -> None:
+    def clear(self, out: Array) -> None:
         """Clear the place of a row that failed."""
 
     def warm_up(self) -> None:

@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.errors import RunError, require
-from featx.types import Failure, ImageFault
+from featx.types import Array, Failure, ImageFault
 
 NO_BUFFER = -1
 """Spool buffer of a group whose rows the decoder reads."""
@@ -46,7 +45,7 @@ class Slot:
     """
 
     offset: int
-    images: npt.NDArray[Any]
+    images: Array
     rows: npt.NDArray[np.int64]
     checksums: npt.NDArray[np.uint64]
     starts: npt.NDArray[np.int64]
@@ -59,7 +58,7 @@ class SlotLayout:
 
     num_rows: int
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
 
     @property
     def image_bytes(self) -> int:

@@ -53,7 +53,7 @@ from featx.images.decoder_channels import (
     anonymous_file,
 )
 from featx.images.decoder_supervisor import RESUME, START_ALL, Supervisor
-from featx.types import NO_IMAGE, Failure, ImageFault, Status
+from featx.types import NO_IMAGE, Array, Failure, ImageFault, Status
 
 CAN_FORK = sys.platform.startswith("linux")
 """Whether decoders are processes. Elsewhere they are threads: on macOS, a fork of a process that
@@ -138,7 +138,7 @@ class DecoderPool:
         self._free_slots: dict[tuple[int, int], list[Slot]] = {}
         self._lent_slots: dict[tuple[int, int], set[int]] = {}
         self._slots_end = 0
-        self._pinned: dict[int, npt.NDArray[Any]] = {}
+        self._pinned: dict[int, Array] = {}
         self._to_read: queue.SimpleQueue[tuple[Job, int, int] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._pid: int | None = None

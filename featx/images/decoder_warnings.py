@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from featx.base import name_text
 
@@ -84,7 +83,7 @@ def redirect_warnings() -> Callable[[], list[str]]:
     def add(text: object) -> None:
         messages.append(" ".join(str(text).split()))
 
-    def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+    def show(message: Warning | str, *args: object, **kwargs: object) -> None:
         add(message)
 
     # "always": Python otherwise shows one text from one line of code only once, and warnings could

@@ -7,10 +7,10 @@ Pillow drops its warnings; simplejpeg reports the first one.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import simplejpeg
 
 from featx.images.decode_settings import ACCEPT, ImagePolicy
 from featx.images.decoder_warnings import ACCEPTED_DAMAGE, warn
@@ -72,8 +72,6 @@ def read_header(data: bytes) -> Header:
 
 def plain_jpeg_size(data: bytes, header: Header) -> tuple[int, int] | None:
     """Return (width, height) of a JPEG of RGB or grey without EXIF or XMP data, else None."""
-    import simplejpeg
-
     if any(marker == _EXIF for marker, _, _ in header):
         return None
     try:
@@ -90,8 +88,6 @@ def decode_sound_jpeg(
 
     Returns (H, W, 3) uint8 RGB, or None.
     """
-    import simplejpeg
-
     # A lossless JPEG may have 2 to 7 bits, which libjpeg does not scale to 8.
     if any(marker in _FRAMES and data[start + 4] != 8 for marker, start, _ in header):
         return None
@@ -114,10 +110,8 @@ def jpeg_damage(data: bytes) -> str | None:
     pixels and the end marker are none if there are one or two, or if they are padding. Otherwise
     they are most often what is left after damage.
     """
-    import simplejpeg
-
     bare, num_components = _without_metadata(data)
-    options: dict[str, Any] = {"colorspace": "CMYK"} if num_components == 4 else {}
+    options = {"colorspace": "CMYK"} if num_components == 4 else {}
     while True:
         try:
             # A factor of 8 takes a third of the time, and reads all data.

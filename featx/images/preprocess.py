@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from PIL import Image
 from featx.base import plain_tensors, synchronise
 from featx.errors import FeatxError, ModelError, one_line
 from featx.images.rgb_conversion import PixelScale
+from featx.types import Array
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -106,7 +107,7 @@ class Preprocess:
             cropped = f"windows {height}x{width} overlap {self.overlap:g}"
         return f"{scale}{sized}, {cropped}, {channels}mean {list(self.mean)}, std {list(self.std)}"
 
-    def crop_array(self, image: npt.NDArray[Any]) -> torch.Tensor:
+    def crop_array(self, image: Array) -> torch.Tensor:
         """Resize and crop an image of the loader, on the CPU.
 
         Args:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from featx.errors import counted
-from featx.types import ImageFault, Status
+from featx.types import Array, ImageFault, Status
 
 DIVISORS = {"|u1": 255.0, "<u2": 65535.0}
 """dtype of pixels -> largest number, for scale=dtype. Other dtypes do not say what white is."""
@@ -65,7 +64,7 @@ class PixelScale:
         named = counted(self.channels, "channel")
         return f"float32 pixels of {named}{bands} divided by {divisor}, "
 
-    def apply(self, image: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def apply(self, image: Array) -> npt.NDArray[np.float32]:
         """Take the bands of an image and divide them.
 
         Args:
@@ -140,7 +139,7 @@ def turn_image(image: Image.Image, orientation: int) -> Image.Image:
     return image if orientation == 1 else image.transpose(_TRANSPOSE[orientation])
 
 
-def turn_array(array: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
+def turn_array(array: Array, orientation: int) -> Array:
     """Turn an image upright; a view."""
     if is_transposed(orientation):
         array = array.swapaxes(0, 1)
@@ -189,10 +188,10 @@ class NumberRange:
 
 
 def numbers_to_rgb(
-    values: npt.NDArray[Any],
+    values: Array,
     limits: NumberRange,
     background: tuple[int, int, int],
-    alpha: npt.NDArray[Any] | None = None,
+    alpha: Array | None = None,
     is_premultiplied: bool = False,
 ) -> npt.NDArray[np.uint8]:
     """Convert numbers of any range to RGB of 8 bits.

@@ -7,7 +7,6 @@ import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ from featx.images.tiff_blocks import TiffBlocks
 from featx.images.views import cut_view
 from featx.types import (
     NO_IMAGE,
+    Array,
     ImageFault,
     Listing,
     Source,
@@ -72,7 +72,7 @@ class _WholeImage:
     warnings: tuple[str, ...] = ()
 
 
-def _check_window_fits(pixels: npt.NDArray[Any], window: tuple[int, int]) -> None:
+def _check_window_fits(pixels: Array, window: tuple[int, int]) -> None:
     """Raise an ImageFault if an image is smaller than a window."""
     height, width = pixels.shape[1:]
     if height < window[0] or width < window[1]:
@@ -100,7 +100,7 @@ class RowLoader:
         self._has_windows = decoding.preprocess.has_windows
         if self._has_windows:
             self.shape = (_NUM_HEADER + self.shape[0] * decoding.policy.max_pixels,)
-        self.dtype: np.dtype[Any] = np.dtype(np.float32 if decoding.reference else np.uint8)
+        self.dtype: np.dtype[np.generic] = np.dtype(np.float32 if decoding.reference else np.uint8)
         self._torch_dtype = torch.float32 if decoding.reference else torch.uint8
         self._source = source
         self.keys = listing.keys
@@ -140,7 +140,7 @@ class RowLoader:
         self,
         row: int,
         read: Callable[[], bytes],
-        out: npt.NDArray[Any],
+        out: Array,
         checksum: npt.NDArray[np.uint64],
         clock: DecodingClock,
     ) -> None:
@@ -173,11 +173,11 @@ class RowLoader:
         except MemoryError as error:
             raise self._out_of_memory(row) from error
 
-    def clear(self, out: npt.NDArray[Any]) -> None:
+    def clear(self, out: Array) -> None:
         """Clear the place of a row that failed; with windows, its size."""
         out[: _NUM_HEADER if self._has_windows else None] = 0
 
-    def _put(self, out: npt.NDArray[Any], pixels: npt.NDArray[Any]) -> None:
+    def _put(self, out: Array, pixels: Array) -> None:
         """Copy an image into its place; numpy starts no threads of OpenMP, as torch would."""
         if not self._has_windows:
             np.copyto(out, pixels)
@@ -228,7 +228,7 @@ class RowLoader:
         if self._had_large:
             return_freed_memory()
 
-    def _prepare(self, decoded_image: DecodedImage, preprocess: Preprocess) -> npt.NDArray[Any]:
+    def _prepare(self, decoded_image: DecodedImage, preprocess: Preprocess) -> Array:
         """The image of a row in the size of the crop, (C, H, W) uint8 or normalised float32.
 
         With windows the whole image, in its own size.
@@ -258,7 +258,7 @@ class RowLoader:
                     f"the transform gives {tuple(x.shape)} {x.dtype}, expected {expected} "
                     f"{self._torch_dtype}"
                 )
-            pixels: npt.NDArray[Any] = x.numpy()
+            pixels: Array = x.numpy()
         except (MemoryError, ImageFault):
             raise
         except Exception as error:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import io
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from featx.images.decode_settings import ImagePolicy
@@ -36,7 +35,7 @@ from featx.images.tiff_tags import (
     open_tiff,
     read_tags,
 )
-from featx.types import Box, ImageFault, Status
+from featx.types import Array, Box, ImageFault, Status
 
 if TYPE_CHECKING:
     from tifffile import TiffPage
@@ -59,10 +58,10 @@ class TiffBlocks:
         self._page = page
         self._policy = policy
         self._lock = threading.Lock()
-        self._cache: dict[int, npt.NDArray[Any]] = {}
+        self._cache: dict[int, Array] = {}
         self._cached_bytes = 0
 
-    def cut(self, box: Box) -> npt.NDArray[Any]:
+    def cut(self, box: Box) -> Array:
         """Decode a box within the image; safe to call from several threads.
 
         Returns (height, width, C) pixels.
@@ -87,7 +86,7 @@ class TiffBlocks:
         )
         return np.ascontiguousarray(_as_rgb(pixels)) if self._policy.channels is None else pixels
 
-    def _tile(self, number: int) -> npt.NDArray[Any]:
+    def _tile(self, number: int) -> Array:
         """A tile from the cache, or decoded; two threads may decode the same one."""
         with self._lock:
             if (cached := self._cache.pop(number, None)) is not None:
@@ -108,7 +107,7 @@ class TiffBlocks:
                 self._cached_bytes -= self._cache.pop(next(iter(self._cache))).nbytes
         return tile
 
-    def _decode_tile(self, number: int) -> npt.NDArray[Any]:
+    def _decode_tile(self, number: int) -> Array:
         """Decode a tile, (h, w, C)."""
         page = self._page
         start, tables = page.dataoffsets[number], page.jpegtables
@@ -124,13 +123,13 @@ class TiffBlocks:
             check_jpeg(whole, self._policy)
         tiles, _, _ = page.decode(encoded, number, jpegtables=tables)
         assert tiles is not None, "bytes have pixels"
-        tile: npt.NDArray[Any] = tiles[0]
+        tile: Array = tiles[0]
         return tile
 
 
 def tiff_blocks(
     data: bytes, policy: ImagePolicy, least_bytes: int = LARGE_BYTES
-) -> TiffBlocks | npt.NDArray[Any] | None:
+) -> TiffBlocks | Array | None:
     """Open a large TIFF for its boxes.
 
     Returns its tiles; (H, W, C) pixels for strips, which are in the encoded bytes if they are not
@@ -161,7 +160,7 @@ def tiff_blocks(
     return _as_rgb(pixels) if policy.channels is None else pixels
 
 
-def _as_rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _as_rgb(pixels: Array) -> Array:
     """Return RGB without a copy: (H, W, 3) of (H, W, 1|3)."""
     return np.broadcast_to(pixels, (*pixels.shape[:2], 3))
 

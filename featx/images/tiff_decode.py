@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 from collections.abc import Set
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,7 @@ from featx.images.tiff_tags import (
     open_tiff,
     read_tags,
 )
-from featx.types import ImageFault, Status
+from featx.types import Array, ImageFault, Status
 
 if TYPE_CHECKING:
     from tifffile import TiffPage
@@ -110,7 +110,7 @@ def decode_tiff(data: bytes, policy: ImagePolicy) -> Image.Image | npt.NDArray[n
     return turn_image(to_rgb(image, policy.background), turn)
 
 
-def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> npt.NDArray[Any]:
+def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> Array:
     """(H, W, channels) with the numbers of a TIFF; channels may be pages of one channel each."""
     pages = read_tags(data)
     numbers = full_pages(pages)
@@ -190,7 +190,7 @@ def describe_tiff(tags: Tags) -> str:
     return f"a TIFF of {counted(int(_first(tags, SAMPLES)), 'channel')} of {bits} bits{kind}"
 
 
-def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> npt.NDArray[Any]:
+def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> Array:
     """Decode an image, with the numbers of the file. Returns (H, W, channels)."""
     with open_tiff(data) as file:
         found = [cast("TiffPage", file.pages[number]) for number in pages]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from featx.images.rgb_conversion import turn_array, turn_image
 from featx.images.tiff_blocks import TiffBlocks
-from featx.types import Box, ImageFault, RandomCrop, Status, View
+from featx.types import Array, Box, ImageFault, RandomCrop, Status, View
 
 _TRIES = 10
 """Number of times that RandomResizedCrop draws a rectangle before it takes the centre."""
@@ -23,14 +22,10 @@ def cut_view(decoded: Image.Image, view: View) -> Image.Image: ...
 
 
 @overload
-def cut_view(
-    decoded: Image.Image | npt.NDArray[Any] | TiffBlocks, view: View
-) -> Image.Image | npt.NDArray[Any]: ...
+def cut_view(decoded: Image.Image | Array | TiffBlocks, view: View) -> Image.Image | Array: ...
 
 
-def cut_view(
-    decoded: Image.Image | npt.NDArray[Any] | TiffBlocks, view: View
-) -> Image.Image | npt.NDArray[Any]:
+def cut_view(decoded: Image.Image | Array | TiffBlocks, view: View) -> Image.Image | Array:
     """Cut what a row shows out of an upright image, and turn it.
 
     Args:

@@ -31,7 +31,7 @@ from featx.config import (
 )
 from featx.errors import ConfigError
 from featx.storage import is_url
-from featx.types import Source
+from featx.types import Json, Source
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -227,7 +227,7 @@ def call_of_job(
             raise Interrupted(getattr(interrupt, "signum", signal.SIGINT)) from None
 
 
-def config_of_store_call(job: str, keys: Mapping[str, Any], store: object) -> Config:
+def config_of_store_call(job: str, keys: Mapping[str, object], store: object) -> Config:
     """Return the checked config of a call from Python that reads a store. The store, or its path,
     was given as the first argument or is a keyword. Raises ConfigError if a keyword is unknown, or
     does not fit.
@@ -274,7 +274,7 @@ def run(config: Config, config_yaml: str) -> int:
     return JOBS.get(config.job.name).run(config, config_yaml)
 
 
-def print_summary(config: Config, summary: Mapping[str, Any], *sections: Section | None) -> None:
+def print_summary(config: Config, summary: Json, *sections: Section | None) -> None:
     """Print the result of a job: `summary` as JSON with job.json=true, else its sections."""
     print_result(json.dumps(summary, indent=2) if config.job.json else as_text(*sections))
 

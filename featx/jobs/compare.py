@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from featx.analysis import compare_stores
 from featx.analysis.probe import interval_text, score_text
@@ -16,6 +15,7 @@ from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import write_csv
 from featx.storage import AtomicFolder, is_url, parse_path
+from featx.types import Json
 
 _COLUMNS = (
     *("store", "model", "weights", "layers", "width", "rows", "failed", "complete"),
@@ -43,14 +43,14 @@ def run(config: Config, config_yaml: str) -> int:
     return 0
 
 
-def _layer(entry: Mapping[str, Any]) -> str | None:
+def _layer(entry: Json) -> str | None:
     """Return the layer of the probe, or the only one."""
     if entry["probe"] is not None:
         return str(entry["probe"]["layer"])
     return next(iter(entry["layers"])) if len(entry["layers"]) == 1 else None
 
 
-def _line(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+def _line(entry: Json) -> tuple[object, ...]:
     probe, layer = entry["probe"] or {}, _layer(entry)
     low, high = probe.get("interval") or ("", "")
     speed = entry["images_per_second"]
@@ -64,7 +64,7 @@ def _line(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _table(entries: Sequence[Mapping[str, Any]]) -> Table:
+def _table(entries: Sequence[Json]) -> Table:
     """Return a table with a row for each store, without the columns that are empty."""
     header = ["store", "model", "layer", "width", "rows", "failed", "images/s", "size"]
     titles = {each["probe"]["title"] for each in entries if each["probe"] is not None}

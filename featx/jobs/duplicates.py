@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +82,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 def _members(
     store: FeatureStore, vectors: LayerVectors, groups: list[npt.NDArray[np.int64]]
-) -> Iterable[tuple[Any, ...]]:
+) -> Iterable[tuple[object, ...]]:
     from featx.analysis.similarity import cosines_to_first
 
     images = store.image_checksums

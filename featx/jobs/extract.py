@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from featx.analysis import FEATURES
 from featx.base import announcements, is_notebook, log_message, print_result
@@ -63,7 +63,7 @@ def run(config: Config, config_yaml: str) -> int:
     return store_exit_code(config, summary)
 
 
-def _run(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
+def _run(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, object]:
     """Run the extraction, observed by TensorBoard if requested, and return its summary."""
     if config.tensorboard:
         require_tensorboard()

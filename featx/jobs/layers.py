@@ -152,7 +152,7 @@ def _points(request: str, engine: Engine, traced: Trace) -> list[CapturePoint]:
 
 def _table_contents(
     config: Config, engine: Engine, traced: Trace, profiled: Profile, show: str
-) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+) -> tuple[list[dict[str, object]], list[tuple[str, str]]]:
     """Return the rows of the table, and remarks about them, each as (name, text)."""
     from featx.cli import last_stage, outline, remarks, table_rows, usage
 

@@ -80,7 +80,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 def _described(
     store: FeatureStore, judged: JudgedLabels, places: npt.NDArray[np.int64]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     confidences, predicted, doubtful = judged.confidences, judged.predicted, judged.are_doubtful
     keys = store.keys
     for place in places.tolist():

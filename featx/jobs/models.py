@@ -139,7 +139,7 @@ def _cells(entry: CatalogueEntry, disk: WeightsOnDisk) -> tuple[str, ...]:
     return (entry.option, entry.library, *(text or _NO_FIGURE for text in figures))
 
 
-def _as_json(entry: CatalogueEntry, disk: WeightsOnDisk) -> dict[str, Any]:
+def _as_json(entry: CatalogueEntry, disk: WeightsOnDisk) -> dict[str, object]:
     """Return a model in JSON types; a figure that is not known is null."""
     return {
         "model": entry.option,

@@ -22,6 +22,7 @@ from featx.jobs.similarity_files import (
     write_csv,
 )
 from featx.store import FeatureStore
+from featx.types import Json
 
 if TYPE_CHECKING:
     from featx.analysis.similarity import Neighbours, RowIndex
@@ -79,7 +80,7 @@ def _print_nearest_to_texts(given: str | Sequence[str], store: FeatureStore, con
         raise ConfigError("neighbors.text is compared with layers=embedding; leave layers out.")
     texts = read_texts("neighbors.text", given)
     found = search(store, texts, options.k, config.device)
-    results: list[dict[str, Any]] = [
+    results: list[Json] = [
         {"text": text, "nearest": _described(store, rows, scores, options.metric)}
         for text, rows, scores in zip(texts, *found, strict=True)
     ]
@@ -93,7 +94,7 @@ def _described(
     rows: npt.NDArray[np.int64],
     scores: npt.NDArray[np.float32],
     metric: str,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     return [
         {
             "row": row,
@@ -105,7 +106,7 @@ def _described(
     ]
 
 
-def _table(title: str, nearest: Sequence[Mapping[str, Any]], metric: str) -> Table:
+def _table(title: str, nearest: Sequence[Mapping[str, object]], metric: str) -> Table:
     header = (title, "class", "row", metric)
     return entries_table(header, ("key", "class", "row", metric), nearest, digits=3)
 
@@ -129,7 +130,7 @@ def _nearest_to_image(
 
 def _neighbors_of_all(
     store: FeatureStore, layer: str, config: Config
-) -> tuple[dict[str, Any], RowIndex | None]:
+) -> tuple[dict[str, object], RowIndex | None]:
     """Find the neighbours of every row, exactly or with an index, and write them to files."""
     from featx.analysis.similarity import nearest_rows, retrieval_metrics  # both import torch
 
@@ -213,7 +214,7 @@ def _metric_text(config: Config) -> str:
 
 
 def _facts_of_all(
-    summary: dict[str, Any], index: RowIndex | None, config: Config
+    summary: Json, index: RowIndex | None, config: Config
 ) -> list[tuple[str, str | None]]:
     same, retrieval = summary["nearest_of_same_class"], summary["retrieval"]
     same_text = None
@@ -265,7 +266,7 @@ def _index_text(index: RowIndex) -> str:
     )
 
 
-def _retrieval_text(retrieval: dict[str, Any]) -> str:
+def _retrieval_text(retrieval: Json) -> str:
     """Describe recall@k and mAP, and which rows they are about."""
     texts = [f"recall@{k} {share:.1%}" for k, share in retrieval["recall"].items()]
     mean = retrieval["map"]

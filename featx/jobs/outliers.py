@@ -73,7 +73,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 def _described(
     store: FeatureStore, found: Outliers, places: npt.NDArray[np.int64]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     for place in places.tolist():
         row, class_distance = int(found.rows[place]), float(found.class_distances[place])
         yield {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from featx.analysis import FEATURES
 from featx.base import Section, shown_path, size_text, time_text
@@ -20,7 +19,7 @@ from featx.pipeline import (
 )
 from featx.storage import AtomicFolder, is_url, parse_path
 from featx.store import LARGEST_PACKED_BYTES, is_streamed, leftover_bytes, packed_size_bound
-from featx.types import Part
+from featx.types import Json, Part
 
 _TRIAL_BATCHES = 2
 """Number of batches that are read to measure the speed of reading."""
@@ -34,7 +33,7 @@ def run(config: Config, config_yaml: str) -> int:
     return 1 if _obstacle(plan) else 0
 
 
-def _plan(config: Config, context: RunContext) -> dict[str, Any]:
+def _plan(config: Config, context: RunContext) -> dict[str, object]:
     """Return the plan in JSON types; sizes in bytes, times in seconds."""
     num_rows = len(context.listing)
     seconds_read = _seconds_per_image_read(context)
@@ -84,7 +83,7 @@ def _seconds_per_image_read(context: RunContext) -> float | None:
     return None if num_failed == len(part) else elapsed_s / len(part)
 
 
-def _sections(context: RunContext, plan: dict[str, Any]) -> list[Section]:
+def _sections(context: RunContext, plan: Json) -> list[Section]:
     """Describe the plan for people: the answer, what it rests on, and the command that follows."""
     needed, free, peak = (
         None if plan[name] is None else size_text(plan[name])
@@ -120,7 +119,7 @@ def _sections(context: RunContext, plan: dict[str, Any]) -> list[Section]:
     return [answer, rows, _obstacle(plan) or "The same command without job=plan runs it."]
 
 
-def _obstacle(plan: dict[str, Any]) -> str:
+def _obstacle(plan: Json) -> str:
     """Return why the command without job=plan would fail, or ''."""
     if not _fits(plan):
         return "The same command without job=plan would fail: the disk has too little space."
@@ -129,7 +128,7 @@ def _obstacle(plan: dict[str, Any]) -> str:
     return ""
 
 
-def _fits(plan: dict[str, Any]) -> bool:
+def _fits(plan: Json) -> bool:
     """Return whether the disk has room for the parts, and for the packed file if that is asked."""
     needed = plan["disk_needed_while_packing" if plan["packs"] else "disk_needed"]
     return plan["disk_free"] is None or bool(plan["disk_free"] > needed)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from featx.errors import ConfigError, counted
 from featx.jobs.base import JOBS, Input, Job, code_options, print_summary
 from featx.pipeline import exit_code
 from featx.storage import AtomicFolder
+from featx.types import Json
 
 if TYPE_CHECKING:
     from featx.analysis import Predictions
@@ -91,10 +92,10 @@ def image_predictions_csv(predictions: Predictions) -> bytes:
         )
     names = [f"{SCORE}{name}" for name in predictions.classes] if has_scores else []
 
-    def lines() -> Iterator[list[Any]]:
+    def lines() -> Iterator[list[object]]:
         yield ["key", *_PREDICTED[predictions.task], "status", "reason", *names]
         for row, row_scores in zip(predictions.rows, predictions.scores, strict=True):
-            scores: list[Any] = []
+            scores: list[object] = []
             if has_scores:
                 scores = [""] * len(names) if np.isnan(row_scores).any() else list(row_scores)
             # Columns of what was predicted are empty if the image failed.
@@ -112,7 +113,7 @@ def image_predictions_csv(predictions: Predictions) -> bytes:
     return csv_bytes(lines())
 
 
-def _summary(predictions: Predictions, path: Path, page: Path | None) -> dict[str, Any]:
+def _summary(predictions: Predictions, path: Path, page: Path | None) -> Json:
     counts = Counter(row.label for row in predictions.rows if row.label is not None)
     counts.update(label for row in predictions.rows for label in row.labels)
     values = [row.value for row in predictions.rows if row.value is not None]
@@ -136,7 +137,7 @@ def _summary(predictions: Predictions, path: Path, page: Path | None) -> dict[st
     }
 
 
-def _sections(summary: dict[str, Any]) -> list[Section]:
+def _sections(summary: Json) -> list[Section]:
     rate = summary["images_per_second"]
     speed = f", {rate:.1f} images/s" if rate else ""
     images = counted(summary["rows"], "image")

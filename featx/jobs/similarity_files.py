@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from featx.base import Table, csv_line, log_message
 from featx.config import Config
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout, only_layer, read_result, result_json
+from featx.types import Json
 
 
 def open_input(config: Config) -> FeatureStore:
@@ -48,15 +49,13 @@ def class_name(store: FeatureStore, row: int) -> str | None:
     return str(store.classes[label]) if label >= 0 else None
 
 
-def write_json(
-    disk: AtomicFolder, name: str, store: FeatureStore, summary: Mapping[str, Any]
-) -> None:
+def write_json(disk: AtomicFolder, name: str, store: FeatureStore, summary: Json) -> None:
     """Write a result with the digest of the rows of the store, for job=report."""
     result = {"rows_sha256": store.rows_sha256, **summary}
     disk.replace_unlocked(disk.root / name, result_json(result, indent=1))
 
 
-def write_ranking(disk: AtomicFolder, name: str, entries: Iterator[Mapping[str, Any]]) -> Path:
+def write_ranking(disk: AtomicFolder, name: str, entries: Iterator[Json]) -> Path:
     """Write entries that describe rows as CSV, a line for each after its rank from 1."""
     path, first = disk.root / name, next(entries)
     lines = (
@@ -69,7 +68,7 @@ def write_ranking(disk: AtomicFolder, name: str, entries: Iterator[Mapping[str, 
 
 
 def entries_table(
-    header: Sequence[str], names: Sequence[str], entries: Iterable[Mapping[str, Any]], digits: int
+    header: Sequence[str], names: Sequence[str], entries: Iterable[Json], digits: int
 ) -> Table:
     """Make a table of some values of entries that describe rows."""
     cells = [[_cell(entry[name], f".{digits}f", "-") for name in names] for entry in entries]
@@ -84,7 +83,7 @@ def _cell(value: object, number: str, none: str) -> str:
     return none if value is None else str(value)
 
 
-def write_csv(file: BinaryIO, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
+def write_csv(file: BinaryIO, header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> None:
     """Write a header and rows as CSV, with cells as in failures.csv."""
     text = io.TextIOWrapper(file, "utf-8", newline="")
     writer = csv.writer(text)

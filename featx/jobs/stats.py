@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from featx.base import (
     WIDTH,
@@ -31,7 +31,7 @@ from featx.jobs.base import (
 )
 from featx.jobs.keywords import StatsOptions
 from featx.pipeline import exit_code
-from featx.types import Source
+from featx.types import Json, Source
 
 if TYPE_CHECKING:
     from featx.analysis.statistics import Statistics
@@ -85,7 +85,7 @@ def run(config: Config, config_yaml: str) -> int:
     )
 
 
-def _compute(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
+def _compute(config: Config, config_yaml: str, source: Source | None = None) -> Json:
     from featx.analysis.statistics import run_stats, stats_of_store  # which import torch
 
     if config.store is not None:
@@ -104,7 +104,7 @@ _SPREAD = (
 )  # fmt: skip
 
 
-def _sections(summary: dict[str, Any]) -> list[Section]:
+def _sections(summary: Json) -> list[Section]:
     done_text = (
         f"Done: {counted(summary['rows'], 'image')}, {summary['failures']} failed and left out"
     )

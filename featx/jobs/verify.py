@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from featx.analysis import (
     ImagesReport,
@@ -47,7 +46,7 @@ def run(config: Config, config_yaml: str) -> int:
             "folder."
         )
     report = check_store(root)
-    summary: dict[str, Any] = report.as_dict()
+    summary = report.as_dict()
     if config.verify.repair and (not report.complete or _awaits_packing(root)):
         report, summary["repaired"] = _repair(config, report)
         summary |= report.as_dict()
@@ -71,7 +70,7 @@ def run(config: Config, config_yaml: str) -> int:
     return EXIT_INCOMPLETE if report.missing else 0
 
 
-def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[str, Any]]:
+def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[str, object]]:
     """Repair the files of the store, extract the rows that are lost, and check the store again."""
     root = report.root
     # Decided before anything is written: a store that cannot be repaired stays as it is, and its

@@ -105,7 +105,7 @@ def hook_weights(
             f"Name {softmax}"
         )
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(module: nn.Module, args: Any, kwargs: object) -> None:
         if args and isinstance(args[0], torch.Tensor):
             take(args[0])
 
@@ -129,7 +129,7 @@ def _hook_multihead(
     """
     requests = _CallArguments()
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> object:
         given = {_NEED: True, _AVERAGE: True}  # the defaults of forward
         given |= {key: kwargs[key] for key in given if key in kwargs}
         given |= {key: args[place] for key, place in _PLACES.items() if place < len(args)}
@@ -141,7 +141,7 @@ def _hook_multihead(
         args = tuple(forced_positional.get(place, value) for place, value in enumerate(args))
         return args, {**kwargs, **{k: v for k, v in forced.items() if _PLACES[k] >= len(args)}}
 
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(module: nn.Module, args: object, kwargs: object, output: Any) -> object:
         value, weights = output
         needs_weights, average = requests.calls.pop()
         take(weights)

@@ -72,7 +72,7 @@ class _WatchedView(NamedTuple):
     edge: Edge
     place: tuple[Sequence[int], Sequence[int], int]
     version: int
-    node: Any
+    node: torch.autograd.graph.Node | None
 
 
 class RunningCalls(threading.local):
@@ -94,8 +94,8 @@ class RunningCalls(threading.local):
 @contextlib.contextmanager
 def every_call(
     model: nn.Module,
-    begin: Callable[[OpenCall, list[Any]], None],
-    end: Callable[[OpenCall, int, Any], None],
+    begin: Callable[[OpenCall, list[object]], None],
+    end: Callable[[OpenCall, int, object], None],
     on_gradient: Callable[[Edge, torch.Tensor], None] | None = None,
     names: Collection[str] | None = None,
 ) -> Iterator[RunningCalls]:
@@ -165,7 +165,7 @@ def every_call(
                 edge.consumers.append(call)
         begin(call, arguments)
 
-    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: object) -> object:
         if torch.compiler.is_compiling() or all(c.module is not module for c in running.opened):
             return None
         running.num_ended[name] = running.num_ended.get(name, 0) + 1
@@ -186,7 +186,7 @@ def every_call(
         yield running
 
 
-def _with_own_nodes(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
+def _with_own_nodes(output: object, inputs: Sequence[torch.Tensor]) -> object:
     """Return the output of a module with nodes of their own for views, whose gradients are read.
 
     An output that is a view of an input stays one: the model may read the input again after it has
@@ -225,7 +225,7 @@ class LoopHooks(LayerHooks):
         hooks.add(self._model, before=self._begin, first=True)
         hooks.add(self._model, after=self._end, always=True)
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Start a pass."""
         if not is_recomputed():
             self._refuse_replaced()
@@ -245,7 +245,7 @@ class LoopHooks(LayerHooks):
                     "the block began. Replace modules before the block."
                 )
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """End a pass."""
         self.end_pass(output)
 
@@ -270,7 +270,7 @@ class LoopHooks(LayerHooks):
         self.threads.add(threading.get_ident())
         return super().points_of_call(key, points) if self.record.is_open else points
 
-    def _operation(self, name: str, module: str, function: Any, result: Any) -> Any:
+    def _operation(self, name: str, module: str, function: object, result: object) -> object:
         self.threads.add(threading.get_ident())
         if not self.record.is_open:
             self.record.operations.clear()

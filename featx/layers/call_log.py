@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +53,7 @@ class CallRow:
 
 @contextlib.contextmanager
 def watch(
-    model: nn.Module, show: Callable[[str], Any] | None = None, keep_rows: int = 100_000
+    model: nn.Module, show: Callable[[str], object] | None = None, keep_rows: int = 100_000
 ) -> Iterator[CallLog]:
     """Record every call of every module inside the block, forward and backward.
 
@@ -110,7 +109,7 @@ class CallLog:
         failure: the call that raised the exception which ended the block, and where; or ''.
     """
 
-    def __init__(self, model: nn.Module, show: Callable[[str], Any], keep_rows: int) -> None:
+    def __init__(self, model: nn.Module, show: Callable[[str], object], keep_rows: int) -> None:
         self.rows: deque[CallRow] = deque(maxlen=keep_rows)
         self.failure = ""
         self._show = show
@@ -155,7 +154,7 @@ class CallLog:
         yield
         self._logging_s += time.perf_counter() - started_at
 
-    def _begin(self, call: OpenCall, inputs: list[Any]) -> None:
+    def _begin(self, call: OpenCall, inputs: list[object]) -> None:
         """Record the inputs of a call, and write the starting line of its parent."""
         tensors = list(elements(inputs).values())
         self._now(tensors)
@@ -167,7 +166,7 @@ class CallLog:
             call.data = _CallState(_shapes(tensors), _num_nonfinite(tensors) > 0)
         call.data.started_at = self._now()
 
-    def _end(self, call: OpenCall, number: int, output: Any) -> None:
+    def _end(self, call: OpenCall, number: int, output: object) -> None:
         """Record a call."""
         tensors = list(elements(output).values())
         milliseconds = 1e3 * (self._now(tensors) - call.data.started_at)

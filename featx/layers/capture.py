@@ -109,7 +109,7 @@ class OverwrittenTensor(torch.Tensor):
     def retain_grad(self) -> NoReturn:
         self._refuse("retain_grad")
 
-    def register_hook(self, hook: Any) -> NoReturn:
+    def register_hook(self, hook: object) -> NoReturn:
         self._refuse("register_hook")
 
     def _refuse(self, method: str) -> NoReturn:
@@ -119,7 +119,7 @@ class OverwrittenTensor(torch.Tensor):
             f"the gradient: {with_capture(self.layer.partition(':')[0], 'grad_output')!r}."
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         plain = self.as_subclass(torch.Tensor)
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -142,7 +142,7 @@ class _CaptureHooks(LoopHooks):
         """Remove the hooks but keep the tensors, which may be read after the block."""
         self.detach()
 
-    def take_all(self, points: list[CapturePoint], value: Any) -> Any:
+    def take_all(self, points: list[CapturePoint], value: object) -> object:
         """Take the tensors of a value, unless a backward pass computes it again."""
         if not points or is_recomputed():
             return None

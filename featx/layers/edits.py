@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -106,7 +105,7 @@ class _EditHooks(LoopHooks):
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """Return the replacement of a tensor."""
         self._used.add(point.name)
-        new: Any = self._edits[point.name](tensor)
+        new: object = self._edits[point.name](tensor)
         if not isinstance(new, torch.Tensor):
             raise LayerError(
                 f"{point.name}: its function returned {type(new).__name__}, expected the tensor "

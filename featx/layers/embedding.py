@@ -220,7 +220,7 @@ def _matches_of_pass(
     matches: list[list[_Match]] = [[] for _ in expected]
     num_calls: dict[tuple[str, str], int] = {}
 
-    def compare(name: str, capture: str, value: Any, operation: str = "") -> None:
+    def compare(name: str, capture: str, value: object, operation: str = "") -> None:
         key = (operation or name), capture
         number = num_calls[key] = num_calls.get(key, 0) + 1
         with hide_operations():
@@ -234,13 +234,13 @@ def _matches_of_pass(
                         way = () if len(tensors) == 1 else path
                         found.append(_Match(name, capture, number, way, operation, vector, rank))
 
-    def begin(call: OpenCall, inputs: list[Any]) -> None:
+    def begin(call: OpenCall, inputs: list[object]) -> None:
         compare(call.name, "input", inputs)
 
-    def end(call: OpenCall, number: int, output: Any) -> None:
+    def end(call: OpenCall, number: int, output: object) -> None:
         compare(call.name, "output", output)
 
-    def on_operation(name: str, owner: str, function: Any, result: Any) -> None:
+    def on_operation(name: str, owner: str, function: object, result: object) -> None:
         compare(owner, "output", result, name)
 
     with contextlib.ExitStack() as stack:
@@ -290,7 +290,7 @@ def _decides(module: nn.Module, classifier: str, x: torch.Tensor) -> bool:
     block fails this check.
     """
 
-    def zeros(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def zeros(layer: nn.Module, args: object, kwargs: object, output: Any) -> torch.Tensor:
         return torch.zeros_like(output)
 
     with ModuleHooks() as hooks:

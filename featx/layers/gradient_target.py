@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 from featx.errors import ModelError
 
 
-def target_values(output: Any, target: str | int, labels: torch.Tensor | None) -> torch.Tensor:
+def target_values(output: object, target: str | int, labels: torch.Tensor | None) -> torch.Tensor:
     """Compute the differentiable number of each image whose gradient is taken.
 
     Args:
@@ -32,7 +31,7 @@ def target_values(output: Any, target: str | int, labels: torch.Tensor | None) -
     return values_of_classes(logits, target, target_classes(logits, target, labels))
 
 
-def logits_of(output: Any) -> torch.Tensor:
+def logits_of(output: object) -> torch.Tensor:
     """Find the logits, (B, classes), in the output of a model.
 
     They are the output itself, its entry or attribute `logits` (Hugging Face's ModelOutput, a dict,
@@ -57,7 +56,7 @@ def logits_of(output: Any) -> torch.Tensor:
     )
 
 
-def _describe(output: Any) -> str:
+def _describe(output: object) -> str:
     """Description of an output for a message: its type, with names and shapes inside."""
     if isinstance(output, torch.Tensor):
         return f"a tensor {tuple(output.shape)}"
@@ -72,7 +71,7 @@ def _describe(output: Any) -> str:
     return f"a {name} with {inside or 'nothing'}"
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     """Shape of a tensor, or the type name of another value."""
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 

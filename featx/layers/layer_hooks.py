@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ def pick_path(
     )
 
 
-def path_to(value: Any, point: CapturePoint) -> ElementPath:
+def path_to(value: object, point: CapturePoint) -> ElementPath:
     """Path to the tensor of a nested value that a capture point means.
 
     Raises LayerError if it does not exist, or the capture point is ambiguous.
@@ -55,7 +55,7 @@ def path_to(value: Any, point: CapturePoint) -> ElementPath:
     return pick_path(point.name, shapes_of(value), point.path)
 
 
-def pick(value: Any, point: CapturePoint) -> torch.Tensor:
+def pick(value: object, point: CapturePoint) -> torch.Tensor:
     """The tensor of a nested value that a capture point means; raises as `path_to`."""
     if isinstance(value, torch.Tensor) and point.path == ():
         return value
@@ -186,7 +186,7 @@ class LayerHooks:
         self._stack = contextlib.ExitStack()
         self._followed = TensorHooks()
         self._recorder: OperationRecorder | None = None
-        self.recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.recording: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self.thread: int | None = None
         self._points: dict[_Key, list[CapturePoint]] = {}
         self._operations: dict[str, list[CapturePoint]] = {}
@@ -199,11 +199,13 @@ class LayerHooks:
                 self._points.setdefault(key, []).append(point)
         self._modules_with_operations = {point.module for point in points if point.operation}
 
-    def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> Any:
+    def take(
+        self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
+    ) -> torch.Tensor | None:
         """Take a tensor as the layer made it; return the one that replaces it, or None."""
         raise NotImplementedError
 
-    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], Any]:
+    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], object]:
         """Return the function that is called with each gradient of one call of a layer.
 
         What it returns, unless None, replaces the gradient.
@@ -233,7 +235,7 @@ class LayerHooks:
         if self._recorder is not None:
             self._recorder.reset()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         try:
             self._attach(self._stack.enter_context(ModuleHooks()))
         except BaseException:
@@ -287,7 +289,7 @@ class LayerHooks:
         """Hook after a module."""
         return lambda module, args, kwargs, output: self._see(key, points, output)
 
-    def _see(self, key: _Key, points: list[CapturePoint], value: Any) -> Any:
+    def _see(self, key: _Key, points: list[CapturePoint], value: object) -> Any:
         """Take the tensors of one call of a module; return a value that replaces it, or None."""
         points = self.points_of_call(key, points)
         if self._optional and points:
@@ -298,7 +300,7 @@ class LayerHooks:
             self.record.given.pop((key[0], threading.get_ident()), None)
         return value
 
-    def _end_of_inputs(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _end_of_inputs(self, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
         """Hook after a module whose inputs have been replaced by nodes of their own.
 
         If the module wrote to an input, the model may read it again, so it gets the history of the
@@ -331,7 +333,7 @@ class LayerHooks:
         number = calls[key] = calls.get(key, 0) + 1
         return [point for point in points if point.call is None or point.call == number]
 
-    def _operation(self, name: str, module: str, function: Any, result: Any) -> Any:
+    def _operation(self, name: str, module: str, function: object, result: object) -> object:
         """Record an operation, and take its result if requested."""
         if module not in self._modules_with_operations:
             return None
@@ -342,7 +344,7 @@ class LayerHooks:
             record.num_until_capture = len(record.operations)
         return self.take_all(points, result)
 
-    def take_all(self, points: list[CapturePoint], value: Any) -> Any:
+    def take_all(self, points: list[CapturePoint], value: object) -> Any:
         """Take tensors of a value; return it with those that replace others, or None."""
         record, changed = self._records.current, None
         for point in points:
@@ -400,7 +402,7 @@ class LayerHooks:
         for tensor in (output, source):
             self._followed.add(tensor, refuse)
 
-    def end_pass(self, output: Any) -> None:
+    def end_pass(self, output: object) -> None:
         """End a call of the model itself; refuses it if its gradients would be wrong."""
         record = self.record
         record.is_open = False

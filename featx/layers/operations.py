@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from featx.base import ModuleHooks
 
-OnOperation = Callable[[str, str, Any, Any], Any]
+OnOperation = Callable[[str, str, Callable[..., object], object], object]
 """Callback (name, dotted name of the module, function, result); it may return another result."""
 
 _OPERATORS = (
@@ -88,7 +88,7 @@ class OperationRecorder(TorchFunctionMode):
         """Return whether operations of the calling thread are reported."""
         return self._thread in (None, threading.get_ident())
 
-    def _begin_frame(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_frame(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
         """Push a frame: the name of a module, and whether its operations are reported."""
         if not self._is_recorded_thread():
             return
@@ -100,7 +100,7 @@ class OperationRecorder(TorchFunctionMode):
             }
         self._running.append((name, name == "" or not _is_closed(module)))
 
-    def _end_frame(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _end_frame(self, name: str, module: nn.Module, *_: object) -> None:
         """Pop a frame, and those of inner calls that an exception interrupted."""
         while self._is_recorded_thread() and self._running and self._running.pop()[0] != name:
             pass
@@ -151,7 +151,7 @@ def is_function_name(name: str) -> bool:
     return known or hasattr(torch.Tensor, f"__{plain.rstrip('_')}__")
 
 
-def hide_operations() -> contextlib.AbstractContextManager[Any]:
+def hide_operations() -> contextlib.AbstractContextManager[object]:
     """Context in which operations of featx itself are hidden from every recorder."""
     # torch.compile supports neither a recorder nor the question whether there is one.
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
@@ -165,7 +165,7 @@ def _is_closed(module: nn.Module) -> bool:
     return package.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
 
 
-def _has_tensor(value: Any) -> bool:
+def _has_tensor(value: object) -> bool:
     """Return whether a value is a tensor, or a tuple or list with a tensor at any depth."""
     if isinstance(value, torch.Tensor):
         return True

@@ -20,11 +20,11 @@ class _OwnNode(torch.autograd.Function):
     """The identity, over the same memory."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return gradients
 
 
@@ -66,7 +66,7 @@ class SharedOutput:
     output: torch.Tensor
     version: int
     memory: torch.Tensor | None
-    sources: frozenset[Any]
+    sources: frozenset[object]
     number: int
 
     @classmethod
@@ -108,7 +108,7 @@ class SharedOutput:
         nodes = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
         seen = set(nodes)
         while nodes:
-            node: Any = nodes.pop()
+            node = nodes.pop()
             next_nodes = {each for each, _ in node.next_functions if each is not None}
             if next_nodes & self.sources and node._sequence_nr() > self.number:
                 raise self._refusal(

@@ -123,17 +123,17 @@ def measure_values(
     values_of_call: dict[CallKey, CallValues] = {}
     values_of_operation: dict[str, dict[ElementPath, Values]] = {}
 
-    def summaries(value: Any) -> dict[ElementPath, Values]:
+    def summaries(value: object) -> dict[ElementPath, Values]:
         with hide_operations():
             return {path: summarise(tensor) for path, tensor in elements(value).items()}
 
-    def begin(call: OpenCall, inputs: list[Any]) -> None:
+    def begin(call: OpenCall, inputs: list[object]) -> None:
         call.data = summaries(inputs)
 
-    def end(call: OpenCall, number: int, output: Any) -> None:
+    def end(call: OpenCall, number: int, output: object) -> None:
         values_of_call[call.name, number] = CallValues(call.data, summaries(output))
 
-    def on_operation(name: str, module: str, function: Any, result: Any) -> None:
+    def on_operation(name: str, module: str, function: object, result: object) -> None:
         values_of_operation[name] = summaries(result)
 
     recorder = OperationRecorder(module, on_operation)
@@ -186,17 +186,17 @@ def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
 def _timed_pass(
     module: nn.Module,
     x: torch.Tensor,
-    mark: Callable[[], Any],
+    mark: Callable[[], object],
     elapsed: Callable[[Any, Any], float],
 ) -> dict[CallKey, tuple[float, float]]:
     """Call -> (milliseconds, milliseconds without inner calls) in one forward pass."""
-    marks: dict[CallKey, tuple[Any, Any]] = {}
+    marks: dict[CallKey, tuple[object, object]] = {}
     inside: dict[CallKey, list[CallKey]] = {}
 
-    def begin(call: OpenCall, inputs: list[Any]) -> None:
+    def begin(call: OpenCall, inputs: list[object]) -> None:
         call.data = mark(), []
 
-    def end(call: OpenCall, number: int, output: Any) -> None:
+    def end(call: OpenCall, number: int, output: object) -> None:
         key = call.name, number
         started_at, inside[key] = call.data
         marks[key] = started_at, mark()
@@ -210,7 +210,7 @@ def _timed_pass(
     return {key: (total[key], total[key] - sum(total[k] for k in inside[key])) for key in total}
 
 
-def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+def _clock(device: torch.device) -> tuple[Callable[[], object], Callable[[Any, Any], float]]:
     """Functions that take a time mark and give the milliseconds between two marks.
 
     Marks of a GPU can be read after `synchronise`.
@@ -219,7 +219,7 @@ def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any]
         return time.perf_counter, lambda start, end: 1e3 * (end - start)
     events: Any = torch.cuda.Event if device.type == "cuda" else torch.mps.event.Event
 
-    def mark() -> Any:
+    def mark() -> object:
         event = events(enable_timing=True)
         event.record()
         return event
@@ -246,12 +246,12 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
             call.data[1] = max(call.data[1], peak)
             call = call.parent
 
-    def begin(call: OpenCall, inputs: list[Any]) -> None:
+    def begin(call: OpenCall, inputs: list[object]) -> None:
         if device.type == "cuda":
             note_peak(call.parent)
             call.data = [torch.cuda.memory_allocated(device)] * 2
 
-    def end(call: OpenCall, number: int, output: Any) -> None:
+    def end(call: OpenCall, number: int, output: object) -> None:
         output_bytes = sum(t.numel() * t.element_size() for t in elements(output).values())
         if device.type != "cuda":
             memory_of_call[call.name, number] = Memory(output_bytes)

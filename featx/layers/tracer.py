@@ -35,9 +35,9 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
     calls: list[Call] = []
     operations: list[Operation] = []
     attention: dict[int, tuple[int, ...]] = {}
-    last: list[Any] = []  # result of the last operation, until a call ends
+    last: list[object] = []  # result of the last operation, until a call ends
 
-    def add_operation(name: str, module: str, function: Any, result: Any) -> None:
+    def add_operation(name: str, module: str, function: Any, result: object) -> None:
         called = resolve_name(function) or function.__name__
         operations.append(Operation(name, module, called, shapes_of(result), len(calls), False))
         last[:] = [result]
@@ -45,10 +45,10 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
     def add_weights(module: nn.Module, weights: torch.Tensor) -> None:
         attention[id(module)] = tuple(weights.shape)
 
-    def begin(call: OpenCall, inputs: list[Any]) -> None:
+    def begin(call: OpenCall, inputs: list[object]) -> None:
         call.data = counter.total, shapes_of(inputs)
 
-    def end(call: OpenCall, number: int, output: Any) -> None:
+    def end(call: OpenCall, number: int, output: object) -> None:
         if last and operations[-1].module == call.name and output is last[0]:
             operations[-1] = replace(operations[-1], is_returned=True)
         last.clear()

@@ -27,11 +27,11 @@ class LibraryEmbedding:
             pass has no tensor that equals it.
     """
 
-    compute: Callable[[torch.Tensor], Any]
+    compute: Callable[[torch.Tensor], torch.Tensor]
     expose: Callable[[], None]
 
 
-def expose_embedding(module: Any, embedding: Callable[[Any], torch.Tensor]) -> None:
+def expose_embedding(module: nn.Module, embedding: Callable[[Any], torch.Tensor]) -> None:
     """Add a module `pooled` to a model; each forward pass calls it with the embedding.
 
     The class of the model becomes a subclass, instead of a method of the object being replaced, so
@@ -102,8 +102,8 @@ class Backbone:
     class_ids: tuple[str, ...] = ()
     is_users: bool = False
     reentrant: bool = False
-    args: Mapping[str, Any] = field(default_factory=dict)
-    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, object] = field(default_factory=dict)
+    checkpoint: Mapping[str, object] = field(default_factory=dict)
     missing_heads: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     provenance: Mapping[str, str | int] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def tensor_digest(x: torch.Tensor) -> bytes:
     return hashlib.blake2b(values.numpy().data).digest()
 
 
-def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
     """The dense tensors of which a value of a state dict consists, each with a name.
 
     Quantised modules of torch.ao have tuples of quantised tensors in their state dict; tensor

@@ -85,12 +85,12 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
             if self._calls[id(conv)] == self._calls[id(norm)] == 1 and id(conv) not in self._read
         ]
 
-    def record_convolution(self, conv: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def record_convolution(self, conv: Any, args: object, kwargs: object, output: Any) -> None:
         """Hook: a convolution has returned its output."""
         self._calls[id(conv)] += 1
         self._made[_memory(output)] = conv, output
 
-    def begin_norm(self, norm: Any, args: Any, kwargs: Any) -> None:
+    def begin_norm(self, norm: Any, args: Any, kwargs: object) -> None:
         """Hook: a BatchNorm is called."""
         self._calls[id(norm)] += 1
         memory = _memory(args[0]) if args else 0
@@ -98,11 +98,11 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
             self._found.append((self._made[memory][0], norm))
             self._taken = memory
 
-    def end_norm(self, norm: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def end_norm(self, norm: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Hook: a BatchNorm has returned, and its reads are over."""
         self._taken = None
 
-    def record_output(self, part: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def record_output(self, part: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Hook: a module has returned an output, which its caller may read."""
         self._note(elements(output).values())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from featx.base import log_message
@@ -64,8 +65,6 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
         _check_digest(path, sha256)
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             state: Any = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -98,7 +97,7 @@ def _check_digest(path: Path, expected: str) -> None:
         )
 
 
-def _flat(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _flat(state: Mapping[object, object], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a mapping and of the mappings in it, with their joined names."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -109,7 +108,7 @@ def _flat(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Te
 
 def load_weights(
     module: nn.Module, state: Mapping[str, torch.Tensor], origin: str, prefix: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Load the tensors of a checkpoint into a module, which they must fill as a whole.
 
     Tensors of the checkpoint that are no part of the module are left out, with a message.
@@ -140,7 +139,7 @@ def load_with_heads(
     heads: Sequence[str],
     with_classes: Callable[[int], nn.Module] | None,
     conversion: Conversion | None = None,
-) -> tuple[nn.Module, dict[str, Any], tuple[str, ...]]:
+) -> tuple[nn.Module, dict[str, object], tuple[str, ...]]:
     """Load a file into a module whose classifiers may have other classes in the file, or none.
 
     Returns the module with the classes of the file, what the fingerprint says about the loading,
@@ -165,7 +164,7 @@ def load_with_heads(
     return module, _load_match(module, match, file), missing
 
 
-def _load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[str, Any]:
+def _load_match(module: nn.Module, match: CheckpointMatch, origin: str) -> dict[str, object]:
     """Load tensors of a checkpoint that were found for a module, all of them or none.
 
     The head of the module may have been built for the classes of the checkpoint since.

@@ -394,7 +394,7 @@ def _trace(x: torch.Tensor, names: Mapping[int, str]) -> tuple[frozenset[str], b
     return frozenset(sources), operations <= _EXACT
 
 
-def _graph(x: torch.Tensor) -> Iterator[Any]:
+def _graph(x: torch.Tensor) -> Iterator[object]:
     """Yield the nodes of autograd from which a tensor was computed."""
     visited, pending = set(), [x.grad_fn]
     while pending:

@@ -10,7 +10,7 @@ import hashlib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -238,19 +238,19 @@ class FixedBatch(nn.Module):
         self.training = self.output.training = mode
         return self
 
-    def forward(self, images: torch.Tensor) -> Any:
+    def forward(self, images: torch.Tensor) -> object:
         """(n, 3, H, W) -> the outputs of the program, with n rows."""
         groups = [self._compute(group) for group in torch.split(images, self._batch_size)]
         return self.output(tree_map(lambda *parts: torch.cat(parts), *groups))
 
-    def _compute(self, group: torch.Tensor) -> Any:
+    def _compute(self, group: torch.Tensor) -> object:
         """Outputs of at most `batch_size` images."""
         missing = self._batch_size - len(group)
         filling = group.new_zeros(missing, *group.shape[1:])
         # forward and not a call: no hook of the program sees the rows of the filling.
         outputs = self.program.forward(torch.cat([group, filling]))
 
-        def without_filling(output: Any) -> torch.Tensor:
+        def without_filling(output: object) -> torch.Tensor:
             if isinstance(output, torch.Tensor) and output.shape[:1] == (self._batch_size,):
                 return output[: len(group)]
             what = tuple(output.shape) if isinstance(output, torch.Tensor) else repr(output)
@@ -288,12 +288,12 @@ def _input_shape(program: ExportedProgram, path: Path) -> tuple[int | torch.SymI
     )
 
 
-def _output(program: ExportedProgram) -> Any:
+def _output(program: ExportedProgram) -> object:
     """The fake tensor that a program returns; None if it returns several or another object."""
     (node,) = (node for node in program.graph.nodes if node.op == "output")
     spec = cast(TreeSpec, program.call_spec.out_spec)
     is_plain = spec.num_leaves == 1 and tree_unflatten(["output"], spec) == "output"
-    found: list[Any] = [value.meta.get("val") for value in node.args[0]]
+    found = [value.meta.get("val") for value in node.args[0]]
     return found[0] if is_plain and len(found) == 1 else None
 
 

@@ -46,7 +46,7 @@ class Golden:
 def write_golden(
     path: str | os.PathLike[str],
     images: Sequence[str | os.PathLike[str] | Image.Image],
-    module: Callable[[torch.Tensor], Any],
+    module: Callable[[torch.Tensor], object],
     transform: Callable[[Image.Image], torch.Tensor],
 ) -> None:
     """Write the features that your own code computes, for the option `model.golden`.

@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def find_json(path: Path) -> dict[str, Any] | None:
+def find_json(path: Path) -> dict[str, object] | None:
     """Read a JSON file that holds one object; None if there is no such file or it holds none."""
     try:
         return read_json(path)

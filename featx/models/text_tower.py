@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from featx.base import quiet_logs
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line
+from featx.models.base import state_sha256
+from featx.models.checkpoint import load_weights, read_weights
 from featx.models.libraries.open_clip import (
     LOCAL,
     OpenClipOptions,
@@ -28,8 +32,7 @@ from featx.models.transformers.folder import (
 from featx.models.transformers.loading import Blueprint, import_transformers, load_model, quiet
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from featx.config import ModelConfig
 
@@ -88,8 +91,6 @@ def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device
     if config.library != "transformers":
         classifier = text_classifier(config, texts, ["{}"], device)
         return TextVectors(classifier.weight.numpy(), None, classifier.weights_sha256)
-    from featx.models.base import state_sha256
-
     _refuse_random_weights(config)
     model, tokenizer = _load_two_towers(config.name)
     sha256 = state_sha256(model.vision_model)
@@ -102,7 +103,7 @@ def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device
     return TextVectors(vectors, projection, sha256)
 
 
-def _load_two_towers(name: str) -> tuple[Any, Any]:
+def _load_two_towers(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load image and text tower of a folder, and its tokenizer.
 
     Raises ConfigError if the model has no text tower, WeightsError if files cannot be loaded.
@@ -122,14 +123,15 @@ def _load_two_towers(name: str) -> tuple[Any, Any]:
 
 
 def _text_features(
-    model: Any, tokenizer: Any, texts: Sequence[str], device: torch.device
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    device: torch.device,
 ) -> torch.Tensor:
     """Compute what get_text_features returns for texts, (q, P) float32 on the CPU.
 
     Raises ConfigError if a text has more tokens than the model reads.
     """
-    import torch
-
     sizes = model.config.text_config
     limit = sizes.max_position_embeddings
     for text, ids in zip(texts, tokenizer(list(texts)).input_ids, strict=True):
@@ -150,7 +152,7 @@ def _text_features(
     return features
 
 
-def _folder_tokenizer(folder: Path) -> Any:
+def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder; `read_config` has refused one that names code."""
     from transformers import AutoTokenizer
 
@@ -188,10 +190,6 @@ def text_classifier(
         ConfigError: the model is not one of open_clip, or has random weights.
         WeightsError: its weights or the files of its tokenizer cannot be loaded.
     """
-    import torch
-
-    from featx.models.base import state_sha256
-
     if not isinstance(config, OpenClipOptions):
         raise ConfigError(
             "texts need a model with a text tower: model=open_clip, or for job=neighbors and "
@@ -225,8 +223,6 @@ def text_classifier(
 
 def _whole_model(config: OpenClipOptions) -> Any:
     """Return image and text tower of a model with their weights."""
-    from featx.models.checkpoint import load_weights, read_weights
-
     source = source_of(config)
     try:
         if source.tag is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def timm_stages(module: Any) -> tuple[str, ...] | None:
+def timm_stages(module: object) -> tuple[str, ...] | None:
     """Names of the stages in the feature_info of a timm model, or None if it has none.
 
     Some of the names are no modules. The preset `stages` is refused for these, because modules that
@@ -34,7 +32,7 @@ def imagenet_classes(subset: str | None) -> tuple[tuple[str, ...], tuple[str, ..
     )
 
 
-def timm_classes(module: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def timm_classes(module: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names and identifiers of the logits of a timm model; empty unless those of ImageNet."""
     from timm.data.imagenet_info import infer_imagenet_subset
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -62,7 +61,9 @@ def names_text(names: list[str]) -> str:
     return f"{counted(len(names), 'parameter')} ({', '.join(names[:3])}{more})"
 
 
-def load_own_weights(module: nn.Module, weights: str, options: CheckpointConfig) -> dict[str, Any]:
+def load_own_weights(
+    module: nn.Module, weights: str, options: CheckpointConfig
+) -> dict[str, object]:
     """Load the file that `model.weights` names, as `load_weights` does."""
     if weights.startswith(("http:", "https:")):
         raise WeightsError(f"model.weights={weights}: download the file and give its path.")
@@ -82,7 +83,7 @@ def has_class_token(module: nn.Module) -> bool:
     return getattr(module, "cls_token", module) is not None
 
 
-def args_of_values(args: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+def args_of_values(args: Mapping[str, object], without: Collection[str] = ()) -> dict[str, object]:
     """Return the entries of `model.args` that are part of the fingerprint.
 
     A scale or a threshold changes values and no weight; a pause or the path of a file, which the
@@ -96,7 +97,7 @@ def args_of_values(args: Mapping[str, Any], without: Collection[str] = ()) -> di
     }
 
 
-def _hash(value: Any) -> str:
+def _hash(value: object) -> str:
     """Short hash of a value of a config."""
     text = json.dumps(value, sort_keys=True, default=str)
     return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from featx.errors import counted
+from featx.types import Json
 
 MAX_LEVELS = {"bilinear": 2.0, "bicubic": 32.0}
 """Interpolation -> largest difference of a pixel in levels of 255. Bicubic weights overshoot: where
@@ -100,12 +100,12 @@ class Conformance:
         notes: what breaks no promise and is worth knowing, one sentence each.
     """
 
-    differences: Mapping[str, Any]
+    differences: Json
     line: str
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def with_golden(self, comparison: Mapping[str, Any]) -> Conformance:
+    def with_golden(self, comparison: Mapping[str, object]) -> Conformance:
         """Return the judgement with the differences to a golden file, as JSON types."""
         text = f"{comparison['compared']} of model.golden within {comparison['error']:.1e}"
         line = f"{self.line}\n{text}" if self.line else text
@@ -248,7 +248,7 @@ def _notes(compared: Compared, reduced: Sequence[int]) -> list[str]:
     ]
 
 
-def _as_dict(compared: Compared, num_reduced: int) -> dict[str, Any]:
+def _as_dict(compared: Compared, num_reduced: int) -> dict[str, object]:
     pixels = compared.pixels
     levels = None
     if pixels is not None and compared.keys:

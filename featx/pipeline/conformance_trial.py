@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -147,7 +147,7 @@ def _plain_rows(
 def compare_with_plain_path(
     engine: Engine,
     plain: PlainPath | None,
-    golden: Mapping[str, Any] | None,
+    golden: Mapping[str, object] | None,
     trial: TrialImages,
     trial_rows: Mapping[str, torch.Tensor] | None,
     specs: Sequence[LayerSpec],
@@ -265,7 +265,7 @@ def enforce(conformance: Conformance, mode: str) -> None:
     log_message(sentences, level="warning")
 
 
-def check_golden(engine: Engine, chosen: ChosenLayers, path: str) -> dict[str, Any]:
+def check_golden(engine: Engine, chosen: ChosenLayers, path: str) -> dict[str, object]:
     """Compare a model and its transform with a golden file; the differences are JSON types."""
     golden = read_golden(path)
     levels = _pixel_levels(engine, golden, path)

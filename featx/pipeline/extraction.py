@@ -13,7 +13,7 @@ from featx.pipeline.feature_output import FeatureOutput, Observe
 from featx.pipeline.finished_run import command_digest
 from featx.pipeline.loop import run_parts
 from featx.pipeline.metrics_file import metrics_of
-from featx.pipeline.output import Output
+from featx.pipeline.output import AnyOutput
 from featx.pipeline.row_failures import exit_code, failures_text
 from featx.pipeline.run_context import EngineSpec, build_run_context
 from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
@@ -29,7 +29,7 @@ from featx.store import (
     missing_parts,
     read_result,
 )
-from featx.types import Source, Status, with_features
+from featx.types import Json, Source, Status, with_features
 
 
 def run_extraction(
@@ -110,9 +110,7 @@ def check_extraction(
         merge_manifest(parse_path(config.out), manifest, context.as_run(), (), grow=False)
 
 
-def run_output(
-    output: Output[Any, Any], config_yaml: str, engine_spec: EngineSpec
-) -> dict[str, Any]:
+def run_output(output: AnyOutput, config_yaml: str, engine_spec: EngineSpec) -> dict[str, object]:
     """Start or resume a run and complete its output; reports progress on stderr.
 
     With overwrite=true, a marker file with a digest of the command is written before the first part
@@ -152,7 +150,7 @@ def run_output(
         return summary
 
 
-def _has_mark(output: Output[Any, Any], mark: bytes) -> bool:
+def _has_mark(output: AnyOutput, mark: bytes) -> bool:
     """Return whether a command has started what the folder holds, and has not finished it."""
     try:
         return output.marker.read_bytes() == mark
@@ -161,8 +159,8 @@ def _has_mark(output: Output[Any, Any], mark: bytes) -> bool:
 
 
 def _run(
-    output: Output[Any, Any], config_yaml: str, engine_spec: EngineSpec, mark: bytes | None
-) -> dict[str, Any]:
+    output: AnyOutput, config_yaml: str, engine_spec: EngineSpec, mark: bytes | None
+) -> dict[str, object]:
     """Run once: open the output, compute and commit what is missing, and finish it."""
     config = output.config
     if config.is_distributed:
@@ -203,7 +201,7 @@ def _run(
     return summary
 
 
-def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
+def store_exit_code(config: Config, summary: Json) -> int:
     """Exit code of an extraction: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr."""
     failures = parse_path(config.out) / layout.FAILURES_CSV
     return exit_code(

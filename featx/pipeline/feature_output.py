@@ -238,7 +238,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
             return self.session.commit(rows.builder)
         return publish_part(self._disk, rows.builder, self._manifest, self.context.listing)
 
-    def finish(self, outcome: RunOutcome) -> dict[str, Any]:
+    def finish(self, outcome: RunOutcome) -> dict[str, object]:
         """Pack the parts if the config asks for it; write and return the summary."""
         started_at = time.perf_counter()
         session = self.write_session
@@ -289,7 +289,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self._disk = open_folder(self.root)
         self._manifest = Manifest.from_json(self._sent_manifest, self.root)
 
-    def check_unchanged(self, fingerprint: Mapping[str, Any]) -> None:
+    def check_unchanged(self, fingerprint: Mapping[str, object]) -> None:
         """Raise RunError if the manifest of the store has changed since the run was started."""
         if read_manifest(self.root) != Manifest.from_json(self._sent_manifest, self.root):
             raise RunError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from featx.store import (
     read_packed,
     read_result,
 )
-from featx.types import Listing, Source, Stateful
+from featx.types import Json, Listing, Source, Stateful
 
 
 class FinishedRun:
@@ -140,7 +140,7 @@ def command_digest(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _recorded(out: Path) -> dict[str | None, Mapping[str, Any]]:
+def _recorded(out: Path) -> dict[str | None, Json]:
     """Digests in the summary of a store, each with the summary of its run."""
     try:
         runs = read_result(out / layout.SUMMARY)["runs"]

@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import numpy.typing as npt
-
 from featx.base import Progress, SilentProgress, is_own_process, log_message
 from featx.errors import counted
 from featx.pipeline.forward_passes import Passes
@@ -23,7 +21,7 @@ from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunMetrics, StepTimer, bottleneck
 from featx.pipeline.stop_signals import stop_signals
 from featx.store import layout
-from featx.types import Batch, Failure, Part
+from featx.types import Array, Batch, Failure, Part
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +44,7 @@ class RunObserver:
     wants_parts = False
 
     def batch_computed(
-        self, batch: Batch, features: Mapping[str, npt.NDArray[Any]], failures: Sequence[Failure]
+        self, batch: Batch, features: Mapping[str, Array], failures: Sequence[Failure]
     ) -> None:
         """Called after each batch of n rows, which padding follows.
 

@@ -87,7 +87,7 @@ class MetricsFile:
 
 
 @contextlib.contextmanager
-def metrics_of(path: str | None, out: str) -> Iterator[dict[str, Any]]:
+def metrics_of(path: str | None, out: str) -> Iterator[dict[str, object]]:
     """Write the progress of a run to the file `log.metrics`, if that is given.
 
     Yields an empty dict for the summary of the run.

@@ -149,7 +149,7 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
         """
 
     @abstractmethod
-    def finish(self, outcome: RunOutcome) -> dict[str, Any]:
+    def finish(self, outcome: RunOutcome) -> dict[str, object]:
         """Pack or merge the parts, write the failures, and return the summary as JSON types."""
 
     @property
@@ -203,7 +203,7 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
         self.context = context
 
     @abstractmethod
-    def check_unchanged(self, fingerprint: Mapping[str, Any]) -> None:
+    def check_unchanged(self, fingerprint: Mapping[str, object]) -> None:
         """Raise RunError if the folder was overwritten or changed since the run was started."""
 
     @abstractmethod
@@ -213,6 +213,10 @@ class Output(RunTarget, PartSink[PartT], Generic[PartT, SessionT]):
     @abstractmethod
     def uncommitted(self, parts: Sequence[Part]) -> list[Part]:
         """Select the parts that no process has committed yet, by the names of files."""
+
+
+AnyOutput = Output[Any, Any]
+"""Output of any kind of parts."""
 
 
 def seconds_of_part(work_s: float, limit_s: float | None = None) -> float:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
 
+from featx.base.version import __version__
 from featx.config import GRADIENTS, Config
 from featx.images import PILLOW
 from featx.store import listing_identity
-from featx.types import LayerSpec, Listing, StoreHeader
+from featx.types import Json, LayerSpec, Listing, StoreHeader
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -71,10 +72,8 @@ def layer_line(spec: LayerSpec, config: Config) -> str:
     )
 
 
-def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> StoreHeader:
+def header(config_yaml: str, backbone: Backbone, settings: Json) -> StoreHeader:
     """Header of a run, which every file of the store records."""
-    from featx.base.version import __version__
-
     return StoreHeader(
         fingerprint=settings,
         config=config_yaml,

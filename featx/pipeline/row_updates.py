@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from featx.pipeline.loop import run_parts
 from featx.pipeline.row_failures import Rows, compute_rows
 from featx.pipeline.run_context import RunContext
 from featx.store import PartBuilder, Run, StoreSession, layout, write_image_states
-from featx.types import NO_IMAGE, Batch, Failure, Part, Status
+from featx.types import NO_IMAGE, Array, Batch, Failure, Part, Status
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -218,7 +218,7 @@ class _NewRows:
 
     def __init__(self, part: Part, requested: frozenset[int]) -> None:
         self.part = part
-        self.features: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self.features: dict[int, dict[str, Array]] = {}
         self.checksums: dict[int, np.uint64] = {}
         self.failures: list[Failure] = []
         self.damaged: set[int] = set()

@@ -19,6 +19,7 @@ from featx.base import keep_freed_memory, log_step, name_text, num_cpus, residen
 from featx.config import Config, ReduceConfig
 from featx.errors import DataError, counted
 from featx.images import ImagePolicy
+from featx.layers import token_geometries
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_metrics import StepTimer
@@ -165,7 +166,6 @@ class RunContext:
     def as_run(self) -> Run:
         """The whole listing and the requested layers, as an entry for the manifest of a store."""
         from featx.engine import ALIGN  # imports torch
-        from featx.layers import token_geometries
 
         windows, policy = self.windows, self.decoding.policy
         threads = self.parallelism.threads

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from featx.base import WAITING_SHARE
 
@@ -53,7 +52,7 @@ class RunMetrics:
     decoder_warnings: Mapping[str, int] = field(default_factory=dict)
     start_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Entries of summary.json; numbers are rounded to 3 decimals."""
         return {
             "images_per_second": self.images_per_second and round(self.images_per_second, 3),

@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from featx.errors import counted
 from featx.layers import POOLED
 from featx.storage import parse_path
 from featx.store import layout
-from featx.types import LayerSpec, Listing
+from featx.types import Json, LayerSpec, Listing
 
 if TYPE_CHECKING:
     from featx.pipeline.run_context import RunContext
@@ -187,7 +187,7 @@ def _origin(spec: LayerSpec) -> str:
     return f"({spec.capture} of {spec.layer})" if spec.layer else f"({spec.capture})"
 
 
-def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()) -> str:
+def describe_end(summary: Json, out: str, using: Sequence[str] = ()) -> str:
     """Describe a finished run: its output, its bottleneck, and the next command.
 
     `using` are lines of Python that use `store`, instead of the commands for features.
@@ -211,7 +211,7 @@ def describe_end(summary: Mapping[str, Any], out: str, using: Sequence[str] = ()
     return f"{text}\n\n{facts([*rows, ('next', _following(summary, shown))])}"
 
 
-def _verdict(summary: Mapping[str, Any]) -> str:
+def _verdict(summary: Json) -> str:
     """Return a sentence on rows, failures, size and speed, and one on the bottleneck."""
     rate, left = summary["images_per_second"], "nothing was left to do"
     if num_recomputed := summary.get("rows_recomputed"):
@@ -228,7 +228,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     return f"Done: {', '.join(parts)}.{limit}"
 
 
-def _following(summary: Mapping[str, Any], out: str) -> str:
+def _following(summary: Json, out: str) -> str:
     """Return the commands that most people run next, and Python that reads the last layer."""
     has_classes = summary["classes"] > 1
     layer, opened = json.dumps(summary["layers"][-1]), _opening_text(out)

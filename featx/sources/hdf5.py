@@ -277,11 +277,11 @@ def _unwritten_rows(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:
     return np.repeat(is_partial, dataset.chunks[0])[: len(dataset)]
 
 
-def _stored_chunks(dataset: h5py.Dataset) -> list[Any]:
+def _stored_chunks(dataset: h5py.Dataset) -> list[h5py.h5d.StoreInfo]:
     """Return offset, filter mask and address of every chunk that HDF5 has storage for."""
     if not hasattr(dataset.id, "chunk_iter"):  # HDF5 before 1.12.3; each call walks the index
         return [dataset.id.get_chunk_info(i) for i in range(dataset.id.get_num_chunks())]
-    chunks: list[Any] = []
+    chunks: list[h5py.h5d.StoreInfo] = []
     dataset.id.chunk_iter(chunks.append)
     return chunks
 

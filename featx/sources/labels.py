@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from featx.base import name_bytes
 from featx.errors import DataError, counted, nearest
 from featx.sources.table_columns import AS_NO_LABEL, AS_VALUE, MISSING_MARKS, warning_of_marks
+from featx.types import Array
 
 MAX_CLASS = 1_000_000
 """Largest number that counts as a class index."""
@@ -65,7 +66,7 @@ class Labels(NamedTuple):
 
 
 def from_numbers(
-    values: npt.NDArray[Any],
+    values: Array,
     origin: str,
     missing: npt.NDArray[np.bool_] | None = None,
     names: Sequence[str] | None = None,
@@ -100,7 +101,7 @@ def from_numbers(
     return Labels(labels, tuple(str(name) for name in names), warnings)
 
 
-def check_indices(labels: npt.NDArray[np.integer[Any]], names: Sequence[str], origin: str) -> None:
+def check_indices(labels: npt.NDArray[np.integer], names: Sequence[str], origin: str) -> None:
     """Raise DataError unless every label is -1 or the index of a class."""
     _refuse_first(labels < -1, labels.tolist(), origin)
     if len(labels) and labels.max() >= len(names):
@@ -108,7 +109,7 @@ def check_indices(labels: npt.NDArray[np.integer[Any]], names: Sequence[str], or
         raise DataError(f"{origin}: {int(labels[row])} in row {row}, of {len(names)} classes.")
 
 
-def _refuse_first(is_wrong: npt.NDArray[np.bool_], values: Sequence[Any], origin: str) -> None:
+def _refuse_first(is_wrong: npt.NDArray[np.bool_], values: Sequence[object], origin: str) -> None:
     """Raise DataError for the first value that is wrong, if there is one."""
     if is_wrong.any():
         row = int(np.flatnonzero(is_wrong)[0])

@@ -8,7 +8,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from featx.errors import DataError
 from featx.sources.base import state_of, state_of_files
 from featx.sources.row_keys import find_row, find_rows
 from featx.types import ImageFault, Status
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 KEPT_BYTES = 512 << 20
 """Cache size for row groups in bytes; the row group in use is kept even if it is larger."""
@@ -58,7 +61,7 @@ class ImageColumn:
         self._column = column
         self._keys, self._rows = keys, rows
         self._lock = threading.Lock()
-        self._groups: OrderedDict[int, Any] = OrderedDict()
+        self._groups: OrderedDict[int, pa.Array] = OrderedDict()
         self._places: list[tuple[int, int]] = []
         counts, tags = [], []
         for number, metadata in enumerate(self._metadata):
@@ -108,7 +111,7 @@ class ImageColumn:
         states: npt.NDArray[np.void] = of_files[np.array(self._places)[groups, 0]]
         return states
 
-    def _group(self, number: int) -> Any:
+    def _group(self, number: int) -> pa.Array:
         """Return the image column of a row group as a pyarrow Array, cached or read.
 
         The lock is held while reading, so that threads that need the same group read it once.

@@ -8,11 +8,12 @@ become PNG or TIFF, and arrays of other numbers or channels files of `numpy.save
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
+
+from featx.types import Array
 
 _ORIENTATION = 0x0112
 _AS_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
@@ -36,7 +37,7 @@ def encode_pixels(pixels: npt.NDArray[np.uint8]) -> bytes:
     return b"%s\n%d %d\n255\n" % (kind, width, height) + pixels.tobytes()
 
 
-def encode_array(array: npt.NDArray[Any]) -> bytes:
+def encode_array(array: Array) -> bytes:
     """Encode an array in any layout that data sets use."""
     if array.ndim == 3 and array.shape[2] == 4 and array.dtype == np.uint8:
         return encode_image(Image.fromarray(array, "RGBA"))
@@ -49,7 +50,7 @@ def encode_array(array: npt.NDArray[Any]) -> bytes:
     return encode_pixels(array)
 
 
-def encode_numbers(array: npt.NDArray[Any]) -> bytes:
+def encode_numbers(array: Array) -> bytes:
     """Encode an array as `numpy.save` does, in little-endian order."""
     if array.ndim not in (2, 3) or not array.size or array.dtype.kind not in "biuf":
         raise ValueError(

@@ -25,6 +25,7 @@ from featx.sources.table_columns import check_columns, column_values
 from featx.types import (
     IMAGE_STATE,
     UNTOLD,
+    Array,
     ImageFault,
     Listing,
     Source,
@@ -103,7 +104,7 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
     )
 
 
-def _rows_of_frame(frame: Any) -> list[Any]:
+def _rows_of_frame(frame: Any) -> list[object]:
     """Return the paths of a table of pandas, Polars or Arrow, with their labels if it has some."""
     names = _names_of_frame(frame)
     column = find_column(names, "path") or find_column(names, "image")
@@ -124,7 +125,7 @@ def _rows_of_frame(frame: Any) -> list[Any]:
     return list(zip(paths, _list_of(frame[names[label]]), strict=True))
 
 
-def _names_of_frame(frame: Any) -> dict[str, Any]:
+def _names_of_frame(frame: Any) -> dict[str, object]:
     """Return the names of the columns, as text -> as in the table."""
     columns = list(getattr(frame, "column_names", None) or frame.columns)
     names = {str(name): name for name in columns}
@@ -133,7 +134,7 @@ def _names_of_frame(frame: Any) -> dict[str, Any]:
     return names
 
 
-def _columns_of_frame(frame: Any, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+def _columns_of_frame(frame: Any, names: Sequence[str]) -> dict[str, Array]:
     """Return columns of a table as those of a listing, in the order of their names."""
     columns, names_of_frame = {}, _names_of_frame(frame)
     for name in sorted(names):
@@ -180,7 +181,7 @@ class MapSource:
         self,
         dataset: Any,
         paths_are_keys: bool = False,
-        columns: Mapping[str, npt.NDArray[Any]] = MappingProxyType({}),
+        columns: Mapping[str, Array] = MappingProxyType({}),
     ) -> None:
         self._dataset = dataset
         self._paths_are_keys = paths_are_keys
@@ -189,11 +190,11 @@ class MapSource:
         self._listed: tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64]] | None = None
         self._labels: list[object] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state for another process without the lock, which cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore the state with a new lock."""
         vars(self).update(state, _lock=threading.RLock())
 
@@ -344,13 +345,13 @@ class MapSource:
         names = names.tolist() if hasattr(names, "tolist") else names
         return from_values(values, _ORIGIN, names if isinstance(names, list | tuple) else None)
 
-    def _labels_of_items(self, count: int) -> list[Any]:
+    def _labels_of_items(self, count: int) -> list[object]:
         """Read the label of every item, up to one without a label if none before has one.
 
         Returns count labels, None for an item without one, or that raises an exception, which is
         recorded when it is read.
         """
-        values: list[Any] = []
+        values: list[object] = []
         for row in range(count):
             try:
                 label = _split(self._dataset[row])[1]
@@ -403,7 +404,7 @@ class _CheckedSource:
 _NO_LABEL = object()
 
 
-def _split(item: Any) -> tuple[Any, Any]:
+def _split(item: object) -> tuple[Any, object]:
     """Split an item into image and label.
 
     Returns (image, label), with _NO_LABEL if the item is the image alone.
@@ -415,7 +416,7 @@ def _split(item: Any) -> tuple[Any, Any]:
     return item, _NO_LABEL
 
 
-def _same(listed: Any, found: Any) -> bool:
+def _same(listed: Any, found: object) -> bool:
     """Return whether an item has the label that was listed; items without a label always match."""
     if found is _NO_LABEL or listed is found:
         return True

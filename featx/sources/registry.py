@@ -16,6 +16,7 @@ from annotated_types import MinLen
 
 from featx.base import Member, Registry, for_options
 from featx.config import MAY_BE_EMPTY, DataConfig, options
+from featx.sources.views import BoxedSource, ReadBoxes, ViewedSource
 from featx.types import BoxReader, Source
 
 OptionsT = TypeVar("OptionsT", bound=DataConfig)
@@ -109,8 +110,6 @@ def with_views(source: Source, config: DataConfig) -> Source:
         a source with one row per box (`BoxedSource`, or `ReadBoxes` if the source reads boxes
         itself) and view (`ViewedSource`); or `source` itself if none of them is set.
     """
-    from featx.sources.views import BoxedSource, ReadBoxes, ViewedSource
-
     if config.boxes is not None:
         boxed = BoxedSource(source, Path(config.boxes).expanduser())
         source = ReadBoxes(boxed, source) if isinstance(source, BoxReader) else boxed

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,10 @@ from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import numbered_keys, sorting_order
 from featx.sources.table_columns import column_values, text_bytes
 from featx.sources.table_files import ENDINGS, CsvForm, CsvTable, ParquetTable, Quoting, Table
-from featx.types import Listing, Source
+from featx.types import Array, Listing, Source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
 """Regular expression for paths that may lead out of the folder, or that are not paths of files."""
@@ -261,7 +264,7 @@ class TableSource:
                 ]
         return []
 
-    def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, Array]:
         """Read the columns of the option data.columns in the order of the listing."""
         columns = {}
         for name in self._column_names:
@@ -270,7 +273,9 @@ class TableSource:
             columns[name] = values[order]
         return columns
 
-    def _paths(self, part: CsvTable | ParquetTable, column: Any) -> npt.NDArray[np.bytes_]:
+    def _paths(
+        self, part: CsvTable | ParquetTable, column: pa.ChunkedArray
+    ) -> npt.NDArray[np.bytes_]:
         """Check a column of paths and convert it to (n,) fixed-length bytes."""
         import pyarrow.compute as pc
 
@@ -366,14 +371,14 @@ class TableSource:
         return renumber(np.array(names, dtype=object), codes)
 
 
-def _true_rows(column: Any) -> list[int]:
+def _true_rows(column: pa.ChunkedArray) -> list[int]:
     """Return the rows of a pyarrow.ChunkedArray of booleans that are true."""
     import pyarrow.compute as pc
 
     return [int(row) for row in pc.indices_nonzero(column.fill_null(False)).to_pylist()]
 
 
-def _rows_text(part: CsvTable | ParquetTable, column: Any, rows: Sequence[int]) -> str:
+def _rows_text(part: CsvTable | ParquetTable, column: pa.ChunkedArray, rows: Sequence[int]) -> str:
     """Return where the first rows with a problem are, and the paths that they have."""
     named = rows[:_NAMED_ROWS]
     shown = [

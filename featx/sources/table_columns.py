@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.config import column_name_problem
 from featx.errors import DataError, counted
+from featx.types import Array
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MISSING_MARKS = frozenset(
     {
@@ -39,7 +43,7 @@ _BATCH_ROWS = 1 << 16
 """Rows whose texts are Python objects at a time."""
 
 
-def column_values(column: Any, origin: str) -> npt.NDArray[Any]:
+def column_values(column: pa.ChunkedArray, origin: str) -> Array:
     """Convert a column of a table to a column of a listing.
 
     Returns (N,) int64, bool, float64 with NaN for missing values, or UTF-8 bytes with '' for
@@ -72,7 +76,7 @@ def column_values(column: Any, origin: str) -> npt.NDArray[Any]:
     return np.asarray(numbers.to_numpy(), dtype=np.int64 if are_whole else np.float64)
 
 
-def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
+def text_bytes(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
     """Convert a column of text to (N,) fixed-length bytes, `_BATCH_ROWS` rows at a time.
 
     Longer texts are cut at `MAX_TEXT_BYTES`: no system has a file of such a path, so its row fails.
@@ -87,7 +91,7 @@ def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
     return np.concatenate(batches) if batches else np.empty(0, dtype="S1")
 
 
-def is_missing_mark(text: Any) -> Any:
+def is_missing_mark(text: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return whether each text of a pyarrow.ChunkedArray is one of `MISSING_MARKS`, in any case."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -96,7 +100,7 @@ def is_missing_mark(text: Any) -> Any:
     return pc.is_in(lower, value_set=pa.array(sorted(MISSING_MARKS), lower.type))
 
 
-def marks_in_text(column: Any) -> dict[str, int]:
+def marks_in_text(column: pa.ChunkedArray) -> dict[str, int]:
     """Count the marks of missing numbers in a column of text.
 
     Returns mark, as written -> number of rows; empty for columns of other types.
@@ -134,7 +138,7 @@ def check_columns(columns: Mapping[str, Any], num_rows: int, origin: str) -> Non
             )
 
 
-def _texts(column: Any, origin: str) -> npt.NDArray[np.bytes_]:
+def _texts(column: pa.ChunkedArray, origin: str) -> npt.NDArray[np.bytes_]:
     """Convert a column of text to (N,) UTF-8 bytes."""
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from featx.errors import DataError
 from featx.sources.table_columns import (
@@ -23,6 +23,9 @@ from featx.sources.table_columns import (
     marks_in_text,
     warning_of_marks,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _EXACT_WHOLE = r"^(0|-?[1-9]\d{0,17})$"
 """Whole numbers whose text int64 preserves: no leading zeros, such as 007, and at most 18
@@ -93,7 +96,7 @@ class CsvTable:
         with csv.open_csv(file, self._read, self._parse) as reader:
             self.names: list[str] = reader.schema.names
 
-    def column(self, name: str) -> Any:
+    def column(self, name: str) -> pa.ChunkedArray:
         """Read a column as text. Returns pyarrow.ChunkedArray of strings."""
         import pyarrow as pa
         from pyarrow import csv
@@ -138,14 +141,14 @@ class ParquetTable:
             self.num_rows: int = opened.metadata.num_rows
         self.names: list[str] = self._schema.names
 
-    def kind(self, name: str) -> Any:
+    def kind(self, name: str) -> pa.DataType:
         """Return the Arrow type of a column's values; for a dictionary column, of its entries."""
         import pyarrow as pa
 
         kind = self._schema.field(name).type
         return kind.value_type if pa.types.is_dictionary(kind) else kind
 
-    def column(self, name: str, field: str | None = None) -> Any:
+    def column(self, name: str, field: str | None = None) -> pa.ChunkedArray:
         """Read only one column, or one field of a struct column.
 
         Returns pyarrow.ChunkedArray; dictionary columns are decoded.
@@ -217,7 +220,7 @@ class Table:
                     f"{', '.join(part.names)}."
                 )
 
-    def columns(self, name: str) -> list[Any]:
+    def columns(self, name: str) -> list[pa.ChunkedArray]:
         """Read a column of every file; columns of CSV files are text.
 
         Returns one pyarrow.ChunkedArray per file.
@@ -229,14 +232,14 @@ class Table:
                 columns.append(part.column(name))
         return columns
 
-    def labels(self, name: str) -> Any:
+    def labels(self, name: str) -> pa.ChunkedArray:
         """Read the column of labels; one of CSV files is text."""
         column = self._join_files(name)
         if self.is_parquet:
             self._warn_of_marks(name, column)
         return column
 
-    def values(self, name: str) -> Any:
+    def values(self, name: str) -> pa.ChunkedArray:
         """Read any column; one of CSV becomes booleans or numbers if nothing is lost.
 
         Marks of missing numbers are null in a column of booleans or numbers.
@@ -265,13 +268,13 @@ class Table:
             raise DataError(f"{self._origin}: the files have different names for {name}'s classes.")
         return names_of_files[0] if names_of_files else None
 
-    def _warn_of_marks(self, name: str, column: Any) -> None:
+    def _warn_of_marks(self, name: str, column: pa.ChunkedArray) -> None:
         """Record a warning if a column of text has marks of missing numbers."""
         if counts := marks_in_text(column):
             origin = f"{self._origin}, column {name}"
             self.warnings[name] = warning_of_marks(counts, origin, AS_VALUE)
 
-    def _join_files(self, name: str) -> Any:
+    def _join_files(self, name: str) -> pa.ChunkedArray:
         """Concatenate a column of all files; of integer types the widest is taken."""
         import pyarrow as pa
 
@@ -310,7 +313,9 @@ def _read_errors(file: Path) -> Iterator[None]:
         raise DataError(f"data.root={file} cannot be read: {error}.") from error
 
 
-def _convert_column(text: Any, kinds: tuple[tuple[str, Any], ...]) -> Any:
+def _convert_column(
+    text: pa.ChunkedArray, kinds: tuple[tuple[str, pa.DataType], ...]
+) -> pa.ChunkedArray:
     """Convert a text column to the first type whose pattern all values match; '' becomes null.
 
     Marks of missing numbers match every pattern and become null, unless there are no other values.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from featx.base import name_bytes
 from featx.errors import DataError, MissingExtraError
@@ -27,6 +27,9 @@ from featx.sources.path_patterns import (
     is_pattern,
 )
 from featx.storage import PositionedFile
+
+if TYPE_CHECKING:
+    import fsspec
 
 PROTOCOLS = (
     "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hf",
@@ -242,7 +245,7 @@ def _remote(root: str) -> list[Shard]:
         ) from error
 
 
-def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
+def _remote_paths(system: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, str]]:
     """Return (path for fsspec, name for keys) of every shard."""
     if is_pattern(path):
         base, paths = base_of(path), []
@@ -261,7 +264,7 @@ def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
     return [(file, file[len(base) :]) for file in found]
 
 
-def _remote_shard(system: Any, path: str, name: str) -> Shard:
+def _remote_shard(system: fsspec.AbstractFileSystem, path: str, name: str) -> Shard:
     """Describe a remote shard."""
     import fsspec
 
@@ -306,7 +309,7 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
 
 
 async def _fetch_range(
-    system: Any, url: str, size: int, version: str, offset: int, length: int
+    system: fsspec.AbstractFileSystem, url: str, size: int, version: str, offset: int, length: int
 ) -> bytes:
     """Request a range of a file from a web server.
 
@@ -329,7 +332,7 @@ async def _fetch_range(
         return bytes(await response.read())
 
 
-def _check_version(url: str, version: str, answer: Mapping[str, Any]) -> None:
+def _check_version(url: str, version: str, answer: Mapping[str, object]) -> None:
     """Raise OSError if an answer is known to come from another version of a shard."""
     name, _, listed = version.partition(" ")
     # The same ETag may be weak in one answer only.

@@ -43,7 +43,7 @@ class _Kind:
 _TRAIN_TEST = {"train": {"train": True}, "test": {"train": False}}
 
 
-def _splits(*names: str) -> dict[str, dict[str, Any]]:
+def _splits(*names: str) -> dict[str, dict[str, object]]:
     """Return the constructor arguments of a class with a parameter `split`."""
     return {name: {"split": name} for name in names}
 
@@ -108,11 +108,11 @@ def open_source(config: TorchvisionOptions) -> Source:
     return _Files(FolderSource(root, config.follow_links), paths, labelled)
 
 
-def _construct(name: str, root: Path, arguments: dict[str, Any]) -> Any:
+def _construct(name: str, root: Path, arguments: dict[str, object]) -> Any:
     """Construct a data set of torchvision without downloading it."""
     from torchvision import datasets
 
-    make: Callable[..., Any] = getattr(datasets, name)
+    make: Callable[..., object] = getattr(datasets, name)
     try:
         return make(str(root), download=False, **arguments)
     except (RuntimeError, OSError) as error:

@@ -249,7 +249,7 @@ class _Child:
                 f"libraries (4 to 9), such as apt install ffmpeg: {header['lacks']}"
             )
 
-    def _receive(self) -> tuple[dict[str, Any], bytes]:
+    def _receive(self) -> tuple[dict[str, object], bytes]:
         """Return the JSON object of an answer and the bytes behind it, or raise why none comes."""
         try:
             header, _, frame = self._answers.recv_bytes().partition(b"\n")

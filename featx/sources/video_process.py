@@ -48,7 +48,7 @@ class Videos:
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
-        self._open: OrderedDict[tuple[str, tuple[int, int]], Any] = OrderedDict()
+        self._open: OrderedDict[tuple[str, tuple[int, int]], object] = OrderedDict()
 
     def duration_s(self, path: str) -> float:
         """Return the duration of a video in seconds, from its header, else from its packets."""
@@ -117,7 +117,7 @@ def _fault(error: Exception) -> ImageFault:
     return ImageFault(Status.DECODE_ERROR, text, type(error).__name__)
 
 
-def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, object], bytes]:
     """Answer one request.
 
     Returns the JSON object, and the bytes of the frame or b''. Failures are part of the object.

@@ -12,7 +12,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 
 from featx.base import num_cpus
 from featx.errors import require
@@ -26,6 +25,7 @@ from featx.store import layout
 from featx.store.chunk_table import chunks_of
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import check_texts, seal_texts
+from featx.types import Array
 
 STREAMED_BYTES = 64 << 20
 """Least size of rows that are written to the disk as they come. Smaller files are built in memory,
@@ -106,14 +106,14 @@ class _Chunks:
         self.shape: tuple[int, ...] = dataset.shape
         self.step: int = dataset.chunks[0]
         self.stop = 0
-        self.incomplete: list[npt.NDArray[Any]] = []
+        self.incomplete: list[Array] = []
         self.sums = np.zeros(-(-self.shape[0] // self.step), np.uint64)
         self.addresses = np.zeros(len(self.sums), np.uint64)
 
     def offset(self, number: int) -> tuple[int, ...]:
         return (number * self.step, *(0,) * len(self.shape[1:]))
 
-    def complete(self, rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    def complete(self, rows: Array) -> Iterator[Array]:
         """Add the next rows; yields the chunks that are complete, and copies the other rows."""
         while len(rows):
             stop = min((self.stop // self.step + 1) * self.step, self.shape[0])
@@ -158,7 +158,7 @@ class ChunkFile:
 
     def create(
         self, path: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, max_rows: int,
-        **options: Any,
+        **options: object,
     ) -> h5py.Dataset:  # fmt: skip
         """Create a dataset in chunks of whole rows, which can be resized to `max_rows`."""
         dataset = self.hdf5.create_dataset(
@@ -185,7 +185,7 @@ class ChunkFile:
                     chunks.dataset.id.write_direct_chunk(chunks.offset(number), zeros)
                 chunks.addresses = chunks_of(chunks.dataset)["address"]
 
-    def append(self, path: str, first: int, rows: npt.NDArray[Any]) -> None:
+    def append(self, path: str, first: int, rows: Array) -> None:
         """Add the next rows of a dataset, as stored; several threads encode them.
 
         h5py compresses under one lock; without it, two threads write half as fast again. Rows of
@@ -212,7 +212,7 @@ class ChunkFile:
         chunks.stop = min(first + chunks.step, chunks.shape[0])
         self._write(path, first // chunks.step, data, mask)
 
-    def write_array(self, path: str, values: npt.NDArray[Any]) -> None:
+    def write_array(self, path: str, values: Array) -> None:
         """Write a dataset without chunks, and its checksum."""
         # HDF5 allocates a dataset when the first value is written. The name comes after that, so
         # that the bytes are the same in memory and on a disk.
@@ -223,7 +223,7 @@ class ChunkFile:
         if self._target is not None and len(values):
             step, address = max(1, _PIECE_BYTES // values.itemsize), dataset.id.get_offset()
             for start in range(0, len(values), step):
-                rows = np.ascontiguousarray(values[start : start + step]).view(np.uint8)
+                rows = np.ascontiguousarray(values[start : start + step]).view(np.uint8).data
                 self._write_at(path, address + start * values.itemsize, rows, layout.checksum(rows))
         checksum = layout.checksum(np.ascontiguousarray(values))
         self.hdf5[f"{layout.CHECKSUMS}/{path}"] = np.array([checksum], np.uint64)
@@ -252,7 +252,7 @@ class ChunkFile:
             target.write(self._pread(stop - start, start), start)
         return target.publish(self._compare)
 
-    def _encode(self, path: str, pipeline: Pipeline, chunk: npt.NDArray[Any]) -> Any:
+    def _encode(self, path: str, pipeline: Pipeline, chunk: Array) -> bytes | memoryview:
         """Bytes of a chunk as they are stored; those of a codec are decoded again and compared."""
         data = chunk.reshape(-1).view(np.uint8)
         if not len(pipeline):
@@ -262,7 +262,7 @@ class ChunkFile:
             raise memory_mismatch_error(self._path, path)
         return encoded
 
-    def _write(self, path: str, number: int, data: Any, mask: int = 0) -> None:
+    def _write(self, path: str, number: int, data: bytes | memoryview, mask: int = 0) -> None:
         chunks = self._chunks[path]
         chunks.sums[number] = checksum = layout.checksum(data)
         if self._target is None:
@@ -275,7 +275,7 @@ class ChunkFile:
             chunks.addresses[number] = info.byte_offset
         self._write_at(path, int(chunks.addresses[number]), data, checksum)
 
-    def _write_at(self, path: str, address: int, data: Any, checksum: int) -> None:
+    def _write_at(self, path: str, address: int, data: bytes | memoryview, checksum: int) -> None:
         assert self._target is not None
         self._target.write(data, address)
         self._extents[address] = len(data), checksum, path

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Literal, TypeAlias, TypeGuard
 
 import h5py
 import numpy as np
@@ -23,6 +23,7 @@ from featx.storage import RawFile, S3File
 from featx.store import dtypes, layout
 from featx.store.chunk_cache import decode_pool
 from featx.store.filter_pipeline import Pipeline
+from featx.types import Array
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -131,7 +132,7 @@ class ChunkReader:
         self._file = file
         self.read_method = "decode" if has_filters else "map" if file.mapped is not None else "file"
 
-    def take(self, rows: Rows) -> npt.NDArray[Any]:
+    def take(self, rows: Rows) -> Array:
         """Read rows in any order, with repeats: (n, *row shape)."""
         if len(rows) == 1:
             return self.take_range(int(rows[0]), 1)
@@ -142,7 +143,7 @@ class ChunkReader:
         self.read(rows[order], out, order)
         return out
 
-    def _gather(self, rows: Rows) -> npt.NDArray[Any] | None:
+    def _gather(self, rows: Rows) -> Array | None:
         """Rows of a mapped file in one copy; None unless all of their chunks were compared."""
         is_plain = self._row_bytes <= _GATHER_BYTES and self._dtype_name != "bfloat16"
         if self.read_method != "map" or not is_plain or self._address is None or not len(rows):
@@ -156,7 +157,7 @@ class ChunkReader:
         values = file.items(self._row_bytes)[self._addresses_of(file, rows, chunks)]
         return values.view(self.dtype).reshape(len(rows), *self._row_shape)
 
-    def take_range(self, first: int, count: int) -> npt.NDArray[Any]:
+    def take_range(self, first: int, count: int) -> Array:
         """Read consecutive rows: (count, *row shape)."""
         chunk, row = divmod(first, self._chunk_rows)
         # A single row of a known chunk takes a tenth of the time of `read`.
@@ -179,7 +180,7 @@ class ChunkReader:
         self.read(np.arange(first, first + count), out, np.arange(count))
         return out
 
-    def read(self, rows: Rows, out: npt.NDArray[Any], out_indices: Rows) -> None:
+    def read(self, rows: Rows, out: Array, out_indices: Rows) -> None:
         """Read row rows[i] into out[out_indices[i]]."""
         if len(rows) != len(out_indices):
             raise ValueError(f"{len(rows)} rows, but {len(out_indices)} indices into `out`")
@@ -242,7 +243,7 @@ class ChunkReader:
         self._dataset = self._file = None
         decode_pool().cache.drop(self._cache_key)
 
-    def _read_bits(self, rows: Rows, out: npt.NDArray[Any], out_indices: Rows) -> None:
+    def _read_bits(self, rows: Rows, out: Array, out_indices: Rows) -> None:
         """Read stored bits: whole chunks where they are decoded or compared, otherwise rows."""
         file, chunks = self._open_file(), rows // self._chunk_rows
         is_whole = self._is_due(chunks)
@@ -278,7 +279,7 @@ class ChunkReader:
         file: RawFile | S3File | None,
         chunks: Rows,
         rows: Rows,
-        out: npt.NDArray[Any],
+        out: Array,
         out_indices: Rows,
     ) -> None:
         """Read rows of chunks that are read as a whole, in a few threads."""
@@ -483,7 +484,7 @@ class ChunkReader:
             )
         return file
 
-    def _rows_by_hdf5(self, start: int, stop: int) -> npt.NDArray[Any]:
+    def _rows_by_hdf5(self, start: int, stop: int) -> Array:
         """Rows as HDF5 reads them, which holds its lock meanwhile; contiguous."""
         dataset = self._dataset
         if dataset is None:

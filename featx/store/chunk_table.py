@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import h5py
 import numpy as np
@@ -32,7 +32,7 @@ from featx.store.hdf5_files import (
     row_datasets,
 )
 from featx.store.manifest import num_runs_of
-from featx.types import with_features
+from featx.types import Array, Json, with_features
 
 MAGIC = b"featx chunk table 2\n"
 """First bytes of the table; the length of the rest and its checksum follow, 8 bytes each."""
@@ -100,7 +100,7 @@ def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, s
     file[layout.CHUNK_TABLE] = np.frombuffer(head + body, np.uint8)
 
 
-def chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
+def chunks_of(dataset: h5py.Dataset) -> Array:
     """Addresses of the chunks in order; a dataset without chunks counts as one chunk."""
     if dataset.chunks is None:
         if not len(dataset):
@@ -129,10 +129,10 @@ class DatasetEntry:
     dtype: str
     chunk_rows: int
     filters: list[tuple[int, tuple[int, ...]]]
-    table: npt.NDArray[Any]
+    table: Array
 
     @property
-    def raw_dtype(self) -> np.dtype[Any]:
+    def raw_dtype(self) -> np.dtype[np.generic]:
         return raw_dtype(self.dtype) if self.dtype in NAMES else np.dtype(self.dtype)
 
 
@@ -143,7 +143,7 @@ class FoundRows:
     `good` tells whether a row agrees with the checksum of its chunk; others are meaningless.
     """
 
-    values: npt.NDArray[Any]
+    values: Array
     good: npt.NDArray[np.bool_]
 
     def complete(self, other: FoundRows | None) -> FoundRows:
@@ -230,7 +230,7 @@ class DamagedFile:
                 return dict(zip(rows, zip(errors, messages, strict=True), strict=True))
         return None
 
-    def _read_all_by_table(self, name: str, count: int) -> npt.NDArray[Any] | None:
+    def _read_all_by_table(self, name: str, count: int) -> Array | None:
         """First `count` rows of a dataset by the table, or None unless all of them are good."""
         rows = self._read_by_table(name, 0, count)
         return rows.values if rows is not None and rows.good.all() else None
@@ -275,7 +275,7 @@ def _suppress_damage() -> Iterator[None]:
             raise
 
 
-def _read_chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> npt.NDArray[Any] | None:
+def _read_chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> Array | None:
     """Rows of a chunk by the table, or None if it differs from its checksum."""
     chunk_entry = entry.table[chunk]
     stored = raw.pread(int(chunk_entry["size"]), int(chunk_entry["address"]))
@@ -289,7 +289,7 @@ def _read_chunk(raw: RawBytes, entry: DatasetEntry, chunk: int) -> npt.NDArray[A
     return values.reshape(-1, *entry.shape[1:])[:count]
 
 
-def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] | None:
+def find_table(raw: RawBytes) -> tuple[Json, dict[str, DatasetEntry]] | None:
     """Header and datasets (path -> entry) of the last complete table in a file, or None.
 
     The header has `fingerprint`, `num_runs` and `start` of the file.
@@ -305,7 +305,7 @@ def find_table(raw: RawBytes) -> tuple[dict[str, Any], dict[str, DatasetEntry]] 
 
 def read_column_by_table(
     raw: RawBytes, path: str, fingerprint_sha256: str, start: int
-) -> npt.NDArray[Any] | None:
+) -> Array | None:
     """Read a dataset of a file by its chunk table alone, a tenth of the time that HDF5 takes.
 
     Each chunk is compared with its checksum; None if one differs, or if the file has no such table.
@@ -324,12 +324,12 @@ def read_column_by_table(
     return None
 
 
-def table_header(raw: RawBytes) -> dict[str, Any] | None:
+def table_header(raw: RawBytes) -> Json | None:
     """Header of the chunk table of a file, or None if it has no complete table."""
     return next((header for header, _ in _find_tables(raw)), None)
 
 
-def _find_tables(raw: RawBytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+def _find_tables(raw: RawBytes) -> Iterator[tuple[dict[str, object], bytes]]:
     """Header and body of each complete table in a file, from its end."""
     for address in _find_magic(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -344,7 +344,7 @@ def _find_tables(raw: RawBytes) -> Iterator[tuple[dict[str, Any], bytes]]:
             yield _parse_header(body[8 : 8 + length]), body
 
 
-def _parse_header(text: bytes) -> dict[str, Any]:
+def _parse_header(text: bytes) -> dict[str, object]:
     """Parse the header of a table; texts that differ in the first row only are parsed once.
 
     The headers of the parts of a run differ in nothing else.
@@ -355,12 +355,12 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _parse_text(before: bytes, behind: bytes) -> dict[str, Any]:
+def _parse_text(before: bytes, behind: bytes) -> dict[str, object]:
     """Parse a header without its first row; callers must not change the result."""
     return dict(json.loads(before + b'"start":0,' + behind))
 
 
-def _first_chunks(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+def _first_chunks(header: Json) -> Iterator[tuple[Json, int]]:
     """Description of each dataset, and the number of its first entry in the table."""
     first_chunk = 0
     for about in header["datasets"]:
@@ -368,7 +368,7 @@ def _first_chunks(header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]
         first_chunk += about["chunks"]
 
 
-def _entry_of(about: dict[str, Any], body: bytes, first_chunk: int) -> DatasetEntry:
+def _entry_of(about: Json, body: bytes, first_chunk: int) -> DatasetEntry:
     offset = 8 + int.from_bytes(body[:8], "little") + first_chunk * CHUNK.itemsize
     table = np.frombuffer(body, CHUNK, about["chunks"], offset)
     filters = [(number, tuple(values)) for number, values in about["filters"]]

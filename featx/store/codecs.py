@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from featx.base import Member, Registry
 from featx.errors import MissingExtraError
@@ -14,14 +13,14 @@ from featx.errors import MissingExtraError
 class Codec(Member):
     """A codec as it is registered; `filters` makes keyword arguments of h5py's `create_dataset`."""
 
-    filters: Callable[[], dict[str, Any]]
+    filters: Callable[[], dict[str, object]]
 
 
 CODECS: Registry[Codec] = Registry("codec", "featx.store.codecs")
 """All codecs by their names."""
 
 
-def filters(codec: str) -> dict[str, Any]:
+def filters(codec: str) -> dict[str, object]:
     return CODECS.get(codec).filters()
 
 
@@ -48,7 +47,7 @@ def require_filters(numbers: Iterable[int]) -> None:
             )
 
 
-def _zstd() -> dict[str, Any]:
+def _zstd() -> dict[str, object]:
     try:
         import hdf5plugin
     except ImportError as error:

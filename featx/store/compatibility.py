@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from featx.base import differences
 from featx.errors import StoreMismatchError
 from featx.store import layout
 from featx.store.manifest import Manifest, Run
+from featx.types import Json
 
 _ROW_ENTRIES = ("listing",)
 """Entries of a fingerprint that describe the rows; a run that adds rows has other values."""
@@ -105,7 +105,7 @@ def _refuse_other_settings(root: Path, before: Manifest, requested: Run, grows: 
     )
 
 
-def _run_settings(run: Run) -> dict[str, Any]:
+def _run_settings(run: Run) -> Json:
     settings = run.header.fingerprint
     return {
         **settings,
@@ -116,7 +116,7 @@ def _run_settings(run: Run) -> dict[str, Any]:
     }
 
 
-def _layers_settings(run: Run, names: Iterable[str]) -> dict[str, Any]:
+def _layers_settings(run: Run, names: Iterable[str]) -> dict[str, object]:
     """Settings of a run that change the values of one of some layers only."""
     specs, entries = {spec.name: spec for spec in run.layers}, run.header.fingerprint
     return {
@@ -125,7 +125,7 @@ def _layers_settings(run: Run, names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _shared_settings(run: Run, keys: Sequence[str]) -> dict[str, Any]:
+def _shared_settings(run: Run, keys: Sequence[str]) -> dict[str, object]:
     """Settings that all runs of a store share, and the entries named in `keys`."""
     settings = run.header.fingerprint
     return {
@@ -150,7 +150,7 @@ def growth_message(root: Path, new_rows: int) -> str:
     )
 
 
-def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_difference(root: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise StoreMismatchError if two mappings differ; the message names keys and both values."""
     changed = differences(before, now)
     if not changed:
@@ -168,7 +168,7 @@ def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, A
     )
 
 
-def _difference_lines(key: str, old: Any, new: Any) -> list[str]:
+def _difference_lines(key: str, old: object, new: object) -> list[str]:
     """Lines of a message about one difference; those of nested settings name each that differs."""
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return [f"  {key}: the store has {old!r}, now {new!r}"]

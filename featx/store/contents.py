@@ -40,10 +40,10 @@ class LayerInfo:
 
     row_shape: tuple[int, ...]
     stored_dtype: str
-    attrs: dict[str, Any]
+    attrs: dict[str, object]
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         return memory_dtype(self.stored_dtype)
 
 

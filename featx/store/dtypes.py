@@ -6,13 +6,13 @@ numpy has no such type; h5py returns float32, which represents all of its values
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 
 from featx.errors import StoreError, require
+from featx.types import Array
 
 NAMES: Final = ("float16", "float32", "bfloat16")
 
@@ -30,12 +30,12 @@ def hdf5_type(name: str) -> h5py.h5t.TypeID:
     return h5py.h5t.py_create(memory_dtype(name))
 
 
-def memory_dtype(name: str) -> np.dtype[Any]:
+def memory_dtype(name: str) -> np.dtype[np.generic]:
     """numpy dtype that a reader gets; float32 for bfloat16."""
     return np.dtype(_MEMORY[name])
 
 
-def raw_dtype(name: str) -> np.dtype[Any]:
+def raw_dtype(name: str) -> np.dtype[np.generic]:
     """numpy dtype of the stored bits; uint16 for bfloat16."""
     return np.dtype(_RAW[name])
 
@@ -55,7 +55,7 @@ def dtype_name(dataset: h5py.Dataset) -> str:
     )
 
 
-def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+def from_raw(array: Array, name: str) -> Array:
     """Convert stored bits to the values that a reader gets; exact, NaN keeps its bits.
 
     An array of dtype `raw_dtype(name)` becomes one of `memory_dtype(name)`: a copy for bfloat16,
@@ -76,17 +76,17 @@ def nan(name: str) -> np.generic:
     return value
 
 
-def stored_dtype(dataset: h5py.Dataset) -> np.dtype[Any]:
+def stored_dtype(dataset: h5py.Dataset) -> np.dtype[np.generic]:
     """numpy dtype of the stored bits of a dataset, of features or another one."""
     is_bfloat16 = dataset.dtype == memory_dtype("bfloat16") and dtype_name(dataset) == "bfloat16"
     return raw_dtype("bfloat16") if is_bfloat16 else np.dtype(dataset.dtype)
 
 
-def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
+def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> Array:
     """Read rows [start, stop) of a dataset as stored, bfloat16 as uint16."""
     dtype = stored_dtype(dataset)
     if dtype == dataset.dtype:
-        rows: npt.NDArray[Any] = dataset[start:stop]
+        rows: Array = dataset[start:stop]
         return rows
     bits = np.empty((stop - start, *dataset.shape[1:]), dtype)
     space = dataset.id.get_space()

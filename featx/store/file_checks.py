@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -27,7 +26,7 @@ from featx.store.layout import geometry_values
 from featx.store.listing import column_names, is_column_type, row_values, same_values
 from featx.store.result_files import read_failures
 from featx.store.row_file import RowFile
-from featx.types import Failure, Listing, Status, with_features
+from featx.types import Array, Failure, Listing, Status, with_features
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class DamageReport:
         """Whether nothing is missing and nothing is damaged."""
         return not self.missing and not self.damages
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Content of the report as JSON types."""
         return {
             "store": str(self.root),
@@ -144,7 +143,7 @@ def _check_columns(
     """Compare /key, /label and /columns with the listing; return /status, (n,) uint8."""
     rows = slice(expected.start, expected.stop)
     num_rows = len(expected)
-    columns: dict[str, npt.NDArray[Any]] = {}
+    columns: dict[str, Array] = {}
     if layout.COLUMNS in file:
         check_hard_links(file, layout.COLUMNS)
     column_paths = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
@@ -272,6 +271,6 @@ def _check_layer(
             report.add(path, what, first, first + len(raw), layer)
 
 
-def _count_chunk(report: DamageReport, values: npt.NDArray[Any]) -> None:
+def _count_chunk(report: DamageReport, values: Array) -> None:
     report.num_chunks += 1
     report.num_bytes += values.nbytes

@@ -11,13 +11,14 @@ import ctypes
 import functools
 import zlib
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, require
+from featx.store.layout import Block
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """(n,) uint8, contiguous."""
@@ -55,7 +56,7 @@ class Pipeline:
     def __len__(self) -> int:
         return len(self._filters)
 
-    def encode(self, chunk: Any) -> bytes:
+    def encode(self, chunk: Block) -> bytes:
         """Encode a whole chunk for write_direct_chunk with filter mask 0."""
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(chunk)
@@ -64,7 +65,7 @@ class Pipeline:
             data = _encode(number, values, data)
         return data.tobytes()
 
-    def decode(self, stored: Any, filter_mask: int = 0) -> Bytes:
+    def decode(self, stored: Block, filter_mask: int = 0) -> Bytes:
         """Decode a chunk to (chunk_bytes,) uint8."""
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(stored)
@@ -156,7 +157,7 @@ def _zstd_library() -> ctypes.CDLL | None:
     return library
 
 
-def _flat(data: Any) -> Bytes:
+def _flat(data: Block) -> Bytes:
     """View contiguous bytes as (n,) uint8, without a copy."""
     if isinstance(data, np.ndarray):
         require(data.flags.c_contiguous, "a chunk must be contiguous")

@@ -12,13 +12,13 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.storage import RawFile, S3File, S3Path
 from featx.store import codecs, layout
 from featx.store.dtypes import read_raw, stored_dtype
 from featx.store.filter_pipeline import Pipeline, dataset_filters
+from featx.types import Array
 
 _MAX_COMPRESSION = 1 << 20
 """Largest compression ratio that a dataset may claim, so that a damaged file cannot exhaust memory.
@@ -27,7 +27,7 @@ Zeros and NaN compress well: 32,768 times with zstd.
 """
 
 
-def open_hdf5(path: Path, **options: Any) -> h5py.File:
+def open_hdf5(path: Path, **options: object) -> h5py.File:
     """Open a file for reading with plain h5py; the texts of its attributes are checked.
 
     HDF5 refuses a file that this process has open with another locking flag, for example by an
@@ -47,7 +47,7 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     return file
 
 
-def open_remote(raw: S3File, **options: Any) -> h5py.File:
+def open_remote(raw: S3File, **options: object) -> h5py.File:
     """Open an object for reading with h5py, which keeps a reference to it."""
     try:
         file = h5py.File(raw, "r", **options)
@@ -225,7 +225,7 @@ def row_datasets(file: h5py.File) -> list[str]:
 
 def chunks_with_verdict(
     file: h5py.File, path: str, first_row: int = 0
-) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
+) -> Iterator[tuple[int, Array, bool]]:
     """Yield of each chunk its first row, its rows as stored, and whether they have their checksum.
 
     bfloat16 rows are uint16; lost ones are zeros.
@@ -235,8 +235,8 @@ def chunks_with_verdict(
 
 
 def compared_chunks(
-    dataset: h5py.Dataset, sums: npt.NDArray[Any], first_row: int = 0
-) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
+    dataset: h5py.Dataset, sums: Array, first_row: int = 0
+) -> Iterator[tuple[int, Array, bool]]:
     """Yield the chunks of a dataset as `chunks_with_verdict` does."""
     step, rest = dataset.chunks[0], (0,) * (dataset.ndim - 1)
     if len(sums) != -(-len(dataset) // step):
@@ -261,9 +261,7 @@ def compared_chunks(
         yield start, rows[: shape[0]], True
 
 
-def good_chunks(
-    file: h5py.File, path: str, first_row: int = 0
-) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def good_chunks(file: h5py.File, path: str, first_row: int = 0) -> Iterator[tuple[int, Array]]:
     """Yield the first row and the rows as stored of each chunk."""
     for start, rows, good in chunks_with_verdict(file, path, first_row):
         if not good:
@@ -301,7 +299,7 @@ that somebody truncates, ends the process by SIGBUS."""
 
 def map_values(
     dataset: h5py.Dataset, descriptor: int, least_bytes: int = MAPPED_BYTES
-) -> npt.NDArray[Any] | None:
+) -> Array | None:
     """Map the values of a dataset, so that all processes of a machine share one copy in memory.
 
     The mapping, (N,) read-only with numbers that may not be aligned, outlives the descriptor, and a
@@ -326,5 +324,5 @@ def map_values(
         content = RawFile(descriptor, may_map=is_plain).mapped
     if content is None or len(content) < address + num_bytes:
         return None
-    values: npt.NDArray[Any] = content[address : address + num_bytes].view(dtype)
+    values: Array = content[address : address + num_bytes].view(dtype)
     return values

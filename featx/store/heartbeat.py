@@ -22,7 +22,7 @@ from typing import Any
 from featx.errors import StoreLockedError
 from featx.storage import AtomicFolder
 from featx.store import layout
-from featx.types import Part
+from featx.types import Json, Part
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class HeartbeatRecord:
     """
 
     path: Path
-    values: dict[str, Any]
+    values: Json
     age_s: float
     is_alive: bool
 

@@ -15,7 +15,7 @@ from featx.errors import ConfigError, LayerError, StoreError, nearest
 from featx.store.contents import Contents
 from featx.store.layer_reader import LayerReader
 from featx.store.layout import geometry_of
-from featx.types import TokenGeometry
+from featx.types import Array, TokenGeometry
 
 T = TypeVar("T")
 
@@ -68,9 +68,7 @@ class LayerArray:
         except (ValueError, TypeError) as error:
             raise StoreError(f"{self._store.root}: layer {self.name}: {error}.") from error
 
-    def positions(
-        self, rows: slice | Sequence[int] | npt.NDArray[Any] = slice(None)
-    ) -> npt.NDArray[np.int64]:
+    def positions(self, rows: slice | Sequence[int] | Array = slice(None)) -> npt.NDArray[np.int64]:
         """Return the positions of the tokens of reduce=sample on the token axis of the layer.
 
         They follow from the keys and the attributes of the layer; nothing is read from its rows.
@@ -119,10 +117,10 @@ class LayerArray:
             "array[:100]>"
         )
 
-    def __getitem__(self, index: Any) -> npt.NDArray[Any]:
+    def __getitem__(self, index: object) -> Array:
         if type(index) is int and -len(self) <= index < len(self):
             start = index % len(self)
-            row: npt.NDArray[Any] = self._read_range(start, start + 1)[0]
+            row: Array = self._read_range(start, start + 1)[0]
             return row
         if type(index) is slice and index.step in (None, 1):
             start, stop, _ = index.indices(len(self))
@@ -145,20 +143,20 @@ class LayerArray:
             first = np.arange(len(rows))  # pairs with other lists of indices, as in numpy
         else:
             first = slice(None)
-        chosen: npt.NDArray[Any] = read[(first, *rest)]
+        chosen: Array = read[(first, *rest)]
         return chosen
 
-    def _read_range(self, start: int, stop: int) -> npt.NDArray[Any]:
+    def _read_range(self, start: int, stop: int) -> Array:
         store, name = self._store, self.name
         return store._retry_if_packed(lambda: store._layer_reader.read_range(name, start, stop))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError("the rows are on disk; an array of them is always a copy")
         return self[:] if dtype is None else self[:].astype(dtype)
 
 
-def row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
+def row_indices(index: object, length: int) -> tuple[npt.NDArray[np.int64], bool]:
     """Convert a row index to (n,) int64 in [0, length), and whether the index was a single int.
 
     Raises IndexError if an index is out of range, a mask has another length, or the type is not
@@ -183,7 +181,7 @@ def row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
     return np.where(rows < 0, rows + length, rows), array.ndim == 0
 
 
-def matching_layers(store: LayerSource, requested: Any) -> tuple[str, ...]:
+def matching_layers(store: LayerSource, requested: object) -> tuple[str, ...]:
     """Layers that match a name, a glob or a list of these, each once, in the requested order.
 
     None stands for all layers. Raises ConfigError if `requested` has another type or is an empty
@@ -214,7 +212,7 @@ def matching_layers(store: LayerSource, requested: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def only_layer(store: LayerSource, requested: Any) -> str:
+def only_layer(store: LayerSource, requested: object) -> str:
     """Name of the single layer that matches; None suffices for a store of one layer.
 
     Raises ConfigError if several layers match, and LayerError if none does.

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from featx.store.chunk_table import read_column_by_table
 from featx.store.contents import Contents, Segment
 from featx.store.open_files import Handles, OpenFile
 from featx.store.part_files import MANY_FILES, TailFile, map_in_threads
+from featx.types import Array
 
 
 class LayerReader:
@@ -32,7 +32,7 @@ class LayerReader:
         self._segments: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
         self._whole_readers: dict[str, tuple[int, ChunkReader]] = {}  # layer -> process id, reader
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_whole_readers": {}}
 
     def chunk_rows(self, layer: str) -> int:
@@ -45,7 +45,7 @@ class LayerReader:
             chunks = opened.dataset(f"{layout.FEATURES}/{layer}").chunks
         return int(chunks[0]) if chunks else num_rows
 
-    def read_range(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+    def read_range(self, layer: str, start: int, stop: int) -> Array:
         """Read rows [start, stop) of a layer, (n, ...)."""
         if (chunks := self._reader_of_whole(layer)) is not None:
             return chunks.take_range(start, stop - start)
@@ -80,7 +80,7 @@ class LayerReader:
             self._whole_readers[layer] = os.getpid(), chunks
         return chunks
 
-    def read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    def read(self, layer: str, rows: npt.NDArray[np.int64]) -> Array:
         """Read rows of a layer, (n, ...), from one file or from several segments."""
         if (chunks := self._reader_of_whole(layer)) is not None:
             return chunks.take(rows)

@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ except ImportError:  # a reader of stores may have numpy and h5py only
     xxhash = None  # type: ignore[assignment]
 
 from featx.errors import StoreError
-from featx.types import LayerSpec, Part, Status, StoreHeader, TokenGeometry
+from featx.types import Array, Json, LayerSpec, Part, Status, StoreHeader, TokenGeometry
 
 FORMAT = 4
 """Version of the format; no release has written another one."""
@@ -193,7 +193,7 @@ def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool
     }
 
 
-def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
+def layer_attributes(spec: LayerSpec) -> dict[str, object]:
     return {
         "layer": spec.layer,
         "capture": spec.capture,
@@ -203,7 +203,7 @@ def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
     }
 
 
-Block = npt.NDArray[Any] | bytes | bytearray | memoryview
+Block = Array | bytes | bytearray | memoryview
 
 
 def running_checksum() -> xxhash.xxh3_64:
@@ -223,7 +223,7 @@ def checksum(*blocks: Block) -> int:
     return running.intdigest()
 
 
-def agrees(expected: Any, *blocks: Block) -> bool:
+def agrees(expected: object, *blocks: Block) -> bool:
     """Return whether blocks that are read, one after the other, have their checksum.
 
     Without the package xxhash nothing is compared, which a warning says once.
@@ -250,7 +250,7 @@ def text_array(values: Sequence[str]) -> npt.NDArray[np.bytes_]:
 _NAMES = ("prefix_tokens", "class_token", "token_grid", "input_size")
 
 
-def geometry_values(geometry: TokenGeometry | None) -> dict[str, Any]:
+def geometry_values(geometry: TokenGeometry | None) -> dict[str, object]:
     """Entries of a token geometry by name, as JSON types; empty without a geometry."""
     if geometry is None:
         return {}
@@ -262,7 +262,7 @@ def geometry_values(geometry: TokenGeometry | None) -> dict[str, Any]:
     }
 
 
-def geometry_of(values: Mapping[str, Any]) -> TokenGeometry | None:
+def geometry_of(values: Json) -> TokenGeometry | None:
     """Token geometry from attributes of a dataset or an entry of featx.json; None if it has none.
 
     Raises ValueError or TypeError if an entry is missing or impossible.

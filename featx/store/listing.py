@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -23,7 +22,7 @@ from featx.store.hdf5_files import (
     open_raw,
     raise_unless_damage,
 )
-from featx.types import Listing
+from featx.types import Array, Listing
 
 _ROWS_AT_ONCE = 1 << 18
 """Rows that are compared together, so that 10^8 rows need no second copy in memory."""
@@ -54,13 +53,13 @@ def content_tags_digest(listing: Listing) -> str | None:
     return hashlib.sha256(content_tags.data).hexdigest()
 
 
-def row_values(listing: Listing) -> dict[str, npt.NDArray[Any]]:
+def row_values(listing: Listing) -> dict[str, Array]:
     """Values of the listing for each row; dataset path -> (N,) array."""
     columns = {f"{layout.COLUMNS}/{name}": values for name, values in listing.columns.items()}
     return {layout.KEY: listing.keys, layout.LABEL: listing.labels, **columns}
 
 
-def same_values(some: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
+def same_values(some: Array, others: Array) -> bool:
     """Return whether two arrays of `row_values` are equal; NaN equals NaN."""
     if some.dtype.kind == others.dtype.kind == "f":
         return np.array_equal(some, others, equal_nan=True)
@@ -155,9 +154,7 @@ def is_listing_of(path: Path, listing: Listing) -> bool:
     return problem is None and num_rows == len(listing)
 
 
-def _compare_rows(
-    file: h5py.File, name: str, expected: npt.NDArray[Any] | None = None
-) -> tuple[bool, bool]:
+def _compare_rows(file: h5py.File, name: str, expected: Array | None = None) -> tuple[bool, bool]:
     """Compare a dataset of samples.h5 with its checksum and with other values, in one reading."""
     dataset, checksum = file[name], layout.running_checksum()
     for start in range(0, len(dataset), _ROWS_AT_ONCE):
@@ -199,12 +196,12 @@ def read_listing_file(path: Path, num_rows: int) -> Listing | None:
     try:
         with open_raw(path) as raw, open_metadata(path, lambda: raw) as file:
 
-            def first_rows(name: str) -> npt.NDArray[Any]:
+            def first_rows(name: str) -> Array:
                 dataset = file[name]
                 values = None
                 if not isinstance(raw, S3File):
                     values = map_values(dataset, raw.fileno())
-                rows: npt.NDArray[Any] = (dataset if values is None else values)[:num_rows]
+                rows: Array = (dataset if values is None else values)[:num_rows]
                 return rows
 
             keys, labels = first_rows(layout.KEY), first_rows(layout.LABEL)
@@ -232,7 +229,7 @@ def is_ascending(keys: npt.NDArray[np.bytes_]) -> bool:
     return True
 
 
-def is_column_type(dtype: np.dtype[Any]) -> bool:
+def is_column_type(dtype: np.dtype[np.generic]) -> bool:
     """Return whether a column of the listing may have this dtype: bytes, bool, int64 or float64."""
     return dtype.kind in "Sb" or dtype.str in ("<i8", "<f8")
 
@@ -253,7 +250,7 @@ def _read_from_parts(root: Path, num_rows: int) -> Listing | None:
             continue
         if (piece := read_listing_file(path, count)) is not None:
             pieces.append((start, piece))
-    taken: list[dict[str, npt.NDArray[Any]]] = []
+    taken: list[dict[str, Array]] = []
     row = 0
     for start, piece in sorted(pieces, key=lambda pair: pair[0]):
         if start <= row < start + len(piece):
@@ -355,8 +352,8 @@ def _refuse_changed_column(
     root: Path,
     name: str,
     keys: npt.NDArray[np.bytes_],
-    before: npt.NDArray[Any],
-    now: npt.NDArray[Any],
+    before: Array,
+    now: Array,
 ) -> None:
     """Raise StoreMismatchError if a row has another value in a column."""
     if same_values(before, now):

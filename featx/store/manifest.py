@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import h5py
 
@@ -22,7 +21,7 @@ from featx.errors import StoreError
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
 from featx.store.layout import geometry_of, geometry_values
-from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader, TokenGeometry
+from featx.types import ITEM_BYTES, Json, LayerSpec, Part, StoreHeader, TokenGeometry
 
 _REQUIRED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
 _HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
@@ -67,8 +66,8 @@ class Run:
     layers: tuple[LayerSpec, ...]
     grid: layout.Grid
     codec: str
-    resolved: Mapping[str, Any]
-    conformance: Mapping[str, Any] = field(default_factory=dict)
+    resolved: Json
+    conformance: Json = field(default_factory=dict)
     tokens: Mapping[str, TokenGeometry] = field(default_factory=dict)
 
     @cached_property
@@ -85,7 +84,7 @@ class Run:
         """All parts of the run, in order."""
         return [self.grid.part(i) for i in range(len(self.grid))]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """JSON types for featx.json: its top level or, for later runs, an entry of `additions`."""
         tokens = {name: geometry_values(geometry) for name, geometry in self.tokens.items()}
         return {
@@ -104,7 +103,7 @@ class Run:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Run:
+    def from_dict(cls, values: Json) -> Run:
         """Create a run from the result of `as_dict`; raises ValueError, TypeError, LookupError."""
         missing = set(_REQUIRED) - set(values)
         if missing:

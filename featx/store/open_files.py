@@ -13,7 +13,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
 from featx.storage import RawFile, S3File, S3Path
@@ -29,6 +28,7 @@ from featx.store.hdf5_files import (
     open_plain_dataset,
     open_remote,
 )
+from featx.types import Array
 
 _MAX_OPEN_FILES, _SHARE_OF_LIMIT = 128, 8
 """Largest number of open files, or 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
@@ -72,14 +72,14 @@ class OpenFile:
         values = self._read_compared(path).tolist()
         return tuple(value.decode("utf-8", "surrogateescape") for value in values)
 
-    def _read_compared(self, path: str) -> npt.NDArray[Any]:
+    def _read_compared(self, path: str) -> Array:
         """Read a whole dataset and compare it with its checksums.
 
         Large texts are mapped, see `map_values`. Numbers are copied: callers may change them,
         and torch warns of arrays that are read-only.
         """
         dataset, sums = self.dataset(path), self.checksums(path)
-        values: npt.NDArray[Any] | None = None
+        values: Array | None = None
         if sums is not None and dataset.chunks and len(dataset):
             chunks = [(rows, good) for _, rows, good in compared_chunks(dataset, sums)]
             values = np.concatenate([rows for rows, _ in chunks])
@@ -95,15 +95,15 @@ class OpenFile:
             )
         return values
 
-    def checksums(self, path: str) -> npt.NDArray[Any] | None:
+    def checksums(self, path: str) -> Array | None:
         """Checksums of a dataset, or None if `verify` is False."""
         name = f"{layout.CHECKSUMS}/{path}"
         if self._verify is False:
             return None
-        sums: npt.NDArray[Any] = self.dataset(name)[:]
+        sums: Array = self.dataset(name)[:]
         return sums
 
-    def failures(self) -> list[npt.NDArray[Any]]:
+    def failures(self) -> list[Array]:
         """Read the rows, exception names and messages of /failures."""
         columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
         sums = self.checksums(layout.FAILURES)
@@ -114,7 +114,7 @@ class OpenFile:
             )
         return columns
 
-    def column(self, path: str, num_rows: int, kind: str) -> npt.NDArray[Any]:
+    def column(self, path: str, num_rows: int, kind: str) -> Array:
         """Read the first rows of a dataset with one entry per row."""
         dataset = self.dataset(path)
         if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind not in kind:
@@ -125,7 +125,7 @@ class OpenFile:
         return self._read_compared(path)[:num_rows]
 
     def rows(
-        self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any], first_row: int = 0
+        self, path: str, shape: tuple[int, ...], dtype: np.dtype[np.generic], first_row: int = 0
     ) -> ChunkReader:
         """Reader for the rows of a dataset, which bypasses HDF5 where possible."""
         if path not in self._rows:
@@ -168,7 +168,7 @@ class Handles:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = max(4, min(_MAX_OPEN_FILES, limit // _SHARE_OF_LIMIT))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"verify": self.verify}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ from featx.store.dtypes import nan, raw_dtype
 from featx.store.listing import row_values
 from featx.store.manifest import Run
 from featx.store.row_file import RowFile
-from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
+from featx.types import UNKNOWN_IMAGE, Array, Failure, LayerSpec, Listing, Part, Status
 
 
 class PartBuilder:
@@ -40,7 +39,7 @@ class PartBuilder:
         self._specs = {spec.name: spec for spec in specs}
         self._status = np.full(len(part), Status.ABSENT, dtype=np.uint8)
         self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
-        self._features: dict[str, npt.NDArray[Any]] = {}
+        self._features: dict[str, Array] = {}
         if file is None:
             self._features = {
                 spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
@@ -50,7 +49,7 @@ class PartBuilder:
     def add(
         self,
         start: int,
-        features: Mapping[str, npt.NDArray[Any]],
+        features: Mapping[str, Array],
         failures: Sequence[Failure],
         checksums: npt.NDArray[np.uint64] | None = None,
         damaged: Collection[int] = (),
@@ -93,7 +92,7 @@ class PartBuilder:
             self._put(name, first, rows, failed)
         self.failures.extend(failures)
 
-    def _put(self, name: str, first: int, rows: npt.NDArray[Any], failed: list[int]) -> None:
+    def _put(self, name: str, first: int, rows: Array, failed: list[int]) -> None:
         """Write rows of a dataset, or keep them."""
         if self.file is None:
             kept = self._features[name][first : first + len(rows)]

@@ -24,11 +24,11 @@ from featx.store.layer_array import LayerArray
 from featx.store.layer_reader import LayerReader
 from featx.store.listing import is_ascending
 from featx.store.open_files import Handles
-from featx.types import UNKNOWN_IMAGE, Status, combined_status, with_features
+from featx.types import UNKNOWN_IMAGE, Array, Status, combined_status, with_features
 
 
 def check_rows_present(
-    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]
+    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], values: Array
 ) -> None:
     """Raise StoreError if rows that were ok have lost their values since the store was opened.
 
@@ -135,7 +135,7 @@ class FeatureStore:
 
     def show(
         self, rows: int | Sequence[int] = 10, data: str | os.PathLike[str] | None = None
-    ) -> Any:
+    ) -> object:
         """Return images of some rows, which a notebook shows as a grid of thumbnails.
 
         The images are read again from the data set of the store. One that is gone or cannot be
@@ -194,7 +194,7 @@ class FeatureStore:
         labels: npt.NDArray[np.int64] = self._column(layout.LABEL, "i")
         return labels
 
-    def column(self, name: str) -> npt.NDArray[Any]:
+    def column(self, name: str) -> Array:
         """Values of one of the `columns` that the data set has for each row (option data.columns).
 
         Returns:
@@ -392,7 +392,7 @@ class FeatureStore:
         keys = self.key_bytes
         return None if is_ascending(keys) else np.argsort(keys, kind="stable")
 
-    def _column(self, name: str, kind: str) -> npt.NDArray[Any]:
+    def _column(self, name: str, kind: str) -> Array:
         """Column of the listing, (N,), whose dtype has one of numpy's kinds in `kind`."""
         with self._handles.use(self._contents.columns) as opened:
             return opened.column(name, len(self), kind)

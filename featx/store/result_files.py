@@ -17,12 +17,12 @@ import numpy as np
 from featx.base import csv_line, digest, name_text
 from featx.errors import StoreError
 from featx.store import layout
-from featx.types import Failure, Status
+from featx.types import Failure, Json, Status
 
 _CHECKSUM = "sha256"
 
 
-def result_json(values: Mapping[str, Any], indent: int) -> bytes:
+def result_json(values: Mapping[str, object], indent: int) -> bytes:
     """Content of a file of results: the values, and the SHA-256 of them as the last entry."""
     text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     sealed = {**values, _CHECKSUM: digest(json.loads(text))}
@@ -67,7 +67,7 @@ def result_problems(root: Path) -> Iterator[tuple[Path, str]]:
                 yield path, f"{changed.name} differs from the sha256 in it"
 
 
-def _changed_files(root: Path, probe: Mapping[str, Any]) -> Iterator[Path]:
+def _changed_files(root: Path, probe: Json) -> Iterator[Path]:
     """Files that probe.json names with a SHA-256, and that differ from it."""
     layers = probe.get("layers", {})
     entries = [probe.get("predictions"), probe.get("few_shot_predictions")]

@@ -70,7 +70,7 @@ class RowFile:
             return "it holds the rows of another part"
         if self.part is None and ("part" in attrs or not attrs["complete"]):
             return "it is not complete"
-        expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
+        expected: dict[str, tuple[tuple[int, ...], np.dtype[np.generic] | None]]
         expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((len(self),), None))
         for name, (spec, _) in self.layers.items():
             shape = (len(self), *spec.shape)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from featx.errors import RunError, StoreError, StoreLockedError
 from featx.storage import open_folder
@@ -41,7 +40,7 @@ from featx.store.part_files import (
 from featx.store.repair import unpack_store
 from featx.store.result_files import csv_rows, failures_csv, read_result, result_json
 from featx.store.sound_rows import SoundRows
-from featx.types import Failure, LayerSpec, Listing, Part
+from featx.types import Failure, Json, LayerSpec, Listing, Part
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +273,7 @@ class StoreSession:
         self._parts.survey(self.manifest, self.listing)
         self.write_failures()
 
-    def write_summary(self, entry: Mapping[str, Any]) -> None:
+    def write_summary(self, entry: Json) -> None:
         """Write summary.json: the results of this run, and those of all runs under `runs`."""
         path = self.root / layout.SUMMARY
         try:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from featx.store.listing import listing_identity
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
 from featx.store.result_files import read_failures_csv
-from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status, with_features
+from featx.types import UNKNOWN_IMAGE, Array, Failure, Listing, Part, Status, with_features
 
 
 def matches_manifest(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
@@ -37,7 +37,7 @@ class SoundRows:
     """
 
     part: Part
-    features: dict[str, npt.NDArray[Any]]
+    features: dict[str, Array]
     good: npt.NDArray[np.bool_]
     images: npt.NDArray[np.uint64]
     failures: list[Failure]
@@ -121,7 +121,7 @@ def sound_rows(
 ) -> SoundRows | None:
     """Find the rows of a part with intact chunks in all layers; None if a layer is missing."""
     start, stop = part.start - file.start, part.stop - file.start
-    features: dict[str, npt.NDArray[Any]] = {}
+    features: dict[str, Array] = {}
     good = np.ones(len(part), np.bool_)
     is_nan, is_finite = np.ones(len(part), np.bool_), np.ones(len(part), np.bool_)
     for spec in run.layers:

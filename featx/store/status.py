@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from featx.errors import counted
 from featx.store import layout
@@ -56,7 +55,7 @@ class StoreStatus:
         """Whether every part is committed."""
         return self.parts_done == self.parts
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Content as JSON types."""
         values = dict(vars(self))
         values |= {"root": str(self.root), "complete": self.complete}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from featx.store.dtypes import dtype_name, raw_dtype
 from featx.store.layer_reader import LayerReader
 from featx.store.layout import FEATURES
 from featx.store.reader import FeatureStore
+from featx.types import Array
 
 Rows = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -67,7 +67,7 @@ class TokenReader:
         with self._reader._open_rows(segment, self._layer) as chunks:
             return name, chunks.read_method
 
-    def take(self, rows: Rows, positions: Rows) -> npt.NDArray[Any]:
+    def take(self, rows: Rows, positions: Rows) -> Array:
         """Read tokens in any order with repeats, (n, channels) as stored (bfloat16 as uint16).
 
         Raises IndexError if a row or a position is out of range, StoreError if a row is not in the

@@ -18,6 +18,7 @@ from featx.errors import StoreMismatchError
 from featx.export import run_export
 from featx.jobs import config_of_call
 from featx.testing.tiny_extraction import extract, write_images
+from featx.types import Array
 
 _CHUNK_ROWS = 16
 
@@ -26,14 +27,14 @@ class CodecContract:
     """Tests of the HDF5 filters of a codec; a subclass overrides the fixture `filters`."""
 
     @pytest.fixture
-    def filters(self) -> Mapping[str, Any]:
+    def filters(self) -> Mapping[str, object]:
         """Keyword arguments of h5py's `create_dataset`."""
         raise NotImplementedError("override the fixture `filters`: it returns a mapping")
 
     @pytest.mark.parametrize("content", ["random bits", "zeros", "NaN", "sparse"])
     @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<u2"], ids=["float16", "float32", "bfloat16"])
     def test_every_bit_comes_back(
-        self, filters: Mapping[str, Any], tmp_path: Path, dtype: str, content: str
+        self, filters: Mapping[str, object], tmp_path: Path, dtype: str, content: str
     ) -> None:
         """Also NaNs with a payload, and a last chunk that is not full."""
         values = _values(content, (2 * _CHUNK_ROWS + 3, 7, 5), dtype)
@@ -49,7 +50,7 @@ class CodecContract:
             assert found[-2:].tobytes() == values[-2:].tobytes()
 
     def test_chunks_are_written_one_after_the_other(
-        self, filters: Mapping[str, Any], tmp_path: Path
+        self, filters: Mapping[str, object], tmp_path: Path
     ) -> None:
         values = _values("random bits", (3 * _CHUNK_ROWS, 40), "<f4")
         path = tmp_path / "values.h5"
@@ -63,7 +64,7 @@ class CodecContract:
             assert file["x"][...].tobytes() == values.tobytes()
 
     def test_a_row_that_was_never_written_reads_as_the_fill_value(
-        self, filters: Mapping[str, Any], tmp_path: Path
+        self, filters: Mapping[str, object], tmp_path: Path
     ) -> None:
         """Rows of failed images are NaN."""
         path = tmp_path / "values.h5"
@@ -104,11 +105,11 @@ class ExportContract:
         """Return the rows of the store that the format holds; all, also those that failed."""
         return np.arange(len(store))
 
-    def exported_values(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def exported_values(self, rows: Array) -> Array:
         """Return (n, ...) rows of the store as the format holds them; unchanged by default."""
         return rows
 
-    def read_rows(self, folder: Path, layer: str) -> npt.NDArray[Any]:
+    def read_rows(self, folder: Path, layer: str) -> Array:
         """Return (n, ...) values of a layer in an export, read with the format's own library."""
         raise NotImplementedError("override the method `read_rows`: it returns an array")
 
@@ -149,7 +150,7 @@ class ExportContract:
     def test_the_same_store_gives_the_same_files(
         self,
         store: featx.FeatureStore,
-        export_options: Mapping[str, Any],
+        export_options: Mapping[str, object],
         exported: Path,
         tmp_path: Path,
     ) -> None:
@@ -184,7 +185,7 @@ class ExportContract:
         self,
         store: featx.FeatureStore,
         other_store: featx.FeatureStore,
-        export_options: Mapping[str, Any],
+        export_options: Mapping[str, object],
         tmp_path: Path,
     ) -> None:
         out = self._export(store, export_options, tmp_path / "out")
@@ -221,7 +222,7 @@ class ExportContract:
 
     @classmethod
     def _summary(
-        cls, store: featx.FeatureStore, export_options: Mapping[str, Any], out: Path
+        cls, store: featx.FeatureStore, export_options: Mapping[str, object], out: Path
     ) -> dict[str, Any]:
         """Run job=export and return its result."""
         keywords = {
@@ -234,7 +235,7 @@ class ExportContract:
         return run_export(config)
 
 
-def _values(content: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+def _values(content: str, shape: tuple[int, ...], dtype: str) -> Array:
     """Array of some content; uint16 holds the bits of bfloat16."""
     rng = np.random.default_rng(7)
     kind = np.dtype(dtype)

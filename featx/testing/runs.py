@@ -27,7 +27,7 @@ class ExecutorContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def executor(cls) -> Mapping[str, Any]:
+    def executor(cls) -> Mapping[str, object]:
         """Option group `executor`, such as {'name': 'local', 'workers': 2}."""
         raise NotImplementedError("override the fixture `executor`: it returns its options")
 

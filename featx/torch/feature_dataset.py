@@ -8,7 +8,6 @@ import operator
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset, Sampler, Subset
 from featx.errors import StoreError
 from featx.store import FeatureStore, LayerArray, Verify, check_rows_present
 from featx.torch.token_selection import check_whole_number
+from featx.types import Array
 
 BLOCK_BYTES = 256 << 10
 """Target size of a block in bytes, if `block_rows` is not given.
@@ -218,12 +218,12 @@ class _BlockCache:
         self._features = features
         self._block_rows = block_rows
         self._num_blocks = num_blocks
-        self._cached: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
+        self._cached: OrderedDict[int, Array] = OrderedDict()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_cached": OrderedDict()}
 
-    def read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    def read(self, rows: npt.NDArray[np.int64]) -> Array:
         """Copy rows out of their blocks, so that changes to the result do not affect the cache."""
         numbers, offsets = np.divmod(rows, self._block_rows)
         # A batch of BlockShuffleSampler touches at most two windows. In any other order, every row
@@ -235,7 +235,7 @@ class _BlockCache:
             out[i] = self._block(number)[offset]
         return out
 
-    def _block(self, number: int) -> npt.NDArray[Any]:
+    def _block(self, number: int) -> Array:
         block = self._cached.pop(number, None)
         if block is None:
             start = number * self._block_rows

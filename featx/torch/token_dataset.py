@@ -38,7 +38,7 @@ from featx.torch.token_selection import (
     select_tokens,
     token_geometry,
 )
-from featx.types import with_features
+from featx.types import Array, with_features
 
 Batch = dict[str, torch.Tensor]
 
@@ -99,7 +99,7 @@ class TokenDataset(IterableDataset[Batch]):
         layer: str,
         tokens: str | Sequence[int] = "patches",
         per_image: int | None = None,
-        rows: Sequence[int] | npt.NDArray[Any] | None = None,
+        rows: Sequence[int] | Array | None = None,
         batch_size: int = 4096,
         order: Literal["shuffled", "stored"] = "shuffled",
         memory: int = 2 << 30,
@@ -225,9 +225,7 @@ class TokenDataset(IterableDataset[Batch]):
         height, width = (n / m for n, m in zip(geometry.input_size, geometry.grid, strict=True))
         return x * width, y * height, (x + 1) * width, (y + 1) * height
 
-    def take(
-        self, row: Sequence[int] | npt.NDArray[Any], position: Sequence[int] | npt.NDArray[Any]
-    ) -> torch.Tensor:
+    def take(self, row: Sequence[int] | Array, position: Sequence[int] | Array) -> torch.Tensor:
         """Read tokens in any order, (n, C) in the dtype of the store.
 
         Args:
@@ -282,7 +280,7 @@ class TokenDataset(IterableDataset[Batch]):
         self._is_started = True
         yield from self._batches(*position)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """State after the batches so far, for `load_state_dict`: the rest of the epoch follows.
 
         Raises ValueError if a worker process reads, whose state this process does not know.
@@ -334,7 +332,7 @@ class TokenDataset(IterableDataset[Batch]):
         self._position = (epoch, batches, segment, offset)
         self._is_started = True
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": None}
 
     @property
@@ -349,7 +347,7 @@ class TokenDataset(IterableDataset[Batch]):
         return self._sizes.held_tokens + self._read_ahead_tokens
 
     @cached_property
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, object]:
         """Arguments that determine the batches of an epoch; a state fits no others."""
         chosen = hashlib.sha256(self._selection.rows.tobytes())
         chosen.update(self._selection.positions.tobytes())
@@ -445,7 +443,7 @@ class TokenDataset(IterableDataset[Batch]):
             )
 
 
-def _as_tensor(values: npt.NDArray[Any], reader: TokenReader) -> torch.Tensor:
+def _as_tensor(values: Array, reader: TokenReader) -> torch.Tensor:
     """Tokens as a tensor in the dtype of the store, (n, C)."""
     bits = {"float16": np.float16, "float32": np.float32, "bfloat16": np.int16}[reader.dtype]
     tensor = torch.from_numpy(values.view(bits).reshape(len(values), reader.channels))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import sampled_positions
 from featx.store import FeatureStore
-from featx.types import TokenGeometry
+from featx.types import Array, TokenGeometry
 
 
 def check_whole_number(name: str, value: object, least: int) -> None:
@@ -28,7 +28,7 @@ def check_whole_numbers(least: int, **arguments: int | None) -> None:
             check_whole_number(name, value, least)
 
 
-def index_array(name: str, values: Any, size: int) -> npt.NDArray[np.int64]:
+def index_array(name: str, values: object, size: int) -> npt.NDArray[np.int64]:
     """Distinct ascending indices of an axis, from a list of integers or a boolean mask."""
     array = np.asarray(values)
     if array.dtype == np.bool_ and array.shape == (size,):
@@ -179,7 +179,7 @@ def token_geometry(
 
 def select_tokens(
     store: FeatureStore,
-    rows: Sequence[int] | npt.NDArray[Any] | None,
+    rows: Sequence[int] | Array | None,
     positions: Ints,
     per_image: int | None,
     seed: int,

@@ -98,11 +98,11 @@ def test_the_offset_of_the_crop_is_cut(tmp_path: Path) -> None:
 def test_a_wrong_statement_is_not_proven(
     wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from featx.models import preprocessing
+    from featx.models.transformers import processors
 
-    right = preprocessing.pillow_preprocess
+    right = processors.pillow_preprocess
     monkeypatch.setattr(
-        preprocessing, "pillow_preprocess", lambda **values: right(**{**values, **wrong})
+        processors, "pillow_preprocess", lambda **values: right(**{**values, **wrong})
     )
     assert not opened(save(tmp_path, "CLIPImageProcessor")).is_proven
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 Pixels = npt.NDArray[np.uint8]
-Numbers = npt.NDArray[np.floating[Any]]
+Numbers = npt.NDArray[np.floating]
 
 SIGNED = ("input_x_gradient", "integrated_gradients", "guided_gradcam", "occlusion")
 """Methods whose heat maps have both signs, for (red) and against (blue) the class; the others are 0

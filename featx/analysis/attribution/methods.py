@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +80,7 @@ def guided_rectifiers(module: nn.Module) -> Iterator[None]:
 
     gradients = TensorHooks()
 
-    def hook(rectifier: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+    def hook(rectifier: nn.Module, args: object, kwargs: object, output: torch.Tensor) -> None:
         if output.requires_grad:
             gradients.add(output, lambda gradient: gradient.clamp(min=0))
 
@@ -102,7 +101,7 @@ def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
     """Check that all activations of a model are rectifier modules, for guided backpropagation."""
     calls: list[str] = []
 
-    def count(rectifier: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def count(rectifier: nn.Module, *_: object) -> None:
         calls.append(type(rectifier).__name__)
 
     with _hooked_rectifiers(module, count), torch.enable_grad():

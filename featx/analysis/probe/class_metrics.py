@@ -23,6 +23,7 @@ from featx.analysis.probe.metrics import (
     units_of_rows,
     wilson,
 )
+from featx.types import Json
 
 TOP = 5
 """k of the top-k accuracy."""
@@ -67,7 +68,7 @@ def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def bootstrap_entry(predictions: Predictions, resamples: int) -> dict[str, Any]:
+def bootstrap_entry(predictions: Predictions, resamples: int) -> Json:
     """Compute the 95 % percentile interval of every metric.
 
     In each resample as many units are drawn with replacement as there are, a unit being a row or a

@@ -46,6 +46,7 @@ from featx.analysis.probe.task import RowTask
 from featx.config import Config
 from featx.errors import DataError, counted
 from featx.store import FeatureStore, layout
+from featx.types import Json
 
 SCORE = "score:"
 """Beginning of the name of the column of a class or label, which its name follows."""
@@ -114,7 +115,7 @@ class ClassTask(RowTask):
             check_split(split, self.targets, self.training.classes, unit, has_share)
         return rows
 
-    def describe_layer(self, layer: str, opened: Problem) -> dict[str, Any]:
+    def describe_layer(self, layer: str, opened: Problem) -> dict[str, object]:
         features = opened.features
         if layer == self._widest:
             for seed, rows in self.splits.items():
@@ -136,7 +137,7 @@ class ClassTask(RowTask):
             int(fitted.choice.setting) if method == "knn" else None,
         )
 
-    def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
+    def judge(self, folds: Sequence[Predictions]) -> dict[str, object]:
         """Compute the metrics of all rows together; several folds add an entry `folds`."""
         metrics = prediction_metrics(join_predictions(folds))
         if len(folds) > 1:
@@ -161,7 +162,7 @@ class ClassTask(RowTask):
             return {name: settings[0]}
         return {name: float(statistics.median_low(settings)), f"{name}_of_folds": settings}
 
-    def details(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def details(self, choices: Sequence[Choice]) -> dict[str, object]:
         return choices[0].details
 
     def notes(self, choices: Sequence[Choice]) -> list[str]:
@@ -194,7 +195,7 @@ class ClassTask(RowTask):
         layer: str,
         method: str,
         fits: Sequence[FittedProbe],
-        entry: dict[str, Any],
+        entry: dict[str, object],
     ) -> None:
         super().finish_method(opened, layer, method, fits, entry)
         if self.config.probe.all_shots:
@@ -214,7 +215,7 @@ class ClassTask(RowTask):
                 for record in records
             ]
 
-    def result_entries(self) -> dict[str, Any]:
+    def result_entries(self) -> Json:
         options, classes = self.config.probe, list(self.training.classes)
         best = self.answer(self.seeds[0])["layer"]
         joined = join_predictions(self.tested(self.seeds[0]))
@@ -272,7 +273,7 @@ class ClassTask(RowTask):
                 )
         return notes
 
-    def untested_lines(self, seed: int) -> Iterator[list[Any]]:
+    def untested_lines(self, seed: int) -> Iterator[list[object]]:
         """Yield lines without a layer, so that the file names the split of every row.
 
         Validation rows of a fold are test rows of another one, so with several folds the role of a
@@ -291,7 +292,7 @@ class ClassTask(RowTask):
     def few_shot_csv(self) -> bytes | None:
         return few_shot_csv(self, self._draws) if self._draws else None
 
-    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[Any]]:
+    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[object]]:
         tested, classes = record.tested, self.training.classes
         near = self._near_places[record.seed].get(int(record.split.test[row]))
         yield [
@@ -303,7 +304,7 @@ class ClassTask(RowTask):
             *(tested.class_scores[row].tolist() if self._keeps_scores else ()),
         ]
 
-    def _near_entry(self, tested: Predictions) -> dict[str, Any]:
+    def _near_entry(self, tested: Predictions) -> Json:
         near, keys = self._near[self.config.seed], self.keys
         checked = near.not_checked is None
         is_without = ~np.isin(self.first_splits.test_places, near.test)
@@ -320,7 +321,7 @@ class ClassTask(RowTask):
             ],
         }
 
-    def _selection_entry(self) -> dict[str, Any] | None:
+    def _selection_entry(self) -> Json | None:
         """Return the entry `layer_selection` of probe.json; None with a single layer.
 
         The highest of several test accuracies is too high on average, because the test rows chose

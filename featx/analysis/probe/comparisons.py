@@ -14,7 +14,7 @@ from featx.analysis.probe.metrics import Ints, Predictions, mean_and_spread
 from featx.analysis.probe.splits import Split
 from featx.errors import DataError, StoreMismatchError
 from featx.store import layout
-from featx.types import count_different_images
+from featx.types import Array, Json, count_different_images
 
 _RESAMPLES = 10_000
 """Number of bootstrap resamples of the interval of a difference."""
@@ -168,16 +168,16 @@ _EQUAL = "the difference is the same in every split, which tells nothing about i
 """Reason why `resampled_test` gives no p-value."""
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+def spread(values: Sequence[float]) -> dict[str, object]:
     """Return mean, sample standard deviation, smallest and largest value, and the values."""
     return {**mean_and_spread(list(values)), "min": min(values), "max": max(values)}
 
 
 def metric_spreads(
-    names: Sequence[str], entries: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, Any] | None]:
+    names: Sequence[str], entries: Sequence[Json]
+) -> dict[str, dict[str, object] | None]:
     """Return metric -> `spread` over the seeds, None if it is not available for every seed."""
-    spreads: dict[str, dict[str, Any] | None] = {}
+    spreads: dict[str, dict[str, object] | None] = {}
     for name in names:
         values = [entry[name] for entry in entries]
         spreads[name] = None if None in values else spread(values)
@@ -231,10 +231,10 @@ class OtherProbe:
 def compared_store_entry(
     other: OtherProbe,
     ours: Predictions,
-    keys: npt.NDArray[Any],
+    keys: Array,
     checksums: npt.NDArray[np.uint64],
     classes: Sequence[str],
-) -> dict[str, Any]:
+) -> Json:
     """Compare the predictions for the rows that both probes tested. Return store, layer and method
     of the other probe; rows, the number of rows that both tested; rows_left_out, the number of test
     rows of this store that the other did not test; rows_of_other_images, the number of compared

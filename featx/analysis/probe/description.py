@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from featx.analysis.probe.metrics import METRICS, Metric
 from featx.analysis.probe.tables import (
@@ -33,6 +32,7 @@ from featx.base import Section, command_text, percent_text, shown_path
 from featx.errors import counted
 from featx.storage import parse_path
 from featx.store import layout
+from featx.types import Json
 
 _FOLD = re.compile(r"^fold \d+ of \d+: ")
 
@@ -49,7 +49,7 @@ _NOTES = 12
 """Number of notes that are printed; probe.json has all."""
 
 
-def probe_sections(result: Mapping[str, Any], is_whole: bool) -> list[Section | None]:
+def probe_sections(result: Json, is_whole: bool) -> list[Section | None]:
     """Describe probe.json: the answer, tables, what it rests on, and what follows; with `is_whole`,
     also what few need.
     """
@@ -76,7 +76,7 @@ def probe_sections(result: Mapping[str, Any], is_whole: bool) -> list[Section | 
     return [*sections, _facts(result)]
 
 
-def _facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+def _facts(result: Json) -> list[tuple[str, str | None]]:
     """Return (name, text) of what the metrics rest on, of the files, and of what follows."""
     split, groups = result["split"], result["split"]["groups"]
     is_classes = result["task"] == "classification"
@@ -118,7 +118,7 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     ]
 
 
-def _rows_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+def _rows_facts(result: Json) -> list[tuple[str, str | None]]:
     if result["task"] == "segmentation":
         masks, classes = result["masks"], result["classes"]
         used = f"{masks['rows']} used, {counted(masks['num_refused'], 'row')} without a usable one"
@@ -138,7 +138,7 @@ def _rows_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     return [("rows", rows)]
 
 
-def _class_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+def _class_facts(result: Json) -> list[tuple[str, str | None]]:
     support = [count for count in result["support"] if count is not None]
     largest = percent_text(max(support) / max(1, sum(support)))
     calibration = folds = over_splits = None
@@ -175,7 +175,7 @@ def _class_facts(result: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     ]
 
 
-def _intervals_text(bootstrap: Mapping[str, Any] | None, metrics: Sequence[Metric]) -> str | None:
+def _intervals_text(bootstrap: Json | None, metrics: Sequence[Metric]) -> str | None:
     """Return the bootstrap intervals of all metrics; None if there are none."""
     if bootstrap is None:
         return None
@@ -197,7 +197,7 @@ def _in_lines(texts: Sequence[str], count: int) -> list[str]:
     return [", ".join(texts[i : i + count]) for i in range(0, len(texts), count)]
 
 
-def _errors_text(result: Mapping[str, Any]) -> str:
+def _errors_text(result: Json) -> str:
     """Return the number of wrong predictions, and the pairs of classes confused most."""
     names = result["classes"]
     pairs = [
@@ -214,7 +214,7 @@ def _errors_text(result: Mapping[str, Any]) -> str:
     return f"{total}: {', '.join(texts)}" if pairs else total
 
 
-def _near_text(result: Mapping[str, Any]) -> str:
+def _near_text(result: Json) -> str:
     """Describe how many test rows have a near-duplicate in training, or why it is unknown."""
     near = result["near_duplicates"]
     if near["rows"] is None:
@@ -232,7 +232,7 @@ def _near_text(result: Mapping[str, Any]) -> str:
     return text
 
 
-def _notes_of_layers(result: Mapping[str, Any]) -> list[str]:
+def _notes_of_layers(result: Json) -> list[str]:
     """Return the notes of all layers and methods, a line for equal ones."""
     folds_of: dict[str, Counter[str]] = {}
     for layer, method, entry in layer_results(result):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,8 +11,9 @@ from featx.analysis.probe import methods
 from featx.analysis.probe.methods import Problem
 from featx.analysis.probe.metrics import Ints, mean_and_spread
 from featx.analysis.probe.splits import Split, few_shot_places
-from featx.analysis.probe.task import COLUMNS, Task
+from featx.analysis.probe.task import COLUMNS, AnyTask
 from featx.base import csv_bytes
+from featx.types import Json
 
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
 """Text in probe.json for the penalty of few-shot fits."""
@@ -39,9 +39,7 @@ class Draw:
     predicted: Ints
 
 
-def fit_few_shot(
-    problem: Problem, method: str, splits: Sequence[Split]
-) -> tuple[dict[str, Any], list[Draw]]:
+def fit_few_shot(problem: Problem, method: str, splits: Sequence[Split]) -> tuple[Json, list[Draw]]:
     """Fit with few rows per class over several draws, with fixed settings. Return the entry
     `few_shot` of probe.json, by number of rows, and all draws.
     """
@@ -72,16 +70,14 @@ def fit_few_shot(
     return entry, draws
 
 
-def few_shot_csv(
-    task: Task[Any, Any, Any], tested: Mapping[tuple[str, str], Sequence[Draw]]
-) -> bytes:
+def few_shot_csv(task: AnyTask, tested: Mapping[tuple[str, str], Sequence[Draw]]) -> bytes:
     """Return the file few_shot.csv.
 
     The training rows of a draw are the same for all layers and methods and have one line each,
     without a layer; each test row has a line for each layer and method.
     """
     classes, seed = task.training.classes, task.config.seed
-    lines: list[Sequence[Any]] = [[*COLUMNS, "true", "predicted", "shots", "draw"]]
+    lines: list[Sequence[object]] = [[*COLUMNS, "true", "predicted", "shots", "draw"]]
 
     def add(layer: str, method: str, draw: Draw, role: str, place: int, predicted: str) -> None:
         start = task.line_start(seed, layer, method, draw.fold, role, place)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.errors import counted
 from featx.sources import origin_of
-from featx.types import NO_IMAGE
+from featx.types import NO_IMAGE, Array
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Groups:
         """(num_groups,) number of rows of each group."""
         return np.bincount(self.of_row)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the entry `groups` of probe.json as JSON types."""
         sizes = self.sizes
         return {
@@ -116,16 +115,14 @@ def missing_group_notes(grouped: Groups | None, column: str | None) -> list[str]
     ]
 
 
-def _origins(labelled: LabelledRows) -> tuple[npt.NDArray[Any], str | None]:
+def _origins(labelled: LabelledRows) -> tuple[Array, str | None]:
     origins = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
     kinds = {kind for _, kind in origins if kind is not None}
     kind = " or ".join(sorted(kinds)) or None
     return np.array([origin for origin, _ in origins], dtype=np.bytes_), kind
 
 
-def _column_values(
-    labelled: LabelledRows, column: str
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+def _column_values(labelled: LabelledRows, column: str) -> tuple[Array, npt.NDArray[np.bool_]]:
     """Return the (n,) values of a column, and (n,) bool whether a row has none."""
     values = labelled.store.column(column)[labelled.rows]
     if values.dtype.kind == "f":
@@ -177,7 +174,7 @@ class _Contents:
         span = slice(self.starts[group], self.starts[group + 1])
         return self.classes[span], self.counts[span]
 
-    def in_order(self, order: npt.NDArray[Any]) -> Iterator[tuple[int, Ints, Ints]]:
+    def in_order(self, order: Array) -> Iterator[tuple[int, Ints, Ints]]:
         """Yield groups in an order, each with its classes and the rows of each."""
         for group in order.tolist():
             yield group, *self.of(group)

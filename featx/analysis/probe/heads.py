@@ -11,9 +11,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from featx.analysis.probe.layer_rows import Features, TokenLayout, Tokens
 from featx.analysis.probe.metrics import Ints, Matrix
@@ -21,6 +22,7 @@ from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
 from featx.store import FeatureStore, layout
+from featx.types import Json
 
 FORMAT = 1
 """Version of the format of head files."""
@@ -164,10 +166,8 @@ def head_path(folder: Path, layer: str) -> Path:
     return folder / layout.PROBE_HEADS / f"{re.sub(r'[^A-Za-z0-9._@-]', '_', layer)}.safetensors"
 
 
-def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
+def head_bytes(head: Head, about: dict[str, object]) -> bytes:
     """Serialise a head as a safetensors file."""
-    from safetensors.torch import save
-
     tensors = {
         "weight": head.weight,
         "bias": head.bias,
@@ -189,7 +189,7 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
     return bytes(save(on_cpu, metadata={"featx": json.dumps(about, sort_keys=True)}))
 
 
-def _checksum(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+def _checksum(about: dict[str, object], tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         values = tensors[name].numpy()
@@ -210,10 +210,8 @@ def _on_disk(path: Path) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
+def read_head(path: Path, device: torch.device) -> tuple[Head, Json]:
     """Read a head and its description from a file."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with _on_disk(path) as local, safe_open(local, "pt") as file:
             about = json.loads((file.metadata() or {}).get("featx", "{}"))
@@ -258,7 +256,7 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
     return head, about
 
 
-def _token_layout(path: Path, about: dict[str, Any]) -> TokenLayout:
+def _token_layout(path: Path, about: Json) -> TokenLayout:
     try:
         tokens = about["tokens"]
         return TokenLayout(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.layer_vectors import unit_vectors
@@ -14,6 +12,7 @@ from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
 from featx.base import float64_device
+from featx.types import Array
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
 """Numbers of neighbours to try, as far as there are enough rows."""
@@ -35,7 +34,7 @@ _SAMPLED_ROWS = 1024
 def vote(
     features: Features,
     bank: Ints,
-    y: npt.NDArray[Any],
+    y: Array,
     num_outputs: int,
     queries: Ints,
     ks: Sequence[int],

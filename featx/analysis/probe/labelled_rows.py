@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
 from featx.sources import MISSING_MARKS
 from featx.store import FeatureStore
+from featx.types import Array
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LabelledRows:
     values: Matrix | None = None
 
     @property
-    def targets(self) -> npt.NDArray[Any]:
+    def targets(self) -> Array:
         """What is predicted: the classes (n,), or the values (n, T)."""
         return self.y if self.values is None else self.values
 
@@ -212,9 +212,7 @@ def valued_rows(
     return LabelledRows(store, rows, y, names, tuple(notes), values)
 
 
-def _value_mask(
-    values: npt.NDArray[np.generic], column: str, kind: TaskKind
-) -> npt.NDArray[np.bool_]:
+def _value_mask(values: Array, column: str, kind: TaskKind) -> npt.NDArray[np.bool_]:
     if kind.name == "multilabel":
         if values.dtype.kind != "U":
             raise DataError(f"probe.task=multilabel: {column} holds numbers; expected text.")
@@ -296,7 +294,7 @@ def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> F
     ]
     for layer in layers:
         mine, theirs = store[layer], other[layer]
-        pairs: list[tuple[str, Any, Any]] = [("shape", mine.shape[1:], theirs.shape[1:])]
+        pairs: list[tuple[str, object, object]] = [("shape", mine.shape[1:], theirs.shape[1:])]
         pairs += [(name, mine.attrs.get(name), theirs.attrs.get(name)) for name in _SAME_OF_A_LAYER]
         wrong += [f"  {layer}, {name}: {a} and {b}" for name, a, b in pairs if a != b]
     if wrong:

@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ class LayerRows:
             return "avg"
         return "none" if self.store[self.layer].ndim == 2 else "flatten"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Describe what the store holds of the layer, and how the probe makes vectors of it."""
         dataset = self.store[self.layer]
         return {

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import knn, logistic_regression, ridge
@@ -35,6 +34,7 @@ from featx.analysis.probe.records import Choice
 from featx.analysis.probe.splits import Split
 from featx.config import ProbeConfig
 from featx.errors import ConfigError
+from featx.types import Array, Json
 
 NO_VOTE = 1e-30
 """Probability in the loss of a class that has none, so that its logarithm is finite."""
@@ -56,7 +56,7 @@ class Problem:
     """
 
     features: Features
-    y: npt.NDArray[Any]
+    y: Array
     num_outputs: int
     options: ProbeConfig
     seed: int
@@ -167,7 +167,7 @@ def _head_probe(
     head: Head,
     setting: float,
     notes: Sequence[str] = (),
-    details: dict[str, Any] | None = None,
+    details: dict[str, object] | None = None,
 ) -> FittedProbe:
     choice = Choice(setting, notes=list(notes), details=details or {})
     return FittedProbe(lambda places: scores_of(head, features, places), choice, head)
@@ -199,7 +199,7 @@ def _scores(
     }
 
 
-def _quality(problem: Problem, method: str, y: npt.NDArray[Any], scores: Matrix) -> dict[str, Any]:
+def _quality(problem: Problem, method: str, y: Array, scores: Matrix) -> Json:
     """Return the loss of scores on validation rows, and with classes the accuracy.
 
     The loss is the squared error, or of classes by other methods than ridge the cross-entropy.

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import MissingExtraError
+from featx.types import Array
 
 METHODS = ("linear", "knn", "ridge", "attentive")
 """Names of the methods, by which probe.json has the entries of a layer."""
@@ -97,8 +98,8 @@ class Predictions:
             None for all classes.
     """
 
-    y: npt.NDArray[Any]
-    predicted: npt.NDArray[Any]
+    y: Array
+    predicted: Array
     p_true: Matrix | None = None
     p_predicted: Matrix | None = None
     groups: Ints | None = None
@@ -137,7 +138,7 @@ class Predictions:
         assert self.scores is not None, "the scores of these predictions are not kept"
         return self.scores
 
-    def accuracy_of(self, kept: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
+    def accuracy_of(self, kept: npt.NDArray[np.bool_]) -> dict[str, object] | None:
         """Return rows, correct, accuracy and interval (95 %) on some rows as in probe.json; None if
         no row counts.
         """
@@ -208,7 +209,7 @@ def effective_rows(right: npt.NDArray[np.bool_], groups: Ints | None = None) -> 
     return min(float(n), max(1.0, share * (1 - share) / max(variance, 1e-300)))
 
 
-def mean_and_spread(values: list[float]) -> dict[str, Any]:
+def mean_and_spread(values: list[float]) -> dict[str, object]:
     """Return mean, sample standard deviation (None for a single value), and the values."""
     spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return {"mean": float(np.mean(values)), "std": spread, "values": values}
@@ -233,7 +234,7 @@ def drawn_units(unit_of_row: Ints, resamples: int, block: int) -> Iterator[Ints]
         yield rng.integers(num_units, size=(size, num_units))
 
 
-def interval_entry(values: Sequence[float | None], unit: str, num_units: int) -> dict[str, Any]:
+def interval_entry(values: Sequence[float | None], unit: str, num_units: int) -> dict[str, object]:
     """Return the entries of probe.json about the interval of the metric of the answer.
 
     `interval` is None if the metric is undefined in a resample, or equal in all of them.

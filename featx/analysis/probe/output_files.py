@@ -12,17 +12,18 @@ from typing import Any
 
 from featx.analysis.probe.comparisons import OtherProbe
 from featx.analysis.probe.heads import head_bytes, head_path, output_folder
-from featx.analysis.probe.task import COLUMNS, Task
+from featx.analysis.probe.task import COLUMNS, AnyTask
 from featx.base import csv_bytes, csv_cell
 from featx.errors import ConfigError, StoreError
 from featx.storage import open_folder
 from featx.store import FeatureStore, layout, load_manifest, read_result, result_json
+from featx.types import Json
 
 STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transform")
 """Attributes of a store that identify the features of a probe."""
 
 
-def write_probe(task: Task[Any, Any, Any], result: dict[str, Any]) -> None:
+def write_probe(task: AnyTask, result: dict[str, Any]) -> None:
     """Write the heads, the predictions and probe.json, and name the files in it."""
     folder = output_folder(task.store)
     paths = {layer: head_path(folder, layer) for layer in task.heads}
@@ -55,7 +56,7 @@ def write_probe(task: Task[Any, Any, Any], result: dict[str, Any]) -> None:
     disk.replace_unlocked(folder / layout.PROBE, result_json(result, indent=1))
 
 
-def _prediction_lines(task: Task[Any, Any, Any]) -> Iterator[list[Any]]:
+def _prediction_lines(task: AnyTask) -> Iterator[list[object]]:
     """Yield the lines of predictions.csv.
 
     It has the lines of each seed, layer, method and test row. Rows that are in no test set of a
@@ -73,7 +74,7 @@ def _prediction_lines(task: Task[Any, Any, Any]) -> Iterator[list[Any]]:
                         yield [*start, *columns]
 
 
-def read_prediction_lines(folder: Path, result: Mapping[str, Any]) -> list[dict[str, str]] | None:
+def read_prediction_lines(folder: Path, result: Json) -> list[dict[str, str]] | None:
     """Read the lines of predictions.csv of the first seed, of which probe.json has the split.
 
     None if the file is missing or does not belong to the probe.json with the content `result`.
@@ -90,7 +91,7 @@ def read_prediction_lines(folder: Path, result: Mapping[str, Any]) -> list[dict[
     return [line for line in csv.DictReader(text) if line["seed"] == first_seed]
 
 
-def is_of_answer(line: Mapping[str, str], result: Mapping[str, Any]) -> bool:
+def is_of_answer(line: Mapping[str, str], result: Json) -> bool:
     """Return whether the numbers at the top of probe.json count a line of predictions.csv."""
     layers = result.get("layer_of_folds") or [result["layer"]]
     chosen = layers[min(int(line["fold"] or 1), len(layers)) - 1]
@@ -142,9 +143,7 @@ def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
     }
 
 
-def _about_head(
-    task: Task[Any, Any, Any], result: dict[str, Any], layer: str, method: str
-) -> dict[str, Any]:
+def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[str, object]:
     about, store = result["layers"][layer], task.store
     manifest, _ = load_manifest(output_folder(store))
     is_same_store = manifest is not None and manifest.digest == store.attrs["fingerprint"]

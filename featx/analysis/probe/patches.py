@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +81,7 @@ def resampled_mious(counts: Matrix) -> Matrix:
     return mean
 
 
-def segmentation_metrics(counts: PixelCounts) -> dict[str, Any]:
+def segmentation_metrics(counts: PixelCounts) -> dict[str, object]:
     """Compute all metrics of some rows. Return miou; pixel_accuracy; mean_accuracy, the mean over
     classes of the share of their pixels that are right; patch_miou; and iou, accuracy_of_classes
     (None for a class without a pixel) and pixels_of_classes, one number for each class. A metric is

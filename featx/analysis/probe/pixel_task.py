@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ from featx.analysis.probe.task import Task, one_or_all
 from featx.config import Config
 from featx.errors import counted
 from featx.store import FeatureStore
+from featx.types import Json
 
 REFUSED_LISTED = 1000
 """Maximum number of rows without a usable mask that probe.json lists."""
@@ -85,7 +85,7 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
     def num_values(self, opened: Patches) -> int:
         return self._num_rows * opened.per_row * opened.width
 
-    def describe_layer(self, layer: str, opened: Patches) -> dict[str, Any]:
+    def describe_layer(self, layer: str, opened: Patches) -> dict[str, object]:
         return {
             "features": opened.width,
             "grid": list(opened.grid),
@@ -100,7 +100,7 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
     ) -> PixelCounts:
         return count_pixels(fitted.classifier, opened, split.test)
 
-    def judge(self, folds: Sequence[PixelCounts]) -> dict[str, Any]:
+    def judge(self, folds: Sequence[PixelCounts]) -> dict[str, object]:
         joined = PixelCounts.join(folds)
         return {"rows": len(joined.pixels), **segmentation_metrics(joined)}
 
@@ -111,11 +111,11 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
     def first_metric(self, tested: PixelCounts) -> float | None:
         return miou(tested.pixels)
 
-    def details(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def details(self, choices: Sequence[Choice]) -> dict[str, object]:
         name = "training_patches"
         return {name: one_or_all([choice.details[name] for choice in choices])}
 
-    def result_entries(self) -> dict[str, Any]:
+    def result_entries(self) -> Json:
         masks, rows = self._masks, self.first_splits
         counts = PixelCounts.join(self.tested(self.seeds[0]))
         groups = None if rows.groups is None else rows.groups[rows.test_places]
@@ -137,7 +137,7 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
             "notes_on_rows": self.notes_on_rows(),
         }
 
-    def test_columns(self, record: Record[PixelCounts], row: int) -> Iterator[list[Any]]:
+    def test_columns(self, record: Record[PixelCounts], row: int) -> Iterator[list[object]]:
         """Yield a line for each class in the row, or predicted for it."""
         pixels, patches = record.tested.pixels[row], record.tested.patches[row]
         for number in np.flatnonzero(pixels.any(0) | patches.any(0)).tolist():
@@ -145,7 +145,7 @@ class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
             yield [self.training.classes[number], *counts]
 
 
-def pixel_interval(pixels: Ints, groups: Ints | None) -> dict[str, Any]:
+def pixel_interval(pixels: Ints, groups: Ints | None) -> dict[str, object]:
     """Return the 95 % percentile interval of mIoU by the bootstrap of images or groups.
 
     Pixels of one image depend on each other, so that they are never drawn one by one. mIoU of a

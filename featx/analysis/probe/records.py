@@ -12,6 +12,7 @@ import numpy as np
 from featx.analysis.probe.comparisons import differences, metric_spreads
 from featx.analysis.probe.metrics import Metric
 from featx.analysis.probe.splits import Split
+from featx.types import Json
 
 Tested = TypeVar("Tested")
 """Results on the test rows: predictions of rows, or counts of pixels."""
@@ -71,7 +72,7 @@ class Results(ABC, Generic[Tested]):
         """Metrics of the task; the first one is that of the answer."""
 
     @abstractmethod
-    def judge(self, folds: Sequence[Tested]) -> dict[str, Any]:
+    def judge(self, folds: Sequence[Tested]) -> dict[str, object]:
         """Compute the metrics of the test rows of all folds together, as JSON types."""
 
     @staticmethod
@@ -114,7 +115,7 @@ class Results(ABC, Generic[Tested]):
         """Return the results of `chosen` on the test rows."""
         return [record.tested for record in self.chosen(seed)]
 
-    def answer(self, seed: int) -> dict[str, Any]:
+    def answer(self, seed: int) -> Json:
         """Return the entries of probe.json about the best layer of a seed with the first method.
 
         With several folds and layers the metrics are those of the layers that the folds chose
@@ -127,7 +128,7 @@ class Results(ABC, Generic[Tested]):
             about = {**about, "layer_of_folds": [each.layer for each in chosen], **metrics}
         return {"layer": best, "method": self.methods[0], **about}
 
-    def seeds_entry(self) -> dict[str, Any]:
+    def seeds_entry(self) -> dict[str, object]:
         """Return the entry `seeds` of probe.json: means and spreads over the splits of the seeds.
         Return seeds; layer_of_splits, the layer that each split chose on its validation rows, every
         fold of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer, the
@@ -173,10 +174,10 @@ class Results(ABC, Generic[Tested]):
 
         return max(self.layers, key=merit)
 
-    def _of_seeds(self, layer: str, method: str) -> list[dict[str, Any]]:
+    def _of_seeds(self, layer: str, method: str) -> list[dict[str, object]]:
         return [self.entries[seed, layer, method] for seed in self.seeds]
 
-    def _differences(self, best: str, name: str) -> dict[str, Any] | None:
+    def _differences(self, best: str, name: str) -> dict[str, object] | None:
         method, by_seed, by_split = self.methods[0], dict[str, Any](), dict[str, Any]()
         for layer in self.layers:
             by_seed[layer] = [entry[name] for entry in self._of_seeds(layer, method)]

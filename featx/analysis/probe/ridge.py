@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.heads import Head, Scaler
@@ -14,6 +12,7 @@ from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.metrics import Ints
 from featx.base import float64_device
 from featx.errors import ConfigError
+from featx.types import Array
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 """Penalties to try."""
@@ -61,7 +60,7 @@ class RidgeSolution:
 
 
 def solve(
-    features: Features, places: Ints, y: npt.NDArray[Any], num_outputs: int, scaler: Scaler
+    features: Features, places: Ints, y: Array, num_outputs: int, scaler: Scaler
 ) -> RidgeSolution:
     """Decompose the normal equations of some places in float64.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from featx.analysis.probe.metrics import require_scikit_learn
 from featx.analysis.probe.output_files import STORE_ATTRIBUTES, write_probe
 from featx.analysis.probe.pixel_task import PixelTask
 from featx.analysis.probe.records import Record
-from featx.analysis.probe.task import Task
+from featx.analysis.probe.task import AnyTask
 from featx.analysis.probe.texts import score_text
 from featx.analysis.probe.value_task import ValueTask
 from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory
@@ -30,7 +29,7 @@ FORMAT = 1
 
 def run_probe(
     config: Config, log: Callable[[str], None], max_scores: int = MAX_SCORES
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Fit and test all probes of a checked config, and write probe.json, the predictions and the
     heads. Return the contents of probe.json (docs/probe.md).
 
@@ -47,7 +46,7 @@ def run_probe(
     store = FeatureStore(config.store_path(), verify="rows")
     kind, device = task_kind(store, config.probe), choose_device(config.device)
     layers = matching_layers(store, config.layers)
-    task: Task[Any, Any, Any]
+    task: AnyTask
     if kind.name == "segmentation":
         task = PixelTask(config, store, kind, layers, log)
     elif kind.name == "classification":
@@ -94,7 +93,7 @@ def run_probe(
     return result
 
 
-def _probe_layer(task: Task[Any, Any, Any], layer: str, device: torch.device) -> None:
+def _probe_layer(task: AnyTask, layer: str, device: torch.device) -> None:
     """Fit and test all methods on one layer, with all splits of all seeds."""
     opened = task.open_layer(layer, device)
     with threads_for(task.num_values(opened), device):
@@ -116,7 +115,7 @@ def _probe_layer(task: Task[Any, Any, Any], layer: str, device: torch.device) ->
     task.finish_layer()
 
 
-def _unused_options(options: ProbeConfig, layers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _unused_options(options: ProbeConfig, layers: Mapping[str, Mapping[str, object]]) -> list[str]:
     """Return the given options of training in steps, if nothing was trained so."""
     if "attentive" in options.methods or any(about.get("streamed") for about in layers.values()):
         return []
@@ -124,7 +123,7 @@ def _unused_options(options: ProbeConfig, layers: Mapping[str, Mapping[str, Any]
     return [f"probe.{name}" for name in names if getattr(options, name) != getattr(usual, name)]
 
 
-def _line(task: Task[Any, Any, Any], layer: str) -> str:
+def _line(task: AnyTask, layer: str) -> str:
     about, metric, texts = task.layers[layer], task.metrics[0], []
     for method in task.methods:
         values = [task.entries[seed, layer, method][metric.key] for seed in task.seeds]

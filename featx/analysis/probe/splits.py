@@ -27,6 +27,7 @@ from featx.analysis.probe.metrics import Ints
 from featx.base import csv_cell
 from featx.config import ProbeConfig
 from featx.errors import DataError, counted
+from featx.types import Array
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _given_split(
     return with_validation(training.y, train, test, options.validation_share, seed, groups)
 
 
-def _roles_of(texts: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
+def _roles_of(texts: Array, where: str) -> npt.NDArray[np.str_]:
     """Parse a column of a store as 'train', 'validation', 'test', or '' for an empty value."""
     roles = np.empty(len(texts), dtype="U10")
     for text in np.unique(texts).tolist():
@@ -321,7 +322,7 @@ class RowSplits:
         """(n,) test places of all splits, one after the other."""
         return np.concatenate([split.test for split in self.splits])
 
-    def as_dict(self, options: ProbeConfig) -> dict[str, Any]:
+    def as_dict(self, options: ProbeConfig) -> dict[str, object]:
         """Return the entry `split` of probe.json as JSON types."""
         column = {} if options.label_column is None else {"label_column": options.label_column}
         return {

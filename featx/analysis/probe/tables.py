@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from featx.analysis.probe.metrics import METHODS, METRICS, Metric
 from featx.analysis.probe.texts import interval_text, points_text, score_text, spread_text
 from featx.base import Table, percent_text
+from featx.types import Json
 
 _T_TEST = (
     "p: corrected resampled t-test (Nadeau and Bengio, 2003), corrected for the number of layers "
@@ -16,8 +16,8 @@ _T_TEST = (
 
 
 def layer_results(
-    result: Mapping[str, Any],
-) -> list[tuple[str, str, Mapping[str, Any]]]:
+    result: Json,
+) -> list[tuple[str, str, Json]]:
     """Return layer, method and entry of each result, in the order of probe.json."""
     return [
         (layer, method, entry)
@@ -27,7 +27,7 @@ def layer_results(
     ]
 
 
-def not_available(entry: Mapping[str, Any]) -> list[str]:
+def not_available(entry: Json) -> list[str]:
     """Return one line per reason for which metrics are not available."""
     titles = {metric.key: metric.title for metrics in METRICS.values() for metric in metrics}
     names: dict[str, list[str]] = {}
@@ -36,13 +36,11 @@ def not_available(entry: Mapping[str, Any]) -> list[str]:
     return [f"not available: {', '.join(each)}; {reason}" for reason, each in names.items()]
 
 
-def _methods(result: Mapping[str, Any]) -> list[str]:
+def _methods(result: Json) -> list[str]:
     return list(dict.fromkeys(method for _, method, _ in layer_results(result)))
 
 
-def metrics_table(
-    result: Mapping[str, Any], columns: Sequence[str], metrics: Sequence[Metric]
-) -> Table:
+def metrics_table(result: Json, columns: Sequence[str], metrics: Sequence[Metric]) -> Table:
     """Make a table of metrics of probe.json with one row per layer and method, in the order of the
     store, after columns of `_layer_cells`.
     """
@@ -60,7 +58,7 @@ def metrics_table(
     return Table(header, rows, 1 + ("method" in columns), notes=reasons, best=best)
 
 
-def _layer_cells(about: Mapping[str, Any], method: str, entry: Mapping[str, Any]) -> dict[str, str]:
+def _layer_cells(about: Json, method: str, entry: Json) -> dict[str, str]:
     name = "k" if method == "knn" else "l2"
     # With several folds it is a list of their settings, which are named once each.
     settings = entry[name] if isinstance(entry[name], list) else [entry[name]]
@@ -74,14 +72,14 @@ def _layer_cells(about: Mapping[str, Any], method: str, entry: Mapping[str, Any]
     }
 
 
-def _test_cells(test: Mapping[str, Any]) -> tuple[str, str]:
+def _test_cells(test: Json) -> tuple[str, str]:
     """Format the corrected p-value of a test, and whether it tells two layers apart."""
     p, told_apart = test["p_holm"], test["told_apart"]
     answer = "-" if told_apart is None else "yes" if told_apart else "no"
     return "-" if p is None else f"{p:.2g}", answer
 
 
-def accuracies_table(result: Mapping[str, Any]) -> Table:
+def accuracies_table(result: Json) -> Table:
     """Make a table of the accuracies of all methods, with one row per layer."""
     (first, *others), tests = _methods(result), result["paired_tests"]
     rows = []
@@ -111,7 +109,7 @@ def accuracies_table(result: Mapping[str, Any]) -> Table:
     return Table(header, rows, notes=[note])
 
 
-def seeds_table(result: Mapping[str, Any]) -> Table:
+def seeds_table(result: Json) -> Table:
     """Make a table of the metrics over all splits: of accuracies, or of each method."""
     about, methods, metrics = result["seeds"], _methods(result), METRICS[result["task"]]
     differences, is_accuracy = about["differences"] or {}, result["task"] == "classification"
@@ -148,7 +146,7 @@ def seeds_table(result: Mapping[str, Any]) -> Table:
     return Table(header, rows, 1 if is_accuracy else 2, notes=[note])
 
 
-def _difference_cells(difference: Mapping[str, Any] | None, is_accuracy: bool) -> list[str]:
+def _difference_cells(difference: Json | None, is_accuracy: bool) -> list[str]:
     """Format how a layer differs from the chosen one over the splits; None is the chosen one."""
     if difference is None:
         return ["chosen", "", ""] + [""] * is_accuracy
@@ -159,7 +157,7 @@ def _difference_cells(difference: Mapping[str, Any] | None, is_accuracy: bool) -
     return [f"{points_text(-mean, '+')} ± {100 * std:.1f}", better, *_test_cells(difference)]
 
 
-def settings_table(result: Mapping[str, Any]) -> Table:
+def settings_table(result: Json) -> Table:
     """Make a table of the setting that was chosen for each layer and method."""
     rows = [
         (
@@ -176,7 +174,7 @@ def settings_table(result: Mapping[str, Any]) -> Table:
     return Table(header, rows, left=2)
 
 
-def few_shot_table(result: Mapping[str, Any]) -> Table | None:
+def few_shot_table(result: Json) -> Table | None:
     """Make a table of the accuracies with few training rows per class; None without few-shot."""
     of_layers = {
         (layer, method): entry["few_shot"]
@@ -199,7 +197,7 @@ def few_shot_table(result: Mapping[str, Any]) -> Table | None:
     )
 
 
-def _shortage_text(shots: str, entry: Mapping[str, Any]) -> str:
+def _shortage_text(shots: str, entry: Json) -> str:
     """Return a note if classes have fewer training rows than the draws ask for, or ''."""
     fewest, most = entry["rows_per_class"]
     if most < int(shots):
@@ -213,7 +211,7 @@ def _shortage_text(shots: str, entry: Mapping[str, Any]) -> str:
     return ""
 
 
-def pixel_classes_table(result: Mapping[str, Any], most: int | None, note: str) -> Table:
+def pixel_classes_table(result: Json, most: int | None, note: str) -> Table:
     """Make a table of the classes of the test images in probe.json for masks, those with most
     pixels first. If more than `most` exist, `note` stands below with {count} of all and {more} left
     out.

@@ -24,6 +24,7 @@ from featx.analysis.probe.records import Choice, Record, Results, Tested
 from featx.analysis.probe.splits import RowSplits, Split, split_rows
 from featx.config import Config
 from featx.store import FeatureStore
+from featx.types import Array, Json
 
 Opened = TypeVar("Opened")
 """A layer as the methods read it."""
@@ -85,7 +86,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
         return [self.training] if self.testing is None else [self.training, self.testing]
 
     @cached_property
-    def targets(self) -> npt.NDArray[Any]:
+    def targets(self) -> Array:
         """(N,) classes or (N, T) values of all places, training rows first."""
         return np.concatenate([each.targets for each in self.stores])
 
@@ -105,7 +106,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
 
     def line_start(
         self, seed: int, layer: str, method: str, fold: int, role: str, place: int
-    ) -> list[Any]:
+    ) -> list[object]:
         """Return the columns COLUMNS of a line of predictions.csv or few_shot.csv."""
         rows = self.splits[seed]
         number = fold + 1 if rows.has_folds else ""
@@ -121,7 +122,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
         """Return the number of values of all rows as the methods read them."""
 
     @abstractmethod
-    def describe_layer(self, layer: str, opened: Opened) -> dict[str, Any]:
+    def describe_layer(self, layer: str, opened: Opened) -> dict[str, object]:
         """Return the beginning of the layer's entry in probe.json."""
 
     @abstractmethod
@@ -151,7 +152,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
         """Return the chosen settings as entries of probe.json."""
         return {name: one_or_all([choice.setting for choice in choices])}
 
-    def details(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def details(self, choices: Sequence[Choice]) -> dict[str, object]:
         """Return further entries about the fits."""
         return {}
 
@@ -168,7 +169,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
         """Release what the records need no longer."""
 
     @abstractmethod
-    def result_entries(self) -> dict[str, Any]:
+    def result_entries(self) -> Json:
         """Return the entries of probe.json that only this task has, and `notes_on_rows`."""
 
     def notes_on_rows(self) -> list[str]:
@@ -176,7 +177,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
         rows, column = self.first_splits, self.config.probe.group_column
         return [*self.training.notes, *rows.notes, *missing_group_notes(rows.grouped, column)]
 
-    def untested_lines(self, seed: int) -> Iterator[list[Any]]:
+    def untested_lines(self, seed: int) -> Iterator[list[object]]:
         """Yield the lines of predictions.csv about rows that no split of a seed tests."""
         return iter(())
 
@@ -185,11 +186,15 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
         return None
 
     @abstractmethod
-    def test_columns(self, record: Record[Tested], row: int) -> Iterator[list[Any]]:
+    def test_columns(self, record: Record[Tested], row: int) -> Iterator[list[object]]:
         """Yield the columns after COLUMNS of each line about a test row of a record."""
 
 
-def one_or_all(values: Sequence[Any]) -> Any:
+AnyTask = Task[Any, Any, Any]
+"""Task of any kind of labels."""
+
+
+def one_or_all(values: Sequence[object]) -> object:
     """Return the value of a single split, or the list of those of all folds."""
     return values[0] if len(values) == 1 else list(values)
 
@@ -220,7 +225,7 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
         read = opened.features if opened.tokens is None else opened.tokens.features
         return len(read) * read.width
 
-    def describe_layer(self, layer: str, opened: Problem) -> dict[str, Any]:
+    def describe_layer(self, layer: str, opened: Problem) -> dict[str, object]:
         features = opened.features
         return {
             "features": features.width,
@@ -258,7 +263,7 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
         problem: Problem,
         fits: Sequence[FittedProbe],
         final: FittedProbe,
-        entry: dict[str, Any],
+        entry: dict[str, object],
     ) -> Head:
         """Return the head of the fit on all rows, and add its details to the entry."""
         entry["head_l2"] = final.choice.setting

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from featx.analysis.probe.metrics import METRICS
 from featx.base import WIDTH, percent_text, shown_path
 from featx.errors import counted
+from featx.types import Json
 
 _LAYERS_NAMED = 8
 """Number of layers that a line names."""
@@ -26,7 +26,7 @@ def score_text(value: float | None, is_share: bool = False) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def spread_text(spread: Mapping[str, Any] | None, is_share: bool = False) -> str:
+def spread_text(spread: Json | None, is_share: bool = False) -> str:
     """Format mean and standard deviation, of a share in percent without the sign; '-' for None."""
     if spread is None:
         return "-"
@@ -58,7 +58,7 @@ def counts_text(layers: Sequence[str]) -> str:
     )
 
 
-def answer_text(result: Mapping[str, Any]) -> str:
+def answer_text(result: Json) -> str:
     """Return the best layer with its metrics, and the layers that may be as good."""
     unit = "image" if result["task"] == "segmentation" else "row"
     seed = f" of seed {result['split']['seed']}" if result["seeds"] else ""
@@ -96,7 +96,7 @@ def answer_text(result: Mapping[str, Any]) -> str:
     return _filled([answer + folds])
 
 
-def seeds_answer_text(result: Mapping[str, Any]) -> str:
+def seeds_answer_text(result: Json) -> str:
     """Return the metrics over the splits of all seeds, and the layers that may be as good."""
     about, metrics = result["seeds"], METRICS[result["task"]]
     spreads = about["chosen"]
@@ -123,7 +123,7 @@ def seeds_answer_text(result: Mapping[str, Any]) -> str:
     return _filled([f"Over {splits} {text}.", *sentences, *highest])
 
 
-def _comparison(result: Mapping[str, Any]) -> list[str]:
+def _comparison(result: Json) -> list[str]:
     """Return the difference to the most accurate other layer, and which layers may be as good."""
     tests = result["paired_tests"]
     if not tests:
@@ -135,7 +135,7 @@ def _comparison(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _highest_on_test(result: Mapping[str, Any]) -> list[str]:
+def _highest_on_test(result: Json) -> list[str]:
     """Return the layer with the highest test accuracy if that is above the chosen layers'."""
     selection = result["layer_selection"]
     if (
@@ -150,7 +150,7 @@ def _highest_on_test(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _store_comparison(result: Mapping[str, Any]) -> list[str]:
+def _store_comparison(result: Json) -> list[str]:
     """Return the difference to the other store, and how sure it is; nothing without one."""
     comparison = result["compared_store"]
     if comparison is None:
@@ -175,7 +175,7 @@ def _store_comparison(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def difference_text(first: str, second: str, comparison: Mapping[str, Any], p_text: str) -> str:
+def difference_text(first: str, second: str, comparison: Json, p_text: str) -> str:
     """Say by how much one is more accurate: 'a better than b: +2.1 points, ...'.
 
     It is called better or worse only if the exact test and the interval both tell them apart.
@@ -195,7 +195,7 @@ def difference_text(first: str, second: str, comparison: Mapping[str, Any], p_te
     return f"{first} {verb} {second}: {points_text(difference, '+')} points, {text}."
 
 
-def _doubt_text(comparison: Mapping[str, Any], p_text: str) -> str:
+def _doubt_text(comparison: Json, p_text: str) -> str:
     """Return why two classifiers cannot be told apart although the printed interval excludes 0.
 
     With several layers, both the p-value and the interval are corrected by Holm's method.
@@ -210,7 +210,7 @@ def _doubt_text(comparison: Mapping[str, Any], p_text: str) -> str:
     return f", but they cannot be told apart: {reason}"
 
 
-def _indistinguishable_text(best: str, tests: Mapping[str, Any], where: str) -> list[str]:
+def _indistinguishable_text(best: str, tests: Json, where: str) -> list[str]:
     """Return which layers cannot be told apart from the best one, and for which it is unknown."""
     unknown = {layer: test for layer, test in tests.items() if test["told_apart"] is None}
     indistinguishable = [layer for layer, test in tests.items() if test["told_apart"] is False]
@@ -232,7 +232,7 @@ def _layers_text(layers: list[str]) -> str:
     return ", ".join(layers[:_LAYERS_NAMED]) + more
 
 
-def paired_text(result: Mapping[str, Any]) -> str | None:
+def paired_text(result: Json) -> str | None:
     """Describe, for each other layer, on how many test rows it differs from the best one."""
     lines = [
         f"{layer}: {counted(test['first_only'] + test['second_only'], test['unit'])} for one of "

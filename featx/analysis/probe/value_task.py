@@ -28,6 +28,7 @@ from featx.analysis.probe.task import RowTask
 from featx.config import Config
 from featx.errors import ConfigError, counted
 from featx.store import FeatureStore
+from featx.types import Json
 
 METHODS = ("linear", "knn")
 """Methods that predict numbers and several labels."""
@@ -86,7 +87,7 @@ class ValueTask(RowTask):
     def first_metric(self, tested: Predictions) -> float | None:
         return first_value_metric(self.kind.name, tested.y, tested.predicted)
 
-    def result_entries(self) -> dict[str, Any]:
+    def result_entries(self) -> Json:
         tested = join_predictions(self.tested(self.seeds[0]))
         # The bootstrap of the first metric draws rows, or groups with all their rows.
         unit_of_row = units_of_rows(tested.groups, len(tested.y))
@@ -105,7 +106,7 @@ class ValueTask(RowTask):
             "notes_on_rows": [*self.notes_on_rows(), *self._untrained_notes()],
         }
 
-    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[Any]]:
+    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[object]]:
         tested = record.tested
         yield [*tested.y[row].tolist(), *tested.predicted[row].tolist()]
 

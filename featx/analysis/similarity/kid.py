@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -145,7 +144,7 @@ def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | 
     return gaussian_distance(*moments_of_both), None
 
 
-def _values_of(store: FeatureStore, layer: str) -> dict[str, Any]:
+def _values_of(store: FeatureStore, layer: str) -> dict[str, object]:
     """Return what must be equal for a layer of two stores to hold the same kind of values."""
     attrs = dict(store[layer].attrs)
     names = ("layer", "capture", "target", "reduce")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from featx.base import choose_device
 from featx.config import METRICS, NeighborsConfig, OutliersConfig, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore
-from featx.types import Status
+from featx.types import Array, Status
 
 FAR_SQUARE = (sizes.FAR / 2) ** 2
 """Squared length above which a centred vector stands for a vector of zeros; see
@@ -138,7 +137,7 @@ def nearest_among(
 def nearest_to(
     store: FeatureStore,
     layer: str,
-    features: npt.NDArray[Any],
+    features: Array,
     k: int = 10,
     metric: str = "cosine",
     device: str = "auto",

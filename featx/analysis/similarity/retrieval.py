@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,7 @@ BLOCK_NUMBERS = 1 << 22
 
 def retrieval_metrics(
     store: FeatureStore, layer: str, metric: str, device: str, standardise: bool = False
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Retrieve the other labelled rows for each labelled row, by nearness.
 
     recall@k is the share of queries with a row of their class among the k nearest (H. Jegou et al.,

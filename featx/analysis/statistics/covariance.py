@@ -50,7 +50,7 @@ def whitening(
     return Projection(moments.mean.cpu(), components, variances[:k])
 
 
-def spread(moments: Moments) -> dict[str, Any]:
+def spread(moments: Moments) -> dict[str, object]:
     """Summarise the distribution of a layer's rows as JSON types. Return rows and features; mean
     (of the features' means), smallest and largest value; for two or more rows: total_variance,
     std_min and std_max; for full moments participation_ratio, which is (sum L)^2 / sum L^2 of the

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -95,7 +95,7 @@ _REFRESH_TEXT = (
 """Effect of refresh=true, for messages."""
 
 
-def run_stats(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
+def run_stats(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, object]:
     """Start or resume the statistics of a config until they are complete.
 
     Args:
@@ -306,7 +306,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             session.record_commit(rows.part, failures)
         return failures
 
-    def finish(self, outcome: RunOutcome) -> dict[str, Any]:
+    def finish(self, outcome: RunOutcome) -> dict[str, object]:
         """Merge the parts, which counts as writing; return the summary of the finished file."""
         started_at = time.perf_counter()
         session, seconds = self.write_session, outcome.metrics.seconds
@@ -335,7 +335,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         other._reference = None
         return other
 
-    def check_unchanged(self, fingerprint: Mapping[str, Any]) -> None:
+    def check_unchanged(self, fingerprint: Mapping[str, object]) -> None:
         stored = stored_settings(self.root)
         if stored is not None and differences(stored[0], fingerprint):
             raise RunError(

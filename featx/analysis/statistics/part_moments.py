@@ -260,7 +260,7 @@ class PartNorms:
         return PositionNorms(self._moments.finish(), self._histogram, self._tokens)
 
 
-def norms_summary(norms: PositionNorms) -> dict[str, Any] | None:
+def norms_summary(norms: PositionNorms) -> dict[str, object] | None:
     """Summarise the norms as JSON types; None without an image. Return grid; median and p99 of the
     patch tokens, upper edges of their bins; largest, exact; threshold, outliers and share of the
     patch tokens that are outliers; prefix, for each prefix token its mean, std and largest norm;

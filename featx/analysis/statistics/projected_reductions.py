@@ -90,7 +90,7 @@ def first_reduction(about: dict[str, Any]) -> ReduceConfig:
 
 def _refuse_another_tensor(
     path: Path,
-    about: dict[str, Any],
+    about: dict[str, object],
     point: CapturePoint,
     config: Config,
     backbone: Backbone,

@@ -101,7 +101,7 @@ class Statistics(Mapping[str, Moments]):
             raise StoreError(f"{self.path} has changed since it was opened; open it again.")
         return reading(self.path, compare=False)
 
-    def _all_attributes(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    def _all_attributes(self, attributes: Mapping[str, object]) -> dict[str, object]:
         """Merge the attributes of a layer, those of the file, and the gradient target."""
         return {"target": self.settings.get("target"), **self.attributes, **attributes}
 
@@ -158,7 +158,7 @@ def frechet_distance(
     return gaussian_distance(a[layer], b[layer])
 
 
-def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None:
+def refuse_other_values(a: dict[str, object], b: dict[str, object], what: str) -> None:
     """Raise StoreMismatchError, which begins with `what`, unless two descriptions
     (`Statistics.about`) are of the same values of a layer.
     """

@@ -33,7 +33,7 @@ from featx.store import (
     open_metadata,
     open_plain_dataset,
 )
-from featx.types import Failure, Status
+from featx.types import Array, Failure, Status
 
 STATS_FORMAT = 2
 """Version of the format."""
@@ -92,7 +92,7 @@ class Contents(NamedTuple):
 
 
 def file_bytes(
-    root: Mapping[str, Any], layers: Mapping[str, StatsLayer], contents: Contents
+    root: Mapping[str, object], layers: Mapping[str, StatsLayer], contents: Contents
 ) -> bytes:
     """Build a file in memory, and verify it by reading it back."""
     buffer = io.BytesIO()
@@ -117,9 +117,9 @@ def file_bytes(
     return buffer.getvalue()
 
 
-def _datasets(contents: Contents) -> dict[str, npt.NDArray[Any]]:
+def _datasets(contents: Contents) -> dict[str, Array]:
     """Return the arrays of a file by the paths of their datasets."""
-    datasets: dict[str, npt.NDArray[Any]] = {}
+    datasets: dict[str, Array] = {}
     for name, moments in contents.moments.items():
         datasets[f"layers/{name}/count"] = np.array(moments.count)
         for key in _ARRAYS:
@@ -132,7 +132,7 @@ def _datasets(contents: Contents) -> dict[str, npt.NDArray[Any]]:
     failures = contents.failures
     keys = [failure.key.decode("utf-8", "surrogateescape") for failure in failures]
     messages = [f.message.encode("utf-8", "backslashreplace").decode() for f in failures]
-    columns: tuple[npt.NDArray[Any], ...] = (
+    columns: tuple[Array, ...] = (
         np.array([failure.row for failure in failures], np.int64),
         layout.text_array(keys),
         np.array([failure.status for failure in failures], np.uint8),
@@ -160,9 +160,9 @@ def read_failures(file: h5py.File) -> list[Failure]:
     ]
 
 
-def read_array(file: h5py.File, path: str) -> npt.NDArray[Any]:
+def read_array(file: h5py.File, path: str) -> Array:
     """Read a dataset whose values are stored in this file."""
-    values: npt.NDArray[Any] = open_plain_dataset(file, path)[()]
+    values: Array = open_plain_dataset(file, path)[()]
     return values
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ _BLOCK_BYTES = 64 << 20
 """Bytes of float32 values that are read at a time."""
 
 
-def stats_of_store(config: Config) -> dict[str, Any]:
+def stats_of_store(config: Config) -> dict[str, object]:
     """Compute the statistics of layers of the store that `config.store` names, in its folder.
 
     The rows are summed along the same tree as in a run over images, so that a store with

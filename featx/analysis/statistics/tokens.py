@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +100,7 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     )
 
 
-def explain_missing_norms(shape: Sequence[int], attributes: Mapping[str, Any]) -> str | None:
+def explain_missing_norms(shape: Sequence[int], attributes: Mapping[str, object]) -> str | None:
     """Explain why a layer without the places of its tokens has no norms of tokens, by the shape of
     a row and the attributes with capture and reduce. Return a clause that follows 'no norms of
     tokens, as', or None if norms are not to be expected: of vectors, of attention weights, and

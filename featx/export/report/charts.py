@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from featx.analysis.probe import LABEL_THRESHOLD, METRICS, metrics_table, pixel_classes_table
 from featx.base import Table, percent_text
 from featx.export.report.probe_results import Probes, ValuePredictions
+from featx.types import Json
 
 LAYERS_CHARTED = 20
 """Maximum number of layers in the chart of the result."""
@@ -37,7 +37,7 @@ _CELL = 34
 """Side of a cell, in units of the style sheet, as all lengths here."""
 
 
-def probe_contents(probes: Probes, layers: Sequence[str]) -> dict[str, Any]:
+def probe_contents(probes: Probes, layers: Sequence[str]) -> Json:
     """Return what templates show of the result of job=probe, by the names that they use."""
     result, task = probes.result, probes.task
     if result is None:
@@ -72,7 +72,7 @@ def probe_contents(probes: Probes, layers: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def class_errors(probes: Probes) -> list[dict[str, Any]]:
+def class_errors(probes: Probes) -> list[Json]:
     """Return the classes with an error, those with the lowest recall first.
 
     Each has name, rows, recall (None without a test row), precision (None without a prediction),
@@ -100,7 +100,7 @@ def class_errors(probes: Probes) -> list[dict[str, Any]]:
     return sorted(errors, key=lambda each: 1 if each["recall"] is None else each["recall"])
 
 
-def compared_layers(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def compared_layers(result: Json) -> list[dict[str, object]]:
     """Return the paired tests of the best layer with the others, the largest p-value first.
 
     Each has the name of the other layer as `layer`, and about it a `verdict`: 'equal' (cannot be
@@ -126,7 +126,7 @@ def charted_layers(probes: Probes, layers: Sequence[str]) -> list[str]:
     return sorted(ranked[:LAYERS_CHARTED], key=lambda layer: place.get(layer, -1))
 
 
-def few_shot_plot(probes: Probes) -> dict[str, Any] | None:
+def few_shot_plot(probes: Probes) -> Json | None:
     """Arrange the few-shot chart of the first method; None without few-shot results."""
     results = {
         name: entry for name, entry in probes.of_best_method.items() if entry.get("few_shot")
@@ -147,7 +147,7 @@ def line_plot(
     ticks: Sequence[str],
     curves: Sequence[tuple[str, bool, Sequence[tuple[float, float]]]],
     chance: float,
-) -> dict[str, Any]:
+) -> Json:
     """Arrange the few-shot chart, with labels that do not overlap. `curves` have a name, whether it
     is the best, and mean and standard deviation at each tick. Return the frame (left, right,
     bottom, width, height); ticks and levels with the place and the text of each mark on the axes;
@@ -192,7 +192,7 @@ def line_plot(
     }
 
 
-def scatter_plot(values: ValuePredictions) -> dict[str, Any]:
+def scatter_plot(values: ValuePredictions) -> dict[str, object]:
     """Arrange predicted against true numbers on axes of one scale.
 
     Returns points as (x, y) in [0, 100], y downwards, of at most POINTS_SHOWN of the rows; low and
@@ -225,7 +225,7 @@ def labels_table(names: Sequence[str], values: ValuePredictions) -> Table:
 
 def heat_map(
     names: list[str], below: list[str], cells: Mapping[tuple[int, int], dict[str, str]]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Arrange a square heat map, which is a table. Return the same, with labels (names of at most
     LABEL_LENGTH characters, without the middle of longer ones) and style (CSS variables of the
     geometry).
@@ -253,7 +253,7 @@ def _cell(kind: str, text: str, title: str, share: float) -> dict[str, str]:
     return {"kind": kind, "text": text, "title": title, "style": f"--share:{share:.4g}"}
 
 
-def confusion_map(probes: Probes) -> dict[str, Any] | None:
+def confusion_map(probes: Probes) -> Json | None:
     """Arrange the confusion matrix; with many classes, only those with most errors."""
     counts = probes.confusion
     if probes.result is None or counts is None or not counts.size:
@@ -275,7 +275,7 @@ def confusion_map(probes: Probes) -> dict[str, Any] | None:
     return heat_map(names, [f"{counts[i, i]} of {tested[i]}" for i in chosen], cells)
 
 
-def cka_map(similarity: Mapping[str, Any]) -> dict[str, Any] | None:
+def cka_map(similarity: Json) -> dict[str, object] | None:
     """Arrange debiased CKA; colours span the values that occur, and the diagonal is empty.
 
     None if nothing was compared or there are too many layers.

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from featx.analysis.probe import interval_text, score_text, spread_text
 from featx.base import printable, size_text, time_text
 
@@ -41,10 +43,8 @@ _ABSOLUTE = re.compile(
 """An absolute path without spaces in a text."""
 
 
-def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any) -> str:
+def render_page(template: str, scripts: Sequence[str], data: object, **values: object) -> str:
     """Render a template."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     environment = Environment(
         loader=FileSystemLoader(_FILES),
         autoescape=True,
@@ -73,7 +73,7 @@ def render_page(template: str, scripts: Sequence[str], data: Any, **values: Any)
     )
 
 
-def as_json(values: Any) -> str:
+def as_json(values: object) -> str:
     """Return JSON that cannot end its script element; NaN is not allowed."""
     values = _printable_values(values)
     text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
@@ -82,13 +82,13 @@ def as_json(values: Any) -> str:
     return text
 
 
-def _without_controls(value: Any) -> Any:
+def _without_controls(value: Any) -> object:
     """Escape the control characters in a text of a page; templates and scripts have none."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return printable(value, kept="\n\t") if is_text else value
 
 
-def _printable_values(values: Any) -> Any:
+def _printable_values(values: object) -> object:
     """JSON types with control characters of their texts escaped."""
     if isinstance(values, dict):
         return {printable(key): _printable_values(value) for key, value in values.items()}

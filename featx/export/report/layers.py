@@ -15,6 +15,7 @@ from featx.analysis.statistics import float_blocks
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channel_axis
 from featx.store import FeatureStore
+from featx.types import Array
 
 COMPONENTS = 50
 """Maximum number of principal components that t-SNE uses as input."""
@@ -35,7 +36,7 @@ Matrix = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 
 
-def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, Any]:
+def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, object]:
     """Compute the statistics of the finite values of a layer over some rows, in float64. Return
     name, shape (of a row), stored (dtype, capture and reduction as text), norms (minimum, quartiles
     and maximum of the L2 norms of finite rows, or None), mean, std, smallest, largest, zeros (share
@@ -203,13 +204,13 @@ def same_class_shares(
     return shares
 
 
-def standardised_units(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def standardised_units(x: Array) -> Array:
     """Standardise the columns of (n, D) values, and divide each row by its length.
 
     Columns of one value and rows of zeros stay zero.
     """
     spread = x.std(0, dtype=np.float64)
-    unit: npt.NDArray[Any] = x - x.mean(0, dtype=np.float64).astype(x.dtype)
+    unit: Array = x - x.mean(0, dtype=np.float64).astype(x.dtype)
     unit /= np.where(spread > 0, spread, 1).astype(x.dtype)
     lengths = np.linalg.norm(unit, axis=1, keepdims=True)
     unit /= np.where(lengths > 0, lengths, 1)
@@ -271,7 +272,7 @@ def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
 
 def similarity_of(
     store: FeatureStore, layers: tuple[str, ...], rows: int, seed: int, device: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Compare layers by debiased linear CKA over random images.
 
     Returns layers, debiased (table of the values, None if undefined), rows, and note (why there is

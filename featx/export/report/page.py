@@ -8,9 +8,9 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jinja2 import UndefinedError
 
 from featx.analysis import compare_stores
 from featx.analysis.statistics import explain_missing_norms, token_norms
@@ -43,6 +43,7 @@ from featx.export.results import rankings_of
 from featx.export.selection import as_utf8, data_of_store
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, load_manifest, matching_layers
+from featx.types import Json
 
 NAME = "report.html"
 """Default file name."""
@@ -57,7 +58,7 @@ MAX_LAYERS = 8
 """Maximum number of layers with embedding plots; the last ones and the best one are used."""
 
 
-def run_report(config: Config, log: Callable[[str], None]) -> dict[str, Any]:
+def run_report(config: Config, log: Callable[[str], None]) -> Json:
     """Write the report of a store.
 
     Args:
@@ -191,7 +192,7 @@ class Page:
         predicted = self.probes.predicted
         return "" if predicted is None else ROLES[int(predicted.roles[row])]
 
-    def image_of_error(self, error: dict[str, Any]) -> str:
+    def image_of_error(self, error: Json) -> str:
         """Return the thumbnail of a misclassified image as a data URI, or ''."""
         if error["row"] is None:
             return self.test_images.get(error["cell"], "")
@@ -202,7 +203,7 @@ class Page:
         return without_folders(text, self.folders)
 
     @property
-    def errors(self) -> list[dict[str, Any]]:
+    def errors(self) -> list[Json]:
         """Misclassified test rows, the most confident error first."""
         return [] if self.probes.predicted is None else self.probes.predicted.errors
 
@@ -216,7 +217,7 @@ class Page:
         """Number of rows that did not fail in the run, but whose image cannot be read now."""
         return sum(bool(self.store.ok[row]) for row in self.thumbnails.rows_that(UNREAD))
 
-    def _neighbours(self, ok: Rows, config: Config) -> dict[str, Any]:
+    def _neighbours(self, ok: Rows, config: Config) -> Json:
         store, rows, probes = self.store, self.rows, self.probes
         layer = probes.layer if probes.layer in self.plotted else self.plotted[-1]
         self._log(f"nearest neighbours in {layer}")
@@ -304,7 +305,7 @@ class Page:
         return found
 
 
-def _comparison(store: FeatureStore, config: Config) -> dict[str, Any] | None:
+def _comparison(store: FeatureStore, config: Config) -> Json | None:
     """Compare the store with others; names have no folder above the one that contains them all."""
     others = names_tuple(config.report.compare_stores)
     if not others:
@@ -339,8 +340,6 @@ def _folders(config: Config, store: FeatureStore) -> tuple[str, ...]:
 
 def render(page: Page) -> str:
     """Render a page as HTML, without the probe if its files are not as job=probe writes them."""
-    from jinja2 import UndefinedError
-
     try:
         return _render(page)
     except (LookupError, TypeError, ValueError, AttributeError, UndefinedError) as error:

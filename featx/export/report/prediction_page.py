@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -73,7 +71,7 @@ def most_doubtful(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return rows[np.argsort(gap, kind="stable")]
 
 
-def _card(predictions: Predictions, row: int) -> dict[str, Any]:
+def _card(predictions: Predictions, row: int) -> dict[str, object]:
     """Describe an image that did not fail, with its two most likely classes."""
     each, scores = predictions.rows[row], predictions.scores[row]
     second = int(np.argsort(-scores, kind="stable")[1]) if len(scores) > 1 else None

@@ -6,7 +6,6 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from featx.base import csv_cell, csv_line
 from featx.export.report.html import without_folder
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout, read_result
+from featx.types import Json
 
 _SPLITS = {"holdout": "hold-out", "column": "given split", "test_store": "another store"}
 """Kind of split -> its name for people."""
@@ -47,7 +47,7 @@ class TestPredictions:
 
     roles: npt.NDArray[np.int8]
     wrong: dict[str, dict[int, str]]
-    errors: list[dict[str, Any]]
+    errors: list[Json]
     confidence: float | None
     test_store: str | None
 
@@ -77,7 +77,7 @@ class Probes:
     """
 
     note: str
-    result: Mapping[str, Any] | None = None
+    result: Json | None = None
     confusion: npt.NDArray[np.int64] | None = None
     leakage_layer: str = ""
     leaked_pairs: tuple[tuple[int, int, float], ...] = ()
@@ -111,13 +111,13 @@ class Probes:
             return 0.0
         return float(self.confusion.sum(1).max() / self.confusion.sum())
 
-    def of_method(self, method: str) -> dict[str, Mapping[str, Any]]:
+    def of_method(self, method: str) -> dict[str, Mapping[str, object]]:
         """Return layer -> entry of one method, in the order of the layers."""
         results = [] if self.result is None else layer_results(self.result)
         return {layer: entry for layer, name, entry in results if name == method}
 
     @property
-    def of_best_method(self) -> dict[str, Mapping[str, Any]]:
+    def of_best_method(self) -> dict[str, Json]:
         """Layer -> entry of the method of the best layer."""
         return {} if self.result is None else self.of_method(str(self.result["method"]))
 
@@ -167,7 +167,7 @@ def malformed(error: Exception) -> Probes:
 
 
 def read_predictions(
-    result: Mapping[str, Any], folder: Path, row_of: Mapping[str, int]
+    result: Json, folder: Path, row_of: Mapping[str, int]
 ) -> TestPredictions | None:
     """Read predictions.csv of classes; None if it is missing or does not belong to probe.json."""
     lines = read_prediction_lines(folder, result)
@@ -177,7 +177,7 @@ def read_predictions(
     has_test_store = result["split"]["kind"] == "test_store"
     roles = np.zeros(len(row_of), np.int8)
     wrong: dict[str, dict[int, str]] = {layer: {} for layer in result["layers"]}
-    errors: list[dict[str, Any]] = []
+    errors: list[Json] = []
     confidences = []
     row_of_cell = {csv_cell(key): row for key, row in row_of.items()}
     for line in lines:
@@ -213,7 +213,7 @@ def read_predictions(
     return TestPredictions(roles, wrong, errors, mean, test_store)
 
 
-def read_values(result: Mapping[str, Any], folder: Path) -> ValuePredictions:
+def read_values(result: Json, folder: Path) -> ValuePredictions:
     """Read predictions.csv of numbers or of several labels, with the layer that each fold chose."""
     targets = [str(name) for name in result["targets"]]
     numbers = result["task"] == "regression"

@@ -20,7 +20,7 @@ from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.probe_results import ROLES
 from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout, load_manifest, read_result
-from featx.types import Status
+from featx.types import Json, Status
 
 CLASSES_SHOWN = 40
 """Maximum number of classes in the table of rows by class."""
@@ -83,7 +83,7 @@ _MODEL = {
 
 def provenance_of(
     store: FeatureStore, roles: npt.NDArray[np.int8] | None, folders: Sequence[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Collect the origin of a store and counts of its rows, for a page that does not contain the
     paths of `folders`. `roles` are (N,) indices into ROLES, None without a probe. Return model
     (name and value of the model, its weights and preprocessing), versions and size as text; runs of
@@ -162,7 +162,7 @@ def _size(store: FeatureStore) -> str:
     return f"{size}, {len(parts)} parts, not packed"
 
 
-def _versions(attrs: Mapping[str, Any]) -> str:
+def _versions(attrs: Mapping[str, object]) -> str:
     try:
         versions = json.loads(str(attrs.get("versions", "")))
         return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
@@ -170,7 +170,7 @@ def _versions(attrs: Mapping[str, Any]) -> str:
         return "unknown"
 
 
-def speed_of(store: FeatureStore) -> dict[str, Any]:
+def speed_of(store: FeatureStore) -> dict[str, object]:
     """Collect the speed of the runs of a store. Return runs (as in summary.json), missing (why
     there are none), parts (minutes since the first part by modification time, and rows so far) and
     parts_missing (why there are none).
@@ -183,7 +183,7 @@ def speed_of(store: FeatureStore) -> dict[str, Any]:
     return {"runs": runs, "missing": missing, "parts": parts, "parts_missing": parts_missing}
 
 
-def _runs(store: FeatureStore) -> tuple[list[Mapping[str, Any]], str]:
+def _runs(store: FeatureStore) -> tuple[list[Json], str]:
     """Read summary.json; returns the runs, and the reason if there are none."""
     try:
         runs = read_result(store.root / layout.SUMMARY)["runs"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +12,7 @@ from featx.config import Config
 from featx.export.report.layers import Rows, RowVectors, row_vectors, standardised_units
 from featx.export.report.probe_results import TEST, Probes
 from featx.store import FeatureStore
+from featx.types import Json
 
 PAIRS_SHOWN = 12
 """Maximum number of pairs of near-duplicates."""
@@ -33,7 +32,7 @@ BLOCK_NUMBERS = 1 << 24
 
 def find_duplicates(
     store: FeatureStore, layers: tuple[str, ...], rows: Rows, probes: Probes
-) -> dict[str, Any]:
+) -> Json:
     """Find near-duplicates among the selected rows, and add those that job=probe found.
 
     Returns layer ('' if none was compared), cosine, count of all pairs, and the pairs that are
@@ -133,7 +132,7 @@ def neighbours_of(
     random: list[int],
     seed: int,
     device: str,
-) -> dict[str, Any]:
+) -> Json:
     """Search the nearest rows of the queries by the cosine of standardised values, exactly.
 
     A map counts as one long vector. Return layer, among (number of rows searched), whole (whether

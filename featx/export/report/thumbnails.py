@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from featx.config import DataConfig
 from featx.errors import FeatxError
 from featx.images import ImagePolicy, cut_view, decode_pillow
 from featx.sources import open_source
-from featx.types import ImageFault, Source, Status, ViewSource
+from featx.types import Array, ImageFault, Json, Source, Status, ViewSource
 
 if TYPE_CHECKING:
     from featx.images import DecodingClock
@@ -156,7 +156,7 @@ class Thumbnails:
                 "are in another folder, give data=folder data.root=DIR."
             )
 
-    def sprite(self, rows: Sequence[int]) -> dict[str, Any]:
+    def sprite(self, rows: Sequence[int]) -> Json:
         """Return one WebP with the square tiles of some rows, as far as they were read. Return uri
         ('' without a tile), columns (number of tiles in a line), pixels (side of a tile), and the
         place of each row in the order of lines, -1 without a tile.
@@ -216,7 +216,7 @@ class _ThumbnailMaker:
     """Makes small images in a decoder: the worker of a `DecoderPool`."""
 
     shape = (_SIZE_BYTES + 3 * _MAX_PIXELS,)
-    dtype: np.dtype[Any] = np.dtype(np.uint8)
+    dtype: np.dtype[np.generic] = np.dtype(np.uint8)
 
     def __init__(
         self, source: Source, keys: npt.NDArray[np.bytes_], policy: ImagePolicy, partial: bool
@@ -239,7 +239,7 @@ class _ThumbnailMaker:
         self,
         row: int,
         read: Callable[[], bytes],
-        out: npt.NDArray[Any],
+        out: Array,
         checksum: npt.NDArray[np.uint64],
         clock: DecodingClock,
     ) -> None:
@@ -254,7 +254,7 @@ class _ThumbnailMaker:
         pixels = np.asarray(small).reshape(-1)
         out[_SIZE_BYTES : _SIZE_BYTES + len(pixels)] = pixels
 
-    def clear(self, out: npt.NDArray[Any]) -> None:
+    def clear(self, out: Array) -> None:
         """Clear the size of a failed row."""
         out[:_SIZE_BYTES] = 0
 

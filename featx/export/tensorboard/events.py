@@ -21,7 +21,7 @@ from featx.errors import FeatxError, MissingExtraError, first_line
 from featx.export.tensorboard.projector import write_projector
 from featx.pipeline import RunObserver
 from featx.store import FeatureStore, layout
-from featx.types import Batch, Failure, Part
+from featx.types import Array, Batch, Failure, Part
 
 if TYPE_CHECKING:
     from featx.pipeline import RunContext
@@ -62,7 +62,7 @@ class Histogram:
         magnitudes = np.append(magnitudes, largest)
         self._edges = np.concatenate([-magnitudes[:0:-1], magnitudes])
 
-    def add(self, values: npt.NDArray[Any]) -> None:
+    def add(self, values: Array) -> None:
         """Count finite values, an array of any shape."""
         bits = values.view(self._unsigned).ravel(order="K")  # memory order, which needs no copy
         for start in range(0, bits.size, _CHUNK):
@@ -126,7 +126,7 @@ class RunEvents(RunObserver):
         self._failed = False
 
     def batch_computed(
-        self, batch: Batch, features: Mapping[str, npt.NDArray[Any]], failures: Sequence[Failure]
+        self, batch: Batch, features: Mapping[str, Array], failures: Sequence[Failure]
     ) -> None:
         """Count the values (n, ...) of the rows that did not fail, by dataset name, as stored."""
         self._failures += len(failures)

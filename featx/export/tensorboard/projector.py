@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +92,7 @@ def write_projector(
     disk.replace(folder / _CONFIG, MessageToString(config).encode())
 
 
-def _lines(rows: Iterable[Iterable[Any]], cell: Callable[[Any], str]) -> bytes:
+def _lines(rows: Iterable[Iterable[object]], cell: Callable[[object], str]) -> bytes:
     r"""Format rows as TSV. TensorBoard reads UTF-8 only, so other bytes are written as \xff."""
     lines = ["\t".join(map(cell, row)) for row in rows]
     raw = "\n".join([*lines, ""]).encode("utf-8", "surrogateescape")
@@ -104,13 +104,13 @@ def _cell(value: object) -> str:
     return "" if value != value else str(value).translate(_SPELLED)
 
 
-def _metadata(store: FeatureStore, rows: npt.NDArray[np.int64]) -> list[tuple[Any, ...]]:
+def _metadata(store: FeatureStore, rows: npt.NDArray[np.int64]) -> list[tuple[object, ...]]:
     """Return titles, and label, key, row and the store's columns of each point.
 
     A column with the name of another one is called column.NAME.
     """
     labels = store.labels[rows].tolist()
-    columns: dict[str, Sequence[Any]] = {
+    columns: dict[str, Sequence[object]] = {
         "label": [store.classes[label] if label >= 0 else "(none)" for label in labels],
         "key": store.keys[rows].tolist(),
         "row": rows.tolist(),

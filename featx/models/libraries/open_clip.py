@@ -12,6 +12,7 @@ import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from featx.base import import_extra
@@ -103,7 +104,7 @@ def _own_names() -> list[str]:
     return names
 
 
-def import_open_clip() -> Any:
+def import_open_clip() -> ModuleType:
     """Import open_clip, an optional package."""
     return import_extra("open_clip", "model=open_clip", "the extra clip", "clip")
 
@@ -186,7 +187,7 @@ def _source_of_folder(config: OpenClipOptions) -> ClipSource:
     )
 
 
-def _source_of_name(open_clip: Any, config: OpenClipOptions) -> ClipSource:
+def _source_of_name(open_clip: ModuleType, config: OpenClipOptions) -> ClipSource:
     """Return the model of a name, with the weights of a tag, of a file, or random."""
     name, weights = config.name.replace("/", "-"), config.weights
     model = open_clip.get_model_config(name)
@@ -282,7 +283,7 @@ def create_of_tag(source: ClipSource) -> Any:
 
 
 @contextlib.contextmanager
-def _download_errors(pretrained_cfg: dict[str, Any], source: ClipSource) -> Iterator[None]:
+def _download_errors(pretrained_cfg: dict[str, object], source: ClipSource) -> Iterator[None]:
     """Turn errors of a download into a WeightsError that says what to do.
 
     If the name of the server cannot be resolved, the error is raised at once.
@@ -355,7 +356,7 @@ def embedding_of(module: torch.nn.Module, is_normalised: bool) -> LibraryEmbeddi
     )
 
 
-def _tokens_and_stages(module: Any) -> tuple[int, bool, tuple[str, ...] | None]:
+def _tokens_and_stages(module: object) -> tuple[int, bool, tuple[str, ...] | None]:
     """Return the number of prefix tokens, whether one is a class token, and the stages of a tower.
 
     The stages are None if they are to be found from shapes.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from featx.config import ModelConfig
 from featx.errors import MissingExtraError, ModelError
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
+from featx.models.timm_metadata import timm_classes, timm_stages
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,6 @@ class Packaged(ModelLibrary[ModelConfig]):
         from featx.images import Preprocess
         from featx.models.base import Backbone, random_id
         from featx.models.checkpoint import load_weights, read_weights
-        from featx.models.timm_metadata import timm_classes, timm_stages
 
         module, loading = self.untrained(config, seed), {}
         if config.weights is None:

@@ -87,10 +87,14 @@ class ModelLibrary(Member, Generic[OptionsT]):
         return None
 
 
-class _Libraries(Registry[ModelLibrary[Any]]):
+AnyLibrary = ModelLibrary[Any]
+"""Library with options of any class."""
+
+
+class _Libraries(Registry[AnyLibrary]):
     """All model libraries; auto stands for the first one that knows the name of the model."""
 
-    def get(self, name: str) -> ModelLibrary[Any]:
+    def get(self, name: str) -> AnyLibrary:
         """Return a library by its name or its short name."""
         return super().get(_ALIASES.get(name, name))
 
@@ -98,12 +102,12 @@ class _Libraries(Registry[ModelLibrary[Any]]):
         """Return whether a library has this name or short name."""
         return super().__contains__(_ALIASES.get(name, name) if isinstance(name, str) else name)
 
-    def asked_by_auto(self) -> list[ModelLibrary[Any]]:
+    def asked_by_auto(self) -> list[AnyLibrary]:
         """Return the libraries that model.library=auto asks, in this order."""
         asked = [library for library in self if library.auto_rank is not None]
         return sorted(asked, key=lambda library: (library.auto_rank or 0, library.name))
 
-    def select(self, name: str, values: Mapping[str, object]) -> ModelLibrary[Any]:
+    def select(self, name: str, values: Mapping[str, object]) -> AnyLibrary:
         """Return the library that the options of a model select; auto if none knows the name."""
         library = self.get(name)
         if library.name != AUTO_LIBRARY:
@@ -116,7 +120,7 @@ LIBRARIES = _Libraries("model.library", "featx.models.libraries", "featx.models"
 """All model libraries by their names."""
 
 
-def resolve_library(config: ModelConfig) -> ModelLibrary[Any]:
+def resolve_library(config: ModelConfig) -> AnyLibrary:
     """Return the library to which a model belongs.
 
     It imports no library, so a mistyped name is reported at once.
@@ -147,7 +151,7 @@ def resolve_library(config: ModelConfig) -> ModelLibrary[Any]:
     )
 
 
-def _named_alike(name: str, libraries: Iterable[ModelLibrary[Any]]) -> str:
+def _named_alike(name: str, libraries: Iterable[AnyLibrary]) -> str:
     """Clause with the models that job=models finds for an unknown name, else with similar names."""
     catalogue = read_catalogue()
     available = {library.name: set(library.names()) for library in libraries}

@@ -90,7 +90,7 @@ class Timm(ModelLibrary[TimmOptions]):
         check_weights_like(config.weights_like, has_file=file is not None)
         config.checkpoint.check_effect(has_file=file is not None, is_converted=True)
         name = _tagged_name(config)
-        loading: Mapping[str, Any] = {}
+        loading: Mapping[str, object] = {}
         missing: tuple[str, ...] = ()
         if file is not None:
             module, loading, missing = _create_from_file(file, config, name, seed)
@@ -193,13 +193,13 @@ def _tagged_name(config: TimmOptions) -> str:
 
 def _create(
     name: str, pretrained: bool, args: Mapping[str, Any], size: tuple[int, int] | None, seed: int
-) -> Any:
+) -> nn.Module:
     """Create a model for images of `size`, (height, width), or of the size of the weights."""
     import timm
 
     from featx.models.base import seeded
 
-    def create(**more: Any) -> Any:
+    def create(**more: object) -> nn.Module:
         with seeded(seed):
             return timm.create_model(name, pretrained=pretrained, **{**args, **more})
 
@@ -234,7 +234,7 @@ def _create(
 
 def _create_offline(
     name: str, args: Mapping[str, Any], size: tuple[int, int] | None, seed: int
-) -> Any:
+) -> nn.Module:
     """Create a model without weights; only a model that the hub alone knows is downloaded."""
     if name.startswith(_LOCAL):
         _check_folder(name)
@@ -267,7 +267,7 @@ def _create_pretrained(name: str, config: TimmOptions, seed: int) -> Any:
 
 def _create_from_file(
     file: str, config: TimmOptions, name: str, seed: int
-) -> tuple[Any, Mapping[str, Any], tuple[str, ...]]:
+) -> tuple[nn.Module, Mapping[str, object], tuple[str, ...]]:
     """Create a model with the tensors of a file, as `load_with_heads` does.
 
     A head that the file lacks, or that does not fit, is left out, unless model.args states the
@@ -286,7 +286,7 @@ def _create_from_file(
             "Leave the option out."
         )
 
-    def with_classes(number: int) -> Any:
+    def with_classes(number: int) -> nn.Module:
         if number == module.num_classes:
             return module
         return _create_offline(name, {**config.args, "num_classes": number}, config.size, seed)
@@ -508,7 +508,7 @@ def _expose_pre_logits(module: Any) -> None:
     base: Any = type(module)
 
     class WithPreLogits(base):  # type: ignore[misc]
-        def forward_head(self, x: Any, *args: Any, **keywords: Any) -> Any:
+        def forward_head(self, x: object, *args: object, **keywords: object) -> object:
             logits = super().forward_head(x, *args, **keywords)
             if not keywords.get("pre_logits"):
                 self.pre_logits(super().forward_head(x, pre_logits=True))

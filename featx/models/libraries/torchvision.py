@@ -20,6 +20,7 @@ from featx.models.timm_metadata import imagenet_classes
 if TYPE_CHECKING:
     import torch
     from PIL import Image
+    from torchvision.models import WeightsEnum
 
     from featx.images import Preprocess
     from featx.models.base import Backbone
@@ -88,7 +89,7 @@ class Torchvision(ModelLibrary[TorchvisionOptions]):
         if config.input_size is not None:
             preset = _resize_preset(preset, config.input_size[0])
         preprocess = change_preprocess(preprocess_of(preset, name), config.transform)
-        loading: Mapping[str, Any] = {}
+        loading: Mapping[str, object] = {}
         missing: tuple[str, ...] = ()
         if entry is not None:
             module = _create_from_entry(entry, file, config, seed)
@@ -168,7 +169,7 @@ def _entry(enum: Any, name: str, weights: str | None) -> Any:
     return enum[tag]
 
 
-def _entry_of_file(enum: Any, file: str) -> Any:
+def _entry_of_file(enum: Any, file: str) -> WeightsEnum | None:
     """The enum member to whose download a local file belongs, or None.
 
     The file is recognised by its name, which contains a hash. It then gets the preprocessing of its
@@ -180,7 +181,7 @@ def _entry_of_file(enum: Any, file: str) -> Any:
 
 
 def _create_from_entry(
-    entry: Any, file: str | None, config: TorchvisionOptions, seed: int
+    entry: WeightsEnum, file: str | None, config: TorchvisionOptions, seed: int
 ) -> torch.nn.Module:
     """Build a model by torchvision's builder, with weights of a local file or of a download."""
     from torchvision import models
@@ -188,7 +189,7 @@ def _create_from_entry(
     from featx.models.base import seeded
     from featx.models.checkpoint import read_weights
 
-    def get_state_dict(*args: Any, **keywords: Any) -> Mapping[str, torch.Tensor]:
+    def get_state_dict(*args: object, **keywords: object) -> Mapping[str, torch.Tensor]:
         if file is not None:
             return read_weights(Path(file), config.checkpoint.sha256)
         return _fetch_weights(entry.url, config.name)
@@ -236,7 +237,7 @@ def _fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
 
 def _create_from_file(
     file: str, config: TorchvisionOptions, seed: int
-) -> tuple[torch.nn.Module, Mapping[str, Any], tuple[str, ...]]:
+) -> tuple[torch.nn.Module, Mapping[str, object], tuple[str, ...]]:
     """Build a model with the tensors of a file, as `load_with_heads` does.
 
     A head that the file lacks, or that does not fit, is replaced by the identity, unless model.args
@@ -260,7 +261,7 @@ def _create_from_file(
 
 
 def _create_random(
-    config: TorchvisionOptions, args: Mapping[str, Any], seed: int
+    config: TorchvisionOptions, args: Mapping[str, object], seed: int
 ) -> torch.nn.Module:
     """Build a model with random weights of a seed, also for its backbone."""
     from torchvision import models
@@ -268,7 +269,7 @@ def _create_random(
     from featx.models.base import seeded
 
     builder = models.get_model_builder(config.name)
-    keywords: dict[str, Any] = {**_all_args(config), **args, "weights": None}
+    keywords: dict[str, object] = {**_all_args(config), **args, "weights": None}
     if config.name.startswith(("googlenet", "inception")):
         keywords["init_weights"] = True  # the default, without its deprecation warning
     if "weights_backbone" in inspect.signature(builder).parameters:
@@ -278,7 +279,7 @@ def _create_random(
     return module
 
 
-def _all_args(config: TorchvisionOptions) -> dict[str, Any]:
+def _all_args(config: TorchvisionOptions) -> dict[str, object]:
     """Return model.args with the input size, for the builders that take it."""
     side = None if config.input_size is None else config.input_size[0]
     if side is not None and config.name.startswith("vit_"):
@@ -337,7 +338,7 @@ def _heads_of(module: torch.nn.Module, name: str) -> tuple[str, ...]:
 # Transforms of the weights
 
 
-def preprocess_of(preset: Any, name: str) -> Preprocess:
+def preprocess_of(preset: object, name: str) -> Preprocess:
     """The Preprocess of the transform of some weights of the model `name`."""
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
@@ -372,7 +373,7 @@ def preprocess_of(preset: Any, name: str) -> Preprocess:
     )
 
 
-def _resize_preset(preset: Any, side: int) -> Any:
+def _resize_preset(preset: object, side: int) -> object:
     """Return the transform of some weights for another size, with the same share of the centre."""
     from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
@@ -390,7 +391,7 @@ def _resize_preset(preset: Any, side: int) -> Any:
     return preset
 
 
-def _square(preset: Any, side: int) -> Any:
+def _square(preset: Any, side: int) -> object:
     """A segmentation transform followed by a square centre crop."""
     from torchvision.transforms import functional as TF
 

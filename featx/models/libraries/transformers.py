@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from featx.config import InputSize, ModelConfig, TransformConfig, options
 from featx.errors import ConfigError, ModelError, WeightsError
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
+from featx.models.transformers.families import embedding_of, family_of
+from featx.models.transformers.folder import find_folder, read_config, read_state
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +65,6 @@ class Transformers(ModelLibrary[TransformersOptions]):
         """Build the part of a model that reads images, with the weights of its folder."""
         from featx.models.base import Backbone, random_id
         from featx.models.preprocessing import change_preprocess
-        from featx.models.transformers.families import embedding_of
         from featx.models.transformers.loading import load_model
         from featx.models.transformers.loading import untrained as random_module
         from featx.models.transformers.processors import processor_choice
@@ -114,10 +115,8 @@ class Transformers(ModelLibrary[TransformersOptions]):
         return random_module(plan, seed)
 
 
-def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, Any], Family]:
+def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, object], Family]:
     """Return the folder of a model, its config.json and its family."""
-    from featx.models.transformers.families import family_of
-    from featx.models.transformers.folder import find_folder, read_config
     from featx.models.transformers.loading import import_transformers
 
     import_transformers()  # before anything is downloaded
@@ -127,10 +126,9 @@ def _open_folder(config: TransformersOptions) -> tuple[Path, dict[str, Any], Fam
 
 
 def _plan(
-    config: TransformersOptions, folder: Path, values: dict[str, Any], family: Family
+    config: TransformersOptions, folder: Path, values: dict[str, object], family: Family
 ) -> tuple[Blueprint, dict[str, torch.Tensor] | None]:
     """Return what is built, and the tensors of the folder; None for random weights."""
-    from featx.models.transformers.folder import read_state
     from featx.models.transformers.loading import blueprint
 
     state = None if config.weights is None else read_state(folder)

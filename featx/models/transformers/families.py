@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featx.errors import ModelError
 
@@ -25,7 +25,7 @@ FIRST_TOKEN = "last_hidden_state[:, 0]"
 MEAN_OF_TOKENS = "mean of last_hidden_state over its tokens"
 MEAN_OF_MAP = "mean of last_hidden_state over its positions"
 
-_EMBEDDINGS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
+_EMBEDDINGS: dict[str, Callable[[Mapping[str, torch.Tensor]], torch.Tensor]] = {
     POOLER: lambda output: output["pooler_output"].flatten(1),
     FIRST_TOKEN: lambda output: output["last_hidden_state"][:, 0],
     MEAN_OF_TOKENS: lambda output: output["last_hidden_state"].mean(1),
@@ -184,7 +184,7 @@ def family_of(model_type: str) -> Family:
     return FAMILIES.get(model_type, Family(POOLER, has_class_token=False, is_reentrant=False))
 
 
-def embedding_of(module: Any, family: Family) -> LibraryEmbedding:
+def embedding_of(module: nn.Module, family: Family) -> LibraryEmbedding:
     """Return the embedding of a family for a model of it."""
     from featx.models.base import LibraryEmbedding, expose_embedding
 

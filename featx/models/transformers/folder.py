@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featx.errors import ModelError, WeightsError, counted, first_line
 from featx.models.catalogue import hint_elsewhere
@@ -97,7 +97,7 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, object]:
     """Read config.json, without the entries that are no part of the model."""
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
@@ -153,7 +153,7 @@ def _has_key(value: object, key: str) -> bool:
     return isinstance(value, list) and any(_has_key(part, key) for part in value)
 
 
-def _without(config: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def _without(config: Mapping[str, object], names: tuple[str, ...]) -> dict[str, object]:
     """Return nested mappings without some keys."""
     return {
         key: _without(value, names) if isinstance(value, dict) else value

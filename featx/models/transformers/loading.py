@@ -10,13 +10,18 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from featx.base import import_extra
 from featx.errors import ModelError, WeightsError, counted, one_line
+from featx.models.base import seeded
+from featx.models.checkpoint import log_left_out
 
 if TYPE_CHECKING:
-    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from featx.models.transformers.families import Family
 
@@ -28,12 +33,12 @@ _POOLING = "add_pooling_layer"
 class Blueprint:
     """A class of transformers with the configuration of one model."""
 
-    model: Any
-    config: Any
-    arguments: Mapping[str, Any]
+    model: type[PreTrainedModel]
+    config: PretrainedConfig
+    arguments: Mapping[str, object]
 
 
-def import_transformers() -> Any:
+def import_transformers() -> ModuleType:
     """Import transformers, an optional package."""
     what = "model=transformers"
     return import_extra("transformers", what, "the extra transformers", "transformers")
@@ -43,7 +48,7 @@ def blueprint(
     config: Mapping[str, Any],
     family: Family,
     tensors: Mapping[str, torch.Tensor] | None,
-    args: Mapping[str, Any],
+    args: Mapping[str, object],
 ) -> Blueprint:
     """Return the class and the configuration of the part of a model that reads images.
 
@@ -87,8 +92,6 @@ def blueprint(
 
 def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
     """Return the model with transformers' own initialisation."""
-    from featx.models.base import seeded
-
     with seeded(seed), quiet(), _build_errors(plan):
         module: torch.nn.Module = plan.model(plan.config, **plan.arguments)
         return module.float()
@@ -96,8 +99,6 @@ def untrained(plan: Blueprint, seed: int) -> torch.nn.Module:
 
 def load_model(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) -> torch.nn.Module:
     """Return the model with the tensors of a folder, in float32."""
-    from featx.models.checkpoint import log_left_out
-
     module, info = _from_state(plan, state, origin)
     missing = info["missing_keys"]
     no_pooler = missing and all(map(_is_of_pooler, missing)) and not any(map(_is_of_pooler, state))
@@ -112,12 +113,8 @@ def load_model(plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str) 
 
 def _from_state(
     plan: Blueprint, state: Mapping[str, torch.Tensor], origin: str
-) -> tuple[Any, Mapping[str, Any]]:
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Return the model that transformers makes of some tensors, and what it reports about them."""
-    import torch
-
-    from featx.models.base import seeded
-
     try:
         with seeded(0), quiet(), _build_errors(plan):
             # Without a folder, transformers looks for no files, adapters or code.
@@ -141,10 +138,8 @@ def _is_of_pooler(name: str) -> bool:
     return ".pooler." in f".{name}"
 
 
-def _check_loaded(module: Any, info: Mapping[str, Any], origin: str) -> None:
+def _check_loaded(module: PreTrainedModel, info: Mapping[str, Any], origin: str) -> None:
     """Check that the tensors of a folder have filled a model."""
-    import torch
-
     children = {name for name, _ in module.named_children()}
     missing = sorted(info["missing_keys"])
     unexpected = sorted(
@@ -169,7 +164,7 @@ def _check_loaded(module: Any, info: Mapping[str, Any], origin: str) -> None:
         )
 
 
-def _own_name(name: str, module: Any) -> str:
+def _own_name(name: str, module: PreTrainedModel) -> str:
     """Return the name of a tensor without what stands for the whole model in front of it."""
     return name.removeprefix(f"{module.base_model_prefix}.")
 

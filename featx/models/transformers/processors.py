@@ -9,21 +9,27 @@ images of odd sizes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torchvision.transforms import functional as TF
 
 from featx.errors import FeatxError, ModelError, WeightsError, one_line
+from featx.images import Preprocess, centre_crop
 from featx.models.hugging_face import read_json
+from featx.models.preprocessing import pillow_preprocess
 from featx.models.transformers.folder import CONFIG, PROCESSORS
 from featx.models.transformers.loading import import_transformers, quiet
 
 if TYPE_CHECKING:
-    import torch
-    from PIL import Image
+    from transformers import BaseImageProcessor
 
-    from featx.images import Preprocess
 
 Reference: TypeAlias = "Callable[[Image.Image], torch.Tensor]"
 """Function from an RGB image to (3, H, W) float32, normalised."""
@@ -100,7 +106,7 @@ def _choice(folder: Path, size: tuple[int, int] | None) -> ProcessorChoice:
     return ProcessorChoice(_by_the_processor(processor, reference, crop), name, False)
 
 
-def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
+def _open_processor(folder: Path, options: Mapping[str, object]) -> BaseImageProcessor:
     """Return the processor of a folder, the one of Pillow if it has one.
 
     The backends of transformers differ by several levels of 255, so one is chosen for good. Pillow
@@ -132,9 +138,8 @@ def _open_processor(folder: Path, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _reference(processor: Any) -> Reference:
+def _reference(processor: BaseImageProcessor) -> Reference:
     """Return the processor as a function from an RGB image to (3, H, W) float32."""
-    import torch
 
     def reference(image: Image.Image) -> torch.Tensor:
         x = processor(images=image, return_tensors="pt")["pixel_values"][0]
@@ -164,10 +169,10 @@ def _size_of(reference: Reference, name: str) -> tuple[int, int]:
     return shapes[0][1], shapes[0][2]
 
 
-def _by_the_processor(processor: Any, reference: Reference, crop: tuple[int, int]) -> Preprocess:
+def _by_the_processor(
+    processor: BaseImageProcessor, reference: Reference, crop: tuple[int, int]
+) -> Preprocess:
     """The preprocessing that the processor computes for every image."""
-    from featx.images import Preprocess
-
     mean, std = normalisation(processor)
     return Preprocess(
         reference=reference,
@@ -179,7 +184,7 @@ def _by_the_processor(processor: Any, reference: Reference, crop: tuple[int, int
     )
 
 
-def _options_of_size(processor: Any, size: tuple[int, int]) -> dict[str, Any]:
+def _options_of_size(processor: BaseImageProcessor, size: tuple[int, int]) -> dict[str, object]:
     """Options with which a processor makes images of another size.
 
     The share of the image that is cropped stays the same.
@@ -218,9 +223,6 @@ def _no_such_size(name: str, size: tuple[int, int]) -> ModelError:
 @functools.cache
 def made_image(size: tuple[int, int]) -> Image.Image:
     """Return an RGB image with structure at several scales, edges and noise."""
-    import numpy as np
-    from PIL import Image
-
     width, height = size
     y, x = np.mgrid[0:height, 0:width]
     waves = np.stack([np.sin(x / 9 + y / 31), np.cos(x / 40), np.sin(y / 7)], axis=-1)
@@ -229,10 +231,8 @@ def made_image(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(np.clip(97 + 80 * waves + edges + noise, 0, 255).astype(np.uint8))
 
 
-def statement_of(processor: Any) -> Preprocess | None:
+def statement_of(processor: BaseImageProcessor) -> Preprocess | None:
     """State what a processor does; None for one that this module does not know."""
-    from featx.models.preprocessing import pillow_preprocess
-
     name = name_of(processor)
     rule = _RULES.get(name, plain_sizes if _is_plain(processor, name) else None)
     if rule is None or not processor.do_resize or getattr(processor, "do_pad", None):
@@ -255,12 +255,12 @@ def statement_of(processor: Any) -> Preprocess | None:
     )
 
 
-def name_of(processor: Any) -> str:
+def name_of(processor: BaseImageProcessor) -> str:
     """Name of the class of a processor, whatever its backend."""
     return type(processor).__name__.removesuffix("Pil")
 
 
-def _is_plain(processor: Any, name: str) -> bool:
+def _is_plain(processor: BaseImageProcessor, name: str) -> bool:
     """Return whether a processor does what its options say in the order resize, crop, normalise."""
     own = vars(type(processor))
     return name in _PLAIN or not {"_preprocess", "preprocess", "resize", "rescale"} & set(own)
@@ -270,7 +270,7 @@ Sizes: TypeAlias = tuple[int | tuple[int, int], tuple[int, int]]
 """`resize` and `crop` of a `Preprocess`."""
 
 
-def plain_sizes(processor: Any) -> Sizes | None:
+def plain_sizes(processor: BaseImageProcessor) -> Sizes | None:
     """Sizes of a processor that resizes and then may crop."""
     size, crop = processor.size, _crop_size(processor)
     if size is None:
@@ -283,7 +283,7 @@ def plain_sizes(processor: Any) -> Sizes | None:
     return None
 
 
-def _crop_size(processor: Any) -> tuple[int, int] | None:
+def _crop_size(processor: BaseImageProcessor) -> tuple[int, int] | None:
     """(height, width) of the crop of a processor, or None if it does not crop."""
     crop = getattr(processor, "crop_size", None)
     if not getattr(processor, "do_center_crop", None) or not (crop and crop.height and crop.width):
@@ -291,7 +291,7 @@ def _crop_size(processor: Any) -> tuple[int, int] | None:
     return int(crop.height), int(crop.width)
 
 
-def _convnext_sizes(processor: Any) -> Sizes | None:
+def _convnext_sizes(processor: BaseImageProcessor) -> Sizes | None:
     """Sizes of the processor of ConvNeXt, ResNet and RegNet: a crop up to 383 pixels."""
     side = processor.size.shortest_edge
     if not side or getattr(processor, "do_center_crop", None):
@@ -300,7 +300,7 @@ def _convnext_sizes(processor: Any) -> Sizes | None:
     return (square if side >= _LARGE else int(side / processor.crop_pct)), square
 
 
-def _levit_sizes(processor: Any) -> Sizes | None:
+def _levit_sizes(processor: BaseImageProcessor) -> Sizes | None:
     """Sizes of the processor of LeViT: 256 pixels for a crop of 224."""
     side, crop = processor.size.shortest_edge, _crop_size(processor)
     return (int(256 / 224 * side), crop) if side and crop else None
@@ -317,7 +317,7 @@ _RULES = {
 Triple: TypeAlias = tuple[float, float, float]
 
 
-def normalisation(processor: Any) -> tuple[Triple, Triple]:
+def normalisation(processor: BaseImageProcessor) -> tuple[Triple, Triple]:
     """Mean and standard deviation for values in [0, 1], whatever the scale of the processor."""
     factor = 255 * (processor.rescale_factor if processor.do_rescale else 1.0)
     is_normalised = processor.do_normalize and name_of(processor) != "MobileViTImageProcessor"
@@ -326,7 +326,7 @@ def normalisation(processor: Any) -> tuple[Triple, Triple]:
     return _triple([x / factor for x in mean]), _triple([x / factor for x in std])
 
 
-def _triple(value: Any) -> Triple:
+def _triple(value: float | Sequence[float]) -> Triple:
     """A number for each channel, of one number or three."""
     if isinstance(value, int | float):
         return float(value), float(value), float(value)
@@ -334,10 +334,8 @@ def _triple(value: Any) -> Triple:
     return red, green, blue
 
 
-def is_proven(processor: Any, reference: Reference, statement: Preprocess) -> bool:
+def is_proven(processor: BaseImageProcessor, reference: Reference, statement: Preprocess) -> bool:
     """Return whether the statement makes the images of the processor, of all made images."""
-    import torch
-
     resizes_floats = name_of(processor) == "DINOv3ViTImageProcessor"
     if resizes_floats and not statement.has_fast_path:
         return False
@@ -365,10 +363,6 @@ def _sizes_of_half_margins(statement: Preprocess) -> list[tuple[int, int]]:
 
 def _float_reference(statement: Preprocess) -> Reference:
     """The statement computed on floats, which are not rounded after resizing."""
-    import torch.nn.functional as F
-    from torchvision.transforms import functional as TF
-
-    from featx.images import centre_crop
 
     def reference(image: Image.Image) -> torch.Tensor:
         x = TF.pil_to_tensor(image).float()[None] / 255

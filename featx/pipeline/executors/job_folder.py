@@ -18,7 +18,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from typing import Any
 from featx.base import num_cpus
 from featx.config import Config, ExecutorConfig
 from featx.errors import ConfigError
-from featx.pipeline.output import Output, Session
+from featx.pipeline.output import AnyOutput, Session
 from featx.pipeline.run_context import EngineSpec, RunContext
 from featx.storage import open_folder
 from featx.store import heartbeat_name, layout
-from featx.types import Part, ResumeState, Source
+from featx.types import Json, Part, ResumeState, Source
 
 SPEC = "worker-spec.pkl"
 """Name of the file with the worker spec."""
@@ -66,9 +66,9 @@ class WorkerSpec:
     config_yaml: str
     source: Source | None
     engine_spec: EngineSpec
-    output: Output[Any, Any]
+    output: AnyOutput
     resume_state: ResumeState
-    fingerprint: Mapping[str, Any]
+    fingerprint: Json
     num_rows: int
     cpus: int
     parts: Sequence[Part]
@@ -79,7 +79,7 @@ class WorkerSpec:
 
 
 def worker_spec(
-    context: RunContext, session: Session, output: Output[Any, Any], config_yaml: str
+    context: RunContext, session: Session, output: AnyOutput, config_yaml: str
 ) -> WorkerSpec:
     """Create the worker spec of a run, without what its executor adds."""
     config = context.config
@@ -121,7 +121,7 @@ def _picklable_source(context: RunContext) -> Source | None:
 class _SourcePickler(pickle.Pickler):
     """Pickler that refuses classes of the running script, which other processes cannot import."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """Refuse classes and functions of __main__; all other values are pickled as usual."""
         if getattr(value, "__module__", None) == "__main__":
             raise pickle.PicklingError("its class is defined in the script that is run")

@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from types import ModuleType
 
 from featx.base import import_extra
 from featx.config import Config, Count, ExecutorConfig, Positive, options
@@ -72,7 +72,7 @@ def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
         return ActorPool(ray, spec, session, context.engine.device.type, options).run()
 
 
-def ray_module() -> Any:
+def ray_module() -> ModuleType:
     return import_extra("ray", "executor=ray", "Ray", "ray")
 
 
@@ -104,7 +104,7 @@ class Actor:
 
 class ActorPool(WorkerPool):
     def __init__(
-        self, ray: Any, spec: WorkerSpec, session: Session, device: str, options: RayOptions
+        self, ray: ModuleType, spec: WorkerSpec, session: Session, device: str, options: RayOptions
     ) -> None:
         gpus = options.gpus or 1.0 if device == "cuda" else 0.0
         resources, cpus = ray.cluster_resources(), options.num_cpus
@@ -115,7 +115,7 @@ class ActorPool(WorkerPool):
         self._device = device
         self._actor_type = ray.remote(num_cpus=cpus, num_gpus=gpus)(Actor)
         self._sent_spec = ray.put(PickledWorkerSpec(self.spec))
-        self._actors: dict[int, tuple[Any, Any]] = {}  # with the reference to its result
+        self._actors: dict[int, tuple[object, object]] = {}  # with the reference to its result
         self._head = options.address or ""
         if not self._head.startswith("ray://"):
             # Without an address where the caller has connected as a client.
@@ -177,7 +177,7 @@ class ActorPool(WorkerPool):
 
 
 @contextlib.contextmanager
-def connected(ray: Any, address: str | None) -> Iterator[Any]:
+def connected(ray: ModuleType, address: str | None) -> Iterator[ModuleType]:
     """Connect Ray to a cluster, or start one on this machine.
 
     A connection of the caller is used as it is and stays open.
@@ -207,7 +207,7 @@ def _connect(address: str, limit_s: float) -> None:
         socket.create_connection((host.strip("[]"), int(port)), limit_s).close()
 
 
-def _cluster_address(ray: Any, address: str) -> str:
+def _cluster_address(ray: ModuleType, address: str) -> str:
     """Address that Ray will connect to for executor.address; '' if that is not known."""
     if address == "auto":
         # Ray has no public function that says which cluster `auto` is, without connecting to it.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featx.base import Member, Registry
 
 if TYPE_CHECKING:
     from featx.config import Config
     from featx.pipeline.executors.job_folder import WorkerSpec
-    from featx.pipeline.output import Output, Session
+    from featx.pipeline.output import AnyOutput, Session
     from featx.pipeline.run_context import RunContext
     from featx.pipeline.run_metrics import RunOutcome
 
@@ -36,7 +36,7 @@ EXECUTORS: Registry[Executor] = Registry("executor", "featx.pipeline.executors")
 
 
 def run_distributed(
-    context: RunContext, session: Session, output: Output[Any, Any], config_yaml: str
+    context: RunContext, session: Session, output: AnyOutput, config_yaml: str
 ) -> RunOutcome:
     """Compute the missing parts with the executor that the option `executor` chooses.
 

@@ -6,6 +6,7 @@ plain numpy, and tifffile confirms that the files hold the intended numbers.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -376,6 +377,21 @@ def test_overlapping_tags_take_no_memory(tmp_path: Path) -> None:
     refused = [f"{name}: its tags overlap, to more bytes than it has"
                for name in ("second page", "tiff")]  # fmt: skip
     assert sorted(done.stdout.splitlines()) == sorted(6 * refused)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P"])
+def test_a_file_that_ends_within_its_tags_is_no_other_image(mode: str) -> None:
+    file = io.BytesIO()
+    pixels = Image.fromarray((SHARES * 255).astype(np.uint8)).convert(mode)
+    pixels.save(file, "TIFF", compression="tiff_lzw", tiffinfo={274: 2})
+    data = file.getvalue()
+    for channels in (None, len(pixels.getbands())):
+        policy = replace(POLICY, channels=channels)
+        whole = decode_array(data, policy, None) if mode != "P" or channels is None else None
+        for size in range(len(data) - 200, len(data)):
+            with contextlib.suppress(ImageFault):
+                assert np.array_equal(decode_array(data[:size], policy, None), whole)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -222,6 +222,18 @@ def test_big_tiff(order: str, planar: int, bits: int) -> None:
     assert_right(data, expected_rgb(kind, numbers, 2.0**bits - 1))
 
 
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("compression", [1, 8])
+@pytest.mark.parametrize("number", [(1, 8), (1, 16), (2, 16), (2, 32), (3, 16), (3, 32), (3, 64)])
+def test_grey_with_a_scale_keeps_its_numbers(
+    number: tuple[int, int], compression: int, order: str
+) -> None:
+    kind = Kind(*number, order, photometric=1, compression=compression)
+    numbers = numbers_of(kind, 1, NUMBERS[number]).astype(kind.dtype)
+    read = decode_array(write_tiff((numbers, kind)), replace(POLICY, channels=1), None)
+    assert np.array_equal(read, numbers)
+
+
 @pytest.mark.parametrize("compression", ["lzw", "packbits", "zstd", "lzma", "lerc", "jpegxl"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
 def test_compressions_are_right_or_refused(compression: str, dtype: type) -> None:

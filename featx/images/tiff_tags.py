@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -15,7 +16,7 @@ from featx.images.rgb_conversion import format_fault
 from featx.types import ImageFault, Status
 
 if TYPE_CHECKING:
-    from tifffile import TiffFile, TiffPage, TiffTag
+    from tifffile import TiffFile, TiffFormat, TiffPage, TiffTag
 
 _TIFF = re.compile(rb"II[*+]\0|MM\0[*+]")
 
@@ -24,7 +25,7 @@ UNREADABLE = b"MM\0+"
 
 SUBFILE, OLD_SUBFILE, WIDTH, HEIGHT, BITS, COMPRESSION = 254, 255, 256, 257, 258, 259
 PHOTOMETRIC, DESCRIPTION, STRIP_OFFSETS, ORIENTATION, SAMPLES = 262, 270, 273, 274, 277
-STRIP_ROWS, STRIP_COUNTS, PLANAR = 278, 279, 284
+STRIP_ROWS, STRIP_COUNTS, PLANAR, COLOUR_MAP = 278, 279, 284, 320
 TILE_WIDTH, TILE_HEIGHT, TILE_OFFSETS, TILE_COUNTS, SUB_IFDS = 322, 323, 324, 325, 330
 EXTRA_SAMPLES, SAMPLE_FORMAT, SMALLEST, LARGEST, JPEG_TABLES = 338, 339, 340, 341, 347
 CHROMA_SUBSAMPLING, XMP = 530, 700
@@ -36,6 +37,9 @@ _READ = frozenset({
     TILE_COUNTS, SUB_IFDS, EXTRA_SAMPLES, SAMPLE_FORMAT, SMALLEST, LARGEST, JPEG_TABLES,
     CHROMA_SUBSAMPLING, XMP,
 })  # fmt: skip
+
+_ESSENTIAL = (_READ - {DESCRIPTION, XMP}) | {COLOUR_MAP}
+"""Tags without whose values a page is read otherwise."""
 
 MAX_PAGES, MAX_VALUES = 10_000, 1 << 22
 """Number of pages that are read, and largest number of values of a tag; a file may have more."""
@@ -81,6 +85,11 @@ def read_tags(data: bytes) -> list[Tags]:
                     raise ImageFault(
                         Status.DECODE_ERROR, "its tags overlap, to more bytes than it has"
                     )
+                codes = _codes(data, file.tiff, page.offset)
+                if lost := _ESSENTIAL & codes - {*page.tags.keys()}:
+                    raise ImageFault(
+                        Status.DECODE_ERROR, f"the value of its tag {min(lost)} is damaged"
+                    )
                 read = (t for t in page.tags if t.code in _READ and t.count <= MAX_VALUES)
                 pages.append({tag.code: _values(tag) for tag in read})
     except (ImageFault, MemoryError):
@@ -92,6 +101,16 @@ def read_tags(data: bytes) -> list[Tags]:
         message = f"its tags are damaged: {str(problem)[:150]}"
         raise ImageFault(Status.DECODE_ERROR, message, type(problem).__name__) from problem
     return pages
+
+
+def _codes(data: bytes, layout: TiffFormat, offset: int) -> set[int]:
+    """Return the numbers of all tags of a page; tifffile leaves out those that it cannot read."""
+    [count] = struct.unpack_from(layout.tagnoformat, data, offset)
+    first = offset + layout.tagnosize
+    return {
+        struct.unpack_from(f"{layout.byteorder}H", data, first + i * layout.tagsize)[0]
+        for i in range(count)
+    }
 
 
 def _values(tag: TiffTag) -> Sequence[float]:

@@ -44,6 +44,11 @@ def open_source(config: HuggingFaceOptions) -> Source:
     root = config.path
     try:
         dataset: Any = datasets.load_from_disk(str(root))
+    except IndexError as error:  # its message is "list index out of range"
+        raise DataError(
+            f"data.root={root}: datasets cannot load a data set or a split that was saved without "
+            "rows. Save it without this split."
+        ) from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"data.root={root} (taken from {Path.cwd()}) is no folder that save_to_disk wrote: "

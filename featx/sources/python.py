@@ -95,6 +95,12 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
         )
     if is_frame:
         return MapSource(_rows_of_frame(data), True, _columns_of_frame(data, names))
+    shape = tuple(getattr(data, "shape", ()))
+    if len(shape) == 3 and shape[2] in (3, 4):
+        raise DataError(
+            f"data is an array {shape}, which looks like one image: give [data], or list(data) if "
+            f"it holds {counted(shape[0], 'image')} (H, W) of grey."
+        )
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         # The index of a column of pandas need not count its rows.
         return MapSource(_list_of(data) if is_table else data, paths_are_keys=True)

@@ -98,9 +98,10 @@ class SlideSource:
                 image = _region(self._open_slide(image_key), box)
         except OpenSlideError as error:
             is_unknown = isinstance(error, OpenSlideUnsupportedFormatError)
+            hint = "; a TIFF has to be tiled, and little-endian unless it is a BigTIFF"
             raise ImageFault(
                 Status.UNSUPPORTED if is_unknown else Status.DECODE_ERROR,
-                f"{str(error)[:200]}{'; a TIFF has to be tiled' if is_unknown else ''}",
+                f"{str(error)[:200]}{hint if is_unknown else ''}",
                 type(error).__name__,
             ) from error
         is_opaque = image.getchannel("A").getextrema() == (255, 255)

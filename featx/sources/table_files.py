@@ -129,6 +129,15 @@ class CsvTable:
                 first = reader.line_num + 1
 
 
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return the Arrow type as which the values of a dictionary or a view are read."""
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    return views.get(kind, kind)
+
+
 class ParquetTable:
     """Columns of a Parquet file, which is open only while a column is read."""
 
@@ -142,18 +151,19 @@ class ParquetTable:
         self.names: list[str] = self._schema.names
 
     def kind(self, name: str) -> pa.DataType:
-        """Return the Arrow type of a column's values; for a dictionary column, of its entries."""
+        """Return the Arrow type of a column's values, or of those of a struct."""
         import pyarrow as pa
 
         kind = self._schema.field(name).type
-        return kind.value_type if pa.types.is_dictionary(kind) else kind
+        if pa.types.is_struct(kind):
+            return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+        return _plain(kind)
 
     def column(self, name: str, field: str | None = None) -> pa.ChunkedArray:
         """Read only one column, or one field of a struct column.
 
-        Returns pyarrow.ChunkedArray; dictionary columns are decoded.
+        Returns pyarrow.ChunkedArray; dictionaries and views are decoded.
         """
-        import pyarrow as pa
         import pyarrow.compute as pc
         from pyarrow import parquet
 
@@ -161,9 +171,8 @@ class ParquetTable:
             # Names may contain dots, so that `name.field` may be a column as well: both are read.
             column = opened.read(columns=[f"{name}.{field}" if field else name])[name]
         column = pc.struct_field(column, field) if field else column
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        return column
+        kind = _plain(column.type)
+        return column if kind == column.type else column.cast(kind)
 
     def places(self, rows: Sequence[int]) -> list[str]:
         """Return where some rows are."""

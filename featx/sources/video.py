@@ -170,7 +170,7 @@ class FrameReader:
         return float(header["duration_s"])
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """Return the frame that is displayed at a time, as PPM."""
+        """Return the frame that is displayed so many seconds after the first one, as PPM."""
         request = {"path": path, "time_s": time_s, "max_pixels": max_pixels}
         return self._ask(path, request)[1]
 

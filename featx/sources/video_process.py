@@ -7,6 +7,7 @@ JSON and the bytes of the frame. No objects are pickled.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -29,10 +30,12 @@ _BEHIND_THE_END_S = 0.5
 """Seconds behind the last frame for which the last frame is returned. The duration in a container
 often includes sound that is longer than the images."""
 
+_MPEG = b"\x00\x00\x01\xba"
+
 _BEGINNINGS = (
     (0, b"\x1aE\xdf\xa3"),  # Matroska, WebM
     (0, b"RIFF"),
-    (0, b"\x00\x00\x01\xba"),  # MPEG
+    (0, _MPEG),
     (4, b"ftyp"),  # MP4, QuickTime
     (4, b"moov"),
     (4, b"mdat"),
@@ -52,12 +55,11 @@ class Videos:
 
     def duration_s(self, path: str) -> float:
         """Return the duration of a video in seconds, from its header, else from its packets."""
-        _check_container(path)
-        try:
-            metadata = self._decoder(path, seek_mode="approximate").metadata
-            seconds = metadata.duration_seconds_from_header
-        except (RuntimeError, ValueError):
-            seconds = None
+        seconds = None
+        if _check_container(path) != _MPEG:  # has no duration, and FFmpeg's guess may be too short
+            with contextlib.suppress(RuntimeError, ValueError):
+                metadata = self._decoder(path, seek_mode="approximate").metadata
+                seconds = metadata.duration_seconds_from_header
         if seconds is None:
             seconds = self._open_video(path).metadata.duration_seconds
         if not (math.isfinite(seconds) and seconds > 0):
@@ -65,19 +67,23 @@ class Videos:
         return float(seconds)
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """Decode the frame that is displayed at a time. Returns the upright frame as PPM."""
+        """Decode the frame that is displayed so many seconds after the first one.
+
+        Returns the upright frame as PPM.
+        """
         video = self._open_video(path)
         metadata = video.metadata
         if metadata.width * metadata.height > max_pixels:
             raise ImageFault(Status.TOO_LARGE, f"{metadata.width} x {metadata.height} pixels")
         begin, end = metadata.begin_stream_seconds, metadata.end_stream_seconds
+        time_s += begin  # which is not 0 in recordings, in MPEG, and where sound begins first
         if time_s >= end + _BEHIND_THE_END_S:
-            raise ImageFault(Status.TRUNCATED, f"the video ends at {end:.3f} s")
+            raise ImageFault(Status.TRUNCATED, f"the video ends at {end - begin:.3f} s")
         try:
             if time_s >= end:
                 frame = video.get_frame_at(metadata.num_frames - 1)
             else:
-                frame = video.get_frame_played_at(max(time_s, begin))
+                frame = video.get_frame_played_at(time_s)
         except (RuntimeError, IndexError, ValueError) as error:
             raise _fault(error) from error
         return encode_pixels(frame.data.numpy())
@@ -101,14 +107,16 @@ class Videos:
         return video
 
 
-def _check_container(path: str) -> None:
-    """Check the first bytes of a file."""
+def _check_container(path: str) -> bytes:
+    """Check the first bytes of a file, and return the signature."""
     with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
         head = file.read(16)
     if not head:
         raise ImageFault(Status.EMPTY, "the file has no bytes")
-    if not any(head[at:].startswith(mark) for at, mark in _BEGINNINGS):
-        raise ImageFault(Status.UNSUPPORTED, "no MP4, QuickTime, Matroska, WebM, AVI or MPEG video")
+    for at, mark in _BEGINNINGS:
+        if head[at:].startswith(mark):
+            return mark
+    raise ImageFault(Status.UNSUPPORTED, "no MP4, QuickTime, Matroska, WebM, AVI or MPEG video")
 
 
 def _fault(error: Exception) -> ImageFault:

@@ -126,12 +126,9 @@ class LayerArray:
             start, stop, _ = index.indices(len(self))
             return self._read_range(start, max(start, stop))
         first, *rest = (index or (Ellipsis,)) if isinstance(index, tuple) else (index,)
-        if first is Ellipsis:
-            if len(rest) < self.ndim:
-                rest = [Ellipsis, *rest] if rest else []
-                first = slice(None)
-            else:
-                first, *rest = rest
+        if first is Ellipsis:  # of how many axes, only numpy knows
+            every: npt.NDArray[Any] = self._read_range(0, len(self))[index]
+            return every
         rows, single = row_indices(first, len(self))
         store = self._store
         read = store._retry_if_packed(lambda: store._layer_reader.read(self.name, rows))

@@ -6,6 +6,7 @@ plain numpy, and tifffile confirms that the files hold the intended numbers.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -221,6 +222,18 @@ def test_big_tiff(order: str, planar: int, bits: int) -> None:
     assert_right(data, expected_rgb(kind, numbers, 2.0**bits - 1))
 
 
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("compression", [1, 8])
+@pytest.mark.parametrize("number", [(1, 8), (1, 16), (2, 16), (2, 32), (3, 16), (3, 32), (3, 64)])
+def test_grey_with_a_scale_keeps_its_numbers(
+    number: tuple[int, int], compression: int, order: str
+) -> None:
+    kind = Kind(*number, order, photometric=1, compression=compression)
+    numbers = numbers_of(kind, 1, NUMBERS[number]).astype(kind.dtype)
+    read = decode_array(write_tiff((numbers, kind)), replace(POLICY, channels=1), None)
+    assert np.array_equal(read, numbers)
+
+
 @pytest.mark.parametrize("compression", ["lzw", "packbits", "zstd", "lzma", "lerc", "jpegxl"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
 def test_compressions_are_right_or_refused(compression: str, dtype: type) -> None:
@@ -376,6 +389,21 @@ def test_overlapping_tags_take_no_memory(tmp_path: Path) -> None:
     refused = [f"{name}: its tags overlap, to more bytes than it has"
                for name in ("second page", "tiff")]  # fmt: skip
     assert sorted(done.stdout.splitlines()) == sorted(6 * refused)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P"])
+def test_a_file_that_ends_within_its_tags_is_no_other_image(mode: str) -> None:
+    file = io.BytesIO()
+    pixels = Image.fromarray((SHARES * 255).astype(np.uint8)).convert(mode)
+    pixels.save(file, "TIFF", compression="tiff_lzw", tiffinfo={274: 2})
+    data = file.getvalue()
+    for channels in (None, len(pixels.getbands())):
+        policy = replace(POLICY, channels=channels)
+        whole = decode_array(data, policy, None) if mode != "P" or channels is None else None
+        for size in range(len(data) - 200, len(data)):
+            with contextlib.suppress(ImageFault):
+                assert np.array_equal(decode_array(data[:size], policy, None), whole)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

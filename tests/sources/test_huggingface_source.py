@@ -103,6 +103,9 @@ def test_what_is_no_such_folder_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     for root in (tmp_path, tmp_path / "none"):
         with pytest.raises(DataError, match="is no folder that save_to_disk wrote"):
             saved(root)
+    made([]).save_to_disk(tmp_path / "empty")
+    with pytest.raises(DataError, match="saved without rows"):
+        saved(tmp_path / "empty")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r'pip install "featx\[huggingface\]"'):
         saved(tmp_path)

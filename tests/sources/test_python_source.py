@@ -203,6 +203,9 @@ def test_one_item_is_asked_for_at_a_time() -> None:
 
 
 def test_what_is_no_data_set_is_said() -> None:
+    for one_image in (pixels(0), torch.from_numpy(pixels(0))):
+        with pytest.raises(DataError, match=r"\(6, 5, 3\), which looks like one image"):
+            source_of(one_image)
     for wrong in (iter([1]), 5, object()):
         with pytest.raises(DataError, match="expected a path, a mapping, a data set with __len__"):
             source_of(wrong)

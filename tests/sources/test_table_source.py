@@ -192,9 +192,12 @@ def test_a_parquet_of_paths(tmp_path: Path) -> None:
     for labels, expected in (
         (pa.array([3, None, 1], pa.int16()), ["3", None, "1"]),
         (pa.array(["x", None, "y"]).dictionary_encode(), ["x", None, "y"]),
+        (pa.array(["x", None, "y"], pa.string_view()), ["x", None, "y"]),
         (pa.array([True, False, None]), ["true", "false", None]),
     ):
-        rows = {"path": ["c.jpg", "a.jpg", "b.jpg"], "label": labels}
+        paths = pa.array(["c.jpg", "a.jpg", "b.jpg"])
+        is_view = labels.type == pa.string_view()
+        rows = {"path": paths.cast(pa.string_view()) if is_view else paths, "label": labels}
         pq.write_table(pa.table(rows), tmp_path / "t.parquet")
         found = labels_of(table(tmp_path / "t.parquet").listing())
         assert [found[name] for name in ("c.jpg", "a.jpg", "b.jpg")] == expected
@@ -237,9 +240,12 @@ def test_paths_next_to_the_bytes_are_keys_if_each_row_has_its_own(tmp_path: Path
     source = table(images(tmp_path / "t.parquet", rows, label=["p", "q"]))
     assert labels_of(source.listing()) == {"a.jpg": "q", "z.jpg": "p"}
     assert (source.read(b"a.jpg"), source.read(b"z.jpg")) == (b"2", b"1")
-    large = pa.array(rows, pa.struct({"bytes": pa.large_binary(), "path": pa.large_string()}))
-    pq.write_table(pa.table({"image": large}), tmp_path / "large.parquet")
-    assert table(tmp_path / "large.parquet").listing().keys.tolist() == [b"a.jpg", b"z.jpg"]
+    for kinds in ((pa.large_binary(), pa.large_string()), (pa.binary_view(), pa.string_view())):
+        others = pa.array(rows, pa.struct(zip(("bytes", "path"), kinds, strict=True)))
+        pq.write_table(pa.table({"image": others}), tmp_path / "others.parquet")
+        source = table(tmp_path / "others.parquet")
+        assert source.listing().keys.tolist() == [b"a.jpg", b"z.jpg"]
+        assert source.read(b"z.jpg") == b"1"
     for path in ("z.jpg", None, ""):
         images(tmp_path / "t.parquet", [rows[0], {"bytes": b"2", "path": path}])
         assert table(tmp_path / "t.parquet").listing().keys.tolist() == [

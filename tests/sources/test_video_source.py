@@ -101,6 +101,18 @@ def test_every_frame_is_a_row_where_no_millisecond_divides_them(tmp_path: Path, 
     assert found == pytest.approx(6 * np.arange(36), abs=3)
 
 
+@needs_ffmpeg
+@pytest.mark.slow
+def test_times_count_from_the_first_frame(tmp_path: Path) -> None:
+    write_video(tmp_path / "clip.mkv", 12)
+    data = (tmp_path / "clip.mkv").read_bytes()
+    assert data.count(b"\xe7\x81\0") == 1  # the time of its only cluster, in milliseconds
+    (tmp_path / "clip.mkv").write_bytes(data.replace(b"\xe7\x81\0", b"\xe7\x81\xff"))
+    source = open_source(VideoOptions(root=str(tmp_path), every_s=1 / FPS))
+    found = [brightness(source.read(key)) for key in source.listing().keys.tolist()]
+    assert found == pytest.approx(6 * np.arange(12), abs=3)
+
+
 @pytest.mark.slow
 def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -75,7 +75,7 @@ INDICES: list[Any] = [
     (MASK, Ellipsis, 0), (MASK, np.arange(10) % 3), (4, [0, 2]), (slice(None), [0, 2]),
     (7, 1, 1, 1), ([7], 1, 1, 1), (Ellipsis, 7, 1, 1, 0), (slice(1, 3), None), (np.array(6), 0),
     ([[1], [2]][0], [0]), (slice(None), Ellipsis, [0, 1], [1, 0]), ([5, 3], slice(None), [1, 0]),
-    ((1, 7),), ((1, 7), slice(None), 0), ((),), ((), 0),
+    ((1, 7),), ((1, 7), slice(None), 0), ((),), ((), 0), (Ellipsis, 1, 1, 1, None),
 ]  # fmt: skip
 
 

@@ -117,7 +117,7 @@ class LayerArray:
             "array[:100]>"
         )
 
-    def __getitem__(self, index: object) -> Array:
+    def __getitem__(self, index: Any) -> Array:
         if type(index) is int and -len(self) <= index < len(self):
             start = index % len(self)
             row: Array = self._read_range(start, start + 1)[0]
@@ -127,7 +127,7 @@ class LayerArray:
             return self._read_range(start, max(start, stop))
         first, *rest = (index or (Ellipsis,)) if isinstance(index, tuple) else (index,)
         if first is Ellipsis:  # of how many axes, only numpy knows
-            every: npt.NDArray[Any] = self._read_range(0, len(self))[index]
+            every: Array = self._read_range(0, len(self))[index]
             return every
         rows, single = row_indices(first, len(self))
         store = self._store

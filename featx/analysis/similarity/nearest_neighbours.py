@@ -13,7 +13,7 @@ import torch
 
 from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
-from featx.base import choose_device
+from featx.base import choose_device, float64_device
 from featx.config import METRICS, NeighborsConfig, OutliersConfig, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore
@@ -291,18 +291,23 @@ def _nearest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors."""
     num_scores = sizes.BLOCK_BYTES // 4  # of a block, in float32
+    home = float64_device(x.device)
     block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, num_scores // max(1, len(x))))
 
     def scored_blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""
         for start, block in vectors.blocks(block_rows):
-            # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
-            # order.
-            squares = (block * block).sum(1)
-            scores = torch.addmm(-squares, x, block.T, alpha=2)
-            if cosine and (squares > FAR_SQUARE).any():  # vectors of zeros: cosine 0
-                zero_scores = (x * x).sum(1, keepdim=True) - 2
-                scores = torch.where(squares > FAR_SQUARE, zero_scores, scores)
+            if cosine:
+                # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
+                # order.
+                squares = (block * block).sum(1)
+                scores = torch.addmm(-squares, x, block.T, alpha=2)
+                if (squares > FAR_SQUARE).any():  # vectors of zeros: cosine 0
+                    zero_scores = (x * x).sum(1, keepdim=True) - 2
+                    scores = torch.where(squares > FAR_SQUARE, zero_scores, scores)
+            else:
+                # float32 loses distances that are much smaller than the vectors.
+                scores = -torch.cdist(x.to(home).double(), block.to(home).double()).to(x)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
     _, places = best_of_blocks(scored_blocks(), query_places, k)

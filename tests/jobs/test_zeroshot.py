@@ -176,6 +176,7 @@ def test_normalised_embeddings_give_the_same_head(made: Path, tmp_path: Path) ->
         ("", {"templates": "names.txt"}, DataError, r"zeroshot\.templates=names\.txt is empty"),
         ("", {"templates": "missing.txt"}, DataError, r"file with one such text a line, or openai"),
         ("", {"templates": "{} and {}"}, DataError, r"texts with one \{\}"),
+        ("", {"templates": "a " * 14 + "{}"}, ConfigError, r"a cat' has more than the 16 tokens"),
         ("", {"templates": " "}, ConfigError, r"zeroshot\.templates is empty"),
     ],
 )
@@ -263,6 +264,7 @@ def test_rows_nearest_to_texts_are_those_of_open_clip(
         ({"neighbors": {"text": "a", "recall": 0.9}}, "no effect with neighbors.text"),
         ({"neighbors": {"text": "a", "metric": "euclidean"}}, "metric=cosine only"),
         ({"neighbors": {"text": [" "]}}, "a text is empty"),
+        ({"neighbors": {"text": "a " * 15}}, "has more than the 16 tokens"),
         ({"neighbors": {"text": "nowhere.txt"}}, "nowhere.txt cannot be read"),
         ({"neighbors": {"text": "a"}, "layers": ["logits"]}, "compared with layers=embedding"),
     ],

@@ -28,7 +28,7 @@ _DOUBLES_BYTES = 8 << 20
 
 FAR = 8.0
 """Length of the vector that stands for a vector of zeros among centred unit vectors, whose length
-is at most 2."""
+is below 3."""
 
 
 class LayerVectors:
@@ -37,9 +37,10 @@ class LayerVectors:
     Args:
         rows: (n,) rows of the store, none of which failed; None for all such rows.
         unit: whether vectors are scaled to length 1; a vector of zeros stays zero.
-        centre: whether the mean of the first vectors is subtracted. Distances stay the same and
-            become more exact. With `unit`, cosines follow from distances as 1 - |u - v|^2 / 2, and
-            a vector of zeros, which has no cosine, becomes a vector that is FAR from all others.
+        centre: whether the median of the first vectors is subtracted. Distances stay the same and
+            become more exact, also if a few rows are very long. With `unit`, cosines follow from
+            distances as 1 - |u - v|^2 / 2, and a vector of zeros, which has no cosine, becomes a
+            vector that is FAR from all others.
         standardise: whether each value has the mean over the rows subtracted, and is divided by
             its standard deviation, before all else. A value that is equal in all rows becomes 0.
         projection: (D, P) float32 by which rows of the store are multiplied first, or None.
@@ -86,12 +87,11 @@ class LayerVectors:
         if centre:
             count = min(len(self), 1024, self.rows_of(BLOCK_BYTES))
             first = self._read(0, count).to(float64_device(device), torch.float64)
-            self._centre = first.mean(dim=0)
-            if not unit:
-                # Whole numbers keep differences of few bits, so that equal distances stay equal.
-                self._centre = self._centre.float().double()
-                if largest := float((first - self._centre).abs().max()):
-                    self.scale = math.ldexp(1, math.frexp(largest)[1])
+            # Whole numbers stay whole numbers, so that equal distances stay equal.
+            self._centre = first.median(dim=0).values
+            largest = float((first - self._centre).abs().max())
+            if largest and not unit:
+                self.scale = math.ldexp(1, math.frexp(largest)[1])
         kept_bytes = KEEP_BYTES
         if device.type == "cuda":
             kept_bytes = int(torch.cuda.mem_get_info(device)[0]) // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -118,7 +119,7 @@ def read_texts(option: str, given: str | Sequence[str]) -> list[str]:
     if not given.endswith(".txt"):
         return [given]
     try:
-        lines = Path(given).expanduser().read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(given).expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{option}={given} cannot be read: {error}.") from error
     texts = [line.strip() for line in lines if line.strip()]
@@ -158,31 +159,40 @@ def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[
     """Return the classes of a head, and their names in the texts."""
     store_classes = [str(name) for name in store.classes]
     if file is None:
-        if len(store_classes) < 2:
+        origin, classes = f"the classes of {store.root}", store_classes
+        if len(classes) < 2:
             raise ConfigError(
-                f"{store.root} has {counted(len(store_classes), 'class', 'classes')}; give the "
-                "names in zeroshot.classes=FILE, one a line."
+                f"{store.root} has {counted(len(classes), 'class', 'classes')}; give the names in "
+                "zeroshot.classes=FILE, one a line."
             )
-        return store_classes, [name.replace("_", " ") for name in store_classes]
-    path = Path(file).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".json":
-            named = json.loads(text)
-            if not isinstance(named, dict) or not all(isinstance(x, str) for x in named.values()):
-                raise ValueError("expected an object of texts")
-            unknown = [name for name in named if name not in store_classes]
-            if unknown:
-                raise ValueError(f"the store has no class {', '.join(unknown[:3])}")
-            names = list(named), list(named.values())
-        else:
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            names = lines, lines
-    except (OSError, ValueError) as error:
-        raise DataError(f"zeroshot.classes={file} cannot be read: {error}.") from error
-    if len(set(names[0])) < max(2, len(names[0])):
-        raise DataError(f"zeroshot.classes={file}: expected two or more names, each once.")
-    return names
+        names = [name.replace("_", " ") for name in classes]
+    else:
+        origin, path = f"zeroshot.classes={file}", Path(file).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+            if path.suffix == ".json":
+                pairs = json.loads(text, object_pairs_hook=list)
+                if not isinstance(pairs, list) or not all(
+                    isinstance(pair, tuple) and isinstance(pair[1], str) for pair in pairs
+                ):
+                    raise ValueError("expected an object of texts")
+                classes, names = [name for name, _ in pairs], [words for _, words in pairs]
+                unknown = [name for name in classes if name not in store_classes]
+                if unknown:
+                    raise ValueError(f"the store has no class {', '.join(unknown[:3])}")
+            else:
+                classes = names = [line.strip() for line in text.split("\n") if line.strip()]
+        except (OSError, ValueError) as error:
+            raise DataError(f"{origin} cannot be read: {error}.") from error
+    for each in (classes, [name.strip() for name in names]):
+        # Of two classes with the same words, the second would never be predicted.
+        wrong = [name for name, count in Counter(each).items() if count > 1 or not name]
+        if wrong or len(each) < 2:
+            given = f"{wrong[0]!r} more than once" if wrong and wrong[0] else f"{each}"[:80]
+            raise DataError(
+                f"{origin}: expected two or more names, each once and none empty; given {given}."
+            )
+    return classes, names
 
 
 def read_templates(option: str) -> list[str] | str:
@@ -192,7 +202,7 @@ def read_templates(option: str) -> list[str] | str:
     templates = [option]
     if "{" not in option:
         try:
-            lines = Path(option).expanduser().read_text(encoding="utf-8-sig").splitlines()
+            lines = Path(option).expanduser().read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
                 f"zeroshot.templates={option} cannot be read: {error}. Expected a text with {{}} "

@@ -187,7 +187,7 @@ def text_classifier(
         device: device of the text tower.
 
     Raises:
-        ConfigError: the model is not one of open_clip, or has random weights.
+        ConfigError: the model is not one of open_clip, has random weights, or a text is too long.
         WeightsError: its weights or the files of its tokenizer cannot be loaded.
     """
     if not isinstance(config, OpenClipOptions):
@@ -208,6 +208,18 @@ def text_classifier(
         if isinstance(templates, str):
             sets = open_clip.OPENAI_IMAGENET_TEMPLATES, open_clip.SIMPLE_IMAGENET_TEMPLATES
             template_list = dict(zip(TEMPLATE_SETS, sets, strict=True))[templates]
+        limit = tokenizer.context_length
+        of_library = getattr(tokenizer, "tokenizer", None)
+        place = 0 if getattr(of_library, "padding_side", "right") == "left" else limit
+        for name in names:
+            texts = [each(name) if callable(each) else each.format(name) for each in template_list]
+            # Where an empty text has padding, one that open_clip would cut off has a token.
+            *ends, padding = tokenizer([*texts, ""], context_length=limit + 1)[:, place].tolist()
+            if too_long := [text for text, end in zip(texts, ends, strict=True) if end != padding]:
+                raise ConfigError(
+                    f"the text {too_long[0]!r} has more than the {limit} tokens that the model "
+                    "reads: shorten it."
+                )
         with torch.no_grad():
             vectors = open_clip.build_zero_shot_classifier(
                 model, tokenizer, list(names), list(template_list), device=device

@@ -70,9 +70,12 @@ def test_tiny_temperatures_do_not_overflow(tmp_path: Path) -> None:
     assert np.isfinite(found).all()
 
 
-def test_an_offset_takes_no_digits(tmp_path: Path) -> None:
-    """Cosines that differ by 1e-9, which float32 does not tell apart."""
+@pytest.mark.parametrize("long_row", [False, True])
+def test_an_offset_takes_no_digits(long_row: bool, tmp_path: Path) -> None:
+    """Cosines that differ by 1e-9, which float32 does not tell apart; one row may be elsewhere."""
     x, y = blobs(200)
+    if long_row:
+        x[3] *= 1e9
     x = np.round(10 * x) + np.float32(1e6)
     bank, queries = np.arange(0, 150), np.arange(150, 200)
     oracle = KNeighborsClassifier(7, metric="cosine", algorithm="brute")

@@ -17,6 +17,7 @@ from featx.analysis.probe.comparisons import (
 from featx.analysis.probe.comparisons import differences as compare_splits
 from featx.analysis.probe.metrics import Predictions
 from featx.analysis.probe.splits import Split
+from featx.analysis.probe.texts import difference_text
 
 
 def rows_with(right: list[bool], groups: list[int] | None = None) -> Predictions:
@@ -45,6 +46,19 @@ def test_a_group_counts_once() -> None:
     assert (found["unit"], found["units"]) == ("group", 3)
     assert (found["first_only"], found["second_only"], found["p"]) == (1, 0, 1.0)
     assert found["difference"] == pytest.approx(4 / 6 - 1 / 6)
+
+
+def test_groups_and_rows_for_different_classifiers_tell_nothing() -> None:
+    """30 groups of a row are for the first, and 8 groups of 20 rows for the second."""
+    groups = [*range(30), *np.repeat(np.arange(30, 38), 20).tolist()]
+    a, b = (rows_with([is_a] * 30 + [not is_a] * 160, groups) for is_a in (True, False))
+    found = compare_with_best(a, {"b": b})["b"]
+    assert found["p"] < 0.001
+    assert found["interval_holm"][1] < 0
+    assert not found["told_apart"]
+    assert "they cannot be told apart: more groups are for the other one" in difference_text(
+        "a", "b", found, "p"
+    )
 
 
 def test_the_bootstrap_draws_groups_like_scipys() -> None:

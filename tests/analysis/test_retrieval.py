@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from probe_problem import blobs, write_store
 from sklearn.metrics import average_precision_score
+from sklearn.preprocessing import StandardScaler
 
 import featx
 from featx.analysis import layer_vectors
@@ -38,16 +39,20 @@ def expected(x: np.ndarray, y: np.ndarray, metric: str) -> tuple[dict[str, float
     return {k: float(np.mean(found)) for k, found in hits.items()}, float(np.mean(precisions))
 
 
+@pytest.mark.parametrize("standardise", [False, True])
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-def test_every_row_retrieves_its_class(metric: str) -> None:
+def test_every_row_retrieves_its_class(metric: str, standardise: bool) -> None:
     x, y = blobs(120, num_classes=5, signal=0.3)
     y[7] = 5  # the only row of its class
     y[[3, 11]] = -1
+    x[3] *= 100
     failed = [20, 21]
     write_store(Path("store"), y, failed=failed, x=x)
     store = featx.open("store")
-    found = retrieval_metrics(store, "x", metric, "cpu")
+    found = retrieval_metrics(store, "x", metric, "cpu", standardise)
     assert found is not None
+    if standardise:  # over all rows, as the neighbours are
+        x = StandardScaler().fit(np.delete(x, failed, 0)).transform(x)
     used = np.setdiff1d(np.flatnonzero(y >= 0), failed)
     recall, mean = expected(x[used], y[used], metric)
     assert found["recall"] == pytest.approx(recall)

@@ -117,7 +117,7 @@ class TestNeighbours:
         run = make_run(48, 16)
         name = next(n for n, v in run.features.items() if v.dtype == np.float32)
         shape = run.features[name].shape
-        x = 1e6 + 16 * rng.integers(-50, 50, shape)
+        x = 1e6 + 16 * rng.integers(-500, 500, shape)  # no distances are equal
         store = write(with_features(run, **{name: x}))
         found = nearest_rows(store, name, k=3, metric=metric)
         flat = x.reshape(len(x), -1)
@@ -134,6 +134,18 @@ class TestNeighbours:
         distances, places = NearestNeighbors(algorithm="brute").fit(x).kneighbors(n_neighbors=6)
         assert np.array_equal(found.neighbours, places)
         assert np.allclose(found.scores, distances, rtol=1e-5, atol=0)
+
+    def test_neighbours_are_much_nearer_than_other_rows_are_far(self) -> None:
+        """One row is a million times as long, and two clouds are far from each other."""
+        flat = make_run(40, 16).features["flat"].copy()
+        flat[20:] += 2000
+        flat[5] *= 1e6
+        store = write(with_features(make_run(40, 16), flat=flat))
+        found = nearest_rows(store, "flat", 39, "euclidean", device="cpu")
+        search = NearestNeighbors(algorithm="brute").fit(flat.astype(np.float64))
+        distances, places = search.kneighbors(n_neighbors=39)
+        assert np.array_equal(found.neighbours[:, :9], places[:, :9])
+        assert np.allclose(found.scores, distances, rtol=1e-3, atol=0)
 
     @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
     def test_standardised_values_behind_an_offset(self, metric: str) -> None:

@@ -242,7 +242,7 @@ def test_unusable_masks_are_left_out_by_name() -> None:
     Path("masks/a/004.png").write_bytes(b"damaged")
     Image.new("RGB", (32, 32)).save("masks/b/005.png")
     write_image(1 - np.eye(8, dtype=int), Path("photos/a/006.png"))
-    Path("names.txt").write_text("red\ngreen\nblue\n")
+    Path("names.txt").write_text("red\ngreen\nblue\u2028dark\n")
     found = probe(mask_classes="names.txt")
     reasons = {each["key"]: each["reason"] for each in found["masks"]["refused"]}
     assert reasons == {
@@ -260,7 +260,7 @@ def test_unusable_masks_are_left_out_by_name() -> None:
         "7 rows without a usable mask are left out: a/000.png: there is"
         in (found["notes_on_rows"][0])
     )
-    assert found["classes"] == ["red", "green", "blue"]
+    assert found["classes"] == ["red", "green", "blue\u2028dark"]
     assert found["masks"]["num_refused"] == 7
     assert found["rows_labelled"] == 9
 

@@ -134,10 +134,11 @@ def test_classes_are_those_of_the_store_or_of_a_file(made: Path, tmp_path: Path)
     found = load_file(head)
     scale = model.logit_scale.exp().detach()
     torch.testing.assert_close(found["weight"], (weights * scale).T)
-    (tmp_path / "other.txt").write_text("car\nhouse\n")
+    (tmp_path / "other.txt").write_text("car\nhouse\u2028boat\n")
     run_job("zeroshot", store=store, zeroshot={"classes": str(tmp_path / "other.txt")})
     result = json.loads((tmp_path / "store" / "zeroshot.json").read_text())
-    assert (result["classes"], result["rows"], result["accuracy"]) == (["car", "house"], 0, None)
+    assert (result["classes"], result["rows"]) == (["car", "house\u2028boat"], 0)
+    assert result["accuracy"] is None
     assert np.isnan(featx.predict(head, made / "images").accuracy)
     run_job("zeroshot", store=store, zeroshot={"templates": "simple"})
     result = json.loads((tmp_path / "store" / "zeroshot.json").read_text())
@@ -159,13 +160,23 @@ def test_normalised_embeddings_give_the_same_head(made: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "asked", "error", "message"),
     [
-        ("cat\ncat\n", {"classes": "names.txt"}, DataError, r"two or more names, each once"),
+        ("cat\ncat\n", {"classes": "names.txt"}, DataError, r"each once.* 'cat' more than once"),
+        (
+            '{"cat": "crane", "dog": "crane "}',
+            {"classes": "names.json"},
+            DataError,
+            r"'crane' more than once",
+        ),
+        ('{"cat": "a", "cat": "b"}', {"classes": "names.json"}, DataError, r"'cat' more than once"),
+        ('{"cat": "a", "dog": ""}', {"classes": "names.json"}, DataError, r"given \['a', ''\]"),
+        ('["cat", "dog"]', {"classes": "names.json"}, DataError, r"expected an object of texts"),
         ("cat\n", {"classes": "names.txt"}, DataError, r"two or more names"),
         ("", {"classes": "missing.txt"}, DataError, r"zeroshot\.classes=missing\.txt cannot be"),
         ("a photo of a cat\n", {"templates": "names.txt"}, DataError, r"texts with one \{\}"),
         ("", {"templates": "names.txt"}, DataError, r"zeroshot\.templates=names\.txt is empty"),
         ("", {"templates": "missing.txt"}, DataError, r"file with one such text a line, or openai"),
         ("", {"templates": "{} and {}"}, DataError, r"texts with one \{\}"),
+        ("", {"templates": "a " * 14 + "{}"}, ConfigError, r"a cat' has more than the 16 tokens"),
         ("", {"templates": " "}, ConfigError, r"zeroshot\.templates is empty"),
     ],
 )
@@ -179,7 +190,8 @@ def test_files_of_names_and_texts_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("names.txt").write_text(text)
+    for name in ("names.txt", "names.json"):
+        Path(name).write_text(text)
     with pytest.raises(error, match=message):
         run_job("zeroshot", store=str(made / "vit-store"), zeroshot=asked)
 
@@ -252,6 +264,7 @@ def test_rows_nearest_to_texts_are_those_of_open_clip(
         ({"neighbors": {"text": "a", "recall": 0.9}}, "no effect with neighbors.text"),
         ({"neighbors": {"text": "a", "metric": "euclidean"}}, "metric=cosine only"),
         ({"neighbors": {"text": [" "]}}, "a text is empty"),
+        ({"neighbors": {"text": "a " * 15}}, "has more than the 16 tokens"),
         ({"neighbors": {"text": "nowhere.txt"}}, "nowhere.txt cannot be read"),
         ({"neighbors": {"text": "a"}, "layers": ["logits"]}, "compared with layers=embedding"),
     ],

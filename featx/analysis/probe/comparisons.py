@@ -40,7 +40,8 @@ def compare_with_best(
     for (name, test), p, level in zip(tests.items(), corrected, levels, strict=True):
         interval = bootstrapped_difference(*_gains(best, others[name]), level)
         test["p_holm"], test["interval_holm"] = p, interval
-        test["told_apart"] = _are_told_apart(p, interval)
+        lead = test["first_only"] - test["second_only"]
+        test["told_apart"] = _are_told_apart(p, interval, lead)
     return tests
 
 
@@ -52,8 +53,7 @@ def compare(a: Predictions, b: Predictions) -> dict[str, Any]:
     'group') and units, their number; difference, the accuracy of the first minus that of the second
     classifier, and interval (95 %), as returned by `bootstrapped_difference`; first_only and
     second_only, the number of units that count for one of the two; p, two-sided and exact, of the
-    sign test; and told_apart, whether p is below ALPHA and the interval, if there is one, excludes
-    0.
+    sign test; and told_apart, as returned by `_are_told_apart`.
 
     The sign test is McNemar's exact test: of equally good classifiers, each of the first_only +
     second_only units is for either with probability 1/2. Q. McNemar, Note on the Sampling Error of
@@ -73,17 +73,19 @@ def compare(a: Predictions, b: Predictions) -> dict[str, Any]:
         "first_only": first,
         "second_only": second,
         "p": p,
-        "told_apart": _are_told_apart(p, interval),
+        "told_apart": _are_told_apart(p, interval, first - second),
     }
 
 
-def _are_told_apart(p: float, interval: tuple[float, float] | None) -> bool:
-    """Return whether two classifiers differ, by both the exact test and the bootstrap.
+def _are_told_apart(p: float, interval: tuple[float, float] | None, lead: int) -> bool:
+    """Return whether two classifiers differ, by both the exact test and the bootstrap, and both for
+    the same one; `lead` is the number of units for the first minus that for the second.
 
     The interval alone is not enough: it is too narrow for a few rows. If 3 of 6 rows are for the
-    first classifier and none for the second, the bootstrap gives 0.17 to 0.83, and p is 0.25.
+    first classifier and none for the second, the bootstrap gives 0.17 to 0.83, and p is 0.25. Many
+    small groups may be for one classifier, and most rows, in a few large groups, for the other.
     """
-    return p < ALPHA and (interval is None or interval[0] > 0 or interval[1] < 0)
+    return p < ALPHA and (interval is None or (interval[0] if lead > 0 else -interval[1]) > 0)
 
 
 def _gains(a: Predictions, b: Predictions) -> tuple[Ints, Ints]:

@@ -24,8 +24,9 @@ BLOCK_NUMBERS = 1 << 24
 """Maximum number of similarities in memory at a time."""
 
 _OFFSET = 1e4
-"""Ratio of the squared mean to the squared spread of features above which cosines are computed in
-float64: they then differ from 1 by less than float32, with a precision of 1e-7, resolves well."""
+"""Ratio of the square of the median direction to the median squared distance from it above which
+cosines are computed in float64: they then differ from 1 by less than float32, with a precision of
+1e-7, resolves well."""
 
 _SAMPLED_ROWS = 1024
 """Number of rows from which that ratio is estimated."""
@@ -98,12 +99,12 @@ def _nearest(
 
 
 def _needed_dtype(features: Features, bank: Ints) -> torch.dtype:
-    """Return float64 if a common offset makes all rows nearly parallel, else float32."""
+    """Return float64 if a common offset makes most rows nearly parallel, else float32."""
     sample = bank[np.unique(np.linspace(0, len(bank) - 1, _SAMPLED_ROWS).astype(np.int64))]
-    rows = features.take(sample).to(float64_device(features.device)).double()
-    mean = rows.mean(dim=0)
-    spread = float((rows - mean).square().sum(dim=1).mean())
-    return torch.float64 if float(mean @ mean) > _OFFSET * spread else torch.float32
+    rows = unit_vectors(features.take(sample).to(float64_device(features.device)).double())
+    centre = rows.median(dim=0).values  # which a few other rows do not move
+    spread = float((rows - centre).square().sum(dim=1).median())
+    return torch.float64 if float(centre @ centre) > _OFFSET * spread else torch.float32
 
 
 def candidates(num_bank: int, k: int | None) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def _class_names(path: str) -> tuple[str, ...]:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"probe.mask_classes={path} cannot be read: {error}.") from error
-    names = tuple(line.strip() for line in text.splitlines())
+    names = tuple(line.strip() for line in text.removesuffix("\n").split("\n"))
     if "" in names or len(set(names)) < len(names):
         raise ConfigError(
             f"probe.mask_classes={path}: expected one name a line, all different and none empty."

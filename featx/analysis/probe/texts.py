@@ -205,6 +205,9 @@ def _doubt_text(comparison: Json, p_text: str) -> str:
         return ""
     low, high = comparison.get("interval_holm") or (low, high)
     reason = f"exact McNemar test, {p_text}"
+    lead = comparison["first_only"] - comparison["second_only"]
+    if lead * low < 0:
+        reason = f"more {comparison['unit']}s are for the other one"
     if low <= 0 <= high:
         reason = f"interval {points_text(low)} to {points_text(high)} (Holm)"
     return f", but they cannot be told apart: {reason}"

@@ -12,7 +12,7 @@ import torch
 
 from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
-from featx.base import choose_device
+from featx.base import choose_device, float64_device
 from featx.config import METRICS, NeighborsConfig, OutliersConfig, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore
@@ -290,21 +290,31 @@ def _nearest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors."""
     num_scores = sizes.BLOCK_BYTES // 4  # of a block, in float32
+    home = float64_device(x.device)
     block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, num_scores // max(1, len(x))))
 
-    def scored_blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def scored_blocks(x: torch.Tensor, wide: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""
         for start, block in vectors.blocks(block_rows):
-            # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
-            # order.
-            squares = (block * block).sum(1)
-            scores = torch.addmm(-squares, x, block.T, alpha=2)
+            if wide:
+                scores = -torch.cdist(x.to(home).double(), block.to(home).double()).to(x)
+            else:
+                # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
+                # order.
+                squares = (block * block).sum(1)
+                scores = torch.addmm(-squares, x, block.T, alpha=2)
             if cosine and (squares > FAR_SQUARE).any():  # vectors of zeros: cosine 0
                 zero_scores = (x * x).sum(1, keepdim=True) - 2
                 scores = torch.where(squares > FAR_SQUARE, zero_scores, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
-    _, places = best_of_blocks(scored_blocks(), query_places, k)
+    _, places = best_of_blocks(scored_blocks(x, False), query_places, k)
+    if not cosine:
+        # float32 loses distances that are much smaller than the vectors.
+        is_lost = 4 * _distances(vectors, x, places[:, -1:])[:, 0] < x.norm(dim=1)
+        if is_lost.any():
+            wide_blocks = scored_blocks(x[is_lost], True)
+            places[is_lost] = best_of_blocks(wide_blocks, query_places[is_lost], k)[1]
     return sort_neighbours(vectors, x, places, cosine)
 
 

@@ -51,7 +51,8 @@ def retrieval_metrics(
     queries = np.flatnonzero(counts[labels] > 1)
     if not len(queries):
         return None
-    vectors = metric_vectors(store, layer, metric, device, standardise, rows)
+    vectors = metric_vectors(store, layer, metric, device, standardise)
+    vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
     reason = _why_no_map(len(rows))
     num_nearer, precisions = [], []
     block_rows = max(1, BLOCK_NUMBERS // len(rows))

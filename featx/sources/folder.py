@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +114,7 @@ def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
 
 def _from_csv(file: Path, text: str, delimiter: str) -> list[tuple[str, str | int]]:
     """Parse CSV lines into pairs."""
-    rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter) if row]
+    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if row]
     for line in rows:
         if len(line) != 2:
             raise DataError(

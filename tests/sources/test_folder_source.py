@@ -556,6 +556,7 @@ def test_depth_bounds_how_far_down_images_are_looked_for(tmp_path: Path) -> None
         ("c.json", '{"n1": 2, "n2": 0, "n3": 2, "gone": 9}', ("0", "1", "2"), [2, 0, 2, -1]),
         ("c.csv", 'n1,"tench, big"\nn2,0\nn3,0\n', ("0", "tench, big"), [1, 0, 0, -1]),
         ("c.csv", "n1,1\r\nn2,0\r\n\r\nn3,1\r\n", ("0", "1"), [1, 0, 1, -1]),
+        ("c.csv", 'n1,"a\u2028n2,b"\nn2,b\nn3,b\n', ("a\u2028n2,b", "b"), [0, 1, 1, -1]),
     ],
 )
 def test_a_file_names_the_classes(

@@ -238,7 +238,8 @@ def _engine_rows(
         return {name: rows[plain.numbers] for name, rows in trial_rows.items()}
     images = trial.images[plain.numbers]
     # A compiled model takes batches of one size only; others would compile it again.
-    size = engine.compute.batch_size if engine.compute.compile else len(images)
+    size = engine.compute.batch_size
+    size = size if engine.compute.compile else min(size, len(images))
     rows_of_batches: dict[str, list[torch.Tensor]] = {}
     for start in range(0, len(images), size):
         batch = images[start : start + size]

@@ -221,6 +221,23 @@ def test_what_is_no_program_for_images_is_refused(case: str, tmp_path: Path) -> 
         built(tmp_path / "x.pt2")
 
 
+def test_a_program_of_at_most_four_images_gives_five_rows(photos: Path, tmp_path: Path) -> None:
+    path = export(tmp_path / "x.pt2", Net().eval(), sizes={0: torch.export.Dim("b", max=4)})
+    store = extract(path, photos, batch_size=4)
+    with torch.no_grad():
+        expected = Net().eval()(inputs_of(photos)).numpy()
+    np.testing.assert_allclose(store["embedding"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_without_a_value_of_images_are_no_layers(photos: Path, tmp_path: Path) -> None:
+    class WithConstants(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), 3, None
+
+    path = export(tmp_path / "x.pt2", WithConstants().eval())
+    assert list(extract(path, photos, layers=["output"]).layers) == ["output"]
+
+
 def test_a_program_of_several_outputs_has_layers_and_no_embedding(tmp_path: Path) -> None:
     for sizes in (None, {}):
         backbone = built(export(tmp_path / "x.pt2", Several().eval(), sizes=sizes))

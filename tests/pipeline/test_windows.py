@@ -352,7 +352,8 @@ def test_images_of_several_sizes_end_in_the_same_grid(mixed: Path) -> None:
 
 
 def test_whole_maps_of_several_sizes_are_refused_before_the_run(mixed: Path) -> None:
-    with pytest.raises(ReduceError, match=r"several sizes, such as 75 x 50 and 64 x 64 .*grid"):
+    sizes = r"several sizes, such as 75 x 50 and 64 x 64 .*grid, rows: 3, columns: 2}"
+    with pytest.raises(ReduceError, match=sizes):
         extract(Stem(), mixed, layers=["deep"], **WINDOWS)
     assert not Path("store/parts").exists()
 
@@ -409,9 +410,23 @@ def test_reductions_of_tokens_are_refused(same_size: Path, reduce: str) -> None:
         extract(Stem(), same_size, layers=["deep"], reduce=reduce, **WINDOWS)
 
 
-def test_positions_of_no_whole_number_of_pixels_are_refused(same_size: Path) -> None:
-    with pytest.raises(ReduceError, match=r"2 x 2 positions in a window.*multiple"):
-        extract(Stem(), same_size, layers=["deep"], model_window_size=27)
+@pytest.mark.parametrize(
+    ("layer", "size", "text"),
+    [
+        ("deep", 27, "2 x 2 positions in a window"),
+        ("stem", 30, "stem takes every 8 x 8 positions of 30 x 30"),  # 3 positions in 24 pixels
+        ("deep", 24, "deep takes every 2 x 2 positions of 3 x 3"),
+        ("stem", 24, None),  # deep, which is not captured, has 2 positions in 3
+    ],
+)
+def test_windows_of_other_than_whole_positions_are_refused(
+    same_size: Path, layer: str, size: int, text: str | None
+) -> None:
+    if text is None:
+        assert len(extract(Stem(), same_size, layers=[layer], model_window_size=size)) > 0
+        return
+    with pytest.raises(ReduceError, match=f"{text}.*multiple"):
+        extract(Stem(), same_size, layers=[layer], model_window_size=size)
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def _output(program: ExportedProgram) -> object:
     (node,) = (node for node in program.graph.nodes if node.op == "output")
     spec = cast(TreeSpec, program.call_spec.out_spec)
     is_plain = spec.num_leaves == 1 and tree_unflatten(["output"], spec) == "output"
-    values: list[Any] = list(node.args[0])  # constants, such as None, are no nodes
+    values = list(node.args[0])  # constants, such as None, are no nodes
     return values[0].meta.get("val") if is_plain and isinstance(values[0], torch.fx.Node) else None
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from featx.config.checks import Count, OneOrMore, names_tuple, options
+from featx.config.checks import Count, OneOrMore, Share, names_tuple, options
 from featx.errors import ConfigError
 
 Metric = Literal["cosine", "euclidean"]
@@ -17,8 +17,6 @@ RSA_DISTANCES: tuple[str, ...] = get_args(RsaDistance)
 Measure = Literal["cka", "cka_debiased", "rsa", "svcca", "procrustes"]
 MEASURES: tuple[str, ...] = get_args(Measure)
 USUAL_MEASURES = MEASURES[:3]
-
-_Part = Annotated[float, Gt(0), Le(1)]
 
 
 @options("neighbors")
@@ -41,10 +39,10 @@ class NeighborsConfig:
     """Whether each value of the layer is standardised over all rows first, as in the report.
     Cosines of the plain values are near 1 for all images of one kind. Texts are compared with the
     plain values."""
-    recall: _Part | None = None
+    recall: Share | None = None
     """Share of the neighbours to find, such as 0.99, with an index of faiss (extra faiss, on the
-    CPU), which is faster for very many rows. The share is measured and printed. 1 takes the exact
-    search of faiss, null that of featx."""
+    CPU), which is faster for very many rows. The share is measured and printed. null
+    searches exactly."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("key", "image", "text") if getattr(self, name) is not None]
@@ -66,7 +64,7 @@ class NeighborsConfig:
 class DuplicatesConfig:
     """Near-duplicates that job=duplicates finds."""
 
-    threshold: _Part | None = None
+    threshold: Annotated[float, Gt(0), Le(1)] | None = None
     """Smallest cosine that links two rows; linked rows form a group. null is 0.9, or 0.98 without
     `standardise`."""
     standardise: bool = True

@@ -154,7 +154,7 @@ def _neighbors_of_all(
     files = _write_files(store, layer, found, 1.0 if index is None else index.recall, config)
     # An approximate search misses rows, so that its ranking is not that of the layer.
     retrieval = None
-    if options.recall is None:
+    if index is None:
         retrieval = retrieval_metrics(
             store, layer, found.metric, config.device, options.standardise
         )
@@ -167,7 +167,7 @@ def _neighbors_of_all(
         "standardised": options.standardise,
         "rows": len(found.rows),
         "k": found.neighbours.shape[1],
-        "exact": options.recall in (None, 1),
+        "exact": index is None,
         "index": None if index is None else index.as_dict(),
         "nearest_of_same_class": float(same_class.mean()) if labelled.any() else None,
         "retrieval": retrieval,
@@ -246,7 +246,7 @@ def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> Ro
         config.device,
         options.standardise,
     )
-    if recall < 1 and 4 * index.num_probed_lists > index.num_lists:
+    if 4 * index.num_probed_lists > index.num_lists:
         log_message(
             f"the index searches {index.num_probed_lists} of its {index.num_lists} lists (nprobe) "
             f"to find {recall:g} of the nearest rows: without neighbors.recall the search would be "
@@ -257,8 +257,6 @@ def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> Ro
 
 def _index_text(index: RowIndex) -> str:
     """Describe how the index found the rows, and its recall."""
-    if not index.num_measured_rows:
-        return "all of the nearest rows, by faiss's exact search"
     return (
         f"{index.recall:.2%} of the nearest rows, measured on {index.num_measured_rows} rows by "
         f"exact\nsearch; {index.num_probed_lists} of {index.num_lists} lists (nprobe) were "

@@ -226,7 +226,7 @@ def test_an_index_says_what_it_found(
         assert np.allclose(found["score"], expected.scores, atol=1e-6)
     ask("neighbors", k=4, recall=0.9)
     assert "100.00% of the nearest rows, measured on 15 rows" in capsys.readouterr().out
-    ask("neighbors", json=True, k=4, recall=1)
+    ask("neighbors", json=True, k=4)
     assert json.loads(capsys.readouterr().out)["exact"]
 
 
@@ -240,7 +240,7 @@ def test_what_is_refused(store: featx.FeatureStore) -> None:
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("neighbors", {"metric": "dot"}, r"neighbors\.metric=dot"),
         ("neighbors", {"k": 0}, r"neighbors\.k=0"),
-        ("neighbors", {"recall": 1.5}, r"neighbors\.recall=1\.5: expected a number above 0"),
+        ("neighbors", {"recall": 1.0}, r"neighbors\.recall=1\.0: expected a share between 0 and 1"),
         ("neighbors", {"recall": 0.9, "key": "a"}, r"recall has no effect with neighbors\.key"),
         ("neighbors", {"layers": None}, r"name one layer with layers="),
         ("duplicates", {"threshold": 1.5}, r"duplicates\.threshold=1\.5"),

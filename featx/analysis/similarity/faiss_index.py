@@ -1,4 +1,4 @@
-"""Nearest rows with faiss: exact, or approximate with far fewer comparisons.
+"""Nearest rows with faiss: approximate, with far fewer comparisons.
 
 Exact search with faiss spends its time in the same dot products as `nearest_rows`
 (docs/performance.md). For very many rows, comparing with only a part of them pays off: k-means
@@ -52,9 +52,9 @@ class RowIndex:
     Args:
         store: open store; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
-        recall: requested share of the k nearest rows, above 0 and at most 1. Enough lists are
+        recall: requested share of the k nearest rows, above 0 and below 1. Enough lists are
             searched to exceed it by NUM_STANDARD_ERRORS standard errors on NUM_SAMPLED_ROWS random
-            rows. With 1 there are no lists, and all pairs are compared.
+            rows.
         k: number of neighbours, limited to the number of other rows.
         metric: 'cosine' or 'euclidean'.
         seed: seed of k-means and of both samples.
@@ -63,7 +63,7 @@ class RowIndex:
     Attributes:
         recall: share measured on rows other than those that chose the number of lists. It may be
             slightly below the requested share.
-        num_measured_rows: number of these rows; 0 for exact search.
+        num_measured_rows: number of these rows.
         num_lists: number of lists, about 4 sqrt(n).
         num_probed_lists: number of lists that are searched per row.
 
@@ -95,13 +95,10 @@ class RowIndex:
         num_kept = min(len(self._vectors), self._vectors.rows_of(sizes.KEEP_BYTES))
         max_lists = num_kept // TRAINING_ROWS_PER_LIST
         num_lists = min(round(4 * math.sqrt(len(self._vectors))), max_lists)
-        self.num_lists = 1 if recall == 1 else max(1, num_lists)
-        self.num_probed_lists, self.recall, self.num_measured_rows = 1, 1.0, 0
+        self.num_lists, self.num_probed_lists = max(1, num_lists), 1
         self._index = self._build(rng, seed)
-        if recall < 1:
-            self._choose_num_probed_lists(
-                recall, rng.permutation(len(self._vectors))[: 2 * NUM_SAMPLED_ROWS]
-            )
+        samples = rng.permutation(len(self._vectors))[: 2 * NUM_SAMPLED_ROWS]
+        self._choose_num_probed_lists(recall, samples)
 
     def nearest_rows(self, on_progress: Callable[[int], None] = lambda rows: None) -> Neighbours:
         """Search the nearest rows of every row.

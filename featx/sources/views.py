@@ -108,10 +108,8 @@ class ViewedSource(DerivedSource):
     def listing(self) -> Listing:
         """List the views of all rows; each has the label and the columns of its row."""
         rows = self._source.listing()
-        keys = np.array(
-            [key + _SEPARATOR + name for key in rows.keys.tolist() for name in self._names],
-            dtype=np.bytes_,
-        )
+        endings = np.array([_SEPARATOR + name for name in self._names])
+        keys = np.char.add(rows.keys[:, None], endings).ravel()
         order = sorting_order(keys, "the data set has some views")
         return replace(rows.take(order // len(self._names)), keys=keys[order])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,10 @@ from featx.analysis.new_images import (
     LoadedModel,
     NewImagesSink,
     config_with_factory,
+    list_given_images,
 )
 from featx.config import Config, DataConfig
-from featx.errors import DataError, StoreError
+from featx.errors import StoreError
 from featx.models import given_factory
 from featx.pipeline import RunContext, run_parts
 from featx.sources import MapSource
@@ -153,25 +153,18 @@ class Embedder(LoadedFunction):
         super().__init__(models, model_factory)
 
     def __call__(self, images: Sequence[object]) -> Embedding:
-        is_one = isinstance(images, str | bytes | bytearray | os.PathLike)
-        if is_one or not isinstance(images, Sequence):
-            raise DataError(
-                f"images is a {type(images).__name__}; expected a list of paths, Pillow images, "
-                "arrays or encoded bytes."
-            )
-        if not images:
-            raise DataError("images is empty: give at least one.")
+        items = list_given_images(images)
         features: dict[str, Array] = {}
         failures: dict[int, str] = {}
         with given_factory(self.model_factory):
             for model in self.models:
-                sink = _extract(model, list(images))
+                sink = _extract(model, items)
                 features |= sink.features
                 failures |= {
                     row: f"{failure.status.label}: {failure.message}"
                     for row, failure in sink.failures.items()
                 }
-        ok = np.ones(len(images), bool)
+        ok = np.ones(len(items), bool)
         ok[list(failures)] = False
         for values in features.values():
             values[~ok] = np.nan
@@ -194,20 +187,13 @@ def _extract(model: LoadedModel, images: Sequence[object]) -> _EmbeddingSink:
     import torch
 
     def list_images() -> tuple[Source, Listing]:
-        source = MapSource([_as_path(image) for image in images])
+        source = MapSource(images)
         return source, source.listing()
 
     with model.run(list_images) as context, torch.no_grad():
         sink = _EmbeddingSink(context)
         run_parts(context, sink)
     return sink
-
-
-def _as_path(image: object) -> object:
-    """Return the absolute path of a file, and any other image as it is."""
-    if isinstance(image, str | os.PathLike):
-        return Path(image).expanduser().absolute()
-    return image
 
 
 class _EmbeddingSink(NewImagesSink):

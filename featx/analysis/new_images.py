@@ -6,6 +6,7 @@ Used by `featx.embed`, by job=neighbors for an image that is no row, and by job=
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import weakref
@@ -25,7 +26,7 @@ from featx.config import (
     model_options,
     with_statistics_at,
 )
-from featx.errors import ConfigError, StoreMismatchError
+from featx.errors import ConfigError, DataError, StoreMismatchError
 from featx.models import given_factory
 from featx.pipeline import (
     PART_SECONDS,
@@ -52,6 +53,7 @@ class ExtractionRecipe:
         config: config of the run, as text.
         resolved: `auto` values of the run.
         transform: preprocessing, as text.
+        model_settings: `Run.model_settings` of the run; empty if they are not known.
     """
 
     origin: str
@@ -60,15 +62,15 @@ class ExtractionRecipe:
     resolved: Json
     weights_sha256: str
     transform: str
+    model_settings: Json
 
     @classmethod
     def of_run(cls, origin: str, run: Run, names: Sequence[str]) -> ExtractionRecipe:
         """Return how a run of a store extracted the layers with some names."""
         specs = tuple(spec for spec in run.layers if spec.name in names)
         header = run.header
-        return cls(
-            origin, header.config, specs, run.resolved, header.weights_sha256, header.transform
-        )
+        model_values = header.weights_sha256, header.transform, run.model_settings
+        return cls(origin, header.config, specs, run.resolved, *model_values)
 
     def config_for(self, config: Config, data: DataConfig) -> Config:
         """Return the config of the run with other images."""
@@ -95,12 +97,14 @@ class ExtractionRecipe:
         )
 
     def check(self, context: RunContext) -> None:
-        """Check that weights, transform and layers are as they were."""
+        """Check that the model, its weights, transform and layers are as they were."""
         header = context.header
         pairs: dict[str, tuple[object, object]] = {
             "weights_sha256": (self.weights_sha256, header.weights_sha256),
             "transform": (self.transform, header.transform),
         }
+        for key, value in self.model_settings.items():
+            pairs[key] = (value, header.fingerprint.get(key))
         spec_of_name = {spec.name: spec for spec in context.specs}
         for spec in self.specs:
             now = spec_of_name[spec.name]
@@ -139,6 +143,25 @@ def images_read_as(now: DataConfig, before: DataConfig) -> DataConfig:
                 "ones are read in the same way."
             )
     return replace(now, **settings)
+
+
+def list_given_images(images: object) -> list[object]:
+    """Return new images as a list, with the home folder for `~` in paths. Raises DataError if they
+    are no list, or none.
+    """
+    is_one = isinstance(images, str | bytes | bytearray | os.PathLike)
+    if is_one or not isinstance(images, Sequence | Iterator):
+        raise DataError(
+            f"images is a {type(images).__name__}; expected a list of paths, Pillow images, arrays "
+            "or encoded bytes."
+        )
+    items = list(images)
+    if not items:
+        raise DataError("images is empty: give at least one.")
+    for i, item in enumerate(items):
+        if isinstance(item, str | os.PathLike):  # Path.expanduser raises for a file named ~x.jpg
+            items[i] = os.fsdecode(os.path.expanduser(item))  # noqa: PTH111
+    return items
 
 
 class NewImagesTarget:

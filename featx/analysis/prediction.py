@@ -22,6 +22,7 @@ from featx.analysis.new_images import (
     NewImagesSink,
     config_with_factory,
     images_read_as,
+    list_given_images,
 )
 from featx.analysis.probe.heads import (
     CLASSIFICATION,
@@ -35,7 +36,7 @@ from featx.analysis.probe.layer_rows import as_vectors
 from featx.analysis.probe.metrics import LABEL_THRESHOLD
 from featx.base import choose_device, name_text
 from featx.config import Config, DataConfig
-from featx.errors import DataError, StoreError
+from featx.errors import StoreError
 from featx.models import given_factory
 from featx.pipeline import (
     RunContext,
@@ -43,7 +44,7 @@ from featx.pipeline import (
     list_images,
     run_parts,
 )
-from featx.sources import FolderOptions, FolderSource, parent_key
+from featx.sources import FolderOptions, MapSource, parent_key
 from featx.store import FeatureStore, layout, read_result
 from featx.types import Array, Batch, Json, LayerSpec, Listing, Source
 
@@ -53,7 +54,8 @@ class Prediction:
     """Prediction for one image.
 
     Attributes:
-        key: key of the image as listed; for single files, the path.
+        key: key of the image as listed; of a list of images, its absolute path, or its number in
+            the list if it is no path.
         label: name of the most likely class; None if the image failed, or for other heads.
         probability: probability of that class in [0, 1]; None without a class or if the head has
             no probabilities (ridge).
@@ -104,7 +106,7 @@ class Predictions:
 
 def predict(
     head: str | os.PathLike[str],
-    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    images: str | os.PathLike[str] | Sequence[object],
     device: str = "auto",
     model_factory: object = None,
 ) -> Predictions:
@@ -113,7 +115,7 @@ def predict(
     Args:
         head: .safetensors file that one of them wrote, or a store: the head of the layer that its
             probe chose.
-        images: a folder, or a list of image files.
+        images: a folder, or a list of images as `featx.embed` takes it.
         model_factory: for a head on model=custom, the 'package.module:factory' of its model, or
             the module or function that `featx.extract(model=...)` took. It must be given because
             featx imports no code that only a file names.
@@ -162,7 +164,8 @@ class Predictor(LoadedFunction):
                 "had no featx.json. Probe the folder that job=extract made."
             )
         spec = LayerSpec(**{**about["spec"], "shape": tuple(about["spec"]["shape"])})
-        model_values = about["weights_sha256"], about["transform"]
+        settings = about.get("model_settings", {})
+        model_values = about["weights_sha256"], about["transform"], settings
         recipe = ExtractionRecipe(
             str(path), about["config"], (spec,), about["resolved"], *model_values
         )
@@ -171,48 +174,38 @@ class Predictor(LoadedFunction):
         self._data = config.data
         super().__init__([LoadedModel(recipe, self._config, pads)], model_factory)
 
-    def __call__(
-        self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-    ) -> Predictions:
+    def __call__(self, images: str | os.PathLike[str] | Sequence[object]) -> Predictions:
         with given_factory(self.model_factory):
             if isinstance(images, str | os.PathLike):
                 return self.predict(replace(self._data, root=str(images)))
-            return self.predict(self._data, [Path(image).absolute() for image in images])
+            return self.predict(self._data, list_given_images(images))
 
-    def predict(self, data: DataConfig, files: Sequence[Path] | None = None) -> Predictions:
-        """Predict for the images of a data set, or for some files."""
+    def predict(self, data: DataConfig, images: Sequence[object] | None = None) -> Predictions:
+        """Predict for the images of a data set, or of a list."""
         head, about, (model,) = self._head, self._about, self.models
         config = replace(self._config, data=images_read_as(data, self._config.data))
 
         def list_new_images() -> tuple[Source, Listing]:
-            if files is None:
+            if images is None:
                 return list_images(config)
-            if not files:
-                raise DataError("images is empty: give a folder or the paths of image files.")
-            keys = sorted({os.fsencode(_key_of(file)) for file in files})
-            labels = np.full(len(keys), -1, np.int64)
-            return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
+            source = MapSource(images)
+            return source, source.listing()
 
         with model.run(list_new_images) as context, torch.no_grad():
             sink = _PredictionSink(context, head, about)
             metrics = run_parts(context, sink)
-        if data.has_views:
-            image_keys = sink.average_views(context.listing.keys.tolist())
+        if images is not None:
+            keys = [_key_of(image, number) for number, image in enumerate(images)]
+        elif data.has_views:
+            keys = [name_text(key) for key in sink.average_views(context.listing.keys.tolist())]
         else:
-            image_keys = context.listing.keys.tolist()
-        keys = [name_text(key) for key in image_keys]
-        order: Sequence[int] = range(len(keys))
-        if files is not None:
-            place = {key: i for i, key in enumerate(keys)}
-            order = [place[name_text(os.fsencode(_key_of(file)))] for file in files]
-            keys = [f"/{key}" for key in keys]
+            keys = [name_text(key) for key in context.listing.keys.tolist()]
         classes = tuple(about["classes"])
-        rows = [sink.row(i, keys[i], classes) for i in order]
+        rows = [sink.row(i, key, classes) for i, key in enumerate(keys)]
         sink.scores[list(sink.failures)] = np.nan
-        scores = sink.scores[list(order)]
         accuracy = float("nan") if about["accuracy"] is None else float(about["accuracy"])
         layer = str(about["dataset"])
-        return Predictions(rows, scores, classes, layer, accuracy, metrics, head.task)
+        return Predictions(rows, sink.scores, classes, layer, accuracy, metrics, head.task)
 
 
 def run_prediction(config: Config, path: Path) -> Predictions:
@@ -225,8 +218,9 @@ def run_prediction(config: Config, path: Path) -> Predictions:
         return model.predict(config.data)
 
 
-def _key_of(file: Path) -> str:
-    return str(file).lstrip("/")
+def _key_of(image: object, number: int) -> str:
+    """Return the path of an image, or its number."""
+    return str(Path(image).absolute() if isinstance(image, str) else number)
 
 
 class _PredictionSink(NewImagesSink):

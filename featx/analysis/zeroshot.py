@@ -262,5 +262,6 @@ def _about(store: FeatureStore, run: Run, result: dict[str, object]) -> dict[str
         **{name: str(store.attrs[name]) for name in ("fingerprint", "weights_sha256", "transform")},
         "config": run.header.config,
         "resolved": dict(run.resolved),
+        "model_settings": run.model_settings,
         "spec": next(asdict(spec) for spec in run.layers if spec.name == EMBEDDING),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,6 +201,12 @@ def state_sha256(module: nn.Module) -> str:
             sha.update(f"{part} {data.dtype} {tuple(data.shape)};".encode())
             sha.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def config_sha256(config: Mapping[str, object]) -> str:
+    """SHA-256 of the config that a library builds a model from, which decides more than names and
+    shapes of the weights."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def tensor_digest(x: torch.Tensor) -> bytes:

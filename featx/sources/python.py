@@ -240,7 +240,7 @@ class MapSource:
             text = str(error).replace("\n", " ")[:200] or "no message"
             raise ImageFault(Status.DECODE_ERROR, text, type(error).__name__) from error
         if isinstance(encoded, Path):
-            return _FILES.read(os.path.abspath(os.fsencode(encoded)))  # noqa: PTH100 - bytes paths
+            return _FILES.read(_absolute(encoded))
         if not encoded:
             raise ImageFault(Status.EMPTY, "the image has no bytes")
         return encoded
@@ -272,7 +272,7 @@ class MapSource:
             except Exception as error:  # noqa: BLE001 - the user's own code
                 encoded = repr(error).encode()
             if isinstance(encoded, Path):
-                paths[i] = os.path.abspath(os.fsencode(encoded))  # noqa: PTH100 - bytes paths
+                paths[i] = _absolute(encoded)
             else:
                 states["size"][i], states["tag"][i] = len(encoded), image_checksum(encoded) >> 1
         if paths:
@@ -352,12 +352,14 @@ class MapSource:
         return from_values(values, _ORIGIN, names if isinstance(names, list | tuple) else None)
 
     def _labels_of_items(self, count: int) -> list[object]:
-        """Read the label of every item, up to one without a label if none before has one.
+        """Read the label of every item; of a data set other than a list, up to one without a label
+        if none before has one.
 
         Returns count labels, None for an item without one, or that raises an exception, which is
         recorded when it is read.
         """
         values: list[object] = []
+        is_list = isinstance(self._dataset, list | tuple)  # whose items cost nothing to read
         for row in range(count):
             try:
                 label = _split(self._dataset[row])[1]
@@ -365,7 +367,7 @@ class MapSource:
                 raise
             except Exception:  # noqa: BLE001 - the user's own code
                 label = None
-            if label is _NO_LABEL and all(value is None for value in values):
+            if label is _NO_LABEL and not is_list and all(value is None for value in values):
                 return [None] * count
             values.append(None if label is _NO_LABEL else label)
         return values
@@ -445,6 +447,11 @@ def _encode(image: Any) -> bytes | Path:
     raise TypeError(
         f"the image is a {type(image).__name__}; expected a Pillow image, an array, bytes or a path"
     )
+
+
+def _absolute(path: Path) -> bytes:
+    """Return a path from the root, with its `..`, which depends on links."""
+    return os.fsencode(path.absolute())
 
 
 SOURCES.register(

@@ -102,6 +102,8 @@ def open_source(config: TorchvisionOptions) -> Source:
     origin = f"{dataset_name} {split}"
     labels = np.asarray(getattr(dataset, kind.labels))
     labelled = from_numbers(labels, origin, names=getattr(dataset, "classes", None))
+    if len(labels) != len(dataset):
+        raise DataError(f"{origin} in {root} has {len(dataset)} images and {len(labels)} labels.")
     if kind.files is None:
         return _Pixels(np.asarray(dataset.data), labelled)
     paths = [os.fsencode(path) for path in getattr(dataset, kind.files)]
@@ -115,7 +117,7 @@ def _construct(name: str, root: Path, arguments: dict[str, object]) -> Any:
     make: Callable[..., object] = getattr(datasets, name)
     try:
         return make(str(root), download=False, **arguments)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError, LookupError, AssertionError) as error:
         keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise DataError(
             f"data.root={root} (taken from {Path.cwd()}) has no {name}, or not all of it. "

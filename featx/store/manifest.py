@@ -76,6 +76,12 @@ class Run:
         return digest(self.header.fingerprint)
 
     @property
+    def model_settings(self) -> Json:
+        """Entries of the fingerprint that decide, besides the weights, what the model computes."""
+        settings = self.header.fingerprint
+        return {key: settings[key] for key in settings if key.startswith("model.")}
+
+    @property
     def names(self) -> frozenset[str]:
         """Names of the datasets."""
         return frozenset(spec.name for spec in self.layers)

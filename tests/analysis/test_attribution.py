@@ -56,21 +56,23 @@ class Edited(Net):
         return self.fc(self.pool(self.final(self.two(self.relu(self.one(x))))).flatten(1))
 
 
-def backbone_of(module: nn.Module, side: int = SIDE, prefix: int = 0) -> Backbone:
+def backbone_of(
+    module: nn.Module, side: int = SIDE, prefix: int = 0, channels: int = 3
+) -> Backbone:
     preprocess = Preprocess(
-        reference=lambda image: torch.zeros(3, side, side),
+        reference=lambda image: torch.zeros(channels, side, side),
         crop=(side, side),
         resize=side,
         interpolation="bilinear",
-        mean=(0.4, 0.5, 0.6),
-        std=(0.2, 0.25, 0.3),
+        mean=(0.4, 0.5, 0.6, 0.7)[:channels],
+        std=(0.2, 0.25, 0.3, 0.35)[:channels],
     )
     return Backbone(module, "test", "random", preprocess, prefix)
 
 
-def images(count: int = 4, side: int = SIDE) -> torch.Tensor:
+def images(count: int = 4, side: int = SIDE, channels: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn((count, 3, side, side), generator=generator)
+    return torch.randn((count, channels, side, side), generator=generator)
 
 
 def attributed(
@@ -85,7 +87,7 @@ def attributed(
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     options = AttributeConfig(method=list(methods), **settings)
-    backbone = backbone_of(module, x.shape[2], prefix)
+    backbone = backbone_of(module, x.shape[2], prefix, x.shape[1])
     with Attributor(backbone, torch.device("cpu"), dtype, target, options) as attributor:
         chosen = attributor.select(attributor.trace()).chosen
         attributor.attach_captures(chosen)
@@ -265,14 +267,21 @@ def test_integrated_gradients_are_complete(baseline: str) -> None:
     assert gain.abs().min() > 0.01
 
 
-def test_integrated_gradients_of_a_linear_model_are_known() -> None:
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_differences_of_a_linear_model_are_known(channels: int) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4)).eval()
-    x = images(3, 8)
-    found = attributed(net, x, "integrated_gradients", steps=3, target=2)
-    expected = (net[1].weight[2].view(1, 3, 8, 8) * x).sum(1)
-    assert torch.allclose(found["integrated_gradients"], expected, atol=1e-6)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(channels * 8 * 8, 4)).eval()
+    x = images(3, 8, channels)
+    methods, black = ("integrated_gradients", "occlusion"), torch.tensor([-2.0]).view(1, 1, 1, 1)
+    settings = {"steps": 3, "window": 4, "stride": 4, "baseline": "black"}
+    found = attributed(net, x, *methods, target=2, **settings)
+    expected = (net[1].weight[2].view(1, channels, 8, 8) * (x - black)).sum(1)
+    assert torch.allclose(found["integrated_gradients"], expected, atol=1e-5)
     assert found[DELTA].abs().max() < 1e-5
+    squares = torch.nn.functional.avg_pool2d(expected[:, None], 4) * 16
+    assert torch.allclose(
+        found["occlusion"], squares.repeat_interleave(4, 2).repeat_interleave(4, 3)[:, 0], atol=1e-5
+    )
 
 
 def test_no_pass_is_larger_than_a_batch() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from csv_rows import csv_rows
+from PIL import Image
 from safetensors.numpy import load_file
 from tiny_model import TRUSTED, extract, run_job, write_image, write_images
 
@@ -137,6 +138,28 @@ def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos:
     assert of_store.layer == json.loads(Path("store/probe.json").read_text())["layer"]
     with pytest.raises(DataError, match="images is empty"):
         featx.predict("store/probe/pool.safetensors", [], model_factory="zoo:TwoStageConvNet")
+
+
+def test_from_python_with_images_of_any_kind(probed: featx.FeatureStore, photos: Path) -> None:
+    file = photos / str(probed.keys[5])
+    shutil.copy(file, "~nobody.png")
+    with Image.open(file) as image:
+        images = [
+            image,
+            file.read_bytes(),
+            "~nobody.png",
+            "no\0file.png",
+            "\ud800.png",
+            (file, "cat"),
+        ]
+        found = featx.predict("store", images, device="cpu", model_factory="zoo:TwoStageConvNet")
+    assert [row.status for row in found] == ["ok"] * 3 + ["decode error"] * 2 + ["ok"]
+    assert [row.key for row in found][::5] == ["0", "5"]
+    assert found.rows[2].key == str(Path.cwd() / "~nobody.png")
+    sound = found.scores[[0, 1, 2, 5]]
+    assert np.array_equal(sound, sound[:1].repeat(4, 0))
+    with pytest.raises(DataError, match="images is a NoneType; expected a list"):
+        featx.predict("store", None, model_factory="zoo:TwoStageConvNet")  # type: ignore[arg-type]
 
 
 def test_code_that_a_file_names_is_not_imported(probed: featx.FeatureStore, photos: Path) -> None:

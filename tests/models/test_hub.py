@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import extract
+from tiny_model import extract, run_job
 
 from featx.config import TransformConfig, model_options
 from featx.errors import ConfigError, ModelError, StoreMismatchError, WeightsError
@@ -155,6 +155,24 @@ def test_a_resume_after_an_edit_is_refused(clone: Path, photos: Path) -> None:
     fingerprint = json.loads(Path("store/featx.json").read_text())["fingerprint"]
     assert fingerprint["model.entry"] == "small"
     assert fingerprint["model.args"] == {"pretrained": True}
+
+
+def test_new_images_after_an_edit_are_refused(clone: Path, photos: Path) -> None:
+    extract(photos, **RUN)
+    code = {key: RUN["model"][key] for key in ("library", "name", "entry")}
+    run_job("probe", store="store")
+    image = str(next(photos.glob("*/*.png")))
+    jobs_of_new_images: dict[str, dict[str, Any]] = {
+        "neighbors": {"store": "store", "neighbors": {"image": image}},
+        "predict": {"store": "store", "data": photos},
+    }
+    for job, options in jobs_of_new_images.items():
+        assert run_job(job, model=code, **options) == 0
+    source = NETS.replace(".relu()", ".sigmoid()")  # a model with the same weights
+    (clone / "featx_test_nets" / "small.py").write_text(source)
+    for job, options in jobs_of_new_images.items():
+        with pytest.raises(StoreMismatchError, match=r"model\.code_sha256: was"):
+            run_job(job, model=code, **options)
 
 
 def test_a_store_does_not_lead_to_a_checkout(

@@ -64,6 +64,20 @@ def test_a_damaged_config_of_a_folder_is_named(
         build_backbone(model_options(library="timm", name=f"local-dir:{folder}"), 0)
 
 
+def test_another_config_with_the_same_weights_is_another_model(
+    pretrained: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(pretrained.partition(":")[2], tmp_path / "vit"))
+    config = json.loads((folder / "config.json").read_text())
+    name = model_options(library="timm", name=f"local-dir:{folder}")
+    first = build_backbone(name, 0)
+    config["model_args"] = {"act_layer": "relu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    second = build_backbone(name, 0)
+    assert first.weights_sha256 == second.weights_sha256
+    assert first.provenance != second.provenance
+
+
 @pytest.mark.parametrize(
     ("name", "args"),
     [

@@ -218,6 +218,14 @@ def test_entries_that_choose_kernels_and_files_are_ignored(vit: Path, folder: Pa
     assert build(folder).weights_sha256 == build(vit).weights_sha256
 
 
+def test_another_config_with_the_same_weights_is_another_model(vit: Path, folder: Path) -> None:
+    change_config(folder, transformers_version="0")
+    assert build(folder).provenance == build(vit).provenance
+    change_config(folder, hidden_act="relu")
+    assert build(folder).weights_sha256 == build(vit).weights_sha256
+    assert build(folder).provenance != build(vit).provenance
+
+
 def test_arguments_are_those_of_the_attention(vit: Path) -> None:
     eager, usual = build(vit, args={"attn_implementation": "eager"}), build(vit)
     assert eager.args == {"attn_implementation": "eager"}

@@ -60,6 +60,15 @@ def test_items_may_be_images_of_many_kinds(tmp_path: Path) -> None:
     assert read[4:] == [data] * 5
 
 
+def test_two_dots_after_a_link_lead_to_the_folder_above_its_target(in_tmp_path: None) -> None:
+    for name in ("a.png", "far/a.png"):
+        write_image(Path(name), len(name))
+    Path("far/deep").mkdir()
+    Path("link").symlink_to("far/deep")
+    source = source_of(["link/../a.png"])
+    assert source.read(source.listing().keys[0]) == Path("far/a.png").read_bytes()
+
+
 def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_none() -> None:
     dataset = Given(5, lambda row: (pixels(row), row % 3))
     listing = source_of(dataset).listing()
@@ -68,6 +77,7 @@ def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_no
     assert (names.labels.tolist(), names.classes) == ([1, -1, 0], ("cat", "dog"))
     some = [(pixels(0), "dog"), pixels(1), (pixels(2), "cat")]
     assert source_of(some).listing().labels.tolist() == [1, -1, 0]
+    assert source_of(some[1:]).listing().labels.tolist() == [-1, 0]
     tensors = source_of(Given(3, lambda row: (pixels(row), torch.tensor(row)))).listing()
     assert tensors.labels.tolist() == [0, 1, 2]
     alone = Given(1000, pixels)

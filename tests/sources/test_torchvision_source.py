@@ -57,6 +57,14 @@ def test_mnist(tmp_path: Path, name: str) -> None:
         assert listing.labels.tolist() == labels.tolist()
         assert len(listing.classes) == 10
         np.testing.assert_array_equal(decoded(source)[..., 0], pixels)
+    write_mnist(tmp_path / "more", "train", 15)
+    labels_file = tmp_path / name / "raw" / "train-labels-idx1-ubyte"
+    (tmp_path / "more" / labels_file.name).replace(labels_file)
+    with pytest.raises(DataError, match="has 12 images and 15 labels"):
+        torchvision(tmp_path, name)
+    labels_file.write_bytes(b"")
+    with pytest.raises(DataError, match=f"has no {name}, or not all of it"):
+        torchvision(tmp_path, name)
 
 
 def write_cifar(

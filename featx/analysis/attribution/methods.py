@@ -209,22 +209,22 @@ def occlusion(
 
     occluded: torch.Tensor = Occlusion(explain).attribute(
         x,
-        sliding_window_shapes=(3, window, window),
-        strides=(3, stride, stride),
+        sliding_window_shapes=(x.shape[1], window, window),
+        strides=(x.shape[1], stride, stride),
         baselines=baselines,
         additional_forward_args=classes,
     )
-    return occluded[:, 0].to(x.dtype)  # the three channels are hidden together
+    return occluded[:, 0].to(x.dtype)  # all channels are hidden together
 
 
 def baseline(
     name: str, x: torch.Tensor, normalise: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the normalised input (B, 3, H, W) that stands for the absence of an image."""
+    """Return the normalised input (B, C, H, W) that stands for the absence of an image."""
     if name == "mean":
         return torch.zeros_like(x)
     if name == "black":
-        black = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device=x.device)
+        black = torch.zeros(1, x.shape[1], 1, 1, dtype=torch.uint8, device=x.device)
         return normalise(black).expand_as(x).contiguous()
     from torchvision.transforms.v2.functional import gaussian_blur
 

@@ -164,5 +164,6 @@ def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[st
         # it.
         "config": run.header.config if run else None,
         "resolved": dict(run.resolved) if run else None,
+        "model_settings": run.model_settings if run else None,
         "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
     }

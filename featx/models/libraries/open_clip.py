@@ -65,7 +65,7 @@ class OpenClip(ModelLibrary[OpenClipOptions]):
 
     def build(self, config: OpenClipOptions, seed: int) -> Backbone:
         """Build the image tower of a CLIP model."""
-        from featx.models.base import Backbone
+        from featx.models.base import Backbone, config_sha256
         from featx.models.preprocessing import change_preprocess
 
         source = source_of(config)
@@ -86,6 +86,7 @@ class OpenClip(ModelLibrary[OpenClipOptions]):
             provenance={
                 "embedding": f"encode_image(normalize={config.normalize})",
                 "quick_gelu": int(source.uses_quick_gelu),
+                "config_sha256": config_sha256(source.model),
             },
         )
 

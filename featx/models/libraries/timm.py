@@ -83,7 +83,7 @@ class Timm(ModelLibrary[TimmOptions]):
 
     def build(self, config: TimmOptions, seed: int) -> Backbone:
         """Build a timm model: `name`, `name.tag`, or `hf-hub:owner/model`."""
-        from featx.models.base import random_id
+        from featx.models.base import config_sha256, random_id
         from featx.models.preprocessing import change_preprocess
 
         file = config.weights_file
@@ -107,6 +107,9 @@ class Timm(ModelLibrary[TimmOptions]):
             backbone.classes, backbone.class_ids = timm_classes(module)
         backbone.args = dict(config.args)
         backbone.checkpoint, backbone.missing_heads = loading, missing
+        if name.startswith(_LOCAL):
+            of_folder = read_json(Path(name.removeprefix(_LOCAL)) / "config.json")
+            backbone.provenance = {"config_sha256": config_sha256(of_folder)}
         return backbone
 
     def untrained(self, config: TimmOptions, seed: int) -> nn.Module:

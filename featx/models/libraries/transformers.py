@@ -63,7 +63,7 @@ class Transformers(ModelLibrary[TransformersOptions]):
 
     def build(self, config: TransformersOptions, seed: int) -> Backbone:
         """Build the part of a model that reads images, with the weights of its folder."""
-        from featx.models.base import Backbone, random_id
+        from featx.models.base import Backbone, config_sha256, random_id
         from featx.models.preprocessing import change_preprocess
         from featx.models.transformers.loading import load_model
         from featx.models.transformers.loading import untrained as random_module
@@ -94,6 +94,7 @@ class Transformers(ModelLibrary[TransformersOptions]):
                 "embedding": family.embedding,
                 "prefix_tokens": family.num_prefix_tokens(plan.config),
                 "processor": choice.name,
+                "config_sha256": config_sha256({**values, "transformers_version": None}),
             },
         )
         if not choice.is_proven:

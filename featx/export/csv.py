@@ -61,9 +61,14 @@ class Csv(Format):
 
     def opening(self, out: Path) -> str:
         layer = self.selection.layers[0]
+        columns = self.selection.named_columns(_LISTING)
+        texts = [name for name, values in columns.items() if values.dtype.kind == "U"]
         return (
             "import pandas as pd\n"
-            f"rows = pd.read_csv({literal(f'{out}/rows.csv')})\n"
+            # A class 007 or NA is a text, which pandas would make a number or NaN.
+            f"texts = dict.fromkeys({['key', 'class', *texts]}, str)\n"
+            f"rows = pd.read_csv({literal(f'{out}/rows.csv')}, dtype=texts, na_values='', "
+            "keep_default_na=False)\n"
             f"X = pd.read_csv({literal(f'{out}/features/{layer}.csv')}, index_col=0)"
             f'.to_numpy("{self.selection.dtype(layer)}")'
         )

@@ -85,35 +85,40 @@ class FiftyOne(Format):
             )
         self._columns = {self._name_of[name]: values for name, values in columns.items()}
         self._images = EncodedImages(selection, self.config)
-        self._has_files = self._images.data.name == "folder"
+        self._folder: Path | None = None
+        if self._images.data.name == "folder":
+            self._folder = Path(self._images.data.location).expanduser().absolute()
         self._image_bytes = self._images.mean_bytes  # images that are gone show before the rows
         self._results = _read_results(selection.store)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Description of the rows and of the results of jobs."""
+        """Description of the rows, of the results of jobs, and of the folder of the images."""
         text = json.dumps(self._results, sort_keys=True)
-        return {**super().fingerprint, "results of jobs": _hash(text.encode()).hex()}
+        return {
+            **super().fingerprint,
+            "results of jobs": _hash(text.encode()).hex(),
+            "folder of the images": str(self._folder),
+        }
 
     @property
     def num_bytes(self) -> int:
-        image_bytes = 0.0 if self._has_files else self._image_bytes
+        image_bytes = 0.0 if self._folder else self._image_bytes
         text_bytes = _SAMPLE_BYTES + 4 * self.selection.row_bytes() / 3
         return int(len(self.selection) * (image_bytes + text_bytes))
 
     def write(self, folder: ExportFolder) -> None:
         """Write the images, the samples and the metadata."""
-        if self._has_files:
-            self._write_samples(folder, self._paths())
+        if self._folder:
+            self._write_samples(folder, self._paths(self._folder))
         else:
             with folder.folder("data") as data:
                 self._write_samples(folder, (f"data/{name}" for name in self._copies(data)))
         with folder.file("metadata.json") as file:
             file.write(json.dumps(self._metadata(), indent=1).encode())
 
-    def _paths(self) -> Iterator[str]:
+    def _paths(self, root: Path) -> Iterator[str]:
         """Yield the path of each image, which is read: it must be that of its row."""
-        root = Path(self._images.data.location).expanduser().absolute()
         for position, key in enumerate(self.selection.keys.tolist()):
             self._images.read(position)
             yield as_utf8(str(root / name_text(key)))

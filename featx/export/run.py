@@ -163,8 +163,9 @@ def _write_all(
         export_format.write(folder)
         # The old files go before the record changes, and the new ones come after: a process that is
         # killed here leaves a record whose files are missing, and never one of other files.
-        for name in old_names:
+        for name in reversed(list(old_names)):
             disk.remove(root / name)
+            disk.remove_best_effort(root / name)  # also its folder, if that is empty now
         record = {**record, "files": _sizes(temporary, folder.names)}
         disk.replace(root / RECORD, json.dumps(record, indent=2).encode())
         paths = [root / name for name in folder.names]

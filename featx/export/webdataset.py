@@ -33,6 +33,9 @@ _HEADERS = 512 * 6
 _EXPANDED = ("{", "}", "$", "\\", "::")
 """Texts that webdataset interprets in a path string; paths in a list are used as they are."""
 
+_ENDINGS = {b"\x89P": ".png", b"P5": ".pgm", b"P6": ".ppm"}
+"""First bytes of an image -> ending of its name, if its key has none; all others are .jpg."""
+
 
 class WebDataset(ShardedFormat):
     """shards-00000-of-0000N.tar; a sample is 000000042.jpg, .<layer>.npy, .cls and .json.
@@ -77,7 +80,9 @@ class WebDataset(ShardedFormat):
                     key = name_text(bytes(selection.keys[position]))
                     label = int(selection.labels[position])
                     if (encoded := self._images.read(position)) is not None:
-                        _add(tar, f"{row:09d}{Path(key).suffix.lower()}", encoded)
+                        # webdataset skips names without an ending.
+                        ending = Path(key).suffix.lower() or _ENDINGS.get(encoded[:2], ".jpg")
+                        _add(tar, f"{row:09d}{ending}", encoded)
                     for name, layer_values in values.items():
                         _add(tar, f"{row:09d}.{name}.npy", as_npy(layer_values[position - first]))
                     _add(tar, f"{row:09d}.cls", str(label).encode())

@@ -34,11 +34,12 @@ class Zarr(Format):
     def __init__(self, selection: ExportSelection, config: Config) -> None:
         super().__init__(selection, config)
         import_extra("zarr", "export.format=zarr", "the package zarr", "export")
-        if _OWN_FILE in self.selection.columns:
-            raise ConfigError(
-                f"zarr has a file {_OWN_FILE} in each of its folders, so it cannot hold a column "
-                "of that name. Choose another export.format."
-            )
+        for name in (*self.selection.layers, *self.selection.columns):
+            if name == _OWN_FILE or "\\" in name:
+                raise ConfigError(
+                    f"zarr cannot hold an array called {name}: each of its folders has a file "
+                    f"{_OWN_FILE}, and it takes '\\' for '/'. Choose another export.format."
+                )
 
     def write(self, folder: ExportFolder) -> None:
         import zarr

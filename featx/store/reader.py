@@ -23,6 +23,7 @@ from featx.store.description import describe_html, describe_text
 from featx.store.layer_array import LayerArray
 from featx.store.layer_reader import LayerReader
 from featx.store.listing import is_ascending
+from featx.store.manifest import load_manifest
 from featx.store.open_files import Handles
 from featx.types import UNKNOWN_IMAGE, Array, Status, combined_status, with_features
 
@@ -91,21 +92,20 @@ class FeatureStore:
         check_verify(verify)
         self.root = parse_path(path).absolute()
         self.verify = verify
-        self._handles = Handles(verify)
-        self._load_contents()
+        self.refresh()
 
     def refresh(self) -> FeatureStore:
         """Look again which rows and layers exist, while a run is in progress; returns self."""
-        self._handles = Handles(self.verify)
-        columns = ("keys", "labels", "status", "failures", "key_bytes", "image_checksums")
-        for name in (*columns, "_key_order"):
-            self.__dict__.pop(name, None)
-        self._load_contents()
+        handles = Handles(self.verify)
+        self._adopt(find_contents(self.root, handles), handles)
         return self
 
-    def _load_contents(self) -> None:
-        """Find the files of the store and reset everything that depends on them."""
-        self._contents = find_contents(self.root, self._handles)
+    def _adopt(self, contents: Contents, handles: Handles) -> None:
+        """Reset everything that depends on the files of the store."""
+        for name, member in vars(FeatureStore).items():
+            if isinstance(member, cached_property):
+                self.__dict__.pop(name, None)
+        self._contents, self._handles = contents, handles
         self.complete = self._contents.complete
         self.attrs = self._contents.attrs
         self._layer_reader = LayerReader(self.root, self._contents, self._handles)
@@ -394,21 +394,33 @@ class FeatureStore:
 
     def _column(self, name: str, kind: str) -> Array:
         """Column of the listing, (N,), whose dtype has one of numpy's kinds in `kind`."""
-        with self._handles.use(self._contents.columns) as opened:
+        path, expected = self._contents.columns, str(self.attrs.get("fingerprint"))
+        with self._handles.use(path) as opened:
+            if not opened.is_checked:
+                if path.name == layout.LISTING:  # has no fingerprint, and is written after one
+                    manifest, _ = load_manifest(self.root)
+                    is_same = manifest is not None and manifest.num_runs_of(expected) is not None
+                else:
+                    is_same = str(opened.file.attrs.get("fingerprint")) == expected
+                if not is_same:
+                    raise self._changed()
+                opened.is_checked = True
             return opened.column(name, len(self), kind)
+
+    def _changed(self) -> StoreError:
+        return StoreError(f"{self.root} has changed since it was opened. Open it again.")
 
     def _retry_if_packed(self, read: Callable[[], T]) -> T:
         """Call `read`, and once more after a refresh if a part vanished due to packing."""
         try:
             return read()
         except FileNotFoundError as error:
-            before, present = self._contents, self.num_rows_present
-            self.refresh()
-            now = self._contents
-            if now.attrs["fingerprint"] != before.attrs["fingerprint"]:
-                raise StoreError(
-                    f"{self.root} has changed since it was opened. Open it again."
-                ) from error
+            present, handles = self.num_rows_present, Handles(self.verify)
+            now = find_contents(self.root, handles)
+            # Rows of another store must not be read by a caller that goes on, or in other threads.
+            if now.attrs.get("fingerprint") != self.attrs.get("fingerprint"):
+                raise self._changed() from error
+            self._adopt(now, handles)
             if self.num_rows_present < present:
                 raise StoreError(
                     f"{self.root} has lost rows since it was opened: {error.filename} is missing."

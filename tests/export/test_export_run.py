@@ -175,6 +175,7 @@ def test_overwrite_deletes_the_old_export_and_nothing_else(store: Path) -> None:
     names = set(digests())
     assert "notes.txt" in names
     assert {name.split("/")[0] for name in names} == {"notes.txt", "data"}
+    assert not Path("out/features").exists()
 
 
 def test_a_folder_that_is_no_export_is_refused_and_left_alone(store: Path) -> None:

@@ -173,11 +173,27 @@ def test_names_that_a_shard_has_already() -> None:
     assert np.array_equal(found.layers["pool"], store["pool"][:], equal_nan=True)
 
 
-def test_a_name_that_zarr_has_no_place_for() -> None:
-    make_store({"zarr.json": [1, 2, 3, 4, 5, 6, 7]})
+@pytest.mark.parametrize("name", ["zarr.json", "a\\b"])
+def test_a_name_that_zarr_has_no_place_for(name: str) -> None:
+    make_store({name: [1, 2, 3, 4, 5, 6, 7]})
     with pytest.raises(ConfigError, match=r"zarr\.json.*Choose another export\.format"):
         export("zarr")
     assert not Path("out").exists()
+
+
+def test_the_lines_that_csv_prints_keep_texts_and_digits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sums = [i / 10 + 0.2 for i in range(7)]
+    texts = ["007", "NA", "null", "1e3", "True", "nan", "x"]
+    make_store({"label": texts, "sum": sums, "text": texts})
+    capsys.readouterr()
+    export("csv")
+    found: dict[str, Any] = {}
+    exec(capsys.readouterr().out.partition("\n\n")[2], found)
+    rows = found["rows"]
+    assert rows["text"].tolist() == texts
+    assert rows["sum"].tolist() == sums
 
 
 def test_an_export_of_other_columns_is_refused(store: featx.FeatureStore) -> None:

@@ -216,6 +216,9 @@ def test_what_a_sample_cannot_hold_is_refused(photos: Path) -> None:
         export()
     data = {"name": "folder", "root": "moved"}
     assert samples_of(export(data=data))[0]["filepath"].startswith(str(Path("moved").absolute()))
+    shutil.move("moved", "again")
+    with pytest.raises(StoreMismatchError, match=r"folder of the images: .*moved, now .*again"):
+        export(data={"name": "folder", "root": "again"})
 
 
 def test_one_image_of_many_that_has_changed_is_found() -> None:

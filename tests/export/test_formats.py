@@ -260,6 +260,18 @@ class TestWebDataset:
         sizes = [(image.size, conv.shape) for image, conv in data.to_tuple("png", "conv.npy")]
         assert sizes == [((48, 48), (8, 4, 4))] * 6
 
+    def test_images_whose_keys_have_no_ending_are_in_their_samples(self) -> None:
+        import h5py
+        import webdataset as wds
+
+        pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 40, 3), np.uint8)
+        with h5py.File("images.h5", "w") as file:
+            file["images"] = pixels
+        extract({"name": "hdf5", "root": "images.h5", "dataset": "images"}, layers=["pool"])
+        export("webdataset")
+        data = wds.WebDataset("out/shards-00000-of-00001.tar", shardshuffle=False).decode("rgb8")
+        assert [np.array_equal(found["ppm"], pixels[i]) for i, found in enumerate(data)] == 3 * [1]
+
     # webdataset takes a text with braces or "::" for a pattern.
     @pytest.mark.parametrize("out", ["out", "a{b,c}", "a::b"])
     def test_the_printed_lines_give_every_row_also_one_that_failed(

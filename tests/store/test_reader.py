@@ -355,9 +355,11 @@ class TestUnfinished:
     def test_refresh_shows_what_came_since(self, run: MadeRun, tmp_path: Path) -> None:
         store = FeatureStore(run.write(tmp_path, [0]))
         assert store.status[9] == 255
+        before = store.rows_sha256
         run.write(tmp_path, [1, 2, 3])
         assert np.isnan(store["flat"][9]).all()
         assert store.refresh() is store
+        assert store.rows_sha256 == FeatureStore(tmp_path).rows_sha256 != before
         assert store.complete
         assert store.status[9] == 0
         assert_same(store["flat"][:], run.expected("flat"))
@@ -448,6 +450,21 @@ class TestWhilePacking:
                 session.commit(other.builder(part))
         with pytest.raises(StoreError, match="belongs to another run"):
             store["flat"][:]
+
+    @pytest.mark.parametrize("packed", [(False, False), (False, True), (True, True)])
+    def test_a_process_that_opens_its_files_later_reads_nothing_of_another_store(
+        self, tmp_path: Path, packed: tuple[bool, bool]
+    ) -> None:
+        run = make_run(num_rows=20, part_rows=4)
+        sent = pickle.dumps(FeatureStore(run.copied(tmp_path / "store", packed[0])))
+        shutil.rmtree(tmp_path / "store")
+        other = make_run(num_rows=20, part_rows=4, seed=1)
+        listing = replace(other.listing, labels=1 - other.listing.labels)
+        replace(other, listing=listing).copied(tmp_path / "store", packed[1])
+        store = pickle.loads(sent)
+        for read in 2 * (lambda: store["flat"][:], lambda: store.labels, lambda: store.keys):
+            with pytest.raises(StoreError, match=r"since it was opened|when it was opened"):
+                read()
 
 
 class TestOpening:

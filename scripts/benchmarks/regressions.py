@@ -133,8 +133,8 @@ def speedups(figure: Figure, sides: Sequence[Side]) -> list[float]:
 
 def history_row(sides: Sequence[Side]) -> str:
     """Return the row of these commits in scripts/benchmarks/history.md."""
-    words = ("git", "-C", REPOSITORY, "show", "-s", "--format=%h", *(side.name for side in sides))
-    commits = "..".join(run_command(*words).split())
+    words = "git", "-C", REPOSITORY, "rev-parse", "--short"
+    commits = "..".join(run_command(*words, f"{side.name}^{{commit}}").strip() for side in sides)
     cells = [time.strftime("%-d %B %Y"), commits, f"{os.cpu_count()} cores"]
     for names in HISTORY.values():
         measured = [speedups(figure, sides) for figure in sides[0].values if figure.name in names]

@@ -71,7 +71,8 @@ def find_row(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
 
 
 def find_rows(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-    """Find the rows of several keys, all of which must be in the listing. Returns (n,) int64."""
+    """Find the rows of several keys. Returns (n,) int64; of a key that is not in the listing, any
+    number up to len(keys)."""
     rows: npt.NDArray[np.int64] = np.searchsorted(keys, some.astype(keys.dtype))
     return rows
 

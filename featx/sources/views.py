@@ -21,7 +21,7 @@ from featx.base import name_bytes, name_text
 from featx.config import DataConfig, ViewName, names_tuple
 from featx.errors import DataError, counted
 from featx.sources.labels import find_column, from_encoded_texts, note_on_columns, renumber
-from featx.sources.row_keys import box_key, parse_box_key, sorting_order
+from featx.sources.row_keys import box_key, find_rows, parse_box_key, sorting_order
 from featx.sources.table_files import check_csv
 from featx.types import (
     Box,
@@ -156,9 +156,9 @@ class BoxedSource(DerivedSource):
         # Objects of Python for every line would take several times the memory of the listing.
         while lines := list(itertools.islice(all_lines, _BATCH_LINES)):
             image_keys = np.array([line.image_key for line in lines], dtype=np.bytes_)
-            # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
-            # valid, and the comparison finds the mismatch.
-            places = np.minimum(np.searchsorted(images.keys, image_keys), len(images.keys) - 1)
+            # A key that is not there has any place, which is clipped to be one of an image; the
+            # comparison finds it.
+            places = np.minimum(find_rows(images.keys, image_keys), len(images.keys) - 1)
             unknown.update(image_keys[images.keys[places] != image_keys].tolist())
             codes = np.array([texts.setdefault(line.label, len(texts)) for line in lines])
             batches.append((np.array([line.key for line in lines], np.bytes_), places, codes))

@@ -403,11 +403,11 @@ class FeatureStore:
                 else:
                     is_same = str(opened.file.attrs.get("fingerprint")) == expected
                 if not is_same:
-                    raise self._changed()
+                    raise self._replaced_error()
                 opened.is_checked = True
             return opened.column(name, len(self), kind)
 
-    def _changed(self) -> StoreError:
+    def _replaced_error(self) -> StoreError:
         return StoreError(f"{self.root} has changed since it was opened. Open it again.")
 
     def _retry_if_packed(self, read: Callable[[], T]) -> T:
@@ -417,9 +417,10 @@ class FeatureStore:
         except FileNotFoundError as error:
             present, handles = self.num_rows_present, Handles(self.verify)
             now = find_contents(self.root, handles)
-            # Rows of another store must not be read by a caller that goes on, or in other threads.
+            # Rows of another store must not be read by a caller that continues after this error,
+            # or by other threads.
             if now.attrs.get("fingerprint") != self.attrs.get("fingerprint"):
-                raise self._changed() from error
+                raise self._replaced_error() from error
             self._adopt(now, handles)
             if self.num_rows_present < present:
                 raise StoreError(

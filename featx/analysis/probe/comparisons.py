@@ -85,7 +85,10 @@ def _are_told_apart(p: float, interval: tuple[float, float] | None, lead: int) -
     first classifier and none for the second, the bootstrap gives 0.17 to 0.83, and p is 0.25. Many
     small groups may be for one classifier, and most rows, in a few large groups, for the other.
     """
-    return p < ALPHA and (interval is None or (interval[0] if lead > 0 else -interval[1]) > 0)
+    if p >= ALPHA or interval is None:
+        return p < ALPHA
+    low, high = interval
+    return low > 0 if lead > 0 else high < 0
 
 
 def _gains(a: Predictions, b: Predictions) -> tuple[Ints, Ints]:

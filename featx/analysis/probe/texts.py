@@ -204,12 +204,13 @@ def _doubt_text(comparison: Json, p_text: str) -> str:
     if comparison["told_apart"] or low <= 0 <= high:
         return ""
     low, high = comparison.get("interval_holm") or (low, high)
-    reason = f"exact McNemar test, {p_text}"
     lead = comparison["first_only"] - comparison["second_only"]
-    if lead * low < 0:
-        reason = f"more {comparison['unit']}s are for the other one"
     if low <= 0 <= high:
         reason = f"interval {points_text(low)} to {points_text(high)} (Holm)"
+    elif lead * low < 0:
+        reason = f"more {comparison['unit']}s are for the other one"
+    else:
+        reason = f"exact McNemar test, {p_text}"
     return f", but they cannot be told apart: {reason}"
 
 

@@ -293,28 +293,31 @@ def _nearest(
     home = float64_device(x.device)
     block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, num_scores // max(1, len(x))))
 
-    def scored_blocks(x: torch.Tensor, wide: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def scored_blocks(
+        queries: torch.Tensor, in_float64: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""
         for start, block in vectors.blocks(block_rows):
-            if wide:
-                scores = -torch.cdist(x.to(home).double(), block.to(home).double()).to(x)
+            if in_float64:
+                wide, wide_block = queries.to(home).double(), block.to(home).double()
+                scores = -torch.cdist(wide, wide_block).to(queries)
             else:
                 # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
                 # order.
                 squares = (block * block).sum(1)
-                scores = torch.addmm(-squares, x, block.T, alpha=2)
-            if cosine and (squares > FAR_SQUARE).any():  # vectors of zeros: cosine 0
-                zero_scores = (x * x).sum(1, keepdim=True) - 2
-                scores = torch.where(squares > FAR_SQUARE, zero_scores, scores)
+                scores = torch.addmm(-squares, queries, block.T, alpha=2)
+                if cosine and (squares > FAR_SQUARE).any():  # vectors of zeros: cosine 0
+                    zero_scores = (queries * queries).sum(1, keepdim=True) - 2
+                    scores = torch.where(squares > FAR_SQUARE, zero_scores, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
-    _, places = best_of_blocks(scored_blocks(x, False), query_places, k)
+    _, places = best_of_blocks(scored_blocks(x, in_float64=False), query_places, k)
     if not cosine:
-        # float32 loses distances that are much smaller than the vectors.
+        # The scores have the rounding of |x|^2 in float32, which hides much smaller distances.
         is_lost = 4 * _distances(vectors, x, places[:, -1:])[:, 0] < x.norm(dim=1)
         if is_lost.any():
-            wide_blocks = scored_blocks(x[is_lost], True)
-            places[is_lost] = best_of_blocks(wide_blocks, query_places[is_lost], k)[1]
+            blocks = scored_blocks(x[is_lost], in_float64=True)
+            places[is_lost] = best_of_blocks(blocks, query_places[is_lost], k)[1]
     return sort_neighbours(vectors, x, places, cosine)
 
 

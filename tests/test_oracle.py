@@ -135,18 +135,23 @@ VIT_LAYERS = ["encoder.layers.encoder_layer_11", "encoder.layers.encoder_layer_3
 
 # Random weights let mobilenet_v2's values fall to 1e-9 in its last layers, where float16 ends; with
 # the defaults its first layers are compared.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "by_default"),
     [
         ("squeezenet1_1", ["features", "features.3", "classifier"], ["features", "classifier"]),
-        ("resnet18", ["layer4", "avgpool", "layer4.1.bn2"], ["layer4", "avgpool"]),
-        (
+        pytest.param(
+            "resnet18",
+            ["layer4", "avgpool", "layer4.1.bn2"],
+            ["layer4", "avgpool"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "mobilenet_v2",
             ["features.17", "features.2", "classifier"],
             ["features.1", "features.2"],
+            marks=pytest.mark.slow,
         ),
-        ("vit_b_16", VIT_LAYERS, VIT_LAYERS),
+        pytest.param("vit_b_16", VIT_LAYERS, VIT_LAYERS, marks=pytest.mark.slow),
     ],
 )
 def test_torchvision_models_agree_with_the_oracle(

@@ -33,8 +33,11 @@ _HEADERS = 512 * 6
 _EXPANDED = ("{", "}", "$", "\\", "::")
 """Texts that webdataset interprets in a path string; paths in a list are used as they are."""
 
-_ENDINGS = {b"\x89P": ".png", b"P5": ".pgm", b"P6": ".ppm"}
-"""First bytes of an image -> ending of its name, if its key has none; all others are .jpg."""
+_ENDINGS = {
+    b"\xff\xd8": ".jpg", b"\x89P": ".png", b"P5": ".pgm", b"P6": ".ppm", b"RI": ".webp",
+    b"II": ".tif", b"MM": ".tif", b"GI": ".gif", b"BM": ".bmp", b"\x93N": ".npy",
+}  # fmt: skip
+"""First bytes of an image -> ending of its name, if its key has none."""
 
 
 class WebDataset(ShardedFormat):
@@ -81,7 +84,7 @@ class WebDataset(ShardedFormat):
                     label = int(selection.labels[position])
                     if (encoded := self._images.read(position)) is not None:
                         # webdataset skips names without an ending.
-                        ending = Path(key).suffix.lower() or _ENDINGS.get(encoded[:2], ".jpg")
+                        ending = Path(key).suffix.lower() or _ENDINGS.get(encoded[:2], ".img")
                         _add(tar, f"{row:09d}{ending}", encoded)
                     for name, layer_values in values.items():
                         _add(tar, f"{row:09d}.{name}.npy", as_npy(layer_values[position - first]))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from format_readers import READERS
 from made_store import MadeRun, make_run
-from tiny_model import extract, run_job, write_image
+from tiny_model import MODEL, extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, StoreMismatchError
@@ -260,17 +260,22 @@ class TestWebDataset:
         sizes = [(image.size, conv.shape) for image, conv in data.to_tuple("png", "conv.npy")]
         assert sizes == [((48, 48), (8, 4, 4))] * 6
 
-    def test_images_whose_keys_have_no_ending_are_in_their_samples(self) -> None:
+    @pytest.mark.parametrize(("dtype", "ending"), [(np.uint8, "ppm"), (np.uint16, "npy")])
+    def test_images_whose_keys_have_no_ending_are_in_their_samples(
+        self, dtype: type[np.integer[Any]], ending: str
+    ) -> None:
         import h5py
         import webdataset as wds
 
-        pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 40, 3), np.uint8)
+        pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 40, 3), dtype)
         with h5py.File("images.h5", "w") as file:
             file["images"] = pixels
-        extract({"name": "hdf5", "root": "images.h5", "dataset": "images"}, layers=["pool"])
+        data = {"name": "hdf5", "root": "images.h5", "dataset": "images"}
+        model = {**MODEL, "transform": {"resize": 32, "crop": 32, "scale": "dtype"}}
+        extract(data, layers=["pool"], model=model)
         export("webdataset")
-        data = wds.WebDataset("out/shards-00000-of-00001.tar", shardshuffle=False).decode("rgb8")
-        assert [np.array_equal(found["ppm"], pixels[i]) for i, found in enumerate(data)] == 3 * [1]
+        shard = wds.WebDataset("out/shards-00000-of-00001.tar", shardshuffle=False).decode("rgb8")
+        assert np.array_equal([found[ending] for found in shard], pixels)
 
     # webdataset takes a text with braces or "::" for a pattern.
     @pytest.mark.parametrize("out", ["out", "a{b,c}", "a::b"])

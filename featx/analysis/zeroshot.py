@@ -45,7 +45,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     templates = read_templates(config.zeroshot.templates)
     model = from_saved(run.header.config).model
     classifier = text_classifier(model, prompts, templates, choose_device(config.device))
-    _check_weights(store, model.name, classifier)
+    _check_model(store, run, model.name, classifier)
     width = classifier.weight.shape[1]
     head = Head(  # it divides embeddings by their length
         Scaler(torch.zeros(width), torch.ones(width)),
@@ -102,9 +102,10 @@ def search(
     if not texts or not all(each.strip() for each in texts):
         raise ConfigError("a text is empty: give what the images show.")
     opened = store if isinstance(store, FeatureStore) else FeatureStore(store)
-    model = from_saved(_run_of(opened).header.config).model
+    run = _run_of(opened)
+    model = from_saved(run.header.config).model
     found = text_vectors(model, texts, choose_device(device))
-    _check_weights(opened, model.name, found)
+    _check_model(opened, run, model.name, found)
     return nearest_to(
         opened, EMBEDDING, found.vectors, k, device=device, projection=found.projection
     )
@@ -128,14 +129,20 @@ def read_texts(option: str, given: str | Sequence[str]) -> list[str]:
     return texts
 
 
-def _check_weights(store: FeatureStore, name: str, found: TextClassifier | TextVectors) -> None:
+def _check_model(
+    store: FeatureStore, run: Run, name: str, found: TextClassifier | TextVectors
+) -> None:
     """Check that the image tower of a model is the one that a store was made with."""
-    if found.weights_sha256 != str(store.attrs["weights_sha256"]):
-        raise StoreMismatchError(
-            f"the image tower of {name} has the SHA-256 {found.weights_sha256}, and the store was "
-            f"made with {store.attrs['weights_sha256']}. Extract it again, or give back the "
-            "weights of then."
-        )
+    for part, now, then in (
+        ("image tower", found.weights_sha256, str(store.attrs["weights_sha256"])),
+        # An activation or a class token is not seen in the weights.
+        ("config", found.config_sha256, run.model_settings.get("model.config_sha256")),
+    ):
+        if now != then:
+            raise StoreMismatchError(
+                f"the {part} of {name} has the SHA-256 {now}, and the store was made with {then}. "
+                "Extract it again, or give back the model of then."
+            )
 
 
 def _run_of(store: FeatureStore) -> Run:

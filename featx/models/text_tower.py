@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 
 from featx.base import quiet_logs
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line
-from featx.models.base import state_sha256
+from featx.models.base import config_sha256, state_sha256
 from featx.models.checkpoint import load_weights, read_weights
 from featx.models.libraries.open_clip import (
     LOCAL,
@@ -53,12 +53,14 @@ class TextClassifier:
         bias: (C,) float32; the bias of models trained with a sigmoid, otherwise 0.
         templates: number of texts of each class.
         weights_sha256: SHA-256 of the image tower that belongs to it.
+        config_sha256: SHA-256 of the config of the model, as in the fingerprint of a run.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor
     templates: int
     weights_sha256: str
+    config_sha256: str
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,13 @@ class TextVectors:
         projection: (D, P) float32 that takes the embedding of an image into this space; None if the
             embedding is in it.
         weights_sha256: SHA-256 of the image tower that belongs to them.
+        config_sha256: SHA-256 of the config of the model, as in the fingerprint of a run.
     """
 
     vectors: npt.NDArray[np.float32]
     projection: npt.NDArray[np.float32] | None
     weights_sha256: str
+    config_sha256: str
 
 
 def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device) -> TextVectors:
@@ -90,35 +94,39 @@ def text_vectors(config: ModelConfig, texts: Sequence[str], device: torch.device
     """
     if config.library != "transformers":
         classifier = text_classifier(config, texts, ["{}"], device)
-        return TextVectors(classifier.weight.numpy(), None, classifier.weights_sha256)
+        identity = classifier.weights_sha256, classifier.config_sha256
+        return TextVectors(classifier.weight.numpy(), None, *identity)
     _refuse_random_weights(config)
-    model, tokenizer = _load_two_towers(config.name)
-    sha256 = state_sha256(model.vision_model)
+    folder = find_folder(config.name)
+    values = read_config(folder)
+    model, tokenizer = _load_two_towers(config.name, folder, values)
+    weights_sha256 = state_sha256(model.vision_model)
     # CLIP projects the vector that `embedding` is; that of SigLIP is compared as it is.
     head = getattr(model, "visual_projection", None)
     projection = None if head is None else head.weight.detach().T.contiguous().numpy()
     vectors = _text_features(model, tokenizer, texts, device).numpy()
     if not np.isfinite(vectors).all():
         raise WeightsError(f"the text tower of {config.name} gives values that are not finite.")
-    return TextVectors(vectors, projection, sha256)
+    return TextVectors(vectors, projection, weights_sha256, config_sha256(values))
 
 
-def _load_two_towers(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load image and text tower of a folder, and its tokenizer.
+def _load_two_towers(
+    name: str, folder: Path, values: Mapping[str, object]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load image and text tower of a folder with some config.json, and its tokenizer.
 
     Raises ConfigError if the model has no text tower, WeightsError if files cannot be loaded.
     """
     transformers = import_transformers()
-    folder = find_folder(name)
-    values = read_config(folder)
-    model_type = str(values.pop("model_type"))
+    model_type = str(values["model_type"])
     if model_type not in _TWO_TOWERS:
         raise ConfigError(
             f"texts need a model with a text tower: model.name={name} has the model_type "
             f"{model_type}, expected {' or '.join(_TWO_TOWERS)}."
         )
     model = getattr(transformers, _TWO_TOWERS[model_type])
-    plan = Blueprint(model, model.config_class.from_dict(values), {})
+    others = {name: value for name, value in values.items() if name != "model_type"}
+    plan = Blueprint(model, model.config_class.from_dict(others), {})
     return load_model(plan, read_state(folder), name).eval(), _folder_tokenizer(folder)
 
 
@@ -202,7 +210,7 @@ def text_classifier(
     with quiet_logs():  # open_clip warns of weights that are loaded later
         model = _whole_model(config).eval()
         tokenizer = _tokenizer(config)
-        sha256 = state_sha256(model.visual.float())
+        weights_sha256 = state_sha256(model.visual.float())
         model.to(device)
         template_list: Any = templates
         if isinstance(templates, str):
@@ -230,7 +238,9 @@ def text_classifier(
                 bias += model.logit_bias.float().cpu()
     if not torch.isfinite(weight).all():
         raise WeightsError(f"the text tower of {source.name} gives values that are not finite.")
-    return TextClassifier(weight, bias, len(template_list), sha256)
+    return TextClassifier(
+        weight, bias, len(template_list), weights_sha256, config_sha256(source.model)
+    )
 
 
 def _whole_model(config: OpenClipOptions) -> Any:

@@ -220,6 +220,20 @@ def test_other_weights_than_those_of_the_store_are_refused(made: Path, tmp_path:
         run_job("zeroshot", store=str(tmp_path / "store"))
 
 
+def test_another_config_than_that_of_the_store_is_refused(made: Path, tmp_path: Path) -> None:
+    store = str(shutil.copytree(made / "vit-store", tmp_path / "store"))
+    config = made / "vit" / "open_clip_config.json"
+    text = config.read_text()
+    values = json.loads(text)
+    values["model_cfg"]["quick_gelu"] = not values["model_cfg"].get("quick_gelu", False)
+    config.write_text(json.dumps(values))
+    try:
+        with pytest.raises(StoreMismatchError, match=r"the config of .* has the SHA-256"):
+            run_job("zeroshot", store=store)
+    finally:
+        config.write_text(text)
+
+
 def test_a_tokenizer_with_code_is_refused(made: Path, tmp_path: Path) -> None:
     store = str(shutil.copytree(made / "vit-store", tmp_path / "store"))
     config = made / "vit" / "tokenizer_config.json"

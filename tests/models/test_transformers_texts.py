@@ -126,6 +126,13 @@ def with_other_weights(folder: Path) -> None:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
+def with_another_activation(folder: Path) -> None:
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    values["vision_config"]["hidden_act"] = "relu"
+    file.write_text(json.dumps(values))
+
+
 @pytest.mark.parametrize(
     ("change", "text", "error", "message"),
     [
@@ -133,6 +140,7 @@ def with_other_weights(folder: Path) -> None:
         (with_code, "a cat", ModelError, r"tokenizer_config\.json names Python code"),
         (with_more_words, "frog", WeightsError, r"the model, which has 50 tokens: it .* 60"),
         (with_other_weights, "a cat", StoreMismatchError, r"the image tower of .* has the SHA-256"),
+        (with_another_activation, "a cat", StoreMismatchError, r"the config of .* has the SHA-256"),
         (None, "a cat " * 9, ConfigError, r"has 20 tokens, and the model reads 8: shorten it"),
         (None, " ", ConfigError, r"a text is empty"),
     ],

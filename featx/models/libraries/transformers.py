@@ -94,7 +94,7 @@ class Transformers(ModelLibrary[TransformersOptions]):
                 "embedding": family.embedding,
                 "prefix_tokens": family.num_prefix_tokens(plan.config),
                 "processor": choice.name,
-                "config_sha256": config_sha256({**values, "transformers_version": None}),
+                "config_sha256": config_sha256(values),
             },
         )
         if not choice.is_proven:

@@ -48,10 +48,11 @@ _IGNORED = (
     "output_hidden_states",
     "return_dict",
     "torch_dtype",
+    "transformers_version",
     "transformers_weights",
 )
-"""Entries of config.json that choose kernels, dtypes, files or outputs, not the model. Kernels may
-be code of the hub."""
+"""Entries of config.json that choose kernels, dtypes, files or outputs, or name the version that
+wrote it, not the model. Kernels may be code of the hub."""
 
 
 def find_folder(name: str) -> Path:

@@ -217,7 +217,7 @@ class AutoSettings:
         """
         engine, batch_size = self._engine, int(compute.batch_size)
         if engine.device.type == "cpu" or engine.uses_fp32_only or len(self._images) == 0:
-            return self._images
+            return self._images if len(self._images) <= batch_size else self._images[:batch_size]
         engine.configure_compute(compute)
         few_images = self.make_batch(min(TRIAL_IMAGES, batch_size))
         engine.run(few_images)  # loads kernels

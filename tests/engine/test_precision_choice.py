@@ -13,7 +13,6 @@ from featx.engine import Compute
 from featx.engine.precision_choice import ROUNDS, ChosenPrecision, choose_precision
 
 IMAGES = torch.zeros(16, 3, 2, 2, dtype=torch.uint8)
-FP32 = Compute("fp32", False, False, 16)
 
 
 @pytest.fixture
@@ -21,12 +20,16 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChosenPrecisi
     """A function that chooses the precision of a simulated engine."""
 
     def choose(
-        timed_images: torch.Tensor = IMAGES, exact: Any = None, **of_engine: Any
+        timed_images: torch.Tensor = IMAGES,
+        exact: Any = None,
+        batch_size: int = 16,
+        **of_engine: Any,
     ) -> tuple[ChosenPrecision, Simulated]:
         engine: Any = Simulated(**of_engine)
         monkeypatch.setattr("time.perf_counter", lambda: engine.now)
         monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)
-        return choose_precision(engine, FP32, IMAGES, timed_images, exact), engine
+        compute = Compute("fp32", False, False, batch_size)
+        return choose_precision(engine, compute, IMAGES, timed_images, exact), engine
 
     return choose
 
@@ -109,3 +112,13 @@ def test_a_gpu_is_timed_at_the_batch_size_of_the_run(chosen: Any) -> None:
     assert sizes == [16, 256, 256, 256]
     assert found.reason.startswith("fp16 2.50 times as fast")
     assert "bf16 2.00 times as fast" in found.reason
+
+
+def test_no_pass_is_larger_than_a_batch_of_the_run(chosen: Any) -> None:
+    """A program may take no more images, and a GPU may have no memory for them."""
+    found, engine = chosen(
+        timed_images=IMAGES[:3], batch_size=3, seconds={"fp32": 0.1, "bf16": 0.04}
+    )
+    assert found.precision == "bf16"
+    assert found.measured.rows["layer"].shape == (16, 2)
+    assert max(size for _, size in engine.batches) == 3

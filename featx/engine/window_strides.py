@@ -98,7 +98,7 @@ class _StrideCheck(ObservingMode):  # type: ignore[no-untyped-call]
                 self._restore((x.shape[dim],), (output.shape[dim],))
             elif x.dim() == 4:
                 self._compare((shape[dim],), (output.shape[dim],), (step,))
-        elif x.dim() == 4:
+        elif x.dim() == 4 and operation in (aten.convolution, *_POOLS, *_RESIZES):
             self._compare_maps(operation, _named(func, args), tuple(shape[-2:]), output)
         return output
 

@@ -480,9 +480,19 @@ def test_strides_outside_of_layers_that_do_not_fit_are_refused(
         extract(model(), same_size, layers=[layer], model_window_size=size)
 
 
+def test_a_side_branch_of_its_former_size_leaves_out_nothing(same_size: Path) -> None:
+    model = Shrunk(lambda x: x * F.interpolate(F.avg_pool2d(x, 2), x.shape[2:])).eval()
+    store = extract(model, same_size, layers=["output"], model_window_size=36)
+    with Image.open(same_size / "0.png") as image:
+        expected = plain_map(model, image, (36, 36), (16, 16), 4)
+    np.testing.assert_allclose(store["output"][0], expected, rtol=0, atol=1e-5)
+
+
 def test_padding_before_a_stride_is_that_of_the_stride(same_size: Path) -> None:
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 4, stride=4), nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(4, 3, 3, stride=2)
+        Shrunk(lambda x: torch.cat(x.split(2, 1), 1)),
+        nn.ZeroPad2d((0, 1, 0, 1)),
+        nn.Conv2d(5, 3, 3, stride=2),
     ).eval()
     store = extract(model, same_size, layers=["2"], **WINDOWS)
     with Image.open(same_size / "0.png") as image:

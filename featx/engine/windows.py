@@ -16,16 +16,15 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import nn
 
-from featx.base import ModuleHooks, size_text
+from featx.base import size_text
 from featx.config import make_reduce
 from featx.engine.compute import BatchRows, spec_of
 from featx.engine.engine import Engine
 from featx.engine.row_checks import describe_nonfinite, finite_rows
+from featx.engine.window_strides import check_strides
 from featx.errors import LayerError, ReduceError
 from featx.images import WINDOW_ERROR
 from featx.layers import (
@@ -359,7 +358,7 @@ def attach_windows(
             )
         stride = height // rows, width // columns
         layers.append(_WindowedLayer(point, reduce, (channels, rows, columns), stride))
-    _check_strides(engine)
+    check_strides(engine)
     resolved = resume_state.resolved if resume_state else {}
     strides = [side for layer in layers for side in layer.stride]
     align = math.lcm(int(resolved.get(ALIGN, 1)), *strides)
@@ -374,33 +373,6 @@ def attach_windows(
         image_sizes=list(image_sizes) or [size],
         store_dtype=getattr(torch, store_dtype),
     )
-
-
-def _check_strides(engine: Engine) -> None:
-    """Refuse windows of which a convolution or pooling leaves out pixels, or fills some up.
-
-    A map of 300 pixels by strides of 32 has 10 positions (300, 150, 75, 38, 19, 10), which are no
-    30 pixels apart. Raises ReduceError.
-    """
-
-    def before(called: Any, args: Any, kwargs: Any) -> None:
-        stride = called.stride if isinstance(called.stride, tuple) else (called.stride,) * 2
-        sides = tuple(args[0].shape[-2:]) if args else stride
-        if any(side % step for side, step in zip(sides, stride, strict=True)):
-            raise ReduceError(
-                f"model.window.size={list(engine.backbone.preprocess.crop)}: {names[called]} takes "
-                f"every {stride[0]} x {stride[1]} positions of {sides[0]} x {sides[1]}, which are "
-                "no whole number, so the maps of windows do not fit together. Choose a multiple of "
-                "the patch size, or of the stride of the layer."
-            )
-
-    strided = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
-    modules = engine.module.named_modules()
-    names = {module: name for name, module in modules if isinstance(module, strided)}
-    with ModuleHooks() as hooks:
-        for module in names:
-            hooks.add(module, before)
-        engine._captured_of([engine.noise(1)])  # ends after the last captured layer
 
 
 def _window_fault(message: str) -> ImageFault:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import torchvision
 from conftest import make_image
 from made_store import dataset_digests
@@ -427,6 +428,76 @@ def test_windows_of_other_than_whole_positions_are_refused(
         return
     with pytest.raises(ReduceError, match=f"{text}.*multiple"):
         extract(Stem(), same_size, layers=[layer], model_window_size=size)
+
+
+class Shrunk(nn.Module):
+    """A function of the map of a stem of 4 x 4 pixels a position."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.stem, self.function = nn.Conv2d(3, 5, 4, stride=4), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.stem(x))
+
+
+def swin() -> nn.Module:
+    """Maps of 12, 6, 3 and 2 positions of 48 pixels; the last one is padded from 3 to 4."""
+    return timm.models.SwinTransformer(
+        img_size=48, embed_dim=8, depths=(1,) * 4, num_heads=(1,) * 4, num_classes=0
+    )
+
+
+# By their number in a window, positions would be 9, 7 and 24 pixels apart; they are 8, 4 and 32.
+@pytest.mark.parametrize(
+    ("model", "layer", "size", "text"),
+    [
+        (lambda: Shrunk(lambda x: F.max_pool2d(x, 2)), "output", 36, "of 9 x 9, and gives 4 x 4"),
+        (lambda: Shrunk(lambda x: F.avg_pool2d(x, 2)), "output", 36, "of 9 x 9, and gives 4 x 4"),
+        (lambda: Shrunk(lambda x: x[..., 1::2, 1::2]), "output", 36, "2 positions of 9, and gives"),
+        (
+            lambda: Shrunk(lambda x: F.interpolate(x, scale_factor=0.5)),
+            *("output", 36, "of 9 x 9, and gives 4 x 4"),
+        ),
+        (
+            lambda: Shrunk(lambda x: F.conv2d(x, torch.ones(6, 5, 2, 2), stride=2)),
+            *("output", 36, "of 9 x 9, and gives 4 x 4"),
+        ),
+        (
+            lambda: nn.Sequential(
+                nn.Conv2d(3, 4, 5), nn.MaxPool2d(2), nn.Conv2d(4, 6, 5), nn.MaxPool2d(2)
+            ),
+            *("3", 28, "0 takes every 1 x 1 positions of 28 x 28, and gives 24 x 24"),
+        ),
+        (swin, "layers.3", 48, "layers.3.downsample fills 3 positions up to 4"),
+    ],
+    ids=["max_pool2d", "avg_pool2d", "slice", "interpolate", "conv2d", "no padding", "swin"],
+)
+def test_strides_outside_of_layers_that_do_not_fit_are_refused(
+    same_size: Path, model: Callable[[], nn.Module], layer: str, size: int, text: str
+) -> None:
+    with pytest.raises(ReduceError, match=f"model.window.size.*{text}.*multiple"):
+        extract(model(), same_size, layers=[layer], model_window_size=size)
+
+
+def test_a_side_branch_of_its_former_size_leaves_out_nothing(same_size: Path) -> None:
+    model = Shrunk(lambda x: x * F.interpolate(F.avg_pool2d(x, 2), x.shape[2:])).eval()
+    store = extract(model, same_size, layers=["output"], model_window_size=36)
+    with Image.open(same_size / "0.png") as image:
+        expected = plain_map(model, image, (36, 36), (16, 16), 4)
+    np.testing.assert_allclose(store["output"][0], expected, rtol=0, atol=1e-5)
+
+
+def test_padding_before_a_stride_is_that_of_the_stride(same_size: Path) -> None:
+    model = nn.Sequential(
+        Shrunk(lambda x: torch.cat(x.split(2, 1), 1)),
+        nn.ZeroPad2d((0, 1, 0, 1)),
+        nn.Conv2d(5, 3, 3, stride=2),
+    ).eval()
+    store = extract(model, same_size, layers=["2"], **WINDOWS)
+    with Image.open(same_size / "0.png") as image:
+        expected = plain_map(hooked(model, "2"), image, (32, 32), (16, 16), 8)
+    np.testing.assert_allclose(store["2"][0], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

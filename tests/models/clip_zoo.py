@@ -86,6 +86,8 @@ def write_folder(folder: Path, name: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = open_clip.create_model(f"local-dir:{folder}", load_weights=False)
+        if name == "coca":  # open_clip leaves this parameter as the memory was
+            torch.nn.init.normal_(model.text_decoder.text_projection)
     save_file(
         {key: x.clone() for key, x in model.state_dict().items()},
         folder / "open_clip_model.safetensors",

@@ -80,6 +80,11 @@ class S3File(PositionedFile):
             if block and block * BLOCK_BYTES < self.size:
                 self._fetch_blocks(block, block)
 
+    @property
+    def etag(self) -> str:
+        """Entity tag of the object, which changes with its content."""
+        return self._metadata.etag
+
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         try:

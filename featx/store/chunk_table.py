@@ -28,6 +28,7 @@ from featx.store.hdf5_files import (
     chunks_with_verdict,
     failures_agree,
     open_metadata,
+    open_plain_dataset,
     open_raw,
     row_datasets,
 )
@@ -305,10 +306,11 @@ def find_table(raw: RawBytes) -> tuple[Json, dict[str, DatasetEntry]] | None:
 
 def read_column_by_table(
     raw: RawBytes, path: str, fingerprint_sha256: str, start: int
-) -> Array | None:
+) -> tuple[Array, int] | None:
     """Read a dataset of a file by its chunk table alone, a tenth of the time that HDF5 takes.
 
-    Each chunk is compared with its checksum; None if one differs, or if the file has no such table.
+    Each chunk is compared with its checksum. Return the values and the checksum of the table, or
+    None if a chunk differs, or if the file has no such table.
     """
     for header, body in _find_tables(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -319,8 +321,19 @@ def read_column_by_table(
                     entry = _entry_of(about, body, first_chunk)
                     chunks = [_read_chunk(raw, entry, chunk) for chunk in range(len(entry.table))]
                     good = [values for values in chunks if values is not None]
-                    return np.concatenate(good) if good and len(good) == len(chunks) else None
+                    if not good or len(good) < len(chunks):
+                        return None
+                    return np.concatenate(good), header["checksum"]
         break
+    return None
+
+
+def table_checksum(file: h5py.File) -> int | None:
+    """Checksum of the chunk table of a file, or None; it changes with every row of the file."""
+    with _suppress_damage():
+        if layout.CHUNK_TABLE in file:
+            head = open_plain_dataset(file, layout.CHUNK_TABLE)[: len(MAGIC) + 16].tobytes()
+            return int.from_bytes(head[-8:], "little")
     return None
 
 
@@ -329,8 +342,8 @@ def table_header(raw: RawBytes) -> Json | None:
     return next((header for header, _ in _find_tables(raw)), None)
 
 
-def _find_tables(raw: RawBytes) -> Iterator[tuple[dict[str, object], bytes]]:
-    """Header and body of each complete table in a file, from its end."""
+def _find_tables(raw: RawBytes) -> Iterator[tuple[Json, bytes]]:
+    """Header, with the checksum of the table, and body of each complete table, from the end."""
     for address in _find_magic(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
             head = raw.pread(len(MAGIC) + 16, address)
@@ -338,10 +351,11 @@ def _find_tables(raw: RawBytes) -> Iterator[tuple[dict[str, object], bytes]]:
             if size > raw.size - address:
                 continue
             body = raw.pread(size, address + len(head))
-            if not layout.agrees(int.from_bytes(head[-8:], "little"), body):
+            checksum = int.from_bytes(head[-8:], "little")
+            if not layout.agrees(checksum, body):
                 continue
             length = int.from_bytes(body[:8], "little")
-            yield _parse_header(body[8 : 8 + length]), body
+            yield {**_parse_header(body[8 : 8 + length]), "checksum": checksum}, body
 
 
 def _parse_header(text: bytes) -> dict[str, object]:

@@ -81,7 +81,7 @@ def find_contents(root: Path, handles: Handles) -> Contents:
         return _packed_contents(root, handles)[0]
     for _ in range(_NUM_ATTEMPTS):
         before = _packed_state(root)
-        handles.close()
+        handles.forget()
         failure: OSError | None = None
         try:
             contents = _folder_contents(root, before is not None, handles)

@@ -115,11 +115,13 @@ class LayerReader:
         """
         segments = self._contents.segments
         use_tables = len(segments) >= MANY_FILES and not isinstance(segments[0].path, S3Path)
-        by_table: Iterator[npt.NDArray[np.uint8] | None] = itertools.repeat(None, len(segments))
+        by_table: Iterator[tuple[Array, int] | None] = itertools.repeat(None, len(segments))
         if use_tables:
             by_table = map_in_threads(_status_by_table, segments)
-        for segment, values in zip(segments, by_table, strict=True):
-            if values is not None:
+        for segment, found in zip(segments, by_table, strict=True):
+            if found is not None:
+                values, version = found
+                self._handles.check_version(segment.path, version)
                 yield segment, values
                 continue
             with self.open(segment) as opened:
@@ -150,11 +152,10 @@ class LayerReader:
             yield opened.rows(f"{layout.FEATURES}/{layer}", shape, info.dtype, segment.start)
 
 
-def _status_by_table(segment: Segment) -> npt.NDArray[np.uint8] | None:
-    """Status of the rows of a file by its chunk table, or None if that does not tell."""
+def _status_by_table(segment: Segment) -> tuple[Array, int] | None:
+    """Status of the rows of a file by its chunk table, and the version of the file, or None."""
     with contextlib.closing(TailFile(segment.path)) as raw:
-        values = read_column_by_table(raw, layout.STATUS, segment.fingerprint_sha256, segment.start)
-    count = segment.stop - segment.start
-    if values is None or values.shape != (count,) or values.dtype.kind != "u":
+        found = read_column_by_table(raw, layout.STATUS, segment.fingerprint_sha256, segment.start)
+    if found is None or found[0].shape != (segment.stop - segment.start,):
         return None
-    return values
+    return found if found[0].dtype.kind == "u" else None

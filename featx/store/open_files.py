@@ -18,6 +18,7 @@ from featx.errors import FeatxError, StoreError
 from featx.storage import RawFile, S3File, S3Path
 from featx.store import layout
 from featx.store.chunk_reader import ChunkReader, Verify, repair_hint
+from featx.store.chunk_table import table_checksum
 from featx.store.filter_pipeline import dataset_filters
 from featx.store.hdf5_files import (
     check_hard_links,
@@ -40,7 +41,8 @@ class OpenFile:
     """File open for reading, with those of its datasets that were checked.
 
     `is_checked` tells whether it was found to belong to the run of the store, and `num_readers` how
-    many threads are reading from it.
+    many threads are reading from it. `version` changes if another file takes its name: the checksum
+    of its chunk table, or its entity tag.
     """
 
     def __init__(self, path: Path, verify: Verify = "chunks") -> None:
@@ -48,6 +50,8 @@ class OpenFile:
         self._verify = verify
         self._remote_file = S3File(path) if isinstance(path, S3Path) else None
         self.file = _open_store_file(path, self._remote_file)
+        tag = None if self._remote_file is None else self._remote_file.etag
+        self.version = tag or table_checksum(self.file)
         self.is_checked = False
         self.num_readers = 0
         self._datasets: dict[str, h5py.Dataset] = {}
@@ -154,10 +158,15 @@ class OpenFile:
 
 
 class Handles:
-    """Open files of this process; the least recently used ones are closed first."""
+    """Open files of this process; the least recently used ones are closed first.
+
+    A file that is opened again, here, after a fork or after unpickling, must not have changed: what
+    was read from it before, such as the status of its rows, would belong to other rows.
+    """
 
     def __init__(self, verify: Verify = "chunks") -> None:
         self.verify = verify
+        self._versions: dict[Path, int | str | None] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -169,11 +178,22 @@ class Handles:
         self._max_open = max(4, min(_MAX_OPEN_FILES, limit // _SHARE_OF_LIMIT))
 
     def __getstate__(self) -> dict[str, object]:
-        return {"verify": self.verify}
+        return {"verify": self.verify, "_versions": dict(self._versions)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.verify = state["verify"]
+        self.__dict__.update(state)
         self._reset()
+
+    def with_verify(self, verify: Verify) -> Handles:
+        """Return further handles, for which the same versions of the files count."""
+        handles = Handles(verify)
+        handles._versions = self._versions
+        return handles
+
+    def check_version(self, path: Path, version: int | str | None) -> None:
+        """Raise StoreError if a file has another version than when it was first opened."""
+        if self._versions.setdefault(path, version) != version:
+            raise StoreError(f"{path} has changed since the store was opened. Open it again.")
 
     @contextlib.contextmanager
     def use(self, path: Path) -> Iterator[OpenFile]:
@@ -185,6 +205,7 @@ class Handles:
             # closing the file while this one reads from it without the lock.
             file = self._files.pop(path, None) or OpenFile(path, self.verify)
             self._files[path] = file
+            self.check_version(path, file.version)
             file.num_readers += 1
             self._close_idle(self._max_open)
         try:
@@ -197,10 +218,11 @@ class Handles:
             with self._lock:
                 file.num_readers -= 1
 
-    def close(self) -> None:
-        """Close all files that no thread is reading; they are opened again when needed."""
+    def forget(self) -> None:
+        """Close all files that no thread is reading; others may have taken their names."""
         with self._lock:
             self._close_idle(0)
+            self._versions.clear()
 
     def _close_idle(self, max_open: int) -> None:
         """Close the least recently used files beyond `max_open` that no thread is reading."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import os
@@ -99,6 +100,13 @@ class FeatureStore:
         handles = Handles(self.verify)
         self._adopt(find_contents(self.root, handles), handles)
         return self
+
+    def _with_verify(self, verify: Verify) -> FeatureStore:
+        """Return the store as it was when it was opened, of which other chunks are compared."""
+        store = copy.copy(self)
+        store.verify, store._handles = verify, self._handles.with_verify(verify)
+        store._layer_reader = LayerReader(self.root, self._contents, store._handles)
+        return store
 
     def _adopt(self, contents: Contents, handles: Handles) -> None:
         """Reset everything that depends on the files of the store."""
@@ -415,15 +423,26 @@ class FeatureStore:
         try:
             return read()
         except FileNotFoundError as error:
-            present, handles = self.num_rows_present, Handles(self.verify)
-            now = find_contents(self.root, handles)
+            present, now = self.num_rows_present, FeatureStore(self.root, self.verify)
             # Rows of another store must not be read by a caller that continues after this error,
             # or by other threads.
-            if now.attrs.get("fingerprint") != self.attrs.get("fingerprint"):
+            if now.attrs.get("fingerprint") != self.attrs.get("fingerprint") or self._differs(now):
                 raise self._replaced_error() from error
-            self._adopt(now, handles)
+            self._adopt(now._contents, now._handles)
             if self.num_rows_present < present:
                 raise StoreError(
                     f"{self.root} has lost rows since it was opened: {error.filename} is missing."
                 ) from error
             return read()
+
+    def _differs(self, now: FeatureStore) -> bool:
+        """Return whether rows have another status or image than when they were read before."""
+        for name, read, none in (
+            ("status", now._read_status, Status.ABSENT),
+            ("image_checksums", now._read_image_checksums, UNKNOWN_IMAGE),
+        ):
+            if (before := self.__dict__.get(name)) is not None:
+                after = read()
+                if ((before != after) & (before != none) & (after != none)).any():
+                    return True
+        return False

@@ -41,9 +41,7 @@ class TokenReader:
 
     def __init__(self, store: FeatureStore, layer: str, verify: Verify = "chunks") -> None:
         check_verify(verify)
-        self._store = FeatureStore(store.root, "rows" if verify else False)
-        if self._store.attrs.get("fingerprint") != store.attrs.get("fingerprint"):
-            raise StoreError(f"another run has changed {store.root}; open it again.")
+        self._store = store._with_verify("rows" if verify else False)
         self._layer = layer
         self.num_tokens, self.channels, self._channels_first = _shape_of_tokens(store, layer)
         segments, _ = self._reader._segments_of(layer)

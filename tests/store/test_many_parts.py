@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -13,6 +14,7 @@ import pytest
 from made_store import MadeRun, make_run
 
 import featx
+from featx.errors import StoreError
 from featx.store import Manifest
 from featx.store.chunk_table import read_column_by_table
 from featx.store.hdf5_files import open_raw
@@ -65,7 +67,8 @@ def test_a_file_cut_off_anywhere_is_found(run: MadeRun, tmp_path: Path) -> None:
 
 def status_by_table(path: Path, run: MadeRun, start: int) -> np.ndarray | None:
     with contextlib.closing(open_raw(path)) as raw:
-        return read_column_by_table(raw, "status", run.as_run().digest, start)
+        found = read_column_by_table(raw, "status", run.as_run().digest, start)
+    return None if found is None else found[0]
 
 
 def test_the_status_by_the_table_is_that_of_hdf5(run: MadeRun, tmp_path: Path) -> None:
@@ -90,7 +93,8 @@ def test_a_table_that_is_longer_than_the_end_that_is_read_at_once(tmp_path: Path
         assert tail.size == len(whole) > 128 << 10
         for at, size in ((0, 100), (len(whole) - 70_000, 5), (len(whole) - 9, 20)):
             assert tail.pread(size, at) == whole[at : at + size]
-        assert read_column_by_table(tail, "status", wide.as_run().digest, 0).tolist() == [0] * 4
+        status, _ = read_column_by_table(tail, "status", wide.as_run().digest, 0)
+        assert status.tolist() == [0] * 4
 
 
 def test_very_many_items_in_threads_keep_their_order() -> None:
@@ -125,7 +129,15 @@ def test_a_store_of_more_parts_than_stay_open(tmp_path: Path) -> None:
     """Resumed and read by tables alone, from the part without failures to the one with."""
     run = make_run(1100, 1, {"x": (2,)}, failed=[7, 1099])
     root = run.finish(tmp_path / "store")
-    assert np.array_equal(featx.open(root).status, run.status())
+    store = featx.open(root)
+    assert np.array_equal(store.status, run.status())
+    replace(run, failures=()).finish(tmp_path / "new")
+    part_path(tmp_path / "new", 7).rename(part_path(root, 7))
+    assert np.array_equal(store["x"][6], run.features["x"][6])
+    with pytest.raises(StoreError, match="has changed since the store was opened"):
+        store["x"][7]
+    run.finish(tmp_path / "old")
+    part_path(tmp_path / "old", 7).rename(part_path(root, 7))
     with run.session(root).hold() as session:
         assert session.missing() == []
         assert [failure.row for failure in session.failures] == [7, 1099]

@@ -381,6 +381,15 @@ def test_parts_that_are_packed_meanwhile(tmp_path: Path, run: MadeRun) -> None:
     assert_equal_batches(list(pickle.loads(pickle.dumps(data))), expected)
 
 
+def test_a_row_that_failed_since_is_an_error_and_not_nan(tmp_path: Path, run: MadeRun) -> None:
+    data = dataset(run.copied(tmp_path / "store"))
+    failed = replace(run, failures=[*run.failures, replace(run.failures[0], row=40)])
+    failed.copied(tmp_path / "new")
+    (tmp_path / "new/parts/part-000001.h5").replace(tmp_path / "store/parts/part-000001.h5")
+    with pytest.raises(StoreError, match="has changed since the store was opened"):
+        list(data)
+
+
 def test_parts_that_are_packed_before_jobs_read_them(tmp_path: Path, run: MadeRun) -> None:
     root = run.copied(tmp_path / "store")
     reader = TokenReader(featx.open(root), "tokens")

@@ -10,7 +10,7 @@ from made_store import make_run
 from tiny_model import extract, job_config, write_image, write_images
 
 import featx
-from featx.errors import ConfigError, DataError, StoreMismatchError, WeightsError
+from featx.errors import ConfigError, DataError, LayerError, StoreMismatchError, WeightsError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -53,6 +53,27 @@ def test_a_reduction_that_leaves_a_vector_says_so(capsys: pytest.CaptureFixture[
     assert "note head has no positions: reduce=avg leaves a vector as it is" in shown
     extract("photos", layers=["conv"], reduce="avg", out="maps")
     assert "no positions" not in capsys.readouterr().err
+
+
+def test_a_reduction_after_a_colon_is_answered_with_braces() -> None:
+    write_images(Path("photos"), 6)
+    with pytest.raises(LayerError, match=r"in braces: 'layers=\{conv: avg\}'"):
+        extract("photos", layers=["conv: avg"])
+
+
+def test_a_probe_is_offered_where_ok_rows_have_two_classes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_images(Path("photos"), 6)
+    extract(limited(2), layers=["conv"], out="cats")  # two cats; the dogs are left out
+    assert "job=probe" not in capsys.readouterr().out
+    for image in Path("photos/dog").iterdir():
+        image.write_text("no image")
+    extract("photos", layers=["conv"], out="failed", max_failures=3)
+    assert "job=probe" not in capsys.readouterr().out
+    write_image(Path("photos/dog/new.png"), 9)
+    extract("photos", layers=["conv"], out="both", max_failures=3)
+    assert "job=probe" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -162,6 +162,11 @@ def test_words_of_other_programs_name_an_option(photos: Path, keys: Any, near: s
         featx.extract(model=MODEL, **keys)
 
 
+def test_a_job_is_no_keyword(photos: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job is no keyword.* python -m featx job=probe\."):
+        extract("photos", job="probe")
+
+
 def test_a_report_and_an_export_take_the_store_first(photos: Path) -> None:
     store = extract("photos/")
     page = featx.write_report(store, out="p.html", device="cpu", report={"tsne": False})

@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from conftest import run_featx, run_python
+from PIL import Image
+from tiny_model import job_config
 
 import featx
 from featx.config import from_saved
-from featx.errors import ConfigError
+from featx.errors import ConfigError, DataError
+from featx.images import read_image
+from featx.pipeline import list_images
+from featx.types import Listing
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLE = REPOSITORY / "tests" / "example_plugin"
@@ -114,3 +121,26 @@ def test_the_docs_show_the_example() -> None:
     assert test == "test_my_source.py"
     for path, block in of_package:
         assert (EXAMPLE / path).read_text(encoding="utf-8") == block, path
+
+
+class OneKeyTwice:
+    """A source of a package with a mistake in its listing."""
+
+    def listing(self) -> Listing:
+        return Listing(np.array([b"a", b"a"]), np.full(2, -1))
+
+    def read(self, key: bytes) -> bytes:
+        return key
+
+
+def test_what_a_source_lists_and_reads_is_checked(tmp_path: Path) -> None:
+    source: Any = OneKeyTwice()
+    config = job_config("extract", out=str(tmp_path / "store"))
+    with pytest.raises(DataError, match="expected different keys in bytewise order"):
+        list_images(config, source=source)
+    source.listing = lambda: iter([b"a"])
+    with pytest.raises(DataError, match=r"list_iterator; expected a featx\.types\.Listing"):
+        list_images(config, source=source)
+    source.read = lambda key: Image.new("RGB", (8, 8))
+    with pytest.raises(DataError, match=r"read\(b'a'\) of the source returned Image; expected"):
+        read_image(source, b"a")

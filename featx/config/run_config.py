@@ -115,9 +115,9 @@ class Config:
     out: str = "runs/<data>/<model>"
     """Store, a folder or s3://bucket/folder, in which job=stats writes stats.h5; the same command
     with the same folder resumes it. By default it has the name of the folder or file of the images
-    and that of the model. For job=export, neighbors, duplicates and cka the folder of
-    their files, by default a folder in the store; for job=report a folder or a file name that ends
-    in .html."""
+    and that of the model, for job=predict that of the head's file. For job=export, neighbors,
+    duplicates and cka the folder of their files, by default a folder in the store; for job=report
+    a folder or a file name that ends in .html."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the model: fp32, bf16, fp16, or auto, which takes the fastest that keeps a
     cosine of 0.999 to fp32 in every row, and fp32 if none is 1.1 times as fast."""
@@ -250,7 +250,7 @@ class Config:
             StoreError: neither was given, and there is nothing at the default of `out`.
         """
         path = parse_path(self.store or self.out).absolute()
-        if self.store is None and self._has_default_out and not path.exists():
+        if self.store is None and self.has_default_out and not path.exists():
             raise StoreError(
                 f"job={self.job.name} reads a store: say which with store=DIR, its folder or "
                 f"features.h5. None is given, and {path} (the default of out) is not there."
@@ -263,7 +263,8 @@ class Config:
         return f"runs/{self.data.folder_name}/{self.model.name}"
 
     @property
-    def _has_default_out(self) -> bool:
+    def has_default_out(self) -> bool:
+        """Whether `out` is not given."""
         return self.out in (Config.out, self.default_out)
 
     def output_folder(self, root: Path, name: str) -> Path:
@@ -273,7 +274,7 @@ class Config:
             root: the store's folder or file.
             name: of the folder.
         """
-        if self._has_default_out:
+        if self.has_default_out:
             if is_url(root):
                 raise ConfigError(
                     f"job={self.job.name} writes to a disk, and {root} lies in an object store: "

@@ -118,6 +118,11 @@ def from_keywords(values: Mapping[str, object]) -> dict[str, Any]:
     """
     given = {}
     for name, value in values.items():
+        if name == "job":
+            raise ConfigError(
+                "job is no keyword: each function does one job, such as featx.stats and "
+                f"featx.write_report. The others are commands: python -m featx job={value}."
+            )
         if name not in {f.name for f in fields(Config)} - {"job", "log"}:
             raise unknown_key(name, [key.replace(".", "_") for key in known_keys()])
         given[name] = _values_of_group(name, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from featx.base import name_text
-from featx.errors import RunError
+from featx.errors import DataError, RunError
 from featx.types import Source
 
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
@@ -18,10 +18,11 @@ def read_image(source: Source, key: bytes) -> bytes:
     Raises:
         ImageFault: this image is missing or empty.
         RunError: reading fails repeatedly with an OSError.
+        DataError: the source returned something else, which a plug-in may do.
     """
     for wait_s in (*RETRY_WAITS_S, None):
         try:
-            return source.read(key)
+            image = source.read(key)
         except OSError as error:
             # The disk, not the image: such a failure never becomes a row.
             if wait_s is None:
@@ -31,4 +32,11 @@ def read_image(source: Source, key: bytes) -> bytes:
                     "images can be read again, give the same command again."
                 ) from error
             time.sleep(wait_s)
+        else:
+            if not isinstance(image, bytes | bytearray | memoryview):
+                raise DataError(
+                    f"read({key!r}) of the source returned {type(image).__name__}; expected the "
+                    "encoded bytes of the image."
+                )
+            return image
     raise AssertionError("unreachable")

@@ -39,7 +39,11 @@ def split_capture(request: str) -> tuple[str, str]:
     """Split a request: 'layer4:input' -> ('layer4', 'input'), 'layer4' -> ('layer4', 'output')."""
     name, colon, capture = request.partition(":")
     if colon and capture not in CAPTURES:
-        raise LayerError(f"{request!r}: expected one of {', '.join(CAPTURES)} after the colon.")
+        reduction = capture.strip()
+        raise LayerError(
+            f"{request!r}: expected one of {', '.join(CAPTURES)} after the colon. A reduction is "
+            f"written in braces: 'layers={{{name}: {reduction}}}'."
+        )
     return name, capture or "output"
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StorageError
@@ -257,7 +259,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         summary = {
             "rows": len(session.listing),
             "failures": len(session.failures),
-            "classes": len(session.listing.classes),
+            "classes": _num_classes(session),
             **outcome.metrics.as_dict(),
             "rows_recomputed": self._num_recomputed,
             "underflow_rows": dict(+outcome.underflow_rows),
@@ -325,6 +327,13 @@ def _refuse_another_layer(
         {f"layer {point.name}": {**asdict(before), "as": line}},
         {f"layer {point.name}": {**asdict(now), "as": layer_line(now, config)}},
     )
+
+
+def _num_classes(session: StoreSession) -> int:
+    """Return the number of classes that have an ok row."""
+    labels = np.array(session.listing.labels)
+    labels[[failure.row for failure in session.failures]] = -1
+    return int(np.count_nonzero(np.bincount(labels[labels >= 0])))
 
 
 def _pack(config: Config, session: StoreSession) -> None:

@@ -137,7 +137,7 @@ def run_parts(
 
     config, engine, loader = context.config, context.engine, context.loader
     observer = RunObserver() if observer is None else observer
-    num_computed = 0
+    num_computed = num_batches = 0
     part_rows: PartRowsT | None = None
     timer = StepTimer()
     done_before = sink.num_committed
@@ -186,6 +186,7 @@ def run_parts(
             if not num_computed:
                 timer.end("first batch")
             num_computed += batch.count
+            num_batches += 1
             if batch.start + batch.count == part.stop:
                 commits.begin(functools.partial(_commit, sink, part_rows, heartbeat))
                 part_rows = None
@@ -206,7 +207,8 @@ def run_parts(
     num_rows = sink.num_committed - done_before
     busy, sentence = {**seconds(), **sink.seconds}, None
     if num_rows:
-        ratio = busy["model"] / num_rows / context.model_s
+        # The model computes the padding of each batch too.
+        ratio = busy["model"] / (num_batches * context.batch_rows) / context.model_s
         decoders, device = loader.num_decoders, engine.device.type
         sentence = bottleneck(busy, elapsed_s, decoders, device, config.precision, ratio)
     return RunMetrics(

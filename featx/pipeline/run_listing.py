@@ -11,7 +11,14 @@ from featx.base import log_message, log_step, name_text, printable
 from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.images import num_heic_without_decoder
-from featx.sources import check_class_names, open_source, parent_key, similar_names, with_views
+from featx.sources import (
+    check_class_names,
+    check_listing,
+    open_source,
+    parent_key,
+    similar_names,
+    with_views,
+)
 from featx.storage import parse_path
 from featx.store import (
     Manifest,
@@ -64,6 +71,7 @@ def list_images(
     log_step(f"listing the images of {config.data.root or name} ...")
     source = open_source(config.data) if source is None else with_views(source, config.data)
     listing = source.listing()
+    check_listing(listing)
     log_step(f"{counted(len(listing), 'image')} listed")
     check_class_names(listing.classes)
     for warning in (*listing.warnings, *similar_names(listing.classes)):

@@ -3,6 +3,7 @@ from .folder import FolderOptions as FolderOptions
 from .labels import check_class_names as check_class_names
 from .labels import similar_names as similar_names
 from .python import MapSource as MapSource
+from .python import check_listing as check_listing
 from .python import source_of as source_of
 from .registry import SOURCES as SOURCES
 from .registry import SourceMember as SourceMember

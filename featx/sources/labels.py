@@ -103,13 +103,17 @@ def from_numbers(
 
 def check_indices(labels: npt.NDArray[np.integer], names: Sequence[str], origin: str) -> None:
     """Raise DataError unless every label is -1 or the index of a class."""
-    _refuse_first(labels < -1, labels.tolist(), origin)
+    _refuse_first(labels < -1, labels, origin)
     if len(labels) and labels.max() >= len(names):
         row = int(labels.argmax())
         raise DataError(f"{origin}: {int(labels[row])} in row {row}, of {len(names)} classes.")
 
 
-def _refuse_first(is_wrong: npt.NDArray[np.bool_], values: Sequence[object], origin: str) -> None:
+def _refuse_first(
+    is_wrong: npt.NDArray[np.bool_],
+    values: Sequence[object] | npt.NDArray[np.integer],
+    origin: str,
+) -> None:
     """Raise DataError for the first value that is wrong, if there is one."""
     if is_wrong.any():
         row = int(np.flatnonzero(is_wrong)[0])

@@ -373,6 +373,25 @@ class MapSource:
         return values
 
 
+def check_listing(listing: Listing) -> None:
+    """Check types, shapes, order and classes of what a source has listed."""
+    if not isinstance(listing, Listing):
+        raise DataError(
+            f"listing() returned {type(listing).__name__}; expected a featx.types.Listing."
+        )
+    keys, labels = listing.keys, listing.labels
+    if not (isinstance(keys, np.ndarray) and keys.dtype.kind == "S" and keys.ndim == 1):
+        raise DataError("listing().keys: expected an array (N,) of fixed-length bytes.")
+    if not len(keys):
+        raise DataError("listing() has no rows.")
+    if not (isinstance(labels, np.ndarray) and labels.shape == keys.shape):
+        raise DataError(f"listing().labels: expected an array of shape {keys.shape}, int64.")
+    if not (keys[1:] > keys[:-1]).all():
+        raise DataError("listing().keys: expected different keys in bytewise order.")
+    check_indices(labels, listing.classes, "listing().labels")
+    check_columns(listing.columns, len(keys), "listing().columns")
+
+
 class _CheckedSource:
     """Wrapper of a user's own Source that checks its listing and states."""
 
@@ -381,19 +400,9 @@ class _CheckedSource:
         self.read = source.read
 
     def listing(self) -> Listing:
-        """Return the listing of the source after checking types, shapes, order and classes."""
+        """Return the listing of the source after checking it."""
         listing = self._source.listing()
-        keys, labels = listing.keys, listing.labels
-        if not (isinstance(keys, np.ndarray) and keys.dtype.kind == "S" and keys.ndim == 1):
-            raise DataError("listing().keys: expected an array (N,) of fixed-length bytes.")
-        if not len(keys):
-            raise DataError("listing() has no rows.")
-        if not (isinstance(labels, np.ndarray) and labels.shape == keys.shape):
-            raise DataError(f"listing().labels: expected an array of shape {keys.shape}, int64.")
-        if not (keys[1:] > keys[:-1]).all():
-            raise DataError("listing().keys: expected different keys in bytewise order.")
-        check_indices(labels, listing.classes, "listing().labels")
-        check_columns(listing.columns, len(keys), "listing().columns")
+        check_listing(listing)
         return listing
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:

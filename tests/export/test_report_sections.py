@@ -130,7 +130,7 @@ def test_large_maps_are_averaged_block_by_block(monkeypatch: pytest.MonkeyPatch)
 def test_a_layer_without_a_plot_says_why() -> None:
     store = store_of({"flat": np.ones((9, 3), np.float32)}, [0] * 9)
     assert "the same vector" in plot_of(store, "flat", np.arange(9), tsne=True)["note"]
-    assert "3 rows are too few" in plot_of(store, "flat", np.arange(3), tsne=True)["note"]
+    assert "a plot needs 4 rows" in plot_of(store, "flat", np.arange(3), tsne=True)["note"]
 
 
 def test_shares_of_the_same_class_among_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

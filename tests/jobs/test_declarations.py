@@ -112,7 +112,7 @@ LOOKED_AT = {"attribute": {"tensorboard"}, "plan": {"profile"}, "stats": {"codec
 _CHECKS = {str(module.__file__) for module in (copy, dataclasses, base, pickle)}
 
 
-_NO_JOBS = ("__post_init__", "__eq__", "_has_default_out", "_digest", "in_this_process")
+_NO_JOBS = ("__post_init__", "__eq__", "has_default_out", "_digest", "in_this_process")
 
 
 _GROUPS = (

@@ -109,6 +109,14 @@ def test_the_page_shows_the_most_doubtful_images_first(
     assert "41 images, sorted by" in text
 
 
+def test_the_default_folder_has_the_name_of_the_head(
+    probed: featx.FeatureStore, photos: Path
+) -> None:
+    keys = {"model": TRUSTED, "device": "cpu", "store": "store"}
+    assert run_job("predict", **keys, layers="conv", data=str(photos)) == 0
+    assert Path("runs/photos/conv/predictions.csv").is_file()
+
+
 def test_doubt_is_the_distance_of_the_two_largest_scores() -> None:
     nan = float("nan")
     scores = np.array([[0.5, 0.49, 0.01], [0.4, 0.1, 0.1], [nan] * 3, [0.9, 0.1, 0]], np.float32)

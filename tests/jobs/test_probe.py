@@ -291,8 +291,12 @@ def test_what_cannot_be_probed_is_reported(capsys: pytest.CaptureFixture[str]) -
         probe(capsys, store="like")
     assert not Path("like/probe").exists()
     make_labelled({"x": X[:4]}, [0, 0, 1, 1], list("ab")).write(Path("pairs"))
-    with pytest.raises(DataError, match=r"left for validation.* or a smaller probe\.test_share\."):
+    with pytest.raises(DataError, match=r"left for validation.* Give more images of a class\."):
         probe(capsys, store="pairs")
+    make_labelled({"x": X[:8]}, [0, 0, 0, 0, 1, 1, 1, 1], list("ab")).write(Path("fours"))
+    with pytest.raises(DataError, match=r"left for validation.* or a smaller probe\.test_share\."):
+        probe(capsys, store="fours", test_share=0.8)
+    probe(capsys, store="fours", test_share=0.5)
     with pytest.raises(DataError, match=r"left for validation.* Give more images of a class\."):
         probe(capsys, store="pairs", split="kfold", folds=2)
 

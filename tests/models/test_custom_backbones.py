@@ -128,6 +128,7 @@ def test_a_factory_in_the_current_folder_with_arguments(here: Path) -> None:
         ("my_tiny_net", "expected package.module:factory"),
         ("my_tiny_net:", "expected package.module:factory"),
         (":make", "expected package.module:factory"),
+        ("my_tiny_net.py:make", "such as my_model:make for the function make of my_model.py"),
         ("my_tiny_nett:make", "No module named 'my_tiny_nett'.*PYTHONPATH"),
         ("my_tiny_net.deeper:make", "No module named 'my_tiny_net.deeper'"),
         (".my_tiny_net:make", "model.factory=.my_tiny_net:make"),

@@ -276,11 +276,12 @@ def check_split(
             f"more {'images' if unit == 'row' else 'groups of a class'}."
         )
     if not len(split.validation):
+        has_many_tested = max(np.bincount(y[split.test])) > 1  # one row of a class remains with any
         raise DataError(
             "no row is left for validation, which chooses settings and layers: every class has a "
             f"single {unit} besides the test rows{shared}. Give more "
             f"{'images' if unit == 'row' else 'groups'} of a class"
-            f"{', or a smaller probe.test_share' if has_share else ''}."
+            f"{', or a smaller probe.test_share' if has_share and has_many_tested else ''}."
         )
     if len(np.unique(y[split.fit])) < 2:
         raise DataError("the training rows are of one class only; a probe needs two or more.")

@@ -125,7 +125,7 @@ def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     """Read the vectors of some rows."""
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
     if len(rows) < 4:
-        return RowVectors(layer, None, width, False, f"{len(rows)} rows are too few for a plot.")
+        return RowVectors(layer, None, width, False, "a plot needs 4 rows or more.")
     try:
         vectors = layer_vectors(
             LabelledRows(store, rows, store.labels[rows], store.classes, ()), layer

@@ -155,7 +155,8 @@ class Page:
         self.neighbours = self._neighbours(ok, config) if len(ok) > 1 else None
         self.rankings = rankings_of(store, log)
         self.thumbnails = self._thumbnails(config)
-        log(f"statistics of {len(layers)} layers over {len(self.rows)} of {len(ok)} ok rows")
+        used = f"{len(self.rows)} of {len(ok)} ok rows"
+        log(f"statistics of {counted(len(layers), 'layer')} over {used}")
         self.statistics = {
             layer: layer_statistics(store, layer, self.rows) for layer in layers if len(self.rows)
         }

@@ -88,8 +88,8 @@ def provenance_of(
     paths of `folders`. `roles` are (N,) indices into ROLES, None without a probe. Return model
     (name and value of the model, its weights and preprocessing), versions and size as text; runs of
     the manifest, or one made of the store's attributes; num_rows, num_ok, num_failed, num_absent
-    (not computed yet), num_unlabelled, num_classes; classes (the largest ones with their rows by
-    role); and pending (layers of an unfinished run).
+    (not computed yet), num_unlabelled, num_classes, num_ok_classes (those with an ok row); classes
+    (the largest ones with their rows by role); and pending (layers of an unfinished run).
     """
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
     runs = [
@@ -134,6 +134,7 @@ def provenance_of(
         "num_absent": int(absent.sum()),
         "num_unlabelled": int((~labelled).sum()),
         "num_classes": num_classes,
+        "num_ok_classes": int(np.count_nonzero(fine)),
         "classes": [
             {
                 "name": as_utf8(store.classes[i]),

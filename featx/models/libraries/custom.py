@@ -187,8 +187,11 @@ def _import_factory(path: str) -> Callable[..., Any]:
             "featx.extract(model=...) of such a program, and model_factory=... of other functions, "
             "can give it."
         )
-    if not module_name or not attribute:
-        raise ModelError(f"model.factory={path}: expected package.module:factory.")
+    if not module_name or not attribute or module_name.endswith(".py") or "/" in module_name:
+        raise ModelError(
+            f"model.factory={path}: expected package.module:factory, such as my_model:make for the "
+            "function make of my_model.py, in the folder of the command or one on PYTHONPATH."
+        )
     folder = str(Path.cwd())
     added = [] if folder in sys.path else [folder]
     sys.path += added

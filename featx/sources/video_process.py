@@ -30,12 +30,13 @@ _BEHIND_THE_END_S = 0.5
 """Seconds behind the last frame for which the last frame is returned. The duration in a container
 often includes sound that is longer than the images."""
 
-_MPEG = b"\x00\x00\x01\xba"
+_MPEG, _AVI = b"\x00\x00\x01\xba", b"RIFF"
+
+_CONVERSION = "ffmpeg -i IN -c copy OUT.mp4"
 
 _BEGINNINGS = (
     (0, b"\x1aE\xdf\xa3"),  # Matroska, WebM
-    (0, b"RIFF"),
-    (0, _MPEG),
+    (0, _AVI),
     (4, b"ftyp"),  # MP4, QuickTime
     (4, b"moov"),
     (4, b"mdat"),
@@ -55,11 +56,11 @@ class Videos:
 
     def duration_s(self, path: str) -> float:
         """Return the duration of a video in seconds, from its header, else from its packets."""
+        _check_container(path)
         seconds = None
-        if _check_container(path) != _MPEG:  # has no duration, and FFmpeg's guess may be too short
-            with contextlib.suppress(RuntimeError, ValueError):
-                metadata = self._decoder(path, seek_mode="approximate").metadata
-                seconds = metadata.duration_seconds_from_header
+        with contextlib.suppress(RuntimeError, ValueError):
+            metadata = self._decoder(path, seek_mode="approximate").metadata
+            seconds = metadata.duration_seconds_from_header
         if seconds is None:
             seconds = self._open_video(path).metadata.duration_seconds
         if not (math.isfinite(seconds) and seconds > 0):
@@ -76,17 +77,27 @@ class Videos:
         if metadata.width * metadata.height > max_pixels:
             raise ImageFault(Status.TOO_LARGE, f"{metadata.width} x {metadata.height} pixels")
         begin, end = metadata.begin_stream_seconds, metadata.end_stream_seconds
-        time_s += begin  # which is not 0 in recordings, in MPEG, and where sound begins first
+        time_s += begin  # which is not 0 in recordings, and where sound begins first
         if time_s >= end + _BEHIND_THE_END_S:
             raise ImageFault(Status.TRUNCATED, f"the video ends at {end - begin:.3f} s")
         try:
             if time_s >= end:
-                frame = video.get_frame_at(metadata.num_frames - 1)
+                found = video.get_frames_at([metadata.num_frames - 1])
             else:
-                frame = video.get_frame_played_at(time_s)
+                # By the times at which frames begin. get_frame_played_at takes the next frame where
+                # the stated duration of one ends before it, as in screen recordings.
+                found = video.get_frames_played_at([time_s])
         except (RuntimeError, IndexError, ValueError) as error:
+            self._open.popitem()  # this one, whose position in the file is unknown now
             raise _fault(error) from error
-        return encode_pixels(frame.data.numpy())
+        # FFmpeg has missed the key frame. Frames of AVI may come late, as AVI has no times of
+        # display, only the order of decoding.
+        if found.pts_seconds.item() > time_s and _check_container(path) != _AVI:
+            raise ImageFault(
+                Status.DECODE_ERROR,
+                f"FFmpeg finds only a later frame; {_CONVERSION} makes a video where it finds it",
+            )
+        return encode_pixels(found.data[0].numpy())
 
     def _open_video(self, path: str) -> Any:
         """Return an open decoder for a file, identified by path, size and mtime."""
@@ -116,7 +127,11 @@ def _check_container(path: str) -> bytes:
     for at, mark in _BEGINNINGS:
         if head[at:].startswith(mark):
             return mark
-    raise ImageFault(Status.UNSUPPORTED, "no MP4, QuickTime, Matroska, WebM, AVI or MPEG video")
+    if head.startswith(_MPEG):
+        reason = f"FFmpeg finds other frames of MPEG; {_CONVERSION} makes an MP4 with the same ones"
+    else:
+        reason = "no MP4, QuickTime, Matroska, WebM or AVI video"
+    raise ImageFault(Status.UNSUPPORTED, reason)
 
 
 def _fault(error: Exception) -> ImageFault:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreMismatchError
 from featx.sources import open_source
 from featx.sources.video import VideoOptions
+from featx.sources.video_process import Videos
 from featx.types import ImageFault, Status
 
 pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError, OSError))
@@ -113,6 +116,53 @@ def test_times_count_from_the_first_frame(tmp_path: Path) -> None:
     assert found == pytest.approx(6 * np.arange(12), abs=3)
 
 
+@needs_ffmpeg
+@pytest.mark.slow
+def test_a_frame_is_shown_until_the_next_one_begins(tmp_path: Path) -> None:
+    write_video(tmp_path / "clip.mkv", 12)
+    data = (tmp_path / "clip.mkv").read_bytes()
+    for frame in range(6, 12):  # a second later, as if nothing had moved on a screen for a while
+        old, new = (b"\x81" + struct.pack(">h", 100 * frame + late) for late in (0, 1000))
+        assert data.count(old) == 1
+        data = data.replace(old, new)
+    (tmp_path / "clip.mkv").write_bytes(data)
+    source = open_source(VideoOptions(root=str(tmp_path), every_s=0.25))
+    for time_s, frame in ((0.5, 5), (0.75, 5), (1.25, 5), (1.75, 7), (1.5, 5), (0.25, 2)):
+        key = b"clip.mkv@%05d.%03d" % divmod(round(1000 * time_s), 1000)
+        assert brightness(source.read(key)) == pytest.approx(6 * frame, abs=3)
+
+
+class LateDecoder:
+    """Finds nothing before the frame at 1.2 s, as FFmpeg in cut recordings of MPEG-2."""
+
+    metadata = SimpleNamespace(
+        width=8, height=8, num_frames=90, begin_stream_seconds=0.0, end_stream_seconds=9.0
+    )
+
+    def __init__(self, path: str, **options: object) -> None: ...
+
+    def get_frames_played_at(self, seconds: list[float]) -> SimpleNamespace:
+        pixels = torch.zeros((1, 8, 8, 3), dtype=torch.uint8)
+        return SimpleNamespace(data=pixels, pts_seconds=torch.tensor([1.2]))
+
+
+def test_a_frame_that_ffmpeg_misses_is_not_another_one(tmp_path: Path) -> None:
+    videos, path = Videos(LateDecoder), tmp_path / "clip.mkv"
+    path.write_bytes(b"\x1aE\xdf\xa3" + bytes(100))
+    with pytest.raises(ImageFault, match="finds only a later frame") as caught:
+        videos.frame(str(path), 0.5, 100)
+    assert caught.value.status == Status.DECODE_ERROR
+    assert videos.frame(str(path), 1.3, 100).startswith(b"P6")
+
+
+def test_mpeg_is_refused_with_what_makes_another_container(tmp_path: Path) -> None:
+    path = tmp_path / "disc.mpg"
+    path.write_bytes(b"\0\0\1\xba" + bytes(100))
+    with pytest.raises(ImageFault, match=r"ffmpeg -i IN -c copy OUT\.mp4") as caught:
+        Videos(LateDecoder).duration_s(str(path))
+    assert caught.value.status == Status.UNSUPPORTED
+
+
 @pytest.mark.slow
 def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,10 +178,11 @@ def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
         "    metadata = Of(width=2, height=2, begin_stream_seconds=0.0, num_frames=3,\n"
         "        end_stream_seconds=3.0, duration_seconds=3.0, duration_seconds_from_header=3.0)\n"
         "    def __init__(self, path, **options): pass\n"
-        "    def get_frame_played_at(self, time_s):\n"
-        "        if int(time_s) == 1: ctypes.string_at(0)\n"
-        "        if int(time_s) == 2: time.sleep(100)\n"
-        "        return Of(data=torch.full((2, 2, 3), 7, dtype=torch.uint8))\n"
+        "    def get_frames_played_at(self, seconds):\n"
+        "        if int(seconds[0]) == 1: ctypes.string_at(0)\n"
+        "        if int(seconds[0]) == 2: time.sleep(100)\n"
+        "        data = torch.full((1, 2, 2, 3), 7, dtype=torch.uint8)\n"
+        "        return Of(data=data, pts_seconds=torch.zeros(1))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
     (tmp_path / "set").mkdir()

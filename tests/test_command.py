@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from featx.__main__ import resume_command
 from featx.cli import job_help_text
 from featx.config import described_options
 from featx.jobs import JOBS
+from featx.models import read_catalogue
 
 HERE = Path(__file__).parent
 
@@ -170,6 +172,8 @@ def test_a_mistake_ends_with_one_message_and_code_2_before_torch_loads(
 
 
 def test_models_are_searched_without_torch(answer_to: Callable[[list[str]], Answer]) -> None:
+    if importlib.metadata.version("timm") != read_catalogue().versions["timm"]:
+        pytest.skip("names of another timm than that of the catalogue are its own, with torch")
     code, out, _, with_torch = answer_to(["job=models", "models.query=dino"])
     assert code == 0
     assert "vit_small_patch14_dinov2.lvd142m" in out

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
@@ -108,11 +109,13 @@ def log_step(text: str) -> None:
 
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
-    """Keep libraries from logging warnings inside the block; they log errors as before."""
+    """Keep libraries from warnings inside the block; they log errors as before."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 

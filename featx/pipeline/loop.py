@@ -342,6 +342,7 @@ class Timeline:
             activities=activities,
             schedule=schedule(wait=0, warmup=SKIPPED_BATCHES, active=RECORDED_BATCHES, repeat=1),
             on_trace_ready=self._write,
+            acc_events=True,  # torch 2.11 warns without
             # The public API has no such option (torch 2.11 to 2.15); by default only the thread
             # that starts the profiler is recorded.
             experimental_config=_ExperimentalConfig(profile_all_threads=True),

@@ -535,7 +535,8 @@ class Sequences(nn.Module):
 
 def test_a_weight_is_not_copied_for_each_image() -> None:
     """torch does so, and takes six times as long in bf16, where a weight wants no gradient."""
-    with bound(backbone_of(Sequences()), "last") as engine, torch.profiler.profile() as profile:
+    profiler = torch.profiler.profile(acc_events=True)
+    with bound(backbone_of(Sequences()), "last") as engine, profiler as profile:
         engine.run(noise())
     assert {"aten::mm", "aten::addmm"} & {event.key for event in profile.key_averages()}
     assert "aten::bmm" not in {event.key for event in profile.key_averages()}

@@ -193,7 +193,7 @@ def test_the_lines_that_csv_prints_keep_texts_and_digits(
     exec(capsys.readouterr().out.partition("\n\n")[2], found)
     rows = found["rows"]
     assert rows["text"].tolist() == texts
-    assert rows["sum"].tolist() == sums
+    assert rows["sum"].tolist() == pytest.approx(sums, rel=1e-15)  # pandas 3.0 rounds the last bit
 
 
 def test_an_export_of_other_columns_is_refused(store: featx.FeatureStore) -> None:

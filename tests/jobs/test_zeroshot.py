@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import run_job
 
 import featx
+from featx.base import shown_path
 from featx.errors import (
     ConfigError,
     DataError,
@@ -98,7 +99,7 @@ def test_a_head_predicts_what_open_clip_predicts(
     head = store / "zeroshot" / "embedding.safetensors"
     assert "accuracy  " in printed
     assert "job=predict" in printed
-    assert f"store={head}" in printed
+    assert f"store={shown_path(head)}" in printed
 
     weights, model = classifier(made / kind, ["puppy", "frog on a tree", "cat"])
     _, transform = plain_model(made / kind)

@@ -50,14 +50,9 @@ def test_the_figures_of_known_models(option: str) -> None:
     assert figures == KNOWN_FIGURES[option]
 
 
-def test_the_file_is_small_and_of_the_tested_versions() -> None:
+def test_the_file_is_small() -> None:
     assert FILE.stat().st_size < 300_000
     assert len(ENTRIES) == len(read_catalogue().entries), "every option leads to one entry"
-    for library, version in read_catalogue().versions.items():
-        package = {"open_clip": "open_clip_torch"}.get(library, library)
-        assert importlib.metadata.version(package).partition("+")[0] == version, (
-            "run scripts/model_catalogue"
-        )
 
 
 def test_every_option_leads_to_its_library() -> None:
@@ -67,10 +62,19 @@ def test_every_option_leads_to_its_library() -> None:
         assert found.name == entry.library, entry.option
 
 
+def skip_unless_catalogued(library: str) -> None:
+    """Skip a comparison with another version of a library than that of the file."""
+    package = {"open_clip": "open_clip_torch"}.get(library, library)
+    version = importlib.metadata.version(package).partition("+")[0]
+    if version != (of_file := read_catalogue().versions[library]):
+        pytest.skip(f"{package} is {version}, and scripts/model_catalogue has read {of_file}")
+
+
 def test_what_timm_says_of_its_weights() -> None:
     """All tags, with input size, licence and repository, the default first."""
     import timm
 
+    skip_unless_catalogued("timm")
     listed = [entry for entry in read_catalogue().entries if entry.library == "timm"]
     assert {entry.full_name for entry in listed if entry.tag} == set(timm.list_pretrained())
     assert {entry.name for entry in listed} == set(timm.list_models())
@@ -86,6 +90,7 @@ def test_what_timm_says_of_its_weights() -> None:
 def test_what_torchvision_says_of_its_weights() -> None:
     from torchvision.models import get_model_weights
 
+    skip_unless_catalogued("torchvision")
     listed = [entry for entry in read_catalogue().entries if entry.library == "torchvision"]
     assert len({entry.name for entry in listed}) > 80
     for entry in listed:
@@ -100,9 +105,10 @@ def test_what_torchvision_says_of_its_weights() -> None:
 def test_what_open_clip_says_of_its_weights() -> None:
     import open_clip
 
+    skip_unless_catalogued("open_clip")
     listed = [entry for entry in read_catalogue().entries if entry.library == "open_clip"]
     assert {entry.name for entry in listed} == set(open_clip.list_models())
-    assert [(e.name, e.tag) for e in listed if e.tag].sort() == open_clip.list_pretrained().sort()
+    assert {(e.name, e.tag) for e in listed if e.tag} == set(open_clip.list_pretrained())
     for entry in listed:
         about = open_clip.get_model_config(entry.name)
         assert entry.width == about["embed_dim"]
@@ -262,7 +268,8 @@ def test_the_folder_of_torch_is_the_one_torch_uses(
 
 
 def test_names_without_figures_are_few() -> None:
-    """Of the tested versions, the file knows every model that featx feeds."""
+    """The file knows every model that featx feeds."""
+    skip_unless_catalogued("timm")
     names = set(LIBRARIES.get("timm").names()) - read_catalogue().left_out["timm"]
     assert names == {entry.name for entry in ENTRIES.values() if entry.library == "timm"}
     unknown = [entry.full_name for entry in ENTRIES.values() if entry.parameters is None]

@@ -51,7 +51,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("wrong", "message"),
     [
         ({"pretrained_cfg": {"std": 1}}, r"timm cannot prepare images as the config of this model"),
-        ({"model_args": 0}, r"timm cannot build local-dir:"),
+        ({"model_args": [0]}, r"timm cannot build local-dir:"),
     ],
 )
 def test_a_damaged_config_of_a_folder_is_named(

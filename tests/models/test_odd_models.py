@@ -73,13 +73,13 @@ def test_a_module_of_another_type_is_computed_in_float32_and_given_back(
 
 def scripted() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore")  # that TorchScript is deprecated
         return torch.jit.script(Net())
 
 
 def traced() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore")  # that TorchScript is deprecated
         return torch.jit.trace(Net().eval(), torch.zeros(1, 3, 32, 32))
 
 

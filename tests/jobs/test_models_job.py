@@ -34,8 +34,7 @@ def test_without_a_query_it_recommends(capsys: pytest.CaptureFixture[str]) -> No
     assert {"packaged", "torchvision", "timm", "open_clip", "transformers"} <= set(
         found["libraries"]
     )
-    counts = len(timm.list_models()), len(timm.list_pretrained())
-    assert found["libraries"]["timm"] == "{} architectures, {} sets of weights".format(*counts)
+    assert found["libraries"]["timm"].startswith(f"{len(timm.list_models())} architectures, ")
     shown = text(capsys)
     assert "python -m featx job=models models.query=dino" in shown
     assert all(option in shown for option in RECOMMENDED)

@@ -113,6 +113,30 @@ def test_without_the_package_its_store_says_what_is_missing(
     assert (done.returncode, "data=stripes: expected one of" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "wrong", "message"),
+    [
+        ("patches", "return Backbone(module,", "return (module,", "returned tuple; expected a"),
+        ("stripes", "def listing(", "def list_rows(", "expected an object with listing() and read"),
+        ("keys", "with folder.file", "return\n        with folder.file", "keys wrote no file"),
+    ],
+)
+def test_a_mistake_of_the_package_is_named(
+    installed: Path, tmp_path: Path, file: str, line: str, wrong: str, message: str
+) -> None:
+    site = Path(shutil.copytree(installed, tmp_path / "site"))
+    source = site / "featx_example" / f"{file}.py"
+    source.write_text(source.read_text().replace(line, wrong))
+    run = ["data=stripes", "model=patches", "layers=['1']", "out=store"]
+    done = run_featx(tmp_path, *run, path=[site])
+    if file == "keys":
+        export = ["job=export", "store=store", "export.format=keys", "out=e"]
+        done = run_featx(tmp_path, *export, path=[site])
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
 def test_the_docs_show_the_example() -> None:
     text = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```(?:python|toml)\n# ([\w/.]+)\n(.*?)^```", text, re.M | re.S)

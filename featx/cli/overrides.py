@@ -255,7 +255,9 @@ def _unreadable_text(argument: str) -> str:
         return f"cannot read {argument!r}: the name of an option stands before the first '='."
     from featx.store import layout  # which imports numpy
 
-    if argument in option_tree():
+    if argument == "help":
+        hint = " For help: --help"
+    elif argument in option_tree():
         hint = f" {argument} needs a value: {argument}=VALUE."
     elif Path(argument, layout.MANIFEST).exists():
         hint = f" For a store: store={argument}"

@@ -161,6 +161,8 @@ def _write_all(
         disk.make_folder(temporary)
         folder = ExportFolder(temporary)
         export_format.write(folder)
+        if not folder.names:
+            raise RunError(f"export.format={export_format.config.export.format} wrote no file.")
         # The old files go before the record changes, and the new ones come after: a process that is
         # killed here leaves a record whose files are missing, and never one of other files.
         for name in reversed(list(old_names)):

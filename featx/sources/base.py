@@ -177,7 +177,12 @@ class FolderSource:
         if not self.root.is_dir():
             what = "is a file, not a folder" if self.root.exists() else "does not exist"
             kind = source_of_path(str(self.root)) if self.root.is_file() else "folder"
-            hint = f" Such a file is read with data={kind}." if kind != "folder" else ""
+            if kind != "folder":
+                hint = f" Such a file is read with data={kind}."
+            elif self.root.is_file() or "*" in self.root.name:
+                hint = " Some of them: a CSV file with the column path, or from Python a list."
+            else:
+                hint = ""
             raise DataError(
                 f"data.root={self.root} {what} (taken from {Path.cwd()}). "
                 f"Give the folder that holds your images or their class folders.{hint}"

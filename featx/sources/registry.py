@@ -16,6 +16,7 @@ from annotated_types import MinLen
 
 from featx.base import Member, Registry, for_options
 from featx.config import MAY_BE_EMPTY, DataConfig, options
+from featx.errors import DataError
 from featx.sources.views import BoxedSource, ReadBoxes, ViewedSource
 from featx.types import BoxReader, Source
 
@@ -100,7 +101,13 @@ def open_source(config: DataConfig) -> Source:
         DataError: the data set does not exist or cannot be read.
         MissingExtraError: the kind needs a package that is not installed.
     """
-    return with_views(SOURCES.get(config.name).open(config), config)
+    source = SOURCES.get(config.name).open(config)
+    if not isinstance(source, Source):
+        raise DataError(
+            f"data={config.name} opens {type(source).__name__}; expected an object with listing() "
+            "and read(key)."
+        )
+    return with_views(source, config)
 
 
 def with_views(source: Source, config: DataConfig) -> Source:

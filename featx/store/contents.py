@@ -78,6 +78,8 @@ def find_contents(root: Path, handles: Handles) -> Contents:
     if not root.exists():
         raise StoreError(no_store_at(root))
     if root.is_file():
+        if root.name == layout.LISTING or root.suffix in (".json", ".html", ".csv"):
+            raise StoreError(f"{root} is no store: give its folder, or its {layout.PACKED}.")
         return _packed_contents(root, handles)[0]
     for _ in range(_NUM_ATTEMPTS):
         before = _packed_state(root)

@@ -169,7 +169,10 @@ def row_indices(index: object, length: int) -> tuple[npt.NDArray[np.int64], bool
     if array.size == 0:
         return np.empty(0, dtype=np.int64), False
     if array.ndim > 1 or array.dtype.kind not in "iu":
-        raise IndexError(f"rows are chosen by int, slice, mask or list of ints, not {index!r}")
+        raise IndexError(
+            f"rows are chosen by int, slice, mask or list of ints, not {index!r}; store.row(key) "
+            "is the row of a key"
+        )
     indices = array.reshape(-1)
     outside = (indices < -length) | (indices >= length)
     if outside.any():

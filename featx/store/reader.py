@@ -160,10 +160,15 @@ class FeatureStore:
         return declared_function("FeatureStore.show")(self, rows, data)
 
     def __getitem__(self, layer: str) -> LayerArray:
-        if not isinstance(layer, str) or layer not in self._contents.layers:
+        if not isinstance(layer, str):
+            raise LayerError(
+                f"{self.root}: a layer is chosen by its name, not {layer!r}; it has "
+                f"{', '.join(self.layers)}. Rows of a layer: store[{self.layers[0]!r}][0]."
+            )
+        if layer not in self._contents.layers:
             raise LayerError(
                 f"{self.root} has no layer {layer!r}; it has {', '.join(self.layers)}."
-                f"{nearest(str(layer), self.layers)}"
+                f"{nearest(layer, self.layers)}"
             )
         return LayerArray(self, layer)
 

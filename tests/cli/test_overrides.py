@@ -207,6 +207,7 @@ def test_the_last_of_several_counts() -> None:
         (["-seed=3"], "without dashes: seed=3"),
         (["--multrun"], r"unknown flag --multrun\. Nearest: --multirun"),
         (["resnet50"], "For a model: model=resnet50"),
+        (["help"], "For help: --help"),
         (["some/photos"], "For a folder of images: data=some/photos"),
         (["model"], "model=VALUE"),
         (["=3"], "name of an option stands before"),

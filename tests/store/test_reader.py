@@ -531,6 +531,21 @@ class TestOpening:
         with pytest.raises(StoreError, match=message):
             FeatureStore(path)
 
+    def test_other_files_of_a_store_and_wrong_indices_say_what_to_give(
+        self, run: MadeRun, tmp_path: Path
+    ) -> None:
+        root = tmp_path / "store"
+        run.write(root)
+        for name in ("featx.json", "samples.h5"):
+            with pytest.raises(StoreError, match=rf"{name} is no store: give its folder, or its"):
+                FeatureStore(root / name)
+        store = FeatureStore(root)
+        name, number = store.layers[0], 0
+        with pytest.raises(LayerError, match=r"a layer is chosen by its name, not 0; it has"):
+            store[number]  # type: ignore[index]
+        with pytest.raises(IndexError, match=r"store\.row\(key\) is the row of a key"):
+            store[name][store.keys[:2]]
+
     def test_a_mistyped_store_is_answered_with_its_neighbours(
         self, run: MadeRun, tmp_path: Path
     ) -> None:

@@ -185,6 +185,11 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
     window = config.window.sides
     config_of_library = config if window is None else _for_windows(config, window)
     backbone = library.build(config_of_library, seed)
+    if not hasattr(backbone, "module"):
+        raise ModelError(
+            f"build of model.library={library.name} returned {type(backbone).__name__}; expected a "
+            "featx.models.Backbone."
+        )
     if window is not None:
         _take_windows(backbone, config, window)
     if config.init == "reset":

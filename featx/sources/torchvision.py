@@ -93,7 +93,8 @@ def open_source(config: TorchvisionOptions) -> Source:
         names = [*KINDS, _FOLDER]
         raise DataError(
             f"data.dataset={dataset_name}: expected one of {', '.join(names)}."
-            f"{nearest(dataset_name, names)}"
+            f"{nearest(dataset_name, names)} From Python, featx.extract takes any of "
+            "torchvision.datasets as its first argument."
         )
     split = config.split or next(iter(kind.splits))
     if split not in kind.splits:

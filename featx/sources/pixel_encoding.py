@@ -39,6 +39,11 @@ def encode_pixels(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 def encode_array(array: Array) -> bytes:
     """Encode an array in any layout that data sets use."""
+    is_uint8 = array.ndim == 3 and array.dtype == np.uint8
+    if is_uint8 and array.shape[0] in (1, 3) and array.shape[2] in (1, 3, 4):
+        raise ValueError(
+            f"the channels of the array {array.shape} may come first or last; give a Pillow image"
+        )
     if array.ndim == 3 and array.shape[2] == 4 and array.dtype == np.uint8:
         return encode_image(Image.fromarray(array, "RGBA"))
     if array.dtype != np.uint8:

@@ -349,7 +349,11 @@ class MapSource:
         self._labels = values
         names: Any = getattr(self._dataset, "classes", None)
         names = names.tolist() if hasattr(names, "tolist") else names
-        return from_values(values, _ORIGIN, names if isinstance(names, list | tuple) else None)
+        if not isinstance(names, list | tuple):
+            return from_values(values, _ORIGIN)
+        # torchvision's ImageNet has a tuple of synonyms for each class.
+        names = [", ".join(map(str, n)) if isinstance(n, list | tuple) else n for n in names]
+        return from_values(values, _ORIGIN, names)
 
     def _labels_of_items(self, count: int) -> list[object]:
         """Read the label of every item; of a data set other than a list, up to one without a label

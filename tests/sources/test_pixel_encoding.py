@@ -44,6 +44,12 @@ def test_arrays_of_other_layouts() -> None:
             encode_array(wrong)
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 3), (3, 8, 1), (1, 8, 3), (3, 8, 4), (1, 8, 4)])
+def test_an_array_whose_channels_may_come_first_or_last_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="may come first or last; give a Pillow image"):
+        encode_array(np.zeros(shape, np.uint8))
+
+
 @pytest.mark.parametrize("dtype", ["uint8", ">u2", "int16", "float32", "float64"])
 def test_other_numbers_and_channels_become_a_file_of_numpy(dtype: str) -> None:
     values = np.random.default_rng(0).uniform(0, 200, (7, 8, 5)).astype(dtype)

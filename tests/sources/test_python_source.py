@@ -98,6 +98,12 @@ def test_targets_and_classes_are_taken_without_asking_for_items(targets: Any, of
     assert source.read(b"000001").startswith(b"P6")
 
 
+def test_a_class_with_several_names_has_all_of_them_as_in_imagenet_of_torchvision() -> None:
+    synonyms = [("tench", "Tinca tinca"), ("goldfish",)]
+    listing = source_of(Given(2, pixels, targets=[1, 0], classes=synonyms)).listing()
+    assert listing.classes == ("tench, Tinca tinca", "goldfish")
+
+
 def test_a_label_that_is_another_one_later_is_a_failure_of_its_row() -> None:
     source = source_of(Given(2, lambda row: (pixels(row), row + 1), targets=[1, 1]))
     source.listing()

@@ -179,7 +179,8 @@ def _checked(key: str, value: Any, cls: type, name: str) -> object:
     if value == []:
         raise ConfigError(f"{key} is empty: expected {in_words(hint)}.")
     if choices := choices_of(hint):
-        wrong = [each for each in names_tuple(value) if each not in choices]
+        given = value if isinstance(value, list | tuple) else [value]
+        wrong = [each for each in given if each not in choices]
         near = nearest(wrong[0], choices) if wrong and isinstance(wrong[0], str) else ""
         some = "some" if any(_is_list(part) for part in alternatives(hint)) else "one"
         raise ConfigError(f"{key}={shown(value)}: expected {some} of {', '.join(choices)}.{near}")

@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from featx.base import (
@@ -33,6 +34,8 @@ from featx.base.version import __version__
 from featx.errors import FeatxError, StorageError, StoreError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from omegaconf import DictConfig
 
     from featx.cli import CommandLine
@@ -204,16 +207,15 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
             )
         config_yaml = saved_yaml(node)
-        # An exception that a signal raises in an import may arrive as one of another type.
-        _handle(
-            {signal.SIGINT: _interrupted, signal.SIGTERM: _terminated, signal.SIGHUP: _terminated}
-        )
+        makes_store = jobs.JOBS.get(checked.job.name).makes_store and checked.job.name != "plan"
+        resumes = "; the same command resumes after the last complete part" if makes_store else ""
+        stop = partial(_stop, f"stopped{resumes}.")
+        _handle(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop))
         try:
             return jobs.run(checked, config_yaml), out
         except KeyboardInterrupt:
             from featx.pipeline import kept_text
 
-            makes_store = jobs.JOBS.get(checked.job.name).makes_store and checked.job.name != "plan"
             log_message(f"\n{kept_text(checked.out) if makes_store else 'stopped.'}")
             raise
     except OmegaConfBaseException as error:
@@ -243,7 +245,7 @@ def resume_command(arguments: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "featx", *arguments_kept])
 
 
-def _handle(handlers: Mapping[signal.Signals, Callable[[int, object], object]]) -> None:
+def _handle(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], object]]) -> None:
     """Handle signals; one that is ignored, as SIGHUP under nohup, stays ignored."""
     for signum, handler in handlers.items():
         if signal.getsignal(signum) != signal.SIG_IGN:
@@ -262,11 +264,19 @@ def _exit(signum: int, frame: object) -> None:
     os._exit(128 + signum)
 
 
-def _interrupted(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def _stop(text: str, signum: int, frame: FrameType | None) -> None:
+    """End the job by an exception; while a module is imported, end the process with a text.
 
-
-def _terminated(signum: int, frame: object) -> None:
+    There an exception may arrive as one of another type, and torch aborts on one while it loads.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{text}\n".encode())
+            os._exit(128 + signum)
+        frame = frame.f_back
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
     from featx.pipeline import Interrupted
 
     raise Interrupted(signum)

@@ -234,6 +234,42 @@ featx.__main__.main()
     assert done.stderr == "\nstopped; nothing was written.\n"
 
 
+@pytest.mark.parametrize(
+    ("job", "shown"),
+    [
+        ("extract", "stopped; the same command resumes after the last complete part."),
+        ("layers", "stopped."),
+    ],
+)
+def test_a_signal_while_a_job_imports_ends_with_one_line(
+    job: str, shown: str, tmp_path: Path
+) -> None:
+    """PyTorch ends the process where an exception meets its import; others turn it into theirs."""
+    (tmp_path / "heavy.py").write_text("""
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(10):
+        pass
+except BaseException as error:
+    raise RuntimeError from error
+""")
+    code = f"""
+import sys
+import featx.jobs
+import featx.__main__
+
+def run(*arguments):
+    import heavy
+
+featx.jobs.run = run
+sys.argv = ["featx", "job={job}"]
+featx.__main__.main()
+"""
+    done = run_python("-c", code, code=130, cwd=tmp_path, path=[tmp_path])
+    assert done.stderr == f"\n{shown}\n"
+
+
 def test_debug_shows_the_traceback(featx: Featx, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEATX_DEBUG", "1")
     done = featx("data=folder", "data.root=/no/such/folder")

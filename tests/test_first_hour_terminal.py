@@ -59,7 +59,9 @@ def test_a_terminal_shows_the_steps_and_what_is_kept_after_ctrl_c(tmp_path: Path
     os.close(ours)
     for step in ("listing the images of", "6 images listed", "importing PyTorch"):
         assert step in shown
-    assert "stopped; nothing was written yet." in shown
+    # The second text stands where the signal comes within the import.
+    texts = ("nothing was written yet", "the same command resumes after the last complete part")
+    assert any(f"stopped; {text}." in shown for text in texts)
 
 
 @pytest.mark.slow

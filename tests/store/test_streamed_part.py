@@ -220,17 +220,19 @@ def test_kills_lose_no_committed_part(tmp_path: Path, streamed: bool, num_kills:
 
 LARGE_PART = """
 import resource, sys
+from dataclasses import replace
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, "scripts")
 from benchmarks.synthetic_stores import make_run
-from featx.store import StoreSession
+from featx.store import StoreSession, layout
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 shape, num_rows, batch = (197, 768), 8192, 32
-run, listing = make_run(num_rows, shape, num_rows, sys.argv[2])
+run, listing = make_run(num_rows, shape)
+run = replace(run, grid=layout.Grid(num_rows, num_rows))
 values = np.random.default_rng(0).integers(0, 1 << 14, (batch, *shape), np.uint16).view(np.float16)
 with StoreSession(Path(sys.argv[1], "store"), run, listing).hold() as session:
     before = peak_mib()
@@ -247,5 +249,5 @@ with StoreSession(Path(sys.argv[1], "store"), run, listing).hold() as session:
 def test_a_part_of_2_gib_takes_little_memory(tmp_path: Path) -> None:
     """Without a codec; with one, a part is held in memory, as docs/store-format.md says."""
     repository = Path(__file__).parents[2]
-    done = run_python("-c", LARGE_PART, tmp_path, "none", path=[repository], cwd=repository)
+    done = run_python("-c", LARGE_PART, tmp_path, path=[repository], cwd=repository)
     assert float(done.stdout) < 400

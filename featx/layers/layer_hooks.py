@@ -92,14 +92,17 @@ def with_element(value: Any, path: ElementPath, new: torch.Tensor) -> Any:
 
 
 def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, part of the graph, whose memory is copied only when one of the two is written to.
+    """A copy, part of the graph; on a CPU its memory is copied only when one of the two is written.
 
     `nn.ReLU(inplace=True)` after a layer, or `out += identity`, changes a tensor that a hook has
     already seen. Compiled code has no such copies, but finds out itself what it need not copy.
     """
     is_traced = torch.compiler.is_compiling()
-    if not is_traced and type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda"):
-        # Memory that torch's own allocators have not made cannot be shared in this way.
+    # On CUDA torch 2.14 copies the memory on the default stream, which does not wait for the
+    # stream that computes the values, and `record_stream` has no effect on such a tensor
+    # (`copy_data` and `recordStream` in c10/cuda/CUDACachingAllocator.cpp).
+    if not is_traced and type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+        # Memory that torch's own allocator has not made cannot be shared in this way.
         with contextlib.suppress(RuntimeError):
             return tensor._lazy_clone()
     return tensor.clone()

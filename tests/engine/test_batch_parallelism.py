@@ -244,6 +244,30 @@ def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_layers_that_are_changed_in_place_are_right_in_both_streams(dtype: str) -> None:
+    """Their rows keep the dtype of the layer, so that no cast makes a copy of them."""
+    backbone = build_backbone(model_options(name="resnet50", weights=None), 0)
+    layers = ("layer1.0.bn1", "layer2.0.bn3", "layer4.2.bn3")
+    x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
+    expected = {}
+    with bound(backbone, *layers, device=CUDA, dtype=dtype) as engine:
+        precision = "fp32" if dtype == "float32" else "fp16"
+        engine.configure_compute(Compute(precision, False, False, 64))
+        assert all(replicas_agree(engine, x, 2) for _ in range(10))
+        rows = engine.run(x)
+        engine.without_hooks()
+        with engine.module_and_input(x) as (module, images):
+            for name in layers:
+                module.get_submodule(name).register_forward_hook(
+                    lambda _, args, output, name=name: expected.update({name: output.clone()})
+                )
+            module(images)
+    for name in layers:
+        assert torch.equal(rows[name], expected[name].to(rows[name].dtype).cpu()), name
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_on_cuda_gives_the_same_bits_in_one_stream_and_in_two(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str,

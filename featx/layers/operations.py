@@ -67,6 +67,7 @@ class OperationRecorder(TorchFunctionMode):
 
     def __enter__(self) -> OperationRecorder:
         self._thread = threading.get_ident()
+        self.reset()  # the pass before may have run in another thread
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

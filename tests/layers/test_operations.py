@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,15 @@ def test_each_pass_counts_from_zero_also_after_an_interrupted_one() -> None:
         assert torch.equal(features["add"], first)
     assert num_hooks(module) == 0
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_passes_may_run_in_any_thread() -> None:
+    """On CUDA the next batch is computed in a thread of its own, the trial in the main thread."""
+    with bound(backbone_of(Plain().eval()), "block.add", "add") as engine:
+        expected = engine.run(noise())
+        with ThreadPoolExecutor(1) as pool:
+            values = pool.submit(engine.run, noise()).result()
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
 
 
 def test_nothing_is_recorded_if_no_operation_is_requested() -> None:

@@ -56,7 +56,8 @@ def check_positions(
                 changed_image = image.clone()
                 changed_image[:, :, top:bottom, left:right] *= -2
                 changed = to_map(hooks.forward(changed_image)[point.name].float())
-                changes.append((changed - first)[0].double().norm(dim=0))
+                # MPS has no float64.
+                changes.append((changed - first)[0].cpu().double().norm(dim=0))
             responses = torch.stack(changes)  # of all positions to each cell
         if not (
             _own_position_responds_most(responses, separate_cells)

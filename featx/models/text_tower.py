@@ -201,7 +201,7 @@ def _check_unicode(texts: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"the text {text!r} is not valid Unicode: {error.reason}. Expected UTF-8."
+                f"the text {text!r} is not valid Unicode: give it in UTF-8."
             ) from error
 
 

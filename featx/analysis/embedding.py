@@ -24,7 +24,7 @@ from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.models import given_factory
 from featx.pipeline import RunContext, run_parts
-from featx.sources import MapSource
+from featx.sources import MapSource, with_views
 from featx.store import FeatureStore, load_manifest, matching_layers
 from featx.types import Array, Batch, Listing, Source
 
@@ -187,7 +187,7 @@ def _extract(model: LoadedModel, images: Sequence[object]) -> _EmbeddingSink:
     import torch
 
     def list_images() -> tuple[Source, Listing]:
-        source = MapSource(images)
+        source = with_views(MapSource(images), model.config.data)
         return source, source.listing()
 
     with model.run(list_images) as context, torch.no_grad():

@@ -142,6 +142,10 @@ def images_read_as(now: DataConfig, before: DataConfig) -> DataConfig:
                 f"data.{key}={option}: the images of the store were read with {value}, and new "
                 "ones are read in the same way."
             )
+    before_has_views = before.has_views or before.boxes is not None
+    if before_has_views and not now.has_views and now.boxes is None:
+        # These are cut out of images in full size; large JPEGs are decoded in a smaller one else.
+        return replace(now, **settings, views=["original"])
     return replace(now, **settings)
 
 
@@ -200,7 +204,7 @@ class LoadedModel:
 
     def __init__(self, recipe: ExtractionRecipe, config: Config, pads: bool) -> None:
         self._recipe = recipe
-        self._config = config
+        self.config = config
         self._pads = pads
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
@@ -237,7 +241,7 @@ class LoadedModel:
         """Build the model, and keep it if it is the one of the recipe."""
         target = NewImagesTarget(self._recipe, list_images)
         with contextlib.ExitStack() as stack:
-            context = stack.enter_context(build_run_context(self._config, "", FEATURES, target))
+            context = stack.enter_context(build_run_context(self.config, "", FEATURES, target))
             self._recipe.check(context)
             self._stack = stack.pop_all()
             weakref.finalize(self, self._stack.close)  # at exit, while torch is still there

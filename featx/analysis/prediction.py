@@ -44,7 +44,7 @@ from featx.pipeline import (
     list_images,
     run_parts,
 )
-from featx.sources import FolderOptions, MapSource, parent_key
+from featx.sources import FolderOptions, MapSource, parent_key, with_views
 from featx.store import FeatureStore, layout, read_result
 from featx.types import Array, Batch, Json, LayerSpec, Listing, Source
 
@@ -188,7 +188,7 @@ class Predictor(LoadedFunction):
         def list_new_images() -> tuple[Source, Listing]:
             if images is None:
                 return list_images(config)
-            source = MapSource(images)
+            source = with_views(MapSource(images), config.data)
             return source, source.listing()
 
         with model.run(list_new_images) as context, torch.no_grad():
@@ -196,7 +196,7 @@ class Predictor(LoadedFunction):
             metrics = run_parts(context, sink)
         if images is not None:
             keys = [_key_of(image, number) for number, image in enumerate(images)]
-        elif data.has_views:
+        elif config.data.has_views:
             keys = [name_text(key) for key in sink.average_views(context.listing.keys.tolist())]
         else:
             keys = [name_text(key) for key in context.listing.keys.tolist()]

@@ -32,6 +32,9 @@ EMBEDDING = "embedding"
 
 _BLOCK_ROWS = 4096
 
+_ROUNDING = 2e-6
+"""Largest difference from 1 of the cosine of two vectors of one text."""
+
 
 def run_zeroshot(config: Config) -> dict[str, Any]:
     """Make the head of the class names, apply it to the rows of the store, and write both. Return
@@ -46,6 +49,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     model = from_saved(run.header.config).model
     classifier = text_classifier(model, prompts, templates, choose_device(config.device))
     _check_model(store, run, model.name, classifier)
+    _check_differences(prompts, classifier.weight)
     width = classifier.weight.shape[1]
     head = Head(  # it divides embeddings by their length
         Scaler(torch.zeros(width), torch.ones(width)),
@@ -74,6 +78,20 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
     result |= {"head": str(path), "seconds": round(time.perf_counter() - started_at, 3)}
     disk.replace_unlocked(folder / layout.ZEROSHOT, result_json(result, indent=1))
     return result
+
+
+def _check_differences(names: Sequence[str], weight: torch.Tensor) -> None:
+    """Raise DataError if the model cannot tell two names apart, such as `Crane` from `crane`."""
+    unit = torch.nn.functional.normalize(weight)
+    for start in range(0, len(unit), _BLOCK_ROWS):
+        cosines = unit[start : start + _BLOCK_ROWS] @ unit.T
+        equal = (cosines > 1 - _ROUNDING).triu(start + 1).nonzero()
+        if len(equal):
+            first, second = (names[i] for i in (equal[0] + torch.tensor([start, 0])).tolist())
+            raise DataError(
+                f"zeroshot: {first!r} and {second!r} are the same text for the model, so that the "
+                "second would never be predicted. Give other words in zeroshot.classes."
+            )
 
 
 def search(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,14 @@ import numpy.typing as npt
 import torch
 
 from featx.base import quiet_logs
-from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line
+from featx.errors import (
+    ConfigError,
+    FeatxError,
+    MissingExtraError,
+    ModelError,
+    WeightsError,
+    first_line,
+)
 from featx.models.base import config_sha256, state_sha256
 from featx.models.checkpoint import load_weights, read_weights
 from featx.models.libraries.open_clip import (
@@ -140,6 +148,7 @@ def _text_features(
 
     Raises ConfigError if a text has more tokens than the model reads.
     """
+    _check_unicode(texts)
     sizes = model.config.text_config
     limit = sizes.max_position_embeddings
     for text, ids in zip(texts, tokenizer(list(texts)).input_ids, strict=True):
@@ -169,13 +178,31 @@ def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if any((folder / name).is_file() for name in VOCABULARIES):
         try:
             with quiet():
-                return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            if tokenizer.pad_token_id is not None:
+                return tokenizer
+            reason = "it has no pad_token."
+        except ImportError as error:  # of SentencePiece, which reads spiece.model
+            raise MissingExtraError(
+                f"the tokenizer of {folder} needs another package: pip install sentencepiece."
+            ) from error
         except Exception as error:  # noqa: BLE001 - of several libraries, about damaged files
             reason = first_line(error)
     raise WeightsError(
         f"the tokenizer of {folder} cannot be loaded: {reason} Copy the files of the tokenizer "
         "into the folder of the model."
     )
+
+
+def _check_unicode(texts: Sequence[str]) -> None:
+    """Raise ConfigError if a text holds bytes that are no UTF-8."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the text {text!r} is not valid Unicode: give it in UTF-8."
+            ) from error
 
 
 def _refuse_random_weights(config: ModelConfig) -> None:
@@ -216,18 +243,11 @@ def text_classifier(
         if isinstance(templates, str):
             sets = open_clip.OPENAI_IMAGENET_TEMPLATES, open_clip.SIMPLE_IMAGENET_TEMPLATES
             template_list = dict(zip(TEMPLATE_SETS, sets, strict=True))[templates]
-        limit = tokenizer.context_length
-        of_library = getattr(tokenizer, "tokenizer", None)
-        place = 0 if getattr(of_library, "padding_side", "right") == "left" else limit
         for name in names:
-            texts = [each(name) if callable(each) else each.format(name) for each in template_list]
-            # Where an empty text has padding, one that open_clip would cut off has a token.
-            *ends, padding = tokenizer([*texts, ""], context_length=limit + 1)[:, place].tolist()
-            if too_long := [text for text, end in zip(texts, ends, strict=True) if end != padding]:
-                raise ConfigError(
-                    f"the text {too_long[0]!r} has more than the {limit} tokens that the model "
-                    "reads: shorten it."
-                )
+            _check_lengths(
+                tokenizer,
+                [each(name) if callable(each) else each.format(name) for each in template_list],
+            )
         with torch.no_grad():
             vectors = open_clip.build_zero_shot_classifier(
                 model, tokenizer, list(names), list(template_list), device=device
@@ -241,6 +261,22 @@ def text_classifier(
     return TextClassifier(
         weight, bias, len(template_list), weights_sha256, config_sha256(source.model)
     )
+
+
+def _check_lengths(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Raise ConfigError if a tokenizer of open_clip cannot read a text, or cuts it off."""
+    _check_unicode(texts)
+    limit = tokenizer.context_length
+    short, long = (tokenizer([*texts, ""], context_length=n).tolist() for n in (limit, 2 * limit))
+    # The longer context adds padding, and the tokens that the shorter one cuts off. Padding may be
+    # the same token as the end of a text.
+    *added, padding = (Counter(b) - Counter(a) for a, b in zip(short, long, strict=True))
+    for text, tokens in zip(texts, added, strict=True):
+        if tokens != padding:
+            raise ConfigError(
+                f"the text {text!r} has more than the {limit} tokens that the model reads: shorten "
+                "it."
+            )
 
 
 def _whole_model(config: OpenClipOptions) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import shutil
@@ -88,6 +89,30 @@ def test_an_image_that_fails_has_its_reason_and_changes_no_other(
         assert np.array_equal(found[name][1], store[name][5])
         assert np.isnan(found[name][~found.ok]).all()
     assert not featx.embed(["bad.png"], store, **CODE).ok.any(), "none at all"
+
+
+@pytest.mark.parametrize("options", [{"views": ["original", "hflip"]}, {"boxes": "boxes.csv"}])
+def test_large_jpegs_are_decoded_as_those_of_the_store(
+    options: dict[str, Any], in_tmp_path: None
+) -> None:
+    """Views and boxes are cut out of whole images, of which a decoder may not skip pixels."""
+    keys = [f"{name}/{number}.jpg" for name in "ab" for number in range(4)]
+    for key, pixels in zip(
+        keys, np.random.default_rng(0).integers(0, 256, (8, 60, 60, 3), np.uint8), strict=True
+    ):
+        Path("photos", key).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.repeat(8, 0).repeat(8, 1)).save(f"photos/{key}", quality=70)
+    lines = [f"{key},0,0,480,480\n" for key in keys]
+    Path("boxes.csv").write_text("path,x,y,width,height\n" + "".join(lines))
+    store = extract({"name": "folder", "root": "photos", **options}, layers=["pool"])
+    whole = [i for i, key in enumerate(store.keys) if not key.endswith("#hflip")]
+    found = featx.embed([f"photos/{key}" for key in keys], store, **CODE)
+    assert np.array_equal(found["pool"], store["pool"][whole])
+    run_job("probe", store="store", layers=["pool"], probe={"test_share": 0.5})
+    head = "store/probe/pool.safetensors"
+    run_job("predict", store=head, model=TRUSTED, data="photos", out="new")
+    with Path("new/predictions.csv").open() as file:
+        assert [row["key"] for row in csv.DictReader(file)] == keys
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tiny_model import run_job
 
 import featx
 from featx.base import shown_path
+from featx.config import model_options
 from featx.errors import (
     ConfigError,
     DataError,
@@ -27,9 +28,11 @@ from featx.errors import (
     StoreError,
     StoreMismatchError,
 )
+from featx.models import text_vectors
 
 sys.path.append(str(REPOSITORY / "tests" / "models"))
-from clip_zoo import open_clip, plain_model, write_folder
+from clip_zoo import SMALL, open_clip, plain_model, write_folder
+from transformers_zoo import write_tokenizer
 
 TEMPLATES = ("a photo of a {}.", "a bad photo of the {}.")
 
@@ -162,6 +165,8 @@ def test_normalised_embeddings_give_the_same_head(made: Path, tmp_path: Path) ->
     ("text", "asked", "error", "message"),
     [
         ("cat\ncat\n", {"classes": "names.txt"}, DataError, r"each once.* 'cat' more than once"),
+        ('{"cat": "crane", "dog": "Crane"}', {"classes": "names.json"}, DataError, r"'Crane' are"),
+        ("", {"templates": "a \udce9{}"}, ConfigError, r"is not valid Unicode"),
         (
             '{"cat": "crane", "dog": "crane "}',
             {"classes": "names.json"},
@@ -273,12 +278,41 @@ def test_rows_nearest_to_texts_are_those_of_open_clip(
 
 
 @pytest.mark.parametrize(
+    ("special", "options"),
+    [
+        ({"pad_token": "[EOS]"}, {}),
+        ({"sep_token": "[EOS]"}, {"tokenizer_kwargs": {"strip_sep_token": True}}),
+        ({"cls_token": "[BOS]"}, {"tokenizer_mode": "clips"}),
+    ],
+)
+def test_texts_that_the_tokenizer_would_cut_off_are_refused(
+    special: dict[str, str],
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of a cut text may be the same token as padding."""
+    text = {**SMALL["vit"]["text_cfg"], "vocab_size": 50, "context_length": 8, **options}
+    small = {**SMALL["vit"], "text_cfg": {**text, "hf_tokenizer_name": "words"}}
+    monkeypatch.setitem(SMALL, "words", {**small, "custom_text": True})
+    write_tokenizer(write_folder(tmp_path, "words"), **special)
+    config = model_options(library="open_clip", name=str(tmp_path))
+    read = 5 if options.get("tokenizer_mode") else 6
+    found = text_vectors(config, ["cat " * read], torch.device("cpu"))
+    assert found.vectors.shape == (1, 12)
+    for count in (read + 1, read + 2, 30):
+        with pytest.raises(ConfigError, match=r"has more than the 8 tokens that the model reads"):
+            text_vectors(config, ["cat", "dog " * count], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"neighbors": {"text": "a", "key": "b"}}, "give one of key and text"),
         ({"neighbors": {"text": "a", "recall": 0.9}}, "no effect with neighbors.text"),
         ({"neighbors": {"text": "a", "metric": "euclidean"}}, "metric=cosine only"),
         ({"neighbors": {"text": [" "]}}, "a text is empty"),
+        ({"neighbors": {"text": "caf\udce9"}}, "is not valid Unicode"),
         ({"neighbors": {"text": "a " * 15}}, "has more than the 16 tokens"),
         ({"neighbors": {"text": "nowhere.txt"}}, "nowhere.txt cannot be read"),
         ({"neighbors": {"text": "a"}, "layers": ["logits"]}, "compared with layers=embedding"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,19 @@ import pytest
 import torch
 from conftest import make_image
 from tiny_model import run_job
-from transformers_zoo import quiet, tf, write_folder
+from transformers_zoo import quiet, tf, write_folder, write_tokenizer
 
 import featx
-from featx.errors import ConfigError, FeatxError, ModelError, StoreMismatchError, WeightsError
+from featx.errors import (
+    ConfigError,
+    FeatxError,
+    MissingExtraError,
+    ModelError,
+    StoreMismatchError,
+    WeightsError,
+)
 
-WORDS = ("[PAD]", "[BOS]", "[EOS]", "[UNK]", "a", "cat", "dog", "on", "the", "roof", "tree", "frog")
 TEXTS = ["a cat on the roof", "frog", "the dog on a tree"]
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Save a tokenizer of words with the ids of the small text towers, as released models do."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(
-        single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)]
-    )
-    tf.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]",
-        unk_token="[UNK]", model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +102,17 @@ def with_code(folder: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": {"A": ["own.Own"]}}))
 
 
+def without_padding(folder: Path) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token": None}))
+
+
+def with_sentencepiece(folder: Path) -> None:
+    without_tokenizer(folder)
+    (folder / "spiece.model").write_bytes(b"")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "SiglipTokenizer"}')
+
+
 def with_more_words(folder: Path) -> None:
     file = folder / "tokenizer.json"
     values = json.loads(file.read_text())
@@ -137,12 +140,18 @@ def with_another_activation(folder: Path) -> None:
     ("change", "text", "error", "message"),
     [
         (without_tokenizer, "a cat", WeightsError, r"the tokenizer of .* cannot be loaded"),
+        (without_padding, "a cat", WeightsError, r"cannot be loaded: it has no pad_token"),
+        pytest.param(
+            *(with_sentencepiece, "a cat", MissingExtraError, r"pip install sentencepiece"),
+            marks=pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="it is there"),
+        ),
         (with_code, "a cat", ModelError, r"tokenizer_config\.json names Python code"),
         (with_more_words, "frog", WeightsError, r"the model, which has 50 tokens: it .* 60"),
         (with_other_weights, "a cat", StoreMismatchError, r"the image tower of .* has the SHA-256"),
         (with_another_activation, "a cat", StoreMismatchError, r"the config of .* has the SHA-256"),
         (None, "a cat " * 9, ConfigError, r"has 20 tokens, and the model reads 8: shorten it"),
         (None, " ", ConfigError, r"a text is empty"),
+        (None, "caf\udce9", ConfigError, r"'caf.udce9' is not valid Unicode"),
     ],
 )
 def test_texts_that_cannot_be_encoded_are_refused(

@@ -272,3 +272,24 @@ def write_folder(folder: Path, model_type: str, head: str | None = None) -> Path
         small_model(model_type, head).save_pretrained(folder)
         SMALL[model_type].make_processor().save_pretrained(folder)
     return folder
+
+
+WORDS = ("[PAD]", "[BOS]", "[EOS]", "[UNK]", "a", "cat", "dog", "on", "the", "roof", "tree", "frog")
+"""Tokens of `write_tokenizer`; their places are their ids."""
+
+
+def write_tokenizer(folder: Path, **special: str) -> None:
+    """Save a tokenizer of words with the ids of the small text towers, as released models do."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(
+        single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)]
+    )
+    tf.PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="[UNK]",
+        model_input_names=["input_ids", "attention_mask"],
+        **{"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]", **special},
+    ).save_pretrained(folder)

@@ -13,10 +13,11 @@ from typing import Any
 from featx.analysis.probe.comparisons import OtherProbe
 from featx.analysis.probe.heads import head_bytes, head_path, output_folder
 from featx.analysis.probe.task import COLUMNS, AnyTask
+from featx.analysis.value_settings import run_of_layer
 from featx.base import csv_bytes, csv_cell
 from featx.errors import ConfigError, StoreError
 from featx.storage import open_folder
-from featx.store import FeatureStore, layout, load_manifest, read_result, result_json
+from featx.store import FeatureStore, layout, read_result, result_json
 from featx.types import Json
 
 STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transform")
@@ -145,9 +146,7 @@ def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
 
 def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[str, object]:
     about, store = result["layers"][layer], task.store
-    manifest, _ = load_manifest(output_folder(store))
-    is_same_store = manifest is not None and manifest.digest == store.attrs["fingerprint"]
-    run = manifest.first_run_with(layer) if manifest is not None and is_same_store else None
+    run = run_of_layer(store, layer)
     reduction = about["reduction"]
     if method == "attentive":  # which takes rows as they are stored
         reduction = {**reduction, "then": "attention", "axes": []}

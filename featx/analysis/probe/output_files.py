@@ -119,14 +119,18 @@ def read_probe(path: str) -> OtherProbe:
             raise StoreError(
                 f"{layout.PROBE_PREDICTIONS} in {folder} is missing or was changed. {remedy}"
             )
-        keys = {csv_cell(str(key)): str(key) for key in store.keys.tolist()}
+        split, tested_store = about["split"], store
+        if split["kind"] == "test_store":
+            tested_store = FeatureStore(split["test_store"])
+        keys = {csv_cell(str(key)): str(key) for key in tested_store.keys.tolist()}
         classes = {csv_cell(name): name for name in about["classes"]}
         tested = {
             keys[line["key"]]: (classes[line["true"]], classes[line["predicted"]])
             for line in lines
             if is_of_answer(line, about)
         }
-        pairs = zip(store.keys.tolist(), store.image_checksums.tolist(), strict=True)
+        tested_checksums = tested_store.image_checksums.tolist()
+        pairs = zip(tested_store.keys.tolist(), tested_checksums, strict=True)
         checksums = {key: checksum for key, checksum in pairs if key in tested}
         layer, method = str(about["layer"]), str(about["method"])
         return OtherProbe(str(store.root), layer, method, tested, checksums)

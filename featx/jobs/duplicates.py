@@ -46,7 +46,7 @@ def run(config: Config, config_yaml: str) -> int:
     with disk.stream_file(path) as file:
         write_csv(file, header, members)
     num_copies = sum(1 for member in members if member[-1])
-    mixed = [group for group in groups if len(set(store.labels[group].tolist())) > 1]
+    mixed = [group for group in groups if len({*store.labels[group].tolist()} - {-1}) > 1]
     num_ok, num_in_groups = int(store.ok.sum()), sum(map(len, groups))
     summary = {
         "layer": layer,

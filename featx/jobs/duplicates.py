@@ -33,7 +33,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.similarity import linked_groups
     from featx.base import choose_device
 
-    store, options = open_input(config), config.duplicates
+    store, options = open_input(config.store_path()), config.duplicates
     layer, threshold = chosen_layer(store, config), options.least_cosine
     disk, device = result_folder(store, config), choose_device(config.device)
     vectors = LayerVectors(store, layer, device, unit=True, standardise=options.standardise)

@@ -244,7 +244,11 @@ def test_an_index_says_what_it_found(
 def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(21, 8).write(Path("store"), parts=[0])
     ask("neighbors", k=2)
-    assert "is not complete; 8 rows are there and ok" in capsys.readouterr().err
+    assert "store is not complete; 8 rows are there and ok" in capsys.readouterr().err
+    make_run(21, 8).write(Path("whole"))
+    for job in ("cka", "distance"):
+        ask(job, store="whole", other_store="store")
+        assert "store is not complete; 8 rows are there and ok" in capsys.readouterr().err
 
 
 def test_what_is_refused(store: featx.FeatureStore) -> None:

@@ -189,7 +189,8 @@ def valued_rows(
     require_complete(store)
     column = str(options.label_column)
     column_values = store.column(column)
-    has_value = _value_mask(column_values, column, kind)
+    shown_column = column if names is None else f"{column} of {store.root}"
+    has_value = _value_mask(column_values, shown_column, kind)
     rows = np.flatnonzero(store.ok & has_value)
     if len(rows) < (2 if names is None else 1):
         raise DataError(f"{store.root} has {counted(len(rows), 'row')} with a value of {column}.")

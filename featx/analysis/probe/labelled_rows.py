@@ -275,8 +275,8 @@ def _indicators(
     return np.array([[float(name in labels) for name in names] for labels in lists]), names
 
 
-_OF_ALL_LAYERS = ("weights_sha256", "transform")
-"""Settings that the layers of a store have in common."""
+_OF_ALL_LAYERS = ("weights_sha256", "transform", "model.")
+"""Beginnings of the names of settings that the layers of a store have in common."""
 
 
 def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> FeatureStore:
@@ -292,7 +292,7 @@ def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> F
         mine, theirs = value_settings(store, other, layer)
         for name in sorted({*mine, *theirs}):
             if mine.get(name) != theirs.get(name):
-                of_layer = "" if name in _OF_ALL_LAYERS else f"{layer}, "
+                of_layer = "" if name.startswith(_OF_ALL_LAYERS) else f"{layer}, "
                 wrong.append(f"  {of_layer}{name}: {mine.get(name)!r} and {theirs.get(name)!r}")
     if wrong:
         raise StoreMismatchError(

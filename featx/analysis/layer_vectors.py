@@ -35,7 +35,7 @@ class LayerVectors:
     """Rows of a layer as flat float32 vectors.
 
     Args:
-        rows: (n,) rows of the store, none of which failed; None for all such rows.
+        rows: (n,) rows of the store in any order, none of which failed; None for all such rows.
         unit: whether vectors are scaled to length 1; a vector of zeros stays zero.
         centre: whether the median of the first vectors is subtracted. Distances stay the same and
             become more exact, also if a few rows are very long. With `unit`, cosines follow from
@@ -165,8 +165,7 @@ class LayerVectors:
 
     def _read_rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         """Read rows from the store, and scale and centre them."""
-        is_range = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if is_range else rows]
+        read = self._features[rows]
         check_rows_present(self._store, self.layer, rows, read)
         if self._projection is not None:
             read = read.astype(np.float32) @ self._projection

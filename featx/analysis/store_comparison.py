@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.analysis.probe import METRICS
 from featx.base import shown_path
 from featx.errors import ConfigError, FeatxError, counted
 from featx.storage import is_url
 from featx.store import FeatureStore, layout, read_result
-from featx.types import NO_IMAGE, Json
+from featx.types import Json, count_different_images
 
 
 @dataclass(frozen=True)
@@ -174,24 +175,31 @@ def _probe(store: FeatureStore, notes: list[str]) -> Json | None:
 def _data_notes(stores: Sequence[FeatureStore]) -> Iterator[str]:
     """Yield notes about stores whose images or labels are not those of the first."""
     first, first_name = stores[0], shown_path(stores[0].root)
+    # A store that grew has its rows in another order.
+    first_order = np.argsort(first.key_bytes)
     for store in stores[1:]:
-        name = shown_path(store.root)
-        if not np.array_equal(np.sort(store.key_bytes), np.sort(first.key_bytes)):
+        name, order = shown_path(store.root), np.argsort(store.key_bytes)
+        if not np.array_equal(store.key_bytes[order], first.key_bytes[first_order]):
             num_common = int(np.isin(store.key_bytes, first.key_bytes).sum())
             yield (
                 f"{name} is of other images than {first_name}: {num_common} of its "
                 f"{counted(len(store), 'key')} are there too. Their numbers are not comparable."
             )
-        elif np.array_equal(store.key_bytes, first.key_bytes):
-            mine, others = store.image_checksums, first.image_checksums
-            known = (mine > NO_IMAGE) & (others > NO_IMAGE)
-            if num_changed := int((mine != others)[known].sum()):
-                yield (
-                    f"{name}: {counted(num_changed, 'image has', 'images have')} other bytes than "
-                    f"in {first_name}"
-                )
-            if store.classes != first.classes or not np.array_equal(store.labels, first.labels):
-                yield f"{name} has other labels than {first_name}"
+            continue
+        if num_changed := count_different_images(
+            store.image_checksums[order], first.image_checksums[first_order]
+        ):
+            yield (
+                f"{name}: {counted(num_changed, 'image has', 'images have')} other bytes than in "
+                f"{first_name}"
+            )
+        if not np.array_equal(_class_names(store)[order], _class_names(first)[first_order]):
+            yield f"{name} has other labels than {first_name}"
+
+
+def _class_names(store: FeatureStore) -> npt.NDArray[np.str_]:
+    """Return the class of each row, (n,); '' without a label."""
+    return np.array([*store.classes, ""])[store.labels]
 
 
 def _split_notes(entries: Sequence[Json]) -> Iterator[str]:

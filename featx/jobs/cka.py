@@ -45,10 +45,8 @@ def run(config: Config, config_yaml: str) -> int:
     """Compare layers, write the result to layers.json, and print it."""
     from featx.analysis.similarity import layer_similarity  # which imports torch
 
-    store, options = open_input(config), config.cka
-    other = (
-        None if options.other_store is None else FeatureStore(options.other_store, verify="rows")
-    )
+    store, options = open_input(config.store_path()), config.cka
+    other = None if options.other_store is None else open_input(options.other_store)
     disk = result_folder(store, config)
     with CountProgress("layers") as progress:
         layers: Any = config.layers  # a mapping is refused by the next line

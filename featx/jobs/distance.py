@@ -24,7 +24,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.similarity import data_set_distance  # which imports torch
 
     options = config.distance
-    store, other = open_input(config), FeatureStore(str(options.other_store), verify="rows")
+    store, other = open_input(config.store_path()), open_input(str(options.other_store))
     layers = _common_layers(store, other, config)
     with CountProgress("subsets") as progress:
         progress.begin(options.subsets * len(layers))

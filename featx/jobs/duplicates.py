@@ -33,7 +33,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.similarity import linked_groups
     from featx.base import choose_device
 
-    store, options = open_input(config), config.duplicates
+    store, options = open_input(config.store_path()), config.duplicates
     layer, threshold = chosen_layer(store, config), options.least_cosine
     disk, device = result_folder(store, config), choose_device(config.device)
     vectors = LayerVectors(store, layer, device, unit=True, standardise=options.standardise)
@@ -46,7 +46,7 @@ def run(config: Config, config_yaml: str) -> int:
     with disk.stream_file(path) as file:
         write_csv(file, header, members)
     num_copies = sum(1 for member in members if member[-1])
-    mixed = [group for group in groups if len(set(store.labels[group].tolist())) > 1]
+    mixed = [group for group in groups if len({*store.labels[group].tolist()} - {-1}) > 1]
     num_ok, num_in_groups = int(store.ok.sum()), sum(map(len, groups))
     summary = {
         "layer": layer,

@@ -30,7 +30,7 @@ def run(config: Config, config_yaml: str) -> int:
     """Judge all labels, write them to mislabelled.csv, and print the least credible ones."""
     from featx.analysis.probe import judge_labels  # which imports torch
 
-    store, options = open_input(config), config.mislabelled
+    store, options = open_input(config.store_path()), config.mislabelled
     layer = chosen_layer(store, config)
     with CountProgress("folds") as progress:
         progress.begin(options.folds)

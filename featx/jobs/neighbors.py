@@ -33,7 +33,7 @@ CSV_PAIRS = 1_000_000
 
 def run(config: Config, config_yaml: str) -> int:
     """Find neighbours, write those of every row to files, and print the result."""
-    store, options = open_input(config), config.neighbors
+    store, options = open_input(config.store_path()), config.neighbors
     if options.text is not None:
         return _print_nearest_to_texts(options.text, store, config)
     layer = chosen_layer(store, config)

@@ -30,7 +30,7 @@ def run(config: Config, config_yaml: str) -> int:
     """Find outliers, write all rows to outliers.csv, and print the first ones."""
     from featx.analysis.similarity import find_outliers  # which imports torch
 
-    store, options = open_input(config), config.outliers
+    store, options = open_input(config.store_path()), config.outliers
     layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()) + int((store.ok & (store.labels >= 0)).sum()))

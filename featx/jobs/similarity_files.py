@@ -16,9 +16,9 @@ from featx.store import FeatureStore, layout, only_layer, read_result, result_js
 from featx.types import Json
 
 
-def open_input(config: Config) -> FeatureStore:
-    """Open the store that the option `store` names, and warn on stderr if rows are missing."""
-    store = FeatureStore(config.store_path(), verify="rows")
+def open_input(path: str | Path) -> FeatureStore:
+    """Open a store, and warn on stderr if rows are missing."""
+    store = FeatureStore(path, verify="rows")
     if not store.complete:
         log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
     return store

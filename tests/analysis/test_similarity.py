@@ -469,6 +469,19 @@ class TestLayerSimilarity:
             assert measure.shape == (1, 1)
             assert measure[0, 0] == pytest.approx(1, abs=1e-4)
 
+    def test_a_store_that_grew_is_matched_row_by_row(self) -> None:
+        """Its first and last rows are in place, and the rows between in another order."""
+        left = make_run(9, 8, {"a": (5,)})
+        order = np.array([0, 2, 4, 6, 1, 3, 5, 7, 8])
+        listing = left.listing
+        grown = replace(listing, keys=listing.keys[order], labels=listing.labels[order])
+        right = replace(left, listing=grown, features={"a": left.features["a"][order]})
+        found = layer_similarity(
+            write(left), write(right, "other"), device="cpu", measures=["cka", "svcca"]
+        )
+        assert found.measures["cka"][0, 0] == pytest.approx(1)
+        assert found.measures["svcca"][0, 0] == pytest.approx(1)
+
     def test_a_sample_is_seeded(self) -> None:
         store = write(make_run(60, 16, {"a": (5,), "b": (6,)}))
         found = [

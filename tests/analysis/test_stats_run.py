@@ -37,6 +37,7 @@ from featx.errors import (
     ConfigError,
     LayerError,
     NonFiniteError,
+    ReduceError,
     StoreError,
     StoreLockedError,
     StoreMismatchError,
@@ -148,6 +149,19 @@ def test_a_finished_store_gives_the_bytes_of_a_run(photos: Path, observation: st
         featx.stats(store="store", stats={"observation": observation, "covariance": "diagonal"})
     again = featx.stats(store="store", layers=["deep"], overwrite=True)
     assert list(again) == ["deep"]
+
+
+def test_maps_of_unknown_channels_are_taken_as_a_whole_in_a_store_too(photos: Path) -> None:
+    """Square maps of an input that is not."""
+    model = {**KEYS["model"], "transform": {"resize": 48, "crop": [32, 36]}}
+    of_images = featx.stats(**{**KEYS, "model": model, "data": str(photos), "out": "images"})
+    store = extract(photos, model=model, dtype="float32")
+    assert store["conv"].shape[1:] == (8, 4, 4)
+    of_rows = featx.stats(store="store")
+    assert of_rows["conv"].dim == 128
+    assert of_rows["conv"].sha256 == of_images["conv"].sha256
+    with pytest.raises(ReduceError, match="its channels are unknown"):
+        featx.stats(store="store", stats={"observation": "position"}, overwrite=True)
 
 
 def test_statistics_of_a_store_are_of_the_rows_it_has_now(photos: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny_model import run_job
 
 import featx
 from featx.errors import ConfigError, DataError, LayerError, StoreError, StoreMismatchError
+from featx.similarity import data_set_distance
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -191,6 +193,34 @@ def test_another_store_is_tested_with_classes_by_name(capsys: pytest.CaptureFixt
     make_labelled({"x": x[:, :5]}, y, ["a", "b", "c"]).changed(other=2).write(Path("narrow"))
     with pytest.raises(StoreMismatchError, match=r"x, shape: \(20,\) and \(5,\)"):
         probe(capsys, test_store="narrow")
+
+
+@pytest.mark.parametrize(
+    ("reduce_args", "changes", "difference"),
+    [
+        ({"p": 6.0}, {}, r"x, reduce_p: 3\.0 and 6\.0"),
+        ({"p": 3.0}, {"model.args": {"global_pool": "max"}}, r"\n  model.args: None and"),
+        ({"p": 3.0}, {"layer.x": "output, target label"}, "x, target: '' and 'label'"),
+        ({"p": 3.0}, {"model.init": "loaded"}, None),
+    ],
+)
+def test_stores_of_other_values_are_not_tested(
+    capsys: pytest.CaptureFixture[str],
+    reduce_args: dict[str, float],
+    changes: dict[str, Any],
+    difference: str | None,
+) -> None:
+    run = make_labelled({"x": X}, Y, ["a", "b", "c"])
+    run.write(Path("store"))
+    specs = (replace(run.specs[0], reduce_args=reduce_args),)
+    replace(run, specs=specs).changed(other=1, **changes).write(Path("other"))
+    if difference is None:
+        assert probe(capsys, test_store="other", l2=0.01)["rows"] == len(Y)
+        return
+    with pytest.raises(StoreMismatchError, match=difference):
+        probe(capsys, test_store="other")
+    with pytest.raises(StoreMismatchError, match=difference.removeprefix("x, ")):
+        data_set_distance(featx.open("store"), featx.open("other"), "x")
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def scenes(count: int = 16, num_classes: int = 3) -> np.ndarray:
     return made
 
 
-def dataset(classes: np.ndarray, layers: dict[str, str] | None = None, **data: Any) -> None:
+def dataset(classes: np.ndarray, layers: dict[str, Any] | None = None, **data: Any) -> None:
     """A store of images of these patches, and a mask for each."""
     for i, each in enumerate(classes):
         write_image(each, Path("photos", KEYS[i]))
@@ -336,6 +336,18 @@ def test_layers_without_places_are_refused() -> None:
     extract("photos", model=PATCHES, layers=["tokens"], out="sampled", reduce=sample)
     with pytest.raises(LayerError, match="does not record which tokens of tokens are patches"):
         run_job("probe", store="sampled", device="cpu", probe={"masks": "masks"})
+
+
+@pytest.mark.parametrize("cells", [(4, 8), (3, 5)])  # (3, 3, 5) looks like (H, W, C)
+def test_a_grid_has_any_proportions(cells: tuple[int, int]) -> None:
+    rows, columns = cells
+    dataset(scenes(8), {"maps": {"name": "grid", "rows": rows, "columns": columns}})
+    about = probe()["layers"]["maps"]
+    assert about["grid"] == [rows, columns]
+    assert about["features"] == 3
+    assert about["linear"]["miou"] > 0.5
+    found = probe_job.probe(method="attentive", l2=0.01, epochs=1)["layers"]["maps"]
+    assert found["attentive"]["tokens"] == rows * columns
 
 
 @pytest.mark.usefixtures("striped")

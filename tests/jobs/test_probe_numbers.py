@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from made_store import make_labelled
 from probe_job import given_split, predictions, probe
 from probe_problem import blobs, write_store
 from scipy import stats
@@ -375,6 +377,22 @@ def test_stores_are_compared_on_the_same_rows(
     file.write_bytes(file.read_bytes().replace(b"c1", b"c2", 1))
     with pytest.raises(StoreError, match="was changed"):
         probe(compare_store="other", **options)
+
+
+def test_stores_that_tested_another_store_are_compared_on_its_rows() -> None:
+    x, y = blobs(100, num_classes=2, signal=0.5)
+    keys = np.array([b"test/%03d.jpg" % i for i in range(100)])
+    for number, name in enumerate(("store", "other")):
+        rows = x[:, number:]
+        write_store(Path(name), y, x=rows)
+        run = make_labelled({"x": rows + 0.1}, y, ["c0", "c1"]).changed(number=number)
+        listing = replace(run.listing, keys=keys)
+        replace(run, listing=listing).write(Path(f"{name}-tested"))
+    theirs = probe(store="other", test_store="other-tested", l2=0.01)
+    ours = probe(test_store="store-tested", compare_store="other", l2=0.01)
+    found = ours["compared_store"]
+    assert (found["rows"], found["rows_left_out"]) == (100, 0)
+    assert found["accuracies"] == [ours["accuracy"], theirs["accuracy"]]
 
 
 @pytest.mark.slow

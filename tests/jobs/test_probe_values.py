@@ -287,6 +287,15 @@ def test_rows_of_another_store_are_tested(task: str) -> None:
         assert "1 label that no training row has, such as unseen" in str(found["notes_on_rows"])
 
 
+def test_a_column_of_another_kind_names_the_store() -> None:
+    store_with(age=AGE)
+    run = make_labelled({"x": X, "odd": X[:, 1::2]}, Y, ["c0", "c1", "c2"]).changed(of=1)
+    columns = {"age": np.full(len(Y), b"old")}
+    replace(run, listing=replace(run.listing, columns=columns)).write(Path("other"))
+    with pytest.raises(DataError, match=r"age of .*/other holds text \('old'"):
+        probe(label_column="age", task="regression", test_store="other")
+
+
 @pytest.mark.slow
 def test_rows_that_are_left_out_are_named_once_for_each_store() -> None:
     for number, (store, num_missing) in enumerate((("store", 4), ("other", 3))):

@@ -114,6 +114,17 @@ def test_duplicates(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["groups_of_several_classes"] == 1
 
 
+def test_rows_without_a_label_are_of_no_class(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(30, 8)
+    flat = run.features["flat"].copy()
+    flat[9] = flat[4]
+    assert [int(run.listing.labels[row]) for row in (4, 9)] == [0, -1]
+    replace(run, features={**run.features, "flat": flat}).write(Path("store"))
+    ask("duplicates", json=True, threshold=0.99999)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["groups"], found["groups_of_several_classes"]) == (1, 0)
+
+
 def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
     ask("cka", layers=["flat", "map"], rows=20)
     output = capsys.readouterr().out
@@ -233,7 +244,11 @@ def test_an_index_says_what_it_found(
 def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(21, 8).write(Path("store"), parts=[0])
     ask("neighbors", k=2)
-    assert "is not complete; 8 rows are there and ok" in capsys.readouterr().err
+    assert "store is not complete; 8 rows are there and ok" in capsys.readouterr().err
+    make_run(21, 8).write(Path("whole"))
+    for job in ("cka", "distance"):
+        ask(job, store="whole", other_store="store")
+        assert "store is not complete; 8 rows are there and ok" in capsys.readouterr().err
 
 
 def test_what_is_refused(store: featx.FeatureStore) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from csv_rows import csv_rows
 from made_store import make_run
@@ -139,13 +140,26 @@ def test_other_images_and_labels_are_said(capsys: pytest.CaptureFixture[str]) ->
     make_run(30, 8).write(Path("runs/b"))
     run = make_run(40, 8)
     labels = run.listing.labels.copy()
-    labels[3] = 1 - labels[3]
+    labels[4] = 1 - labels[4]
     replace(run, listing=replace(run.listing, labels=labels)).write(Path("runs/c"))
     keys = [set(each.listing.keys.tolist()) for each in (make_run(40, 8), make_run(30, 8))]
     first, second = ask(capsys, "[runs/a,runs/b,runs/c]")["notes"]
     assert first.startswith("runs/b is of other images than runs/a: ")
     assert f"{len(keys[0] & keys[1])} of its 30 keys" in first
     assert second == "runs/c has other labels than runs/a"
+
+
+def test_images_and_labels_are_compared_by_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """A store that grew has its rows in another order, and classes may be numbered otherwise."""
+    run = make_run(40, 8)
+    run.write(Path("runs/a"))
+    listing, order = run.listing, np.random.default_rng(0).permutation(40)
+    keys, labels = listing.keys[order], listing.labels[order]
+    other_labels = np.where(labels < 0, labels, 1 - labels)
+    same = replace(listing, keys=keys, labels=other_labels, classes=listing.classes[::-1])
+    replace(run, listing=same).write(Path("runs/b"))
+    replace(run, listing=replace(same, classes=listing.classes)).write(Path("runs/c"))
+    assert ask(capsys, "[runs/a,runs/b,runs/c]")["notes"] == ["runs/c has other labels than runs/a"]
 
 
 @pytest.mark.usefixtures("entry")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.metrics import Ints, Matrix
+from featx.analysis.value_settings import value_settings
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
 from featx.sources import MISSING_MARKS
@@ -188,7 +189,8 @@ def valued_rows(
     require_complete(store)
     column = str(options.label_column)
     column_values = store.column(column)
-    has_value = _value_mask(column_values, column, kind)
+    shown_column = column if names is None else f"{column} of {store.root}"
+    has_value = _value_mask(column_values, shown_column, kind)
     rows = np.flatnonzero(store.ok & has_value)
     if len(rows) < (2 if names is None else 1):
         raise DataError(f"{store.root} has {counted(len(rows), 'row')} with a value of {column}.")
@@ -273,10 +275,8 @@ def _indicators(
     return np.array([[float(name in labels) for name in names] for labels in lists]), names
 
 
-_SAME = ("weights_sha256", "transform")
-"""Attributes that two stores must have in common."""
-_SAME_OF_A_LAYER = ("layer", "capture", "reduce")
-"""Attributes that a layer must have in common in two stores."""
+_OF_ALL_LAYERS = ("weights_sha256", "transform", "model.")
+"""Beginnings of the names of settings that the layers of a store have in common."""
 
 
 def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> FeatureStore:
@@ -287,18 +287,16 @@ def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> F
             f"probe.test_store={path} is the store that is trained on: its rows would be tested on "
             "themselves. Use probe.split."
         )
-    wrong = [
-        f"  {name}: {store.attrs[name]!r} and {other.attrs[name]!r}"
-        for name in _SAME
-        if store.attrs.get(name) != other.attrs.get(name)
-    ]
+    wrong: list[str] = []
     for layer in layers:
-        mine, theirs = store[layer], other[layer]
-        pairs: list[tuple[str, object, object]] = [("shape", mine.shape[1:], theirs.shape[1:])]
-        pairs += [(name, mine.attrs.get(name), theirs.attrs.get(name)) for name in _SAME_OF_A_LAYER]
-        wrong += [f"  {layer}, {name}: {a} and {b}" for name, a, b in pairs if a != b]
+        mine, theirs = value_settings(store, other, layer)
+        for name in sorted({*mine, *theirs}):
+            if mine.get(name) != theirs.get(name):
+                of_layer = "" if name.startswith(_OF_ALL_LAYERS) else f"{layer}, "
+                wrong.append(f"  {of_layer}{name}: {mine.get(name)!r} and {theirs.get(name)!r}")
     if wrong:
         raise StoreMismatchError(
-            f"features of {store.root} and {other.root} are not comparable:\n" + "\n".join(wrong)
+            f"features of {store.root} and {other.root} are not comparable:\n"
+            + "\n".join(dict.fromkeys(wrong))
         )
     return other

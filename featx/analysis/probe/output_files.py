@@ -13,10 +13,11 @@ from typing import Any
 from featx.analysis.probe.comparisons import OtherProbe
 from featx.analysis.probe.heads import head_bytes, head_path, output_folder
 from featx.analysis.probe.task import COLUMNS, AnyTask
+from featx.analysis.value_settings import run_of_layer
 from featx.base import csv_bytes, csv_cell
 from featx.errors import ConfigError, StoreError
 from featx.storage import open_folder
-from featx.store import FeatureStore, layout, load_manifest, read_result, result_json
+from featx.store import FeatureStore, layout, read_result, result_json
 from featx.types import Json
 
 STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transform")
@@ -118,14 +119,18 @@ def read_probe(path: str) -> OtherProbe:
             raise StoreError(
                 f"{layout.PROBE_PREDICTIONS} in {folder} is missing or was changed. {remedy}"
             )
-        keys = {csv_cell(str(key)): str(key) for key in store.keys.tolist()}
+        split, tested_store = about["split"], store
+        if split["kind"] == "test_store":
+            tested_store = FeatureStore(split["test_store"])
+        keys = {csv_cell(str(key)): str(key) for key in tested_store.keys.tolist()}
         classes = {csv_cell(name): name for name in about["classes"]}
         tested = {
             keys[line["key"]]: (classes[line["true"]], classes[line["predicted"]])
             for line in lines
             if is_of_answer(line, about)
         }
-        pairs = zip(store.keys.tolist(), store.image_checksums.tolist(), strict=True)
+        tested_checksums = tested_store.image_checksums.tolist()
+        pairs = zip(tested_store.keys.tolist(), tested_checksums, strict=True)
         checksums = {key: checksum for key, checksum in pairs if key in tested}
         layer, method = str(about["layer"]), str(about["method"])
         return OtherProbe(str(store.root), layer, method, tested, checksums)
@@ -145,9 +150,7 @@ def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
 
 def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[str, object]:
     about, store = result["layers"][layer], task.store
-    manifest, _ = load_manifest(output_folder(store))
-    is_same_store = manifest is not None and manifest.digest == store.attrs["fingerprint"]
-    run = manifest.first_run_with(layer) if manifest is not None and is_same_store else None
+    run = run_of_layer(store, layer)
     reduction = about["reduction"]
     if method == "attentive":  # which takes rows as they are stored
         reduction = {**reduction, "then": "attention", "axes": []}

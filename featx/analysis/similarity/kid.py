@@ -16,6 +16,7 @@ from featx.analysis.statistics import (
     gaussian_distance,
     refuse_other_values,
 )
+from featx.analysis.value_settings import value_settings
 from featx.base import choose_device, float64_device
 from featx.config import DistanceConfig
 from featx.errors import ConfigError
@@ -85,7 +86,7 @@ def data_set_distance(
     """
     checked = DistanceConfig(subsets=subsets, subset_rows=subset_rows)
     subject = f"{store.root} and {other.root}, {layer}"
-    refuse_other_values(_values_of(store, layer), _values_of(other, layer), subject)
+    refuse_other_values(*value_settings(store, other, layer), subject)
     compute_device = float64_device(choose_device(device))
     one, two = (LayerVectors(each, layer, compute_device) for each in (store, other))
     m = min(checked.subset_rows, len(one), len(two))
@@ -142,16 +143,3 @@ def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | 
             moments.update(block.cpu())
         moments_of_both.append(moments)
     return gaussian_distance(*moments_of_both), None
-
-
-def _values_of(store: FeatureStore, layer: str) -> dict[str, object]:
-    """Return what must be equal for a layer of two stores to hold the same kind of values."""
-    attrs = dict(store[layer].attrs)
-    names = ("layer", "capture", "target", "reduce")
-    layer_values = {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in attrs.items()
-        if name in names or name.startswith("reduce_")
-    }
-    root = {name: store.attrs.get(name) for name in ("weights_sha256", "transform")}
-    return {**layer_values, **root, "shape": tuple(store[layer].shape[1:])}

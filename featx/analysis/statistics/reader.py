@@ -125,8 +125,8 @@ def _check_complete(path: Path, root: Mapping[str, Any]) -> None:
 
 
 _SAME = ("layer", "capture", "target", "reduce", "row", "shape", "weights_sha256", "transform")
-"""Attributes that must be equal, in addition to the parameters of the reduction, for a distance to
-compare the images."""
+"""Attributes that must be equal for a distance to compare the images, in addition to the parameters
+of the reduction and the settings of the model."""
 
 
 def frechet_distance(
@@ -160,9 +160,9 @@ def frechet_distance(
 
 def refuse_other_values(a: dict[str, object], b: dict[str, object], what: str) -> None:
     """Raise StoreMismatchError, which begins with `what`, unless two descriptions
-    (`Statistics.about`) are of the same values of a layer.
+    (`Statistics.about`, `value_settings`) are of the same values of a layer.
     """
-    keys = [*_SAME, *sorted({key for key in {**a, **b} if key.startswith("reduce_")})]
+    keys = [*_SAME, *sorted({k for k in {**a, **b} if k.startswith(("reduce_", "model."))})]
     changed = [
         f"  {key}: {a.get(key)!r} and {b.get(key)!r}" for key in keys if a.get(key) != b.get(key)
     ]

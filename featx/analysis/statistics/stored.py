@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from featx.analysis.probe.layer_rows import crop_of
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
 from featx.analysis.statistics.reader import Statistics, summary_of
@@ -54,7 +55,7 @@ def stats_of_store(config: Config) -> dict[str, object]:
     layers: dict[str, StatsLayer] = {}
     for name in matching_layers(store, config.layers):
         tokens = store[name].tokens
-        size = (1, 1) if tokens is None else tokens.input_size
+        size = (crop_of(store) or (1, 1)) if tokens is None else tokens.input_size
         layers[name] = StatsLayer.of(manifest.layers[name], config.stats, size, tokens)
     disk = AtomicFolder(folder)
     session = _session(disk, manifest, list(layers.values()), config)

@@ -140,7 +140,14 @@ def _vectors(
     try:
         reduce_to_vectors = reduction(
             reduce,
-            RowLayout(name, shape, backbone.preprocess.crop, backbone.num_prefix_tokens),
+            RowLayout(
+                name,
+                shape,
+                backbone.preprocess.crop,
+                backbone.num_prefix_tokens,
+                # A map of reduce=grid or reduce=align has any proportions.
+                is_map=layer.tokens is not None and layer.tokens.grid == shape[1:],
+            ),
         )
     except ReduceError:
         log_message(

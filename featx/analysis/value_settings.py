@@ -1,0 +1,51 @@
+"""Settings that decide the values of a layer of a store, besides the images."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from featx.store import FeatureStore, Run, load_manifest
+
+_OF_WEIGHTS = ("model.init", "model.checkpoint")
+"""Settings of the model that decide its weights only, whose checksum is compared."""
+
+
+def run_of_layer(store: FeatureStore, layer: str) -> Run | None:
+    """Return the run that computed a layer, or None without the featx.json of the store."""
+    manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
+    if manifest is None or manifest.digest != store.attrs["fingerprint"]:
+        return None
+    return manifest.first_run_with(layer)
+
+
+def value_settings(
+    store: FeatureStore, other: FeatureStore, layer: str
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return for two stores what must be equal for a layer to hold the same kind of values.
+
+    The gradient target and the arguments of the model are among it if both have their featx.json.
+    """
+    mine, theirs = (_stored_settings(each, layer) for each in (store, other))
+    run, other_run = (run_of_layer(each, layer) for each in (store, other))
+    if run is not None and other_run is not None:
+        mine |= _run_settings(run, layer)
+        theirs |= _run_settings(other_run, layer)
+    return mine, theirs
+
+
+def _stored_settings(store: FeatureStore, layer: str) -> dict[str, object]:
+    """Return the settings that the attributes of a store have."""
+    settings: dict[str, object] = {
+        name: store.attrs.get(name) for name in ("weights_sha256", "transform")
+    }
+    for name, value in store[layer].attrs.items():
+        if name in ("layer", "capture", "reduce") or name.startswith("reduce_"):
+            settings[name] = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return {**settings, "shape": store[layer].shape[1:]}
+
+
+def _run_settings(run: Run, layer: str) -> dict[str, object]:
+    """Return the settings that only the fingerprint of a run has."""
+    model = {key: value for key, value in run.model_settings.items() if key not in _OF_WEIGHTS}
+    line = str(run.header.fingerprint.get(f"layer.{layer}", ""))
+    return {**model, "target": line.partition(", target ")[2]}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 import numpy as np
 
 from featx.store import FeatureStore, Run, load_manifest
@@ -46,6 +49,13 @@ def _stored_settings(store: FeatureStore, layer: str) -> dict[str, object]:
 
 def _run_settings(run: Run, layer: str) -> dict[str, object]:
     """Return the settings that only the fingerprint of a run has."""
-    model = {key: value for key, value in run.model_settings.items() if key not in _OF_WEIGHTS}
-    line = str(run.header.fingerprint.get(f"layer.{layer}", ""))
-    return {**model, "target": line.partition(", target ")[2]}
+    fingerprint = run.header.fingerprint
+    line = str(fingerprint.get(f"layer.{layer}", ""))
+    return {**model_values(fingerprint), "target": line.partition(", target ")[2]}
+
+
+def model_values(fingerprint: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of the model in a fingerprint that decide values besides the weights."""
+    names = [key for key in fingerprint if key.startswith("model.") and key not in _OF_WEIGHTS]
+    settings: dict[str, object] = json.loads(json.dumps({key: fingerprint[key] for key in names}))
+    return settings

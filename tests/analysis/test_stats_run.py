@@ -573,6 +573,12 @@ def test_a_frechet_distance_that_cannot_be_computed(photos: Path) -> None:
         featx.frechet_distance("two", "deep", "pool")
     with pytest.raises(StoreMismatchError, match="reduce: 'flatten' and 'avg'"):
         featx.frechet_distance("two", "pool")
+    other_args = {**KEYS["model"], "args": {"poison": 1e9}}  # the weights are the same
+    take(photos, out="args", layers=["pool"], reduce="avg", model=other_args)
+    with pytest.raises(StoreMismatchError, match=r"model\.args"):
+        featx.frechet_distance("pool", "args")
+    with pytest.raises(StoreMismatchError, match=r"model\.args"):
+        take(photos, layers=["pool"], reduce="avg", model=other_args, stats={"reference": "pool"})
     with pytest.raises(ConfigError, match="hold its diagonal"):
         featx.frechet_distance("pool", "diagonal")
     with pytest.raises(StoreError, match="no statistics file nowhere"):

@@ -21,6 +21,7 @@ from featx.analysis.statistics.stats_file import (
     STATS_IMAGES,
     stored_settings,
 )
+from featx.analysis.value_settings import model_values
 from featx.base import (
     differences,
     log_message,
@@ -398,6 +399,7 @@ def _check_reference(reference: Statistics, output: StatsOutput, context: RunCon
         header = context.header
         run_values = {
             "target": output.settings.get("target"),
+            **model_values(header.fingerprint),
             "weights_sha256": header.weights_sha256,
             "transform": header.transform,
             **layer.attributes,

@@ -21,6 +21,7 @@ from featx.analysis.statistics.stats_file import (
     reading,
 )
 from featx.analysis.statistics.tokens import explain_missing_norms
+from featx.analysis.value_settings import model_values
 from featx.errors import ConfigError, StoreError, StoreMismatchError
 from featx.types import Failure
 
@@ -102,8 +103,9 @@ class Statistics(Mapping[str, Moments]):
         return reading(self.path, compare=False)
 
     def _all_attributes(self, attributes: Mapping[str, object]) -> dict[str, object]:
-        """Merge the attributes of a layer, those of the file, and the gradient target."""
-        return {"target": self.settings.get("target"), **self.attributes, **attributes}
+        """Merge the attributes of a layer, those of the file, and settings of the values."""
+        settings = {"target": self.settings.get("target"), **model_values(self.settings)}
+        return {**settings, **self.attributes, **attributes}
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:

@@ -32,7 +32,8 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
     sees the edited tensors, whichever block is the outer one; only an edit of an operation must be
     outside of a capture of one. Of two edits of the same layer, that of the inner block runs first.
     Calls in a backward pass that recomputes layers (checkpoints) are edited as well, if it runs
-    inside the block. The hooks are removed at the end of the block, also after an exception.
+    inside the block; of operations, those in modules that it calls. The hooks are removed at the
+    end of the block, also after an exception.
 
     Args:
         model: any torch.nn.Module, in train or eval mode.

@@ -268,6 +268,7 @@ def test_a_block_of_operations_that_ends_first_leaves_the_others() -> None:
     features = captured.enter_context(featx.capture(model, "b.add"))
     with pytest.raises(LayerError, match="in one block"), featx.edit(model, {"b.add": scale}):
         pass
+    model(x)
     edited.close()
     model(x)
     assert torch.equal(features["b.add"], model.b(model.a(x)))

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optimizers
 
 from featx.base import TensorHooks, refuse_transformed, table
-from featx.errors import ConfigError, LayerError, RunError, nearest
+from featx.errors import ConfigError, LayerError, ModelError, RunError, nearest
 from featx.layers import Edge, OpenCall, every_call
 
 __all__ = ["Alarm", "GradientAlarm", "GradientLog", "Limits", "Step", "watch"]
@@ -374,7 +374,7 @@ def watch(
     Raises:
         ConfigError: an argument is out of its range, or a gradient is sparse.
         LayerError: `layers` contains a name that is not a module.
-        ModelError: the model is TorchScript.
+        ModelError: the model is TorchScript, or its parameters are sharded.
         GradientAlarm: with on_alarm='raise'.
         RunError: the parameters changed without a step.
     """
@@ -384,6 +384,7 @@ def watch(
         raise ConfigError(f"on_alarm={on_alarm!r}: expected 'raise', 'record' or a function.")
     if keep_steps < _MEDIAN_STEPS:
         raise ConfigError(f"keep_steps={keep_steps}: expected {_MEDIAN_STEPS} or more.")
+    _refuse_sharded(model)
     steps, alarms = deque[Step](maxlen=keep_steps), deque[Alarm](maxlen=keep_steps)
     limits = limits or Limits()
     log = GradientLog(model, clip_value, clip_norm, limits, on_alarm, scaler, steps, alarms)
@@ -409,9 +410,22 @@ def watch(
             log.step()
 
 
+def _refuse_sharded(model: nn.Module) -> None:
+    """Raise ModelError if a process has only a part of each parameter (FSDP, DTensor)."""
+    is_sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+    if is_sharded or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise ModelError(
+            "the parameters of the model are sharded (FSDP or DTensor), and a process has the "
+            "gradients of its part only; featx.gradients needs whole ones. Use "
+            "DistributedDataParallel, or torch.nn.utils.clip_grad_norm_ without featx."
+        )
+
+
 def _norm(name: str, x: torch.Tensor) -> torch.Tensor:
     """L2 norm, in float64 where there is one: squares of 1e-25 underflow in float32."""
     refuse_transformed(f"the gradient of {name}", x)
+    if x.is_nested:
+        x = torch.cat([part.flatten() for part in x.unbind()])
     if x.layout != torch.strided:
         raise ConfigError(
             f"the gradient of {name} is sparse, which featx.gradients does not measure; build the "

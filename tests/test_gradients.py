@@ -892,6 +892,22 @@ def test_sparse_gradients_are_refused_before_the_step() -> None:
             model(torch.tensor([1, 2])).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_gradients_of_nested_tensors_are_measured(layout: torch.layout) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    parts = [torch.randn(2, 2), torch.randn(4, 2)]
+    with watch(model) as log:
+        output = model(torch.nested.as_nested_tensor(parts, layout=layout))
+        torch.cat(output.unbind()).square().sum().backward()
+    nested = log.steps[0]
+    model.zero_grad()
+    with watch(model) as log:
+        model(torch.cat(parts)).square().sum().backward()
+    assert nested.layers == pytest.approx(log.steps[0].layers)
+    assert nested.norm == pytest.approx(log.steps[0].norm)
+
+
 def test_an_alarm_survives_pickling() -> None:
     alarm = Alarm("nan", 3, ("a",), ("a.weight",), math.inf, "because.")
     error = pickle.loads(pickle.dumps(GradientAlarm(alarm)))

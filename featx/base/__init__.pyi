@@ -50,6 +50,7 @@ from .module_hooks import refuse_transformed as refuse_transformed
 from .nested_tensors import ElementPath as ElementPath
 from .nested_tensors import are_equal as are_equal
 from .nested_tensors import elements as elements
+from .nested_tensors import shape_of as shape_of
 from .nested_tensors import shapes_of as shapes_of
 from .process import CRASHES as CRASHES
 from .process import ProcessSetting as ProcessSetting

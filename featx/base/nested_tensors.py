@@ -28,7 +28,14 @@ def elements(value: object) -> dict[ElementPath, torch.Tensor]:
 
 def shapes_of(value: object) -> dict[ElementPath, tuple[int, ...]]:
     """Path -> shape for every tensor in a nested value."""
-    return {path: tuple(x.shape) for path, x in elements(value).items()}
+    return {path: shape_of(x) for path, x in elements(value).items()}
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of a tensor; -1 for all but the first dimension of a nested one of strided layout."""
+    if tensor.is_nested and tensor.layout == torch.strided:
+        return tensor.size(0), *[-1] * (tensor.dim() - 1)
+    return tuple(tensor.shape)
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

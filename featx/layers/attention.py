@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -37,7 +38,11 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
     Requests are names, globs and presets of layers, with the kind of capture after a colon.
     """
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    fused = [name for name, m in module.named_modules() if getattr(m, "fused_attn", False) is True]
+    fused = [
+        name
+        for name, m in module.named_modules()
+        if getattr(m, "fused_attn", False) is True or m in _num_plain
+    ]
     needed: set[str] = set()
     for request in requests:
         name, capture = split_capture(request)
@@ -52,17 +57,29 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
     return [name for name in fused if name in needed]
 
 
+_num_plain: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Module whose fused kernel is off -> number of blocks that need this. Blocks of several threads or
+of generators end in any order, and the last one switches the kernel on."""
+_num_plain_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Switch the fused kernels of the named modules, with `fused_attn`, off inside the block."""
     modules: list[Any] = [module.get_submodule(name) for name in names]
-    try:
+    with _num_plain_lock:
         for fused in modules:
+            _num_plain[fused] = _num_plain.get(fused, 0) + 1
             fused.fused_attn = False
+    try:
         yield
     finally:
-        for fused in modules:
-            fused.fused_attn = True
+        with _num_plain_lock:
+            for fused in modules:
+                _num_plain[fused] -= 1
+                if not _num_plain[fused]:
+                    fused.fused_attn = True
+                    del _num_plain[fused]
 
 
 def _dropout(module: nn.Module) -> nn.Module | None:

@@ -233,7 +233,10 @@ class LoopHooks(LayerHooks):
             self.record.is_open = self.has_run = True
 
     def _refuse_replaced(self) -> None:
-        """Raise LayerError if the model has another module, without hooks, in place of a layer."""
+        """Raise LayerError if the model has another module, without hooks, in place of a layer.
+
+        Operations of a new module would be taken for those of the module around it.
+        """
         for points in self._points.values():
             point = points[0]
             module: nn.Module | None = self._model
@@ -244,6 +247,15 @@ class LoopHooks(LayerHooks):
                     f"{point.name}: another module has taken the place of {point.module!r} since "
                     "the block began. Replace modules before the block."
                 )
+        operations = [point for points in self._operations.values() for point in points]
+        modules = dict(self._model.named_modules(remove_duplicate=False)) if operations else {}
+        for name in (n for n, module in modules.items() if module is not self._modules.get(n)):
+            for point in operations:
+                if not point.module or f"{name}.".startswith(f"{point.module}."):
+                    raise LayerError(
+                        f"{point.name}: the module {name!r} is new since the block began, so its "
+                        "operations have no names. Replace modules before the block."
+                    )
 
     def _end(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """End a pass."""
@@ -259,9 +271,17 @@ class LoopHooks(LayerHooks):
         if not self.threads and "torch._dynamo" in sys.modules:
             return (
                 " Compiled code calls no hooks that are added later: give featx the object that "
-                "you call, the result of torch.compile."
+                "you call, the result of torch.compile, and call the model itself instead of a "
+                "compiled function around it."
             )
         return ""
+
+    @property
+    def may_be_unseen(self) -> bool:
+        """Whether no call was seen, and this process has compiled code, whose calls are not."""
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        is_compiled = dynamo is not None and dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        return is_compiled and not self.has_run and not self.threads
 
     def points_of_call(
         self, key: tuple[int, str], points: list[CapturePoint]
@@ -335,7 +355,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 def _is_wrapper(module: nn.Module) -> bool:
     """Return whether a module is what torch.compile returns for another one."""
-    return type(module).__name__ == "OptimizedModule"
+    return any(each.__name__ == "OptimizedModule" for each in type(module).__mro__)
 
 
 @functools.cache

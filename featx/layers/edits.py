@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
+from featx.base import shape_of
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.call_hooks import LoopHooks
 from featx.layers.layer_hooks import PassRecord
 from featx.layers.layer_names import names_of, parse_points
-from featx.layers.operations import OperationRecorder
+from featx.layers.operations import OperationRecorder, user_operations
 from featx.layers.trace import CapturePoint
 
 Edit = Callable[[torch.Tensor], torch.Tensor]
@@ -30,8 +31,9 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
     The model continues with what a function returns, and gradients flow through it. `featx.capture`
     sees the edited tensors, whichever block is the outer one; only an edit of an operation must be
     outside of a capture of one. Of two edits of the same layer, that of the inner block runs first.
-    Calls in a backward pass that recomputes layers (checkpoints) are edited as well. The hooks are
-    removed at the end of the block, also after an exception.
+    Calls in a backward pass that recomputes layers (checkpoints) are edited as well, if it runs
+    inside the block; of operations, those in modules that it calls. The hooks are removed at the
+    end of the block, also after an exception.
 
     Args:
         model: any torch.nn.Module, in train or eval mode.
@@ -83,8 +85,9 @@ class _EditHooks(LoopHooks):
         outer = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if optional and any(isinstance(mode, OperationRecorder) for mode in outer):
             raise LayerError(
-                f"{optional[0]!r} is an operation, and an outer block captures operations before "
-                "they are edited: open featx.edit outside of featx.capture."
+                f"{optional[0]!r} is an operation, and an outer block captures or edits operations "
+                "before this one: open featx.edit outside of featx.capture, and edit operations in "
+                "one block."
             )
         super().__init__(model, points, optional)
         self._edits = edits
@@ -105,14 +108,19 @@ class _EditHooks(LoopHooks):
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """Return the replacement of a tensor."""
         self._used.add(point.name)
-        new: object = self._edits[point.name](tensor)
+        with user_operations():
+            new: object = self._edits[point.name](tensor)
         if not isinstance(new, torch.Tensor):
             raise LayerError(
                 f"{point.name}: its function returned {type(new).__name__}, expected the tensor "
                 "that replaces the layer's. A function that changes its tensor in place returns it."
             )
-        for what in ("shape", "dtype", "device"):
-            if (got := getattr(new, what)) != (expected := getattr(tensor, what)):
+        for what, got, expected in (
+            ("shape", shape_of(new), shape_of(tensor)),
+            ("dtype", new.dtype, tensor.dtype),
+            ("device", new.device, tensor.device),
+        ):
+            if got != expected:
                 raise LayerError(
                     f"{point.name}: its function returned a tensor of {what} {got}, expected "
                     f"{expected} as the layer's."
@@ -127,10 +135,11 @@ class _EditHooks(LoopHooks):
         return lambda gradient: self.take(record, point, gradient)
 
     def check_used(self) -> None:
-        """Check that the model has called each layer, if it ran."""
+        """Check that the model has called each layer, if it ran or may have run."""
         unused = [name for name in self._edits if name not in self._used]
-        if self.has_run and unused:
+        if unused and (self.has_run or self.may_be_unseen):
+            ran = "the model ran, but " if self.has_run else ""
             raise LayerError(
-                f"the model ran, but {', '.join(map(repr, unused))} was not called in this block, "
-                f"so nothing was edited there.{self.why_unseen()}"
+                f"{ran}{', '.join(map(repr, unused))} was not called in this block, so nothing was "
+                f"edited there.{self.why_unseen()}"
             )

@@ -185,6 +185,7 @@ class LayerHooks:
     ) -> None:
         self._model = model
         self._optional = set(optional)
+        self._per_thread = per_thread
         self._records = (_RecordsPerThread if per_thread else _Records)(self.record_type)
         self._stack = contextlib.ExitStack()
         self._followed = TensorHooks()
@@ -258,7 +259,9 @@ class LayerHooks:
 
     def _attach(self, hooks: ModuleHooks) -> None:
         if self._operations:
-            self.recording = self._recorder = OperationRecorder(self._model, self._operation)
+            self.recording = self._recorder = OperationRecorder(
+                self._model, self._operation, every_thread=self._per_thread
+            )
             self._stack.enter_context(self._recorder.attach())
         # Attention first: its hooks run before the others, which then see the output as the
         # surrounding layers do.

@@ -87,17 +87,16 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
             f"{[name for name in modules if name][-1:]}; model.named_modules() lists them."
         )
     names = {_without_wrappers(name): name for name in modules} | {name: name for name in modules}
-    while held := _WRAPPERS.get(type(modules[names[""]]).__name__):
-        names[""] = _child(names[""], held)
-    points = [
-        replace(
-            point,
-            module=names[point.module],
-            operation=point.operation and _child(names[point.module], point.operation),
-        )
-        for layer in layers
-        for point in _parse_point(layer, names)
-    ]
+    names[""] = _held_name(names[""], modules)
+    first_names = {module: name for name, module in model.named_modules()}
+    points = []
+    for point in (point for layer in layers for point in _parse_point(layer, names)):
+        name = names[point.module]
+        if point.operation or point.capture == "attention":
+            # These belong to the module inside wrappers, and are seen under its first name.
+            name = first_names[modules[_held_name(name, modules)]]
+        operation = point.operation and _child(name, point.operation)
+        points.append(replace(point, module=name, operation=operation))
     refuse_scripted({name: modules[name] for name in ["", *(point.module for point in points)]})
     return points
 
@@ -110,6 +109,17 @@ def names_of(points: Sequence[CapturePoint]) -> list[str]:
 def _without_wrappers(name: str) -> str:
     """Dotted name of a module without the parts that DDP, torch.compile and others add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
+
+
+def _held_name(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Name of the module that is inside a wrapper; that of any other module stays."""
+    while True:
+        # fully_shard makes a subclass of the class of each module.
+        classes = {each.__name__ for each in type(modules[name]).__mro__}
+        held = [child for wrapper, child in _WRAPPERS.items() if wrapper in classes]
+        if not held:
+            return name
+        name = _child(name, held[0])
 
 
 def _child(module: str, name: str) -> str:

@@ -12,13 +12,19 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from featx.base import ModuleHooks
 
@@ -45,6 +51,29 @@ _AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"
 which torch.fx uses."""
 
 
+@dataclass
+class _Frame:
+    """A module whose call has not ended.
+
+    Attributes:
+        name: dotted name of the module.
+        is_open: whether operations are reported: those of its forward, not of hooks before it.
+        is_entry: whether the recorder was entered for this call.
+    """
+
+    name: str
+    is_open: bool = False
+    is_entry: bool = False
+
+
+class _Frames(threading.local):
+    """Running calls of a thread, and (module, function) -> number of operations so far."""
+
+    def __init__(self) -> None:
+        self.running: list[_Frame] = []
+        self.counts: dict[tuple[str, str], int] = {}
+
+
 class OperationRecorder(TorchFunctionMode):
     """Reports every operation in the forwards of a model while it is entered and attached.
 
@@ -52,79 +81,102 @@ class OperationRecorder(TorchFunctionMode):
     module of torch.nn belong to that module and are not reported; the model itself is never such a
     leaf.
 
-    PyTorch calls a mode only for operations of the thread that entered it; forward passes in other
-    threads are not seen.
+    PyTorch calls a mode only for operations of the thread that entered it, and not in
+    `Tensor.backward`, where checkpoints compute layers again.
+
+    Args:
+        module: the model.
+        on_operation: callback.
+        every_thread: whether to report calls of modules in other threads and in backward passes.
     """
 
-    def __init__(self, module: nn.Module, on_operation: OnOperation) -> None:
+    def __init__(
+        self, module: nn.Module, on_operation: OnOperation, every_thread: bool = False
+    ) -> None:
         super().__init__()
         self._model = module
         self._on_operation = on_operation
+        self._every_thread = every_thread
         self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
-        self._running: list[tuple[str, bool]] = []
-        self._counts: dict[tuple[str, str], int] = {}
-        self._thread: int | None = None
+        self._frames = _Frames()
 
-    def __enter__(self) -> OperationRecorder:
-        self._thread = threading.get_ident()
-        self.reset()  # the pass before may have run in another thread
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def __exit__(self, *error: object) -> None:
+        # Blocks may end in another order than they began.
+        above: list[TorchFunctionMode] = []
+        while self._is_entered() and (mode := _pop_mode()) is not self:  # type: ignore[no-untyped-call]
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+
+    def _is_entered(self) -> bool:
+        """Return whether the calling thread has entered the recorder."""
+        return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
     def attach(self) -> ModuleHooks:
         """Attach hooks that track whose forward is running, and return them."""
         hooks, modules = ModuleHooks(), dict(self._model.named_modules())
         # Frames begin before the hooks of captures run, and end after them.
         hooks.add_all(modules, self._begin_frame, first=True)
-        hooks.add_all(modules, after=self._end_frame, always=True)
+        hooks.add_all(modules, self._open_frame, self._end_frame, always=True)
         return hooks
 
     def reset(self) -> None:
         """Start counting again for a new forward pass."""
-        if self._is_recorded_thread():
-            self._running.clear()
-            self._counts.clear()
-
-    def _is_recorded_thread(self) -> bool:
-        """Return whether operations of the calling thread are reported."""
-        return self._thread in (None, threading.get_ident())
+        while self._frames.running:
+            self._pop_frame()
+        self._frames.counts.clear()
 
     def _begin_frame(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
-        """Push a frame: the name of a module, and whether its operations are reported."""
-        if not self._is_recorded_thread():
-            return
-        if not self._running:
+        """Push a frame."""
+        frames = self._frames
+        if not frames.running:
             # Outside a call of the model itself, each call of a module counts its own operations.
             prefix = f"{name}." if name else ""
-            self._counts = {
-                key: n for key, n in self._counts.items() if not f"{key[0]}.".startswith(prefix)
+            frames.counts = {
+                key: n for key, n in frames.counts.items() if not f"{key[0]}.".startswith(prefix)
             }
-        self._running.append((name, name == "" or not _is_closed(module)))
+        frames.running.append(_Frame(name))
+
+    def _open_frame(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
+        """Report the operations from here on."""
+        frame = self._frames.running[-1]
+        frame.is_open = name == "" or not _is_closed(module)
+        if frame.is_open and self._every_thread and not self._is_entered():
+            self.__enter__()  # type: ignore[no-untyped-call]
+            frame.is_entry = True
 
     def _end_frame(self, name: str, module: nn.Module, *_: object) -> None:
         """Pop a frame, and those of inner calls that an exception interrupted."""
-        while self._is_recorded_thread() and self._running and self._running.pop()[0] != name:
+        while self._frames.running and self._pop_frame() != name:
             pass
+
+    def _pop_frame(self) -> str:
+        """Pop a frame, and return its name."""
+        frame = self._frames.running.pop()
+        if frame.is_entry:
+            self.__exit__()
+        return frame.name
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._running and _has_tensor(result) and _has_tensor((args, tuple(kwargs.values()))):
-            module, is_open = self._running[-1]
-            if is_open:
-                name = self._free_name(module, plain_name(func))
-                changed = self._on_operation(name, module, func, result)
-                return result if changed is None else changed
+        frame = self._frames.running[-1] if self._frames.running else None
+        if frame is None or not frame.is_open or _unrecorded.is_set:
+            return result
+        if _has_tensor(result) and _has_tensor((args, tuple(kwargs.values()))):
+            name = self._free_name(frame.name, plain_name(func))
+            changed = self._on_operation(name, frame.name, func, result)
+            return result if changed is None else changed
         return result
 
     def _free_name(self, module: str, plain: str) -> str:
         """The next free name of this kind in a module; names of modules are not reused."""
         stem = f"{module}.{plain}" if module else plain
         while True:
-            number = self._counts.get((module, plain), 0)
-            self._counts[module, plain] = number + 1
+            number = self._frames.counts.get((module, plain), 0)
+            self._frames.counts[module, plain] = number + 1
             name = f"{stem}_{number}" if number else stem
             if name not in self._modules:
                 return name
@@ -158,6 +210,33 @@ def hide_operations() -> contextlib.AbstractContextManager[object]:
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
         return contextlib.nullcontext()
     return torch._C.DisableTorchFunction()
+
+
+class _Unrecorded(threading.local):
+    """Whether operations of a thread are hidden from recorders, but not from other modes."""
+
+    is_set = False
+
+
+_unrecorded = _Unrecorded()
+
+
+@contextlib.contextmanager
+def user_operations() -> Iterator[None]:
+    """Context in which a function of the user runs in a hook.
+
+    Its operations are hidden from recorders. Modes of the user, such as torch.set_default_device,
+    apply also inside `hide_operations`.
+    """
+    if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+        yield
+        return
+    before, _unrecorded.is_set = _unrecorded.is_set, True
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        _unrecorded.is_set = before
 
 
 def _is_closed(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ def test_timms_weights_are_those_by_hand_and_the_model_is_as_it_was() -> None:
     assert [block.attn.fused_attn for block in model.blocks] == [True, True]
     without, _ = run(model, x, ["blocks.1"])
     torch.testing.assert_close(values["blocks.1"], without["blocks.1"], rtol=1e-5, atol=1e-6)
+
+
+def test_of_two_blocks_the_last_to_end_switches_the_fused_kernel_on() -> None:
+    model, x = vision_transformer(), noise(2, SIDE)
+    name, first, second = "blocks.0.attn:attention", contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(featx.capture(model, name))
+    features = second.enter_context(featx.capture(model, name))
+    first.close()
+    model(x)
+    assert features[name].shape == (2, 2, 17, 17)
+    second.close()
+    assert model.blocks[0].attn.fused_attn
 
 
 @pytest.mark.parametrize(

@@ -381,6 +381,14 @@ def test_nothing_is_recorded_if_no_operation_is_requested() -> None:
         assert torch._C._len_torch_function_stack() == 0
 
 
+def test_operations_of_hooks_before_a_forward_are_none_of_it() -> None:
+    """FSDP2 gathers the parameters of a module in such a hook."""
+    module, x = Plain(), noise()
+    expected = names_of(module, x)
+    module.block.register_forward_pre_hook(lambda module, args: (args[0] + 0,))
+    assert names_of(module, x) == expected
+
+
 def test_what_modules_of_torch_do_inside_is_theirs() -> None:
     """As in fx; a subclass, such as timm's and torchvision's norms, is looked into."""
 

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from tiny_engine import num_hooks
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.func import functional_call, vmap
 from torch.utils.checkpoint import checkpoint
 
 import featx
-from featx.errors import LayerError
+from featx.errors import LayerError, ModelError
 
 
 class Net(nn.Module):
@@ -76,6 +77,10 @@ def sharded(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def sharded_checkpoint(model: nn.Module) -> nn.Module:
+    return sharded(checkpoint_wrapper(model))
 
 
 WRAPPERS = [
@@ -156,6 +161,50 @@ def test_calls_of_another_object_than_the_captured_one_are_explained() -> None:
             features["first"]
 
 
+def test_an_edit_around_a_compiled_function_is_an_error() -> None:
+    torch._dynamo.reset()
+    model = Net()
+    step = torch.compile(lambda x: model(x), backend="eager")
+    step(images())
+    with (
+        pytest.raises(LayerError, match="instead of a compiled function"),
+        featx.edit(model, {"first": torch.zeros_like}),
+    ):
+        step(images())
+
+
+@pytest.mark.usefixtures("process_group")
+def test_gradients_of_sharded_parameters_are_refused() -> None:
+    model = sharded(Net())
+    before = num_hooks(model)
+    with pytest.raises(ModelError, match="sharded"), featx.gradients.watch(model, clip_norm=1.0):
+        pass
+    assert num_hooks(model) == before
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Net()
+        self.list = nn.ModuleList([self.one])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.list[0](x)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrap", [wrapped_by_compile, checkpoint_wrapper, sharded_checkpoint, None])
+def test_operations_of_wrapped_and_shared_modules(wrap: Callable[..., nn.Module] | None) -> None:
+    model, x = Blocks(), images()
+    expected = model.one.encode(x)
+    if wrap is not None:
+        model.one = model.list[0] = wrap(model.one)
+    for name in ("one.add", "list.0.add"):
+        with featx.capture(model, name) as features:
+            model(x)
+        assert torch.equal(features[name], expected)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers(reentrant: bool) -> None:
     class Checkpointed(Net):
@@ -218,6 +267,7 @@ def test_many_backward_passes_at_once_are_refused(capture: str) -> None:
 def test_a_checkpoint_saved_inside_a_block_loads_without_it() -> None:
     model, x = Net(), images()
     with featx.capture(model, "first"), featx.edit(model, {"first": torch.zeros_like}):
+        model(x)
         file, weights = io.BytesIO(), io.BytesIO()
         torch.save(model, file)
         torch.save(model.state_dict(), weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +40,20 @@ def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> Jso
     return result
 
 
-def lines_of(store: FeatureStore, job: str) -> Iterator[tuple[int, dict[str, str]]]:
+def lines_of(store: FeatureStore, job: str, result: Json) -> Iterator[tuple[int, dict[str, str]]]:
     """Read the table of a job, line by line, with the row of the store that each is of. Raises
-    StoreError if the table is missing.
+    StoreError if the table is missing, or is not the one that the result of the job names.
     """
     path = result_path(store, f"{job}/{job}.csv")
     if not path.is_file():
         raise StoreError(f"{path} is missing: run job={job} again, which writes it.")
     with path.open(newline="", encoding="utf-8") as file:
+        if hashlib.file_digest(file.buffer, "sha256").hexdigest() != result.get("file_sha256"):
+            raise StoreError(
+                f"{path} is not the table that belongs to {job}.json: the job was stopped between "
+                f"the two, or the table was changed. Run job={job} again, which writes both."
+            )
+        file.seek(0)
         for line in csv.DictReader(file):
             row = int(line["row"])
             if csv_cell(str(store.keys[row])) == line["key"]:

@@ -45,7 +45,7 @@ def run(config: Config, config_yaml: str) -> int:
         )
     disk = result_folder(store, config)
     order = np.argsort(judged.confidences, kind="stable")
-    path = write_ranking(disk, "mislabelled.csv", _described(store, judged, order))
+    table = write_ranking(disk, "mislabelled.csv", _described(store, judged, order))
     num_doubtful = int(judged.are_doubtful.sum())
     summary: dict[str, Any] = {
         "layer": layer,
@@ -57,7 +57,7 @@ def run(config: Config, config_yaml: str) -> int:
         "doubtful": num_doubtful,
         "least_credible": list(_described(store, judged, order[: options.show])),
         "notes": list(judged.notes),
-        "file": str(path),
+        **table,
     }
     write_json(disk, "mislabelled.json", store, summary)
     rows = [
@@ -66,7 +66,7 @@ def run(config: Config, config_yaml: str) -> int:
         ("rows", counted(len(judged.rows), "labelled row")),
         ("doubtful", f"{num_doubtful} (confident in another class)"),
         ("notes", "\n".join(judged.notes) or None),
-        ("file", str(path)),
+        ("file", table["file"]),
     ]
     least_credible = entries_table(
         ("least credible label", "label", "p", "predicted", "p", "doubtful"),

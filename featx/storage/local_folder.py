@@ -176,11 +176,12 @@ class AtomicFolder:
     def stream_file(self, path: Path) -> Iterator[BinaryIO]:
         """File of any size, written sequentially; it replaces `path` when the block succeeds.
 
-        Raises RunError if the disk is full or fails; the old content is still there.
+        The block may read back what it wrote. Raises RunError if the disk is full or fails; the old
+        content is still there.
         """
         with (
             self._new_file(path, replace=True, has_lock=False) as temporary,
-            open(temporary.descriptor, "wb", closefd=False) as file,
+            open(temporary.descriptor, "w+b", closefd=False) as file,
         ):
             yield file
 

@@ -31,7 +31,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.probe import judge_labels  # which imports torch
 
     store, options = open_input(config), config.mislabelled
-    layer = chosen_layer(store, config)
+    layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("folds") as progress:
         progress.begin(options.folds)
         judged = judge_labels(
@@ -43,7 +43,6 @@ def run(config: Config, config_yaml: str) -> int:
             config.device,
             progress.step,
         )
-    disk = result_folder(store, config)
     order = np.argsort(judged.confidences, kind="stable")
     table = write_ranking(disk, "mislabelled.csv", _described(store, judged, order))
     num_doubtful = int(judged.are_doubtful.sum())

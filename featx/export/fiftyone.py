@@ -21,7 +21,7 @@ from PIL import Image
 
 from featx.base import csv_cell, log_message, name_text
 from featx.config import Config
-from featx.errors import ConfigError
+from featx.errors import ConfigError, StoreError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
 from featx.export.results import lines_of, result_of, result_path
 from featx.export.selection import (
@@ -239,19 +239,19 @@ def _read_results(store: FeatureStore) -> dict[int, Json]:
         for row, line in _test_lines(store, result):
             predict(row, "prediction", line)
     if (result := results["outliers"]) is not None:
-        for row, line in lines_of(store, "outliers"):
+        for row, line in lines_of(store, "outliers", result):
             fields[row]["outlier_distance"] = float(line["distance"])
         shown = (*result["farthest"], *result["farthest_in_class"])
         for row in sorted({int(one["row"]) for one in shown}):
             tag(row, "outlier")
-    if results["mislabelled"] is not None:
-        for row, line in lines_of(store, "mislabelled"):
+    if (result := results["mislabelled"]) is not None:
+        for row, line in lines_of(store, "mislabelled", result):
             fields[row]["label_probability"] = float(line["p_label"])
             predict(row, "cross_validated", line)
             if line["doubtful"]:
                 tag(row, "mislabelled")
-    if results["duplicates"] is not None:
-        for row, line in lines_of(store, "duplicates"):
+    if (result := results["duplicates"]) is not None:
+        for row, line in lines_of(store, "duplicates", result):
             fields[row]["duplicate_group"] = int(line["group"])
             tag(row, "near-duplicate")
     return dict(fields)
@@ -265,7 +265,14 @@ def _test_lines(store: FeatureStore, result: Json) -> Iterator[tuple[int, dict[s
         log_message("predictions of the probe are left out: they are not classes of these rows")
         return
     row_of_cell = {csv_cell(str(key)): row for row, key in enumerate(store.keys.tolist())}
-    for line in read_prediction_lines(result_path(store, layout.PROBE).parent, result) or ():
+    path = result_path(store, layout.PROBE)
+    lines = read_prediction_lines(path.parent, result)
+    if lines is None:
+        raise StoreError(
+            f"the predictions that {path} names are missing or were changed: run job=probe again, "
+            "which writes both."
+        )
+    for line in lines:
         if is_of_answer(line, result):
             yield row_of_cell[line["key"]], line
 

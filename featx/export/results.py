@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +41,23 @@ def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> Jso
     return result
 
 
-def lines_of(store: FeatureStore, job: str) -> Iterator[tuple[int, dict[str, str]]]:
+def lines_of(store: FeatureStore, job: str, result: Json) -> Iterator[tuple[int, dict[str, str]]]:
     """Read the table of a job, line by line, with the row of the store that each is of. Raises
-    StoreError if the table is missing.
+    StoreError if the table is missing, or is not the one that the result of the job names.
     """
     path = result_path(store, f"{job}/{job}.csv")
     if not path.is_file():
         raise StoreError(f"{path} is missing: run job={job} again, which writes it.")
-    with path.open(newline="", encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            row = int(line["row"])
-            if csv_cell(str(store.keys[row])) == line["key"]:
-                yield row, line
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != result.get("file_sha256"):
+        raise StoreError(
+            f"{path} is not the table that belongs to {job}.json: the job was stopped between the "
+            f"two, or the table was changed. Run job={job} again, which writes both."
+        )
+    for line in csv.DictReader(io.StringIO(data.decode(), newline="")):
+        row = int(line["row"])
+        if csv_cell(str(store.keys[row])) == line["key"]:
+            yield row, line
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from featx.jobs.similarity_files import (
     class_name,
     open_input,
     result_folder,
-    write_csv,
     write_json,
+    write_table,
 )
 from featx.store import FeatureStore
 from featx.types import NO_IMAGE
@@ -40,11 +40,9 @@ def run(config: Config, config_yaml: str) -> int:
     with CountProgress("rows") as progress:
         progress.begin(len(vectors))
         groups = linked_groups(vectors, threshold, progress.step)
-    path = disk.root / "duplicates.csv"
     header = ("group", "size", "row", "key", "class", "cosine_to_first", "same_file")
     members = list(_members(store, vectors, groups))
-    with disk.stream_file(path) as file:
-        write_csv(file, header, members)
+    table = write_table(disk, "duplicates.csv", header, members)
     num_copies = sum(1 for member in members if member[-1])
     mixed = [group for group in groups if len({*store.labels[group].tolist()} - {-1}) > 1]
     num_ok, num_in_groups = int(store.ok.sum()), sum(map(len, groups))
@@ -57,7 +55,7 @@ def run(config: Config, config_yaml: str) -> int:
         "rows_in_groups": num_in_groups,
         "copies_of_files": num_copies,
         "groups_of_several_classes": len(mixed),
-        "file": str(path),
+        **table,
     }
     of_several = counted(len(mixed), "group has", "groups have")
     write_json(disk, "duplicates.json", store, summary)
@@ -70,7 +68,7 @@ def run(config: Config, config_yaml: str) -> int:
         ("rows", f"{num_in_groups} of {num_ok} in {counted(len(groups), 'group')}"),
         ("classes", f"{of_several} images of several classes"),
         ("copies", f"{counted(num_copies, 'row')} of the same file as the first of its group"),
-        ("file", str(path)),
+        ("file", table["file"]),
     ]
     lines = [
         f"{len(group)} rows: {', '.join(store.keys[group[:3]])}{', ...' if len(group) > 3 else ''}"

@@ -31,7 +31,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.probe import judge_labels  # which imports torch
 
     store, options = open_input(config.store_path()), config.mislabelled
-    layer = chosen_layer(store, config)
+    layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("folds") as progress:
         progress.begin(options.folds)
         judged = judge_labels(
@@ -43,9 +43,8 @@ def run(config: Config, config_yaml: str) -> int:
             config.device,
             progress.step,
         )
-    disk = result_folder(store, config)
     order = np.argsort(judged.confidences, kind="stable")
-    path = write_ranking(disk, "mislabelled.csv", _described(store, judged, order))
+    table = write_ranking(disk, "mislabelled.csv", _described(store, judged, order))
     num_doubtful = int(judged.are_doubtful.sum())
     summary: dict[str, Any] = {
         "layer": layer,
@@ -57,7 +56,7 @@ def run(config: Config, config_yaml: str) -> int:
         "doubtful": num_doubtful,
         "least_credible": list(_described(store, judged, order[: options.show])),
         "notes": list(judged.notes),
-        "file": str(path),
+        **table,
     }
     write_json(disk, "mislabelled.json", store, summary)
     rows = [
@@ -66,7 +65,7 @@ def run(config: Config, config_yaml: str) -> int:
         ("rows", counted(len(judged.rows), "labelled row")),
         ("doubtful", f"{num_doubtful} (confident in another class)"),
         ("notes", "\n".join(judged.notes) or None),
-        ("file", str(path)),
+        ("file", table["file"]),
     ]
     least_credible = entries_table(
         ("least credible label", "label", "p", "predicted", "p", "doubtful"),

@@ -21,6 +21,7 @@ from featx.jobs.similarity_files import (
     result_folder,
     write_csv,
 )
+from featx.storage import AtomicFolder
 from featx.store import FeatureStore
 from featx.types import Json
 
@@ -134,7 +135,7 @@ def _neighbors_of_all(
     """Find the neighbours of every row, exactly or with an index, and write them to files."""
     from featx.analysis.similarity import nearest_rows, retrieval_metrics  # both import torch
 
-    options = config.neighbors
+    options, disk = config.neighbors, result_folder(store, config)
     index = None if options.recall is None else _index(options.recall, store, layer, config)
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()))
@@ -151,7 +152,7 @@ def _neighbors_of_all(
                 progress.step,
                 options.standardise,
             )
-    files = _write_files(store, layer, found, 1.0 if index is None else index.recall, config)
+    files = _write_files(disk, store, layer, found, index, options.standardise)
     # An approximate search misses rows, so that its ranking is not that of the layer.
     retrieval = None
     if index is None:
@@ -177,10 +178,14 @@ def _neighbors_of_all(
 
 
 def _write_files(
-    store: FeatureStore, layer: str, found: Neighbours, recall: float, config: Config
+    disk: AtomicFolder,
+    store: FeatureStore,
+    layer: str,
+    found: Neighbours,
+    index: RowIndex | None,
+    standardised: bool,
 ) -> list[Path]:
     """Write neighbors.npz, and neighbors.csv for up to CSV_PAIRS pairs."""
-    disk = result_folder(store, config)
     table_file, csv_file = disk.root / "neighbors.npz", disk.root / "neighbors.csv"
     with disk.stream_file(table_file) as file:
         np.savez(
@@ -190,10 +195,10 @@ def _write_files(
             score=found.scores,
             key=store.key_bytes[found.rows],
             metric=np.array(found.metric),
-            standardised=np.array(config.neighbors.standardise),
+            standardised=np.array(standardised),
             layer=np.array(layer),
             fingerprint=np.array(str(store.attrs.get("fingerprint", ""))),
-            recall=np.array(recall),
+            recall=np.array(1.0 if index is None else index.recall),
         )
     if found.neighbours.size > CSV_PAIRS:
         disk.remove(csv_file)

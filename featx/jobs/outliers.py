@@ -36,7 +36,7 @@ def run(config: Config, config_yaml: str) -> int:
         progress.begin(int(store.ok.sum()) + int((store.ok & (store.labels >= 0)).sum()))
         found = find_outliers(store, layer, options.k, options.metric, config.device, progress.step)
     order = np.argsort(-found.distances, kind="stable")
-    path = write_ranking(disk, "outliers.csv", _described(store, found, order))
+    table = write_ranking(disk, "outliers.csv", _described(store, found, order))
     of_class = np.flatnonzero(~np.isnan(found.class_distances))
     of_class = of_class[np.argsort(-found.class_distances[of_class], kind="stable")]
     summary: dict[str, Any] = {
@@ -46,14 +46,14 @@ def run(config: Config, config_yaml: str) -> int:
         "rows": len(found.rows),
         "farthest": list(_described(store, found, order[: options.show])),
         "farthest_in_class": list(_described(store, found, of_class[: options.show])),
-        "file": str(path),
+        **table,
     }
     write_json(disk, "outliers.json", store, summary)
     rows = [
         ("layer", layer),
         ("distance", f"{found.metric}, mean of the {found.k} nearest rows, standardised values"),
         ("rows", f"{len(found.rows)}"),
-        ("file", str(path)),
+        ("file", table["file"]),
     ]
     rankings = [("far from all rows", "distance", summary["farthest"])]
     if len(set(store.labels[found.rows].tolist())) > 1:

@@ -46,12 +46,12 @@ def run(config: Config, config_yaml: str) -> int:
     path_given = config.store_path()
     head = path_given if path_given.suffix == _HEAD else head_of_store(path_given, _layer(config))
     log_message(facts([("head", f"{head.name}\nin {shown_path(head.parent)}")]))
-    predictions = run_prediction(config, head)
     out = Path(config.out).expanduser()
     if config.has_default_out:  # it names `model`, which the head does not read
         out = Path("runs", config.data.folder_name, head.stem)
     disk = AtomicFolder(out)
-    disk.make_folder(disk.root)
+    disk.make_folder(disk.root)  # first, so that an unusable path fails early
+    predictions = run_prediction(config, head)
     path = disk.root / PREDICTIONS_CSV
     disk.replace_unlocked(path, image_predictions_csv(predictions))
     page = disk.root / PREDICTIONS_HTML

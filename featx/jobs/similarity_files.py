@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -55,16 +56,31 @@ def write_json(disk: AtomicFolder, name: str, store: FeatureStore, summary: Json
     disk.replace_unlocked(disk.root / name, result_json(result, indent=1))
 
 
-def write_ranking(disk: AtomicFolder, name: str, entries: Iterator[Json]) -> Path:
-    """Write entries that describe rows as CSV, a line for each after its rank from 1."""
-    path, first = disk.root / name, next(entries)
+def write_ranking(disk: AtomicFolder, name: str, entries: Iterator[Json]) -> Json:
+    """Write entries that describe rows as CSV, a line for each after its rank from 1. See
+    `write_table`.
+    """
+    first = next(entries)
     lines = (
         (rank, *(_cell(value, ".6g", "") for value in entry.values()))
         for rank, entry in enumerate(chain([first], entries), 1)
     )
+    return write_table(disk, name, ("rank", *first), lines)
+
+
+def write_table(
+    disk: AtomicFolder, name: str, header: tuple[str, ...], rows: Iterable[tuple[object, ...]]
+) -> Json:
+    """Write a CSV file; return the entries of the JSON result that name it. The two are written one
+    after the other, so a command that was killed, or ran next to another one, may leave a table
+    that does not belong to the result.
+    """
+    path = disk.root / name
     with disk.stream_file(path) as file:
-        write_csv(file, ("rank", *first), lines)
-    return path
+        write_csv(file, header, rows)
+        file.seek(0)
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": str(path), "file_sha256": sha256}
 
 
 def entries_table(

@@ -17,7 +17,7 @@ T = TypeVar("T")
 RETRY_WAITS_S = (0.2, 1.0, 3.0)
 """Seconds to wait before each retry of a write on a full or failing disk, until the run stops."""
 
-_TRANSIENT_ERRORS = {
+TRANSIENT_ERRORS = {
     errno.EIO,
     errno.ENOSPC,
     errno.EDQUOT,
@@ -58,7 +58,7 @@ def with_retries(path: Path, write: Callable[[], T]) -> T:
         try:
             return write()
         except OSError as error:
-            if wait_s is None or error.errno not in _TRANSIENT_ERRORS:
+            if wait_s is None or error.errno not in TRANSIENT_ERRORS:
                 raise storage_error(path, error) from error
             time.sleep(wait_s)
     raise AssertionError("unreachable")
@@ -83,7 +83,11 @@ def storage_errors(path: Path, doing: str = "writing") -> Iterator[None]:
 def storage_error(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:
     """Error for a write that failed, with advice that fits its errno."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        hint = "Free some space and give the same command again"
+        hint = "Free some space and give the same command again (df -i: files can run out as well)"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "When this user may write there, give the same command again"
+    elif error.errno in (errno.EISDIR, errno.ENOTDIR):
+        hint = "Move away what has this name, and give the same command again"
     elif isinstance(error, ObjectStoreError):
         hint = "When the object store accepts the request, give the same command again"
     else:

@@ -18,11 +18,13 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
+from io import BufferedRandom
 from pathlib import Path
-from typing import BinaryIO
 
-from featx.errors import RunError, StoreError, StoreLockedError
+from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 from featx.storage.durability import (
+    TRANSIENT_ERRORS,
+    storage_error,
     storage_errors,
     sync_entries,
     sync_folder,
@@ -53,18 +55,17 @@ class AtomicFolder:
         """Create a folder and its parents; each is synced before the next one is created.
 
         If the folder exists, a process that was killed may have created it or put files into it
-        without syncing them, so it is synced here. Raises StoreError if a folder cannot be created,
-        and RunError if the disk is full or fails.
+        without syncing them, so it is synced here. Raises StoreError if a folder cannot be created
+        or this user may not write into it, and RunError if the disk is full or fails.
         """
+        _check_writable(path)
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
         there = new[-1].parent if new else path
         for folder in reversed(new or [path]):
             try:
                 folder.mkdir(exist_ok=True)
             except OSError as error:
-                raise StoreError(
-                    f"cannot create the folder {folder}: {error.strerror}. Choose another out=DIR."
-                ) from error
+                raise _creation_error(f"create the folder {folder}", folder, error) from error
             # A killed process may have created the lowest folder that exists without syncing its
             # parent; without that, everything below could be lost with it in a power failure. A
             # folder that we may not read belongs to others, so no run of ours created it.
@@ -173,14 +174,15 @@ class AtomicFolder:
         return with_retries(path, lambda: UnfinishedFile(path, replace, reserved_bytes))
 
     @contextlib.contextmanager
-    def stream_file(self, path: Path) -> Iterator[BinaryIO]:
+    def stream_file(self, path: Path) -> Iterator[BufferedRandom]:
         """File of any size, written sequentially; it replaces `path` when the block succeeds.
 
-        Raises RunError if the disk is full or fails; the old content is still there.
+        The block may read back what it wrote. Raises RunError if the disk is full or fails; the old
+        content is still there.
         """
         with (
             self._new_file(path, replace=True, has_lock=False) as temporary,
-            open(temporary.descriptor, "wb", closefd=False) as file,
+            open(temporary.descriptor, "w+b", closefd=False) as file,
         ):
             yield file
 
@@ -284,6 +286,33 @@ class AtomicFolder:
         return file
 
 
+def _check_writable(path: Path) -> None:
+    """Refuse a folder that cannot be created, or in which this user may not write.
+
+    A long computation shows so at its start. Raises StoreError.
+    """
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        kind = "a link to no folder" if there.is_symlink() else "a file"
+        raise StoreError(
+            f"cannot create the folder {path}: {there} is {kind}. Choose another folder."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise StoreError(
+            f"cannot write to {there}: this user may not, or the disk is read-only. Change that, "
+            "or choose another folder."
+        )
+
+
+def _creation_error(action: str, path: Path, error: OSError) -> FeatxError:
+    """Error for a folder or lock that cannot be created: a failure of the disk, or a path that
+    does not fit.
+    """
+    if error.errno in TRANSIENT_ERRORS:
+        return storage_error(path, error, "creating")
+    return StoreError(f"cannot {action}: {error.strerror}. Choose another folder.")
+
+
 def names_aside(path: Path, folder: Path) -> Iterator[Path]:
     """Names in a folder for a file that is set aside, in the order in which they are tried."""
     yield folder / f"{path.name}.damaged"
@@ -317,13 +346,12 @@ def exclusive_lock(path: Path) -> Iterator[int]:
     Raises:
         StoreLockedError: another process holds the lock; the message names it.
         StoreError: the folder is not writable, or its file system has no locks.
+        RunError: the disk is full or fails.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise StoreError(
-            f"cannot write to {path.parent}: {error.strerror}. Choose another out=DIR."
-        ) from error
+        raise _creation_error(f"write to {path.parent}", path, error) from error
     _held.add(descriptor)
     try:
         try:

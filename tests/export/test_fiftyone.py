@@ -239,6 +239,25 @@ def test_without_the_table_of_a_job_the_export_says_so(store: featx.FeatureStore
         export(layers="pool")
 
 
+@pytest.mark.parametrize("job", ["outliers", "mislabelled", "duplicates"])
+def test_the_table_of_another_run_of_a_job_is_refused(store: featx.FeatureStore, job: str) -> None:
+    """As a kill between the two files leaves them."""
+    result = Path(f"store/{job}/{job}.json")
+    of_pool = result.read_bytes()
+    assert run_job(job, store="store", layers="conv") == 0
+    result.write_bytes(of_pool)
+    message = rf"{job}\.csv is not the table that belongs to {job}\.json: .* Run job={job} again"
+    with pytest.raises(StoreError, match=message):
+        export(layers="pool")
+
+
+def test_predictions_of_another_run_of_the_probe_are_refused(store: featx.FeatureStore) -> None:
+    with Path("store/probe/predictions.csv").open("a") as file:
+        file.write("\n")
+    with pytest.raises(StoreError, match=r"probe\.json names are missing or were changed: run job"):
+        export(layers="pool")
+
+
 def test_fiftyones_importer_reads_the_export(made: Path) -> None:
     """With a Python that has fiftyone and mongomock, which FEATX_FIFTYONE_PYTHON names."""
     python = os.environ.get("FEATX_FIFTYONE_PYTHON", sys.executable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -223,3 +224,28 @@ def test_an_overwritten_store_has_no_probe_of_the_old_one(
     extract(photos, layers=["conv", "pool"], overwrite=True)
     assert not Path("store/probe.json").exists()
     assert not Path("store/probe").exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "computation", "options"),
+    [
+        ("predict", "featx.analysis.run_prediction", {"data": "photos", "model": TRUSTED}),
+        ("probe", "featx.analysis.probe.run._probe_layer", {}),
+        ("neighbors", "featx.analysis.similarity.nearest_rows", {"layers": "pool"}),
+        ("mislabelled", "featx.analysis.probe.judge_labels", {"layers": "pool"}),
+    ],
+)
+def test_a_folder_without_the_right_to_write_is_refused_before_the_computation(
+    probed: featx.FeatureStore,
+    monkeypatch: pytest.MonkeyPatch,
+    job: str,
+    computation: str,
+    options: dict[str, Any],
+) -> None:
+    def compute(*_: Any, **__: Any) -> None:
+        pytest.fail("it has computed")
+
+    monkeypatch.setattr(computation, compute)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(StoreError, match="this user may not, or the disk is read-only"):
+        run_job(job, store="store", **options)

@@ -18,7 +18,7 @@ from made_store import temporary_files
 from processes import killed_at_sync
 from system_calls import Calls, watched
 
-from featx.errors import RunError, StoreError, StoreLockedError
+from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
 from featx.storage.durability import write_all
 
@@ -169,6 +169,44 @@ def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> No
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="cannot create the folder"):
         AtomicFolder(tmp_path).make_folder(tmp_path / "file" / "store")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(StoreError, match="link is a link to no folder"):
+        AtomicFolder(tmp_path).make_folder(tmp_path / "link")
+
+
+def test_a_folder_on_a_full_disk_is_a_run_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(RunError, match=r"creating .*store failed: No space left.*Free some space"):
+        AtomicFolder(tmp_path).make_folder(tmp_path / "store")
+
+
+def test_a_folder_of_another_user_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(StoreError, match=f"cannot write to {tmp_path}: this user may not"):
+        AtomicFolder(tmp_path).make_folder(tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EROFS, "When this user may write there"), (errno.EISDIR, "Move away what has this")],
+)
+def test_the_remedy_fits_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(RunError, match=remedy):
+        AtomicFolder(tmp_path).replace(tmp_path / "result.json", CONTENT)
 
 
 @pytest.mark.parametrize("method", ["remove", "set_aside"])
@@ -289,9 +327,16 @@ def test_the_lock_is_free_after_an_exception(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").read_bytes() == b""
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EACCES, "cannot write to {}: Permission denied"),
+        (errno.EROFS, "cannot write to {}: Read-only file system"),
+        (errno.ENOSPC, "creating {}/.lock failed: No space left on device.*Free some space"),
+    ],
+)
 def test_a_folder_that_cannot_be_written_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: str
 ) -> None:
     """As root no folder is read-only, so the system call says it."""
 
@@ -300,7 +345,7 @@ def test_a_folder_that_cannot_be_written_says_so(
 
     monkeypatch.setattr(os, "open", refuse)
     with (
-        pytest.raises(StoreError, match=f"cannot write to {tmp_path}: {os.strerror(number)}"),
+        pytest.raises(FeatxError, match=expected.format(tmp_path)),
         exclusive_lock(tmp_path / ".lock"),
     ):
         pass

@@ -137,7 +137,7 @@ def assert_clear(message: str, root: Path, error: int) -> None:
     assert str(root) in message
     assert os.strerror(error) in message
     assert any(
-        way in message for way in ("same command", "Free some space", "Choose another out=DIR")
+        way in message for way in ("same command", "Free some space", "Choose another folder")
     ), message
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from featx.analysis.probe.class_task import MAX_SCORES, ClassTask
+from featx.analysis.probe.heads import output_folder
 from featx.analysis.probe.labelled_rows import task_kind
 from featx.analysis.probe.layer_rows import threads_for
 from featx.analysis.probe.metrics import require_scikit_learn
@@ -21,6 +22,7 @@ from featx.analysis.probe.value_task import ValueTask
 from featx.base import WIDTH, choose_device, exact_cuda, keep_freed_memory
 from featx.config import Config, ProbeConfig
 from featx.errors import RunError
+from featx.storage import open_folder
 from featx.store import FeatureStore, matching_layers
 
 FORMAT = 1
@@ -45,7 +47,8 @@ def run_probe(
     started_at = time.perf_counter()
     store = FeatureStore(config.store_path(), verify="rows")
     kind, device = task_kind(store, config.probe), choose_device(config.device)
-    layers = matching_layers(store, config.layers)
+    layers, folder = matching_layers(store, config.layers), output_folder(store)
+    open_folder(folder).make_folder(folder)  # first, so that an unusable path fails early
     task: AnyTask
     if kind.name == "segmentation":
         task = PixelTask(config, store, kind, layers, log)

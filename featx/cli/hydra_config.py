@@ -318,8 +318,7 @@ def explain_error(error: Exception) -> ConfigError:
         cause = cause.__cause__ or cause.__context__
     text = "\n".join(chain)
     unknown = re.search(
-        r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in|"
-        r"[Cc]ould not find '([^']+)/[^']*'.*|Could not append to config\. .* item '?([^' ]+)'?",
+        r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in|[Cc]ould not find '([^']+)/",
         text,
     )
     if missing_config := re.search(r"Cannot find primary config '([^']+)'", text):

@@ -298,11 +298,15 @@ def _check_targets(name: str, value: object) -> None:
 
 def sweep_of(line: CommandLine) -> tuple[int, frozenset[str]]:
     """Return the number of runs of a multirun, and the options that differ between them."""
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     values = [argument for argument in line.arguments if not argument.startswith("-")]
+    running = GlobalHydra.instance().hydra
+    # Without a loader `glob(*)` cannot be counted.
+    parser = OverridesParser.create(None if running is None else running.config_loader)
     count, keys = 1, set()
-    for override in OverridesParser.create().parse_overrides(values):
+    for override in parser.parse_overrides(values):
         if override.is_sweep_override():
             count *= len(list(override.sweep_string_iterator()))
             keys.add(str(override.key_or_group))

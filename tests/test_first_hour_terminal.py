@@ -18,6 +18,7 @@ from conftest import run_featx, with_path
 from tiny_model import COMMAND, KEYS, write_images
 
 import featx
+from featx.__main__ import run_command
 from featx.cli import job_help_text, read_command_line, sweep_of
 from featx.config import make_reduce
 from featx.errors import ConfigError
@@ -87,6 +88,18 @@ def test_null_in_a_sweep_is_null() -> None:
     line = read_command_line(["-m", "model.weights=null,default", "model=resnet18,resnet34"])
     assert 'model.weights=null,"default"' in line.arguments
     assert sweep_of(line) == (4, {"model.weights", "model"})
+
+
+def test_a_sweep_over_a_pattern_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["featx", "-m", "job=models", "models.limit=1", "experiment=glob([web_images,exact])"],
+    )
+    assert run_command() == 0
+    assert "[2 of 2] experiment=web_images" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def test_without_the_package_its_store_says_what_is_missing(
     ("file", "line", "wrong", "message"),
     [
         ("patches", "return Backbone(module,", "return (module,", "returned tuple; expected a"),
+        ("patches", "random_id(seed), pre", "None, pre", "weights of the Backbone is a NoneType"),
+        ("patches", "Backbone(module,", "Backbone([],", "module of the Backbone is a list; exp"),
+        (
+            "stripes",
+            "import io",
+            "import io\nimport sys\nsys.exit(1)",
+            "cannot be imported: System",
+        ),
         ("stripes", "def listing(", "def list_rows(", "expected an object with listing() and read"),
         ("keys", "with folder.file", "return\n        with folder.file", "keys wrote no file"),
     ],
@@ -135,6 +144,13 @@ def test_a_mistake_of_the_package_is_named(
     assert done.returncode != 0
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+def test_the_commands_of_the_docs_run(installed: Path, tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
+    for line in re.findall(r"^python -m featx (.*)", text, re.M):
+        done = run_featx(tmp_path, *shlex.split(line), path=[installed])
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
 
 
 def test_the_docs_show_the_example() -> None:

@@ -6,6 +6,7 @@ Used by `featx.embed`, by job=neighbors for an image that is no row, and by job=
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import threading
@@ -153,11 +154,12 @@ def list_given_images(images: object) -> list[object]:
     """Return new images as a list, with the home folder for `~` in paths. Raises DataError if they
     are no list, or none.
     """
-    is_one = isinstance(images, str | bytes | bytearray | os.PathLike)
+    # Iterating over an open file gives its lines.
+    is_one = isinstance(images, str | bytes | bytearray | os.PathLike | io.IOBase)
     if is_one or not isinstance(images, Sequence | Iterator):
         raise DataError(
             f"images is a {type(images).__name__}; expected a list of paths, Pillow images, arrays "
-            "or encoded bytes."
+            "or encoded bytes; [image] for one."
         )
     items = list(images)
     if not items:

@@ -177,7 +177,7 @@ class Predictor(LoadedFunction):
     def __call__(self, images: str | os.PathLike[str] | Sequence[object]) -> Predictions:
         with given_factory(self.model_factory):
             if isinstance(images, str | os.PathLike):
-                return self.predict(replace(self._data, root=str(images)))
+                return self.predict(replace(self._data, root=os.fspath(images)))
             return self.predict(self._data, list_given_images(images))
 
     def predict(self, data: DataConfig, images: Sequence[object] | None = None) -> Predictions:

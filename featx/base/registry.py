@@ -179,7 +179,7 @@ class Registry(Generic[MemberT]):
         owner = entry.dist.name if entry.dist is not None else entry.value
         try:
             member = entry.load()
-        except Exception as error:  # code of another package, which may raise anything
+        except (Exception, SystemExit) as error:  # code of another package may raise anything
             raise ConfigError(
                 f"{self.option}={entry.name} of the package {owner} cannot be imported: "
                 f"{type(error).__name__}: {error}. Update or uninstall {owner}."

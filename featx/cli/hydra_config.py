@@ -298,11 +298,15 @@ def _check_targets(name: str, value: object) -> None:
 
 def sweep_of(line: CommandLine) -> tuple[int, frozenset[str]]:
     """Return the number of runs of a multirun, and the options that differ between them."""
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     values = [argument for argument in line.arguments if not argument.startswith("-")]
+    running = GlobalHydra.instance().hydra
+    # Without a loader `glob(*)` cannot be counted.
+    parser = OverridesParser.create(None if running is None else running.config_loader)
     count, keys = 1, set()
-    for override in OverridesParser.create().parse_overrides(values):
+    for override in parser.parse_overrides(values):
         if override.is_sweep_override():
             count *= len(list(override.sweep_string_iterator()))
             keys.add(str(override.key_or_group))
@@ -318,8 +322,7 @@ def explain_error(error: Exception) -> ConfigError:
         cause = cause.__cause__ or cause.__context__
     text = "\n".join(chain)
     unknown = re.search(
-        r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in|"
-        r"[Cc]ould not find '([^']+)/[^']*'.*|Could not append to config\. .* item '?([^' ]+)'?",
+        r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in|[Cc]ould not find '([^']+)/",
         text,
     )
     if missing_config := re.search(r"Cannot find primary config '([^']+)'", text):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featx.base import family
-from featx.config import Kind, Option, option_tree, source_of_path
+from featx.config import Kind, Option, not_options, option_tree, source_of_path
 from featx.errors import ConfigError, nearest
 
 _WITH_VALUE = (
@@ -198,16 +198,18 @@ _TABLES = ("csv", "tsv", "parquet")
 def _translate(
     override: str, is_multirun: bool, config_dirs: Sequence[Path], given: set[str]
 ) -> list[str]:
-    """Return an override in the grammar of Hydra; two overrides for `data=PATH`."""
+    """Return an override in the grammar of Hydra; two overrides for `data=PATH`.
+
+    The signs of Hydra, as in `+seed=1`, are left out: every option exists.
+    """
     match = _OVERRIDE.fullmatch(override)
     if override.startswith("~"):
         raise ConfigError(f"{override}: no option can be deleted; leave it out, or give null.")
     if match is None:
         raise ConfigError(_unreadable_text(override))
-    sign, value = match["sign"] or "", match["value"]
+    value = match["value"]
     if _is_experiment(override):
-        # Hydra's documentation writes +experiment=NAME, which is for groups without a default.
-        return [_format_group(EXPERIMENTS, "", value, is_multirun)]
+        return [_format_group(EXPERIMENTS, value, is_multirun)]
     if (key := _key_of(override)) is None:
         return [override]
     option = option_tree().get(key)
@@ -229,8 +231,11 @@ def _translate(
     if option is None:
         return [override]
     if option.kind is Kind.GROUP:
-        return [_format_group(key, sign, value, is_multirun)]
-    return [f"{sign}{key}={_format_value(key, value, option, is_multirun)}"]
+        return [_format_group(key, value, is_multirun)]
+    if option.kind is Kind.SECTION and value != "null" and not value.startswith(("{", "${")):
+        first = next(name for name in option_tree() if name.startswith(f"{key}."))
+        raise not_options(key, value, first.rpartition(".")[2])
+    return [f"{key}={_format_value(key, value, option, is_multirun)}"]
 
 
 def _takes_any_key(key: str) -> bool:
@@ -268,7 +273,7 @@ def _unreadable_text(argument: str) -> str:
     return f"cannot read {argument!r}: options are given as key=value.{hint}"
 
 
-def _format_group(key: str, sign: str, value: str, is_multirun: bool) -> str:
+def _format_group(key: str, value: str, is_multirun: bool) -> str:
     """Return the choice of a group: one name, or several with -m."""
     if not value or value == "null":
         raise ConfigError(f"{key}={value}: expected a name; leave {key} out for its default.")
@@ -278,8 +283,8 @@ def _format_group(key: str, sign: str, value: str, is_multirun: bool) -> str:
             f"its own: python -m featx -m {key}={value}"
         )
     if is_multirun and _SWEEP.fullmatch(value):
-        return f"{sign}{key}={value}"
-    return f"{sign}{key}=" + ",".join(_format_text(piece) for piece in _pieces(value))
+        return f"{key}={value}"
+    return f"{key}=" + ",".join(_format_text(piece) for piece in _pieces(value))
 
 
 def _format_value(key: str, value: str, option: Option, is_multirun: bool) -> str:

@@ -15,6 +15,7 @@ from .checks import Positive as Positive
 from .checks import check_choice as check_choice
 from .checks import column_name_problem as column_name_problem
 from .checks import names_tuple as names_tuple
+from .checks import not_options as not_options
 from .checks import options as options
 from .data import OBJECT_SOURCE as OBJECT_SOURCE
 from .data import DataConfig as DataConfig

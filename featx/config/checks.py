@@ -159,10 +159,18 @@ def _check_types(group: str, values: Any) -> None:
             continue
         if is_dataclass(hint):
             if not isinstance(value, hint):  # type: ignore[arg-type]  # a class
-                raise ConfigError(f"{group}.{f.name}={value}: expected options of this group.")
+                raise not_options(f"{group}.{f.name}".lstrip("."), value, fields(hint)[0].name)
             continue
         checked = _checked(f"{group}.{f.name}".lstrip("."), value, type(values), f.name)
         object.__setattr__(values, f.name, checked)
+
+
+def not_options(name: str, value: object, option: str) -> ConfigError:
+    """Return the error for a value of a group of options; `option` is one of them."""
+    return ConfigError(
+        f"{name}={shown(value)}: {name} is a group of options. Give one of them, such as "
+        f"{name}.{option}=VALUE; python -m featx --help {name} lists them."
+    )
 
 
 def _checked(key: str, value: Any, cls: type, name: str) -> object:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Gt, Le, Len
+from annotated_types import Ge, Gt, Le, Len
 
 from featx.config.checks import Count, OneOrMore, OnlyWith, Positive, options
 from featx.errors import ConfigError
@@ -64,7 +64,7 @@ class DataConfig:
     views: OneOrMore[ViewName] | None = None
     """Views that become rows of each image or box: original, hflip, vflip, rot90, rot180, rot270
     (counterclockwise), transpose and transverse (over the main diagonal and the other one)."""
-    crops: Count | None = None
+    crops: Annotated[int, Ge(1), Le(1_000_000)] | None = None
     """Number of random resized crops of each image or box that become rows, besides data.views; the
     key of a row decides its crop."""
     crop_scale: Annotated[
@@ -93,7 +93,7 @@ class DataConfig:
     timeout_s: Annotated[Positive | None, "seconds above 0, or null for no limit"] = 30.0
     """Seconds that decoding an image may take. An image that takes longer, also when it is decoded
     again, is a recorded failure (timeout). null waits for ever."""
-    workers: Count | None = None
+    workers: Annotated[int, Ge(1), Le(1024)] | None = None
     """Number of processes that decode images; null takes one for each CPU that this process may
     use."""
     limit: Count | None = None

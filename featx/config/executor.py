@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from featx.config.checks import Count, options
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from featx.config.checks import options
 
 
 @options("executor")
@@ -15,7 +19,7 @@ class ExecutorConfig:
 
     name: str = "local"
     """Name of the executor; set by the option `executor` itself."""
-    workers: Count | None = None
+    workers: Annotated[int, Ge(1), Le(100_000)] | None = None
     """Number of worker processes that share the parts: processes of this machine, each with its
     share of the CPUs or a GPU of its own; actors of Ray; tasks of a Slurm array. null computes in
     this process (local), takes as many actors as the cluster has room for (ray), or 8 tasks

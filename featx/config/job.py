@@ -28,7 +28,7 @@ class JobConfig:
     """Columns of job=layers: shapes (the default), cost (parameters, MFLOPs, ms, memory), values
     (on one image), all of these in one wide table, or watch: every call during a forward pass. With
     job=probe, all adds few-shot accuracies, chosen settings and further scores."""
-    depth: Count | Literal["all"] | None = None
+    depth: Annotated[int, Ge(1), Le(1000)] | Literal["all"] | None = None
     """Levels of modules that job=layers lists: 1, the top level (the default), 2 or more, or all,
     which also lists operations. A module that computes nearly everything is replaced by those
     inside it."""

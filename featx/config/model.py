@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Len, Lt
 
 from featx.base import family
-from featx.config.checks import MAY_BE_EMPTY, Count, Matching, default_of_field, options
+from featx.config.checks import MAY_BE_EMPTY, Matching, default_of_field, options
 from featx.config.members import MemberGroup, make_member
-from featx.config.transform import USUAL_CROP, USUAL_RESIZE, Side, TransformConfig
+from featx.config.transform import USUAL_CROP, USUAL_RESIZE, Pixels, Side, TransformConfig
 from featx.errors import ConfigError
 
 _LIBRARY = "model.library"
@@ -20,7 +20,7 @@ _LIBRARY = "model.library"
 AUTO_LIBRARY = "auto"
 """Library that stands for the first one that knows the name of the model."""
 
-InputSize = Annotated[list[Count], Len(2, 2), "[height, width] in pixels"]
+InputSize = Annotated[list[Pixels], Len(2, 2), "[height, width] in pixels (16384 at most)"]
 
 _WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 """File extensions by which `model.weights` is recognised as a file."""

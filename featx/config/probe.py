@@ -34,7 +34,7 @@ class ProbeConfig:
     is tested once), or column (as probe.split_column or probe.split_file says)."""
     test_share: Annotated[Share | None, OnlyWith("split", "holdout")] = None
     """Share of each class that split=holdout tests, 0.2 when not given."""
-    folds: Annotated[Annotated[int, Ge(2)] | None, OnlyWith("split", "kfold")] = None
+    folds: Annotated[Annotated[int, Ge(2), Le(1_000_000)] | None, OnlyWith("split", "kfold")] = None
     """Number of folds of split=kfold, 5 when not given."""
     split_file: Annotated[str | None, OnlyWith("split", "column")] = None
     """CSV file with the columns key and split (train, validation or test), for split=column."""
@@ -63,13 +63,14 @@ class ProbeConfig:
     """Another store whose rows are tested, with classes matched by name. All labelled rows of the
     first store are then for training."""
     seeds: Annotated[
-        Annotated[int, Ge(2)] | None, "at least 2, as `seed` chooses the split of one, or null"
+        Annotated[int, Ge(2), Le(10_000)] | None,
+        "2 to 10000, as `seed` chooses the split of one, or null",
     ] = None
     """Number of random splits, made with `seed` and the seeds that follow it, over which means and
     standard deviations are given; for split=holdout and kfold."""
     bootstrap: Annotated[
-        Annotated[int, Ge(100)] | None,
-        "at least 100 resamples, as fewer do not give the ends of a 95 % interval, or null",
+        Annotated[int, Ge(100), Le(1_000_000)] | None,
+        "100 to 1000000 resamples, as fewer do not give the ends of a 95 % interval, or null",
     ] = None
     """Number of resamples of the test rows, such as 1000, for intervals of all metrics of the best
     layer; rows of a group are drawn together."""

@@ -22,7 +22,7 @@ from featx.config.all_options import (
     member_groups,
     option_tree,
 )
-from featx.config.checks import choices_of, default_of_field, is_group
+from featx.config.checks import choices_of, default_of_field, is_group, not_options
 from featx.config.members import make_group, make_member, unknown_key
 from featx.config.run_config import Config
 from featx.errors import ConfigError
@@ -94,7 +94,7 @@ def from_values(values: Mapping[str, Any]) -> Config:
     made = dict(values)
     for name, group in member_groups().items():
         if not isinstance(values[name], Mapping):
-            raise ConfigError(f"{name}={values[name]}: expected options of this group.")
+            raise not_options(name, values[name], group.selector)
         defaults, selectors = default_values()[name], ("name", group.selector)
         given = {
             option: value

@@ -93,7 +93,7 @@ class OutliersConfig:
 class MislabelledConfig:
     """Labels that job=mislabelled judges."""
 
-    folds: Annotated[int, Ge(2)] = 5
+    folds: Annotated[int, Ge(2), Le(1_000_000)] = 5
     """Number of folds: each row is judged by a linear probe that is fitted on the other folds."""
     label_column: str | None = None
     """Column of the store (data.columns) with the labels to judge instead of the store's."""
@@ -133,7 +133,7 @@ class DistanceConfig:
 
     other_store: str | None = None
     """Second store, with the same layers of the same model for other images."""
-    subsets: Count = 100
+    subsets: Annotated[int, Ge(1), Le(1_000_000)] = 100
     """Number of random subsets over which KID is averaged."""
     subset_rows: Annotated[int, Ge(2)] = 1000
     """Largest number of rows of each store in a subset."""

@@ -16,9 +16,12 @@ INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 USUAL_RESIZE, USUAL_CROP = 256, 224
 """Shorter side after resizing and side of the crop in pixels, for models that bring neither."""
 
+Pixels = Annotated[int, Ge(1), Le(16_384)]
+"""Side of an image: one of 16,384 x 16,384 takes 3 GiB as float32."""
+
 Side = Annotated[
-    Count | Annotated[list[Count], Len(2, 2)] | None,
-    "a whole number of pixels, [height,width], or null",
+    Pixels | Annotated[list[Pixels], Len(2, 2)] | None,
+    "a whole number of pixels, [height,width] (16384 at most), or null",
 ]
 _Scale = Annotated[
     Annotated[float, Ge(1e-37), Le(1e38)] | Literal["dtype"] | None,  # finite in float32

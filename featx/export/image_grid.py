@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os import PathLike
 
 import numpy as np
 
@@ -62,11 +62,13 @@ class ImageGrid:
 def image_grid(
     store: FeatureStore,
     rows: int | Sequence[int] = 10,
-    data: str | PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
 ) -> ImageGrid:
     """Make a grid of images of a store; see `FeatureStore.show`."""
     chosen = _rows_to_show(store, rows)
-    data_options = from_composed(from_keywords({} if data is None else {"data": str(data)})).data
+    data_options = from_composed(
+        from_keywords({} if data is None else {"data": os.fspath(data)})
+    ).data
     from featx.export.report.thumbnails import Thumbnails  # which imports torch
 
     with Thumbnails(store.key_bytes, len(chosen), MAX_BYTES) as thumbnails:

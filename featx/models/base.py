@@ -110,6 +110,12 @@ class Backbone:
     provenance: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, kind in {"module": nn.Module, "weights": str, "preprocess": Preprocess}.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ModelError(
+                    f"{name} of the Backbone is a {type(value).__name__}; expected a "
+                    f"{kind.__name__}."
+                )
         _check_module(self.module, self.name)
         self._modes = [(module, module.training) for module in self.module.modules()]
         self._flags = [(x, x.requires_grad) for x in self.module.parameters()]

@@ -78,6 +78,8 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
     Raises:
         DataError: the object is neither, or has no such columns.
     """
+    if isinstance(data, type):
+        raise DataError(f"data is the class {data.__name__}; give one object of it.")
     names = (config.columns or []) if isinstance(config, ObjectOptions) else []
     is_table = type(data).__module__.partition(".")[0] in _FRAMES
     is_frame = is_table and (hasattr(data, "columns") or hasattr(data, "column_names"))

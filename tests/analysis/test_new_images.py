@@ -134,6 +134,8 @@ def test_what_is_refused(store: featx.FeatureStore) -> None:
         featx.embed(files[0], store, **CODE)
     with pytest.raises(DataError, match="images is a bytearray; expected a list"):
         featx.embed(bytearray(b"GIF"), store, **CODE)
+    with Path(files[0]).open("rb") as file, pytest.raises(DataError, match="images is a Buffered"):
+        featx.embed(file, store, **CODE)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="images is empty"):
         featx.embed([], store, **CODE)
     with pytest.raises(LayerError, match="no layer 'pol'"):

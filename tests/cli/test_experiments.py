@@ -133,10 +133,10 @@ def test_several_experiments_are_several_runs() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("model.input_size=800", "[height, width] in pixels, or null"),
-        ("model.input_size=[a,b]", "[height, width] in pixels, or null"),
+        ("model.input_size=800", "[height, width] in pixels (16384 at most), or null"),
+        ("model.input_size=[a,b]", "[height, width] in pixels (16384 at most), or null"),
         ("model.args=3", "a mapping, such as {depth: 20}"),
-        ("probe.seeds=[1]", "at least 2, as `seed` chooses the split of one, or null"),
+        ("probe.seeds=[1]", "2 to 10000, as `seed` chooses the split of one, or null"),
         ("probe.l2=abc", "a number of at least 0, or null"),
         ("refresh=maybe", "auto, or true or false"),
     ],

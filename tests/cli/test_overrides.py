@@ -192,6 +192,13 @@ def test_the_last_of_several_counts() -> None:
     assert (found.out, found.data.root) == ("b", "./other")
 
 
+def test_the_signs_of_hydra_may_stand_before_any_option() -> None:
+    found = typed("+seed=1", "++model=resnet18", "+reduce=gem", "+reduce.p=2.0", "+out=a")
+    assert (found.seed, found.model.name, found.reduce, found.out) == (
+        *(1, "resnet18", typed("reduce=gem", "reduce.p=2.0").reduce, "a"),
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -229,6 +236,14 @@ def test_the_last_of_several_counts() -> None:
         (["model.args={pause_s:0.5}"], r"model\.args has an effect with model\.library=custom or"),
         (["dtype=fp16"], "Nearest: float16"),
         (["precision=float16"], "Nearest: fp16"),
+        (["data.workers=99999999"], "data.workers=99999999: .* whole number from 1 to 1024"),
+        (["job=probe", "store=a", "probe.bootstrap=9999999"], "100 to 1000000 resamples"),
+        (["data.crops=99999999"], "a whole number from 1 to 1000000, or null"),
+        (["executor.workers=99999999"], "a whole number from 1 to 100000, or null"),
+        (["model=resnet18", "model.transform.resize=99999"], r"\(16384 at most\), or null"),
+        (["model=resnet18", "model.input_size=[99999,99999]"], r"\(16384 at most\), or null"),
+        (["probe=linear"], "probe is a group of options. Give one .* probe.method=VALUE"),
+        (["model.window=[64,64]"], r"model.window=\[64,64\]: model.window is a group of options"),
     ],
 )
 def test_mistakes_say_what_to_type(argv: list[str], message: str) -> None:

@@ -225,6 +225,8 @@ def test_what_is_no_data_set_is_said() -> None:
     for wrong in (iter([1]), 5, object()):
         with pytest.raises(DataError, match="expected a path, a mapping, a data set with __len__"):
             source_of(wrong)
+    with pytest.raises(DataError, match="data is the class Given; give one object of it"):
+        source_of(Given)
     with pytest.raises(DataError, match="has no rows"):
         source_of([]).listing()
     with pytest.raises(DataError, match="found labels of kind float, number"):

@@ -71,8 +71,11 @@ class MadeRay:
     def is_initialized(self) -> bool:
         return True
 
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 3.0}
+    def nodes(self) -> list[dict[str, Any]]:
+        """Room for three actors of one CPU."""
+        sizes = {"CPU": 2.0}, {"CPU": 1.0}, {"memory": 1e9}
+        lost = {"Alive": False, "Resources": {"CPU": 64.0}}
+        return [*({"Alive": True, "Resources": size} for size in sizes), lost]
 
     def put(self, value: Any) -> Any:
         return value
@@ -146,6 +149,16 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     assert ray.actors[0] == 0
     assert ray.asked == {"num_cpus": 1, "num_gpus": 0.0}
+
+
+def test_actors_for_which_no_machine_is_large_enough_are_reported(
+    photos: Path, ray: MadeRay, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert extract(photos, executor={"name": "ray", "cpus": 3}).complete
+    assert set(ray.actors) == {0}
+    output = " ".join(capfd.readouterr().err.split())
+    assert "an actor, which takes 3 CPUs and 0 GPUs by executor.cpus" in output
+    assert "have 0 CPUs and 0 GPUs, 1 CPUs and 0 GPUs, 2 CPUs and 0 GPUs. Actors wait" in output
 
 
 @pytest.mark.parametrize("job", distributed_jobs.JOBS)

@@ -25,7 +25,7 @@ from waiting import wait_until
 
 import featx as package
 from featx.base import take_cpus
-from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.errors import ConfigError, MissingExtraError, RunError, StoreMismatchError
 from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import ray as ray_executor
 from featx.pipeline.executors import worker
@@ -233,6 +233,24 @@ def test_an_exception_in_an_actor_names_its_part(
     with pytest.raises(RunError) as failed:
         extract(photos, executor={"name": "ray", "workers": 1})
     assert "actor 0, part 2 (rows 8 to 11): ValueError: a bug in the model" in str(failed.value)
+
+
+@pytest.mark.usefixtures("ray")
+def test_an_actor_refuses_a_data_set_that_has_changed_since_it_was_listed(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens the table by itself, as that cannot be pickled."""
+    lines = [f"{path},{path.parent.name}\n" for path in sorted(photos.rglob("*.png"))]
+    Path("t.csv").write_text("".join(["path,label\n", *lines]))
+    run = ray_executor.Actor.run
+
+    def run_later(self: Any, spec: Any, number: int, device: str) -> None:
+        Path("t.csv").write_text("".join(["path,label\n", *lines]).replace(",cat", ",dog", 1))
+        run(self, spec, number, device)
+
+    monkeypatch.setattr(ray_executor.Actor, "run", run_later)
+    with pytest.raises(StoreMismatchError, match=r"actor 0.*other labels: .* was cat and is dog"):
+        extract("t.csv", executor={"name": "ray", "workers": 1})
 
 
 def test_without_ray_the_extra_is_named_and_nothing_is_started(

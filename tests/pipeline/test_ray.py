@@ -25,7 +25,7 @@ from waiting import wait_until
 
 import featx as package
 from featx.base import take_cpus
-from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.errors import ConfigError, MissingExtraError, RunError, StoreMismatchError
 from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import ray as ray_executor
 from featx.pipeline.executors import worker
@@ -71,8 +71,11 @@ class MadeRay:
     def is_initialized(self) -> bool:
         return True
 
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 3.0}
+    def nodes(self) -> list[dict[str, Any]]:
+        """Room for three actors of one CPU."""
+        sizes = {"CPU": 2.0}, {"CPU": 1.0}, {"memory": 1e9}
+        lost = {"Alive": False, "Resources": {"CPU": 64.0}}
+        return [*({"Alive": True, "Resources": size} for size in sizes), lost]
 
     def put(self, value: Any) -> Any:
         return value
@@ -148,6 +151,16 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     assert ray.asked == {"num_cpus": 1, "num_gpus": 0.0}
 
 
+def test_actors_for_which_no_machine_is_large_enough_are_reported(
+    photos: Path, ray: MadeRay, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert extract(photos, executor={"name": "ray", "cpus": 3}).complete
+    assert set(ray.actors) == {0}
+    output = " ".join(capfd.readouterr().err.split())
+    assert "an actor, which takes 3 CPUs and 0 GPUs by executor.cpus" in output
+    assert "have 0 CPUs and 0 GPUs, 1 CPUs and 0 GPUs, 2 CPUs and 0 GPUs. Actors wait" in output
+
+
 @pytest.mark.parametrize("job", distributed_jobs.JOBS)
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
@@ -220,6 +233,24 @@ def test_an_exception_in_an_actor_names_its_part(
     with pytest.raises(RunError) as failed:
         extract(photos, executor={"name": "ray", "workers": 1})
     assert "actor 0, part 2 (rows 8 to 11): ValueError: a bug in the model" in str(failed.value)
+
+
+@pytest.mark.usefixtures("ray")
+def test_an_actor_refuses_a_data_set_that_has_changed_since_it_was_listed(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens the table by itself, as that cannot be pickled."""
+    lines = [f"{path},{path.parent.name}\n" for path in sorted(photos.rglob("*.png"))]
+    Path("t.csv").write_text("".join(["path,label\n", *lines]))
+    run = ray_executor.Actor.run
+
+    def run_later(self: Any, spec: Any, number: int, device: str) -> None:
+        Path("t.csv").write_text("".join(["path,label\n", *lines]).replace(",cat", ",dog", 1))
+        run(self, spec, number, device)
+
+    monkeypatch.setattr(ray_executor.Actor, "run", run_later)
+    with pytest.raises(StoreMismatchError, match=r"actor 0.*other labels: .* was cat and is dog"):
+        extract("t.csv", executor={"name": "ray", "workers": 1})
 
 
 def test_without_ray_the_extra_is_named_and_nothing_is_started(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from featx.pipeline import Interrupted, RunOutcome
 from featx.pipeline.executors import EXECUTORS
 from featx.pipeline.executors.job_folder import (
     PartClaims,
+    PickledWorkerSpec,
     WorkerError,
     WorkerReport,
     inherited_parts,
@@ -379,3 +381,20 @@ def test_executors_register_themselves() -> None:
     assert EXECUTORS.get("ray").extra == "ray"
     assert EXECUTORS.get("local").extra is None
     assert all(member.help.endswith(".") for member in EXECUTORS)
+
+
+def test_a_worker_takes_the_current_folder_of_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths lead to the same files where `ray start` was given in another folder."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    sent = pickle.dumps(PickledWorkerSpec(SimpleNamespace()))  # type: ignore[arg-type]
+    os.chdir(tmp_path)
+    pickle.loads(sent).open()
+    assert Path.cwd() == folder
+    os.chdir(tmp_path)
+    folder.rmdir()
+    pickle.loads(sent).open()  # on a machine that lacks the folder
+    assert Path.cwd() == tmp_path

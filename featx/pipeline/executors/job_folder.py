@@ -129,18 +129,23 @@ class _SourcePickler(pickle.Pickler):
 
 
 class PickledWorkerSpec:
-    """Worker spec as bytes, with the import path of the driver.
+    """Worker spec as bytes, with the current folder and the import path of the driver.
 
     The interpreter of a worker may lack folders of that path, so unpickling waits until `open` has
     added them.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
+        self._folder = Path.cwd()
         self._path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
         self._pickled = pickle.dumps(spec)
 
     def open(self) -> WorkerSpec:
-        """Extend sys.path by the folders of the driver, and unpickle the worker spec."""
+        """Take the current folder and the import path of the driver; unpickle the worker spec."""
+        # Relative paths of the command start there: an actor of Ray starts where `ray start` was
+        # given. A machine without this folder computes only if the command's paths are absolute.
+        with contextlib.suppress(OSError):
+            os.chdir(self._folder)
         sys.path[:] = [*sys.path, *(folder for folder in self._path if folder not in sys.path)]
         spec: WorkerSpec = pickle.loads(self._pickled)
         return spec

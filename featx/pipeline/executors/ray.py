@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
-from featx.base import import_extra
+from featx.base import import_extra, log_message
 from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, FeatxError, RunError
 from featx.pipeline.executors.job_folder import PickledWorkerSpec, WorkerSpec, shared_folder
@@ -94,6 +94,11 @@ EXECUTORS.register(
 )
 
 
+def _resources_text(resources: Mapping[str, float]) -> str:
+    """CPUs and GPUs of a machine or an actor, as text: '2 CPUs and 0.5 GPUs'."""
+    return " and ".join(f"{resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))
+
+
 class Actor:
     """Ray actor that computes parts until none is left."""
 
@@ -107,8 +112,21 @@ class ActorPool(WorkerPool):
         self, ray: ModuleType, spec: WorkerSpec, session: Session, device: str, options: RayOptions
     ) -> None:
         gpus = options.gpus or 1.0 if device == "cuda" else 0.0
-        resources, cpus = ray.cluster_resources(), options.num_cpus
-        room = int(resources.get("GPU", 0) / gpus if gpus else resources.get("CPU", 0) / cpus)
+        cpus = options.num_cpus
+        wanted = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        room = sum(
+            min(int(machine.get(name, 0) / count) for name, count in wanted.items())
+            for machine in machines
+        )
+        if not room:
+            sizes = ", ".join(sorted(set(map(_resources_text, machines))))
+            log_message(
+                "no machine of the Ray cluster is large enough for an actor, which takes "
+                f"{_resources_text(wanted)} by executor.cpus and executor.gpus; machines have "
+                f"{sizes}. Actors wait until a larger one joins the cluster.",
+                level="warning",
+            )
         folder = shared_folder(options, session)
         super().__init__(spec, session, folder, options.workers or room, "actor")
         self._ray = ray

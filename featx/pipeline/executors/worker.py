@@ -48,7 +48,7 @@ from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.stop_signals import Interrupted
 from featx.sources import open_source
 from featx.storage import open_folder, s3_outage
-from featx.store import Heartbeat
+from featx.store import Heartbeat, merge_listing
 from featx.types import Batch, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
@@ -146,12 +146,14 @@ def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
         spec.output.check_unchanged(spec.fingerprint)
         config = replace(spec.config, device=device)
         source = spec.source
-        if source is None:
-            source = open_source(config.data)
-            source.listing()  # so that it can tell if the data set changes from now on
         listing = spec.output.stored_listing(spec.num_rows, spec.fingerprint["listing"])
         if listing is None:
             raise RunError(f"{spec.root} has no listing of {spec.num_rows} rows that is readable.")
+        if source is None:
+            source = open_source(config.data)
+            # The data set may have changed while the worker waited for a machine, which the driver
+            # would refuse as well. From here on the source can tell if it changes.
+            merge_listing(spec.root, listing, source.listing())
         target = _WorkerTarget(spec, source, listing)
         with build_run_context(config, spec.config_yaml, spec.engine_spec, target) as context:
             if changed := differences(spec.fingerprint, context.header.fingerprint):

@@ -311,7 +311,7 @@ def _dot_products(x: torch.Tensor, y: torch.Tensor) -> Matrix:
     time.
     """
     total = torch.zeros((len(x), len(y)), dtype=torch.float64)
-    for some, others in zip(x.split(_VALUES, 1), y.split(_VALUES, 1), strict=True):
+    for some, others in zip(torch.split(x, _VALUES, 1), torch.split(y, _VALUES, 1), strict=True):
         total += some.double() @ others.double().T
     return total.numpy()
 

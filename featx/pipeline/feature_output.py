@@ -148,7 +148,17 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """Limits by `part_mib`, whose default is `layout.PART_BYTES`, and by `seconds_of_part`."""
+        """Limits by `part_mib`, whose default is `layout.PART_BYTES`, and by `seconds_of_part`.
+
+        Raises ConfigError if a row is larger than a chunk can be.
+        """
+        for spec in specs:
+            if spec.row_bytes > layout.MAX_CHUNK_BYTES:
+                raise ConfigError(
+                    f"a row of {spec.name} has the shape {list(spec.shape)} and takes "
+                    f"{size_text(spec.row_bytes)}; HDF5 holds rows below 4 GiB. Choose a "
+                    "reduction, such as reduce=avg or reduce=grid."
+                )
         row_bytes = sum(spec.row_bytes for spec in specs)
         part_mib = self.config.part_mib
         part_bytes = layout.PART_BYTES if part_mib == "auto" else int(part_mib) << 20

@@ -72,6 +72,9 @@ CHUNK_BYTES = 1 << 20
 CHUNK_BYTES_COMPRESSED = 1 << 18
 """Target size of a compressed chunk before compression; one row decodes a whole chunk."""
 
+MAX_CHUNK_BYTES = (1 << 32) - 1
+"""Largest size of a chunk in HDF5 1.10. A row is never divided."""
+
 PART_BYTES = 256 << 20
 """Largest size of a part with part_rows=auto and part_mib=auto."""
 

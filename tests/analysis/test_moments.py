@@ -998,3 +998,8 @@ def test_only_the_files_that_hold_a_row_are_discarded(tmp_path: Path) -> None:
     whole.discard([9])
     assert whole.missing() == run.parts()
     assert not whole.path.exists()
+
+
+def test_the_refusal_of_a_wide_layer_names_the_option() -> None:
+    with pytest.raises(ConfigError, match=r"stats\.covariance=diagonal"):
+        Moments.empty(50_000)

@@ -19,7 +19,11 @@ from sklearn.preprocessing import StandardScaler
 
 import featx
 from featx.analysis import LayerVectors, layer_vectors
-from featx.analysis.similarity import cosines_to_first, nearest_neighbours
+from featx.analysis.similarity import (
+    cosines_to_first,
+    nearest_neighbours,
+    representation_similarity,
+)
 from featx.analysis.similarity import duplicates as groups_of
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.similarity import (
@@ -501,6 +505,27 @@ class TestLayerSimilarity:
             assert np.isnan(found[name][1, 1]), name
             assert found[name][0, 0] == pytest.approx(1, abs=1e-5)
 
+    def test_matrices_that_do_not_fit_into_memory_are_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = write(make_run(30, 16, {"a": (5,), "b": (6,)}))
+        needed = 2 * 4 * (30 * 30 + 30 * 29 // 2)
+        for free in (needed, needed - 1):
+            monkeypatch.setattr(representation_similarity, "free_memory", lambda n=free: n)
+            # What needs no such matrix needs no such memory.
+            layer_similarity(store, num_rows=30, measures=["svcca"], device="cpu")
+            if free == needed:
+                layer_similarity(store, num_rows=30, measures=["cka", "rsa"], device="cpu")
+                continue
+            with pytest.raises(ConfigError, match=r"cka and rsa of 30 rows of 2 layers take 10\.4"):
+                layer_similarity(store, num_rows=30, measures=["cka", "rsa"], device="cpu")
+
+    def test_scores_of_many_images_have_six_digits(self) -> None:
+        store = write(make_run(1500, 2048, {"a": (5,), "b": (6,)}))
+        found = layer_similarity(store, num_rows=1500, device="cpu").measures
+        for name in found:
+            assert np.allclose(np.diag(found[name]), 1, rtol=0, atol=1e-6), name
+
     def test_what_cannot_be_compared_is_refused(self) -> None:
         store = write(make_run(10, 4, {"a": (5,)}))
         with pytest.raises(ConfigError, match="one layer to compare"):
@@ -512,7 +537,8 @@ class TestLayerSimilarity:
             layer_similarity(store, store, num_rows=-1)
         with pytest.raises(ConfigError, match=r"measures is empty"):
             layer_similarity(store, store, measures=())
-        assert layer_similarity(store, store, measures=iter(["cka"])).measures["cka"] == 1  # type: ignore[arg-type]
+        found = layer_similarity(store, store, measures=iter(["cka"]))  # type: ignore[arg-type]
+        assert found.measures["cka"] == pytest.approx(1)
 
     @pytest.mark.parametrize(
         ("x", "message"),

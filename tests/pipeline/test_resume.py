@@ -25,7 +25,7 @@ from zoo import TwoStageConvNet
 
 import featx
 from featx.config import from_composed, from_keywords
-from featx.errors import StoreMismatchError
+from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline import FeatureOutput, Interrupted
 from featx.pipeline.stop_signals import GRACE_S
 from featx.store.layout import PART_BYTES
@@ -434,3 +434,11 @@ def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
     target = FeatureOutput(from_composed(from_keywords({**KEYS, **keys})))
     limits = target.part_limits(None, [make_spec("a", (1024,))], work_s)
     assert limits == (most_bytes / 4096, seconds)
+
+
+def test_a_row_that_is_larger_than_a_chunk_can_be_is_refused() -> None:
+    target = FeatureOutput(from_composed(from_keywords(KEYS)))
+    values = (1 << 32) // 4 - 1
+    target.part_limits(None, [make_spec("a", (values,))], 1.0)
+    with pytest.raises(ConfigError, match=r"a row of a has the shape \[2, 536870912\] and takes 4"):
+        target.part_limits(None, [make_spec("a", (2, (values + 1) // 2))], 1.0)

@@ -28,7 +28,7 @@ from featx.analysis.similarity.cross_measures import (
     layer_products,
 )
 from featx.analysis.similarity.gram_measures import Matrix, Rows, signatures
-from featx.base import choose_device, float64_device
+from featx.base import choose_device, float64_device, free_memory, return_freed_memory, size_text
 from featx.config import RSA_DISTANCES, USUAL_MEASURES, CkaConfig, check_choice, names_tuple
 from featx.errors import ConfigError, counted
 from featx.store import FeatureStore, matching_layers
@@ -46,6 +46,9 @@ RSA_ROWS = 10_000
 
 _FEWEST_ROWS = 4
 """Least number of images: debiased CKA is not defined for three."""
+
+_VALUES = 1 << 16
+"""Values of unit vectors that are multiplied at a time."""
 
 _GRAM_MEASURES = ("cka", "cka_debiased", "rsa")
 """Measures that a matrix of n x n values gives."""
@@ -228,6 +231,10 @@ class _Layers:
         self._store, self._rows, self._device = store, rows, device
         self._coordinates: dict[str, CentredRows] = {}
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
     def vectors(self, name: str) -> LayerVectors:
         """Open a layer; a small one is read into memory."""
         return LayerVectors(self._store, name, self._device, rows=self._rows)
@@ -265,30 +272,49 @@ def _compare_by_grams(
     rsa_distance: str,
     on_progress: Callable[[int], None],
 ) -> dict[str, Matrix]:
-    """Compute measures of gram_measures.py for all pairs of layers."""
+    """Compute measures of gram_measures.py for all pairs of layers.
+
+    Raises ConfigError if the unit vectors of all layers do not fit into memory.
+    """
+    n = left.num_rows
+    lengths = {name: n * n if name == "cka" else n * (n - 1) // 2 for name in measures}
+    num_layers = len(left.names) + (0 if right is left else len(right.names))
+    needed, free = 4 * num_layers * sum(lengths.values()), free_memory()
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"{' and '.join(measures)} of {n} rows of {num_layers} layers take "
+            f"{size_text(needed)}, and {size_text(free)} of memory are free. Give a smaller "
+            "cka.rows, or name fewer layers with layers=[...]."
+        )
 
     def unit_vectors(
         layers: _Layers, on_progress: Callable[[int], None]
-    ) -> list[dict[str, torch.Tensor]]:
+    ) -> dict[str, torch.Tensor]:
         """Compute the unit vectors of every layer, one Gram matrix at a time."""
-        found = []
-        for name in layers.names:
-            rows = Rows.of_layer(layers.vectors(name))
-            found.append(signatures(rows, measures, rsa_distance))
+        found = {name: torch.empty((len(layers.names), lengths[name])) for name in measures}
+        for i, layer in enumerate(layers.names):
+            rows = Rows.of_layer(layers.vectors(layer))
+            for name, vector in signatures(rows, measures, rsa_distance).items():
+                found[name][i] = vector
+            # The memory of freed Gram matrices, which malloc keeps, is up to three times as much.
+            if free is not None and 4 * needed > free:
+                return_freed_memory()
             on_progress(1)
         return found
 
-    right_vectors = None if right is left else unit_vectors(right, _ignore_progress)
-    left_vectors = unit_vectors(left, on_progress)
-    return {
-        name: np.array(
-            [
-                [float(a[name] @ b[name]) for b in right_vectors or left_vectors]
-                for a in left_vectors
-            ]
-        )
-        for name in measures
-    }
+    others = None if right is left else unit_vectors(right, _ignore_progress)
+    vectors = unit_vectors(left, on_progress)
+    return {name: _dot_products(vectors[name], (others or vectors)[name]) for name in measures}
+
+
+def _dot_products(x: torch.Tensor, y: torch.Tensor) -> Matrix:
+    """Compute the (n, m) products of (n, D) and (m, D) float32 vectors in float64, some values at a
+    time.
+    """
+    total = torch.zeros((len(x), len(y)), dtype=torch.float64)
+    for some, others in zip(torch.split(x, _VALUES, 1), torch.split(y, _VALUES, 1), strict=True):
+        total += some.double() @ others.double().T
+    return total.numpy()
 
 
 def _compare_by_products(

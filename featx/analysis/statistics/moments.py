@@ -253,7 +253,7 @@ def check_size(dim: int, kind: str, subject: str = "a row") -> None:
             f"{subject} has {dim} features: their scatter matrix would take "
             f"{8 * dim**2 / 2**30:.1f} GiB; at most {MAX_FULL} features (2 GiB) are taken. Reduce "
             "the layer first (reduce=avg), take each position as a row, or keep variances only: "
-            "kind='diagonal'."
+            "stats.covariance=diagonal, in Python kind='diagonal'."
         )
 
 

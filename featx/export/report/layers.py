@@ -283,7 +283,13 @@ def similarity_of(
         return {"layers": layers, "debiased": [], "rows": 0, "note": note}
     try:
         similarity = layer_similarity(
-            store, None, layers, num_rows=min(rows, CKA_ROWS), seed=seed, device=device
+            store,
+            None,
+            layers,
+            num_rows=min(rows, CKA_ROWS),
+            seed=seed,
+            device=device,
+            measures=["cka_debiased"],
         )
     except ConfigError as error:
         return {"layers": layers, "debiased": [], "rows": 0, "note": str(error)}

@@ -45,15 +45,24 @@ def test_metrics_and_differences_are_those_of_probe_json() -> None:
     for layer, test in found["paired_tests"].items():
         low, high = (-100 * edge for edge in reversed(test["interval"]))
         apart = "yes" if test["told_apart"] else "no"
-        expected = (
-            f"{layer} {-100 * test['difference']:+.1f} {low:+.1f} to {high:+.1f} "
-            f"{test['p_holm']:.2g} {apart}"
-        )
+        points = [f"{each:+.1f}" for each in (-100 * test["difference"], low, high)]
+        first, low_text, high_text = (re.sub(r"[+-](0\.0)$", r"\1", each) for each in points)
+        expected = f"{layer} {first} {low_text} to {high_text} {test['p_holm']:.2g} {apart}"
         assert expected in words
     # Errors are those of the split that is shown, not of all seeds.
     wrong = found["rows"] - found["correct"]
     assert f"{wrong} of {found['rows']} misclassified" in words
     assert Path("store/report.html").read_text(encoding="utf-8").count("<li data-true") == wrong
+
+
+@pytest.mark.slow
+def test_a_difference_of_0_has_no_sign() -> None:
+    x, y = blobs(num_rows=60, width=8)
+    write_store(Path("store"), y, a=x, b=x)
+    run_job("probe", store="store", device="cpu")
+    words = page_of()
+    assert " b 0.0 – 1 no " in words  # noqa: RUF001
+    assert "-0.0" not in words
 
 
 @pytest.mark.slow

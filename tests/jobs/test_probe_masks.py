@@ -265,6 +265,27 @@ def test_unusable_masks_are_left_out_by_name() -> None:
     assert found["rows_labelled"] == 9
 
 
+@pytest.mark.parametrize("endings", [("png", "bmp"), ("001", "002")])
+def test_a_mask_whose_name_fits_two_images_is_that_of_neither(endings: tuple[str, str]) -> None:
+    classes = scenes(10)
+    for i, each in enumerate(classes):
+        write_image(each, Path(f"photos/{i}.png"))
+        mask(each.repeat(4, 0).repeat(4, 1), f"{i}.png")
+    Path("photos/0.png").rename(f"photos/0.{endings[0]}")
+    Image.open("photos/1.png").save(f"photos/0.{endings[1]}", "PNG")
+    names = sorted(path.name for path in Path("photos").iterdir())
+    Path("photos/table.csv").write_text("\n".join(["path", *names]))
+    table = {"name": "table", "root": "photos/table.csv", "path_column": "path"}
+    extract(table, model=PATCHES, layers={"maps": "none"}, part_rows=16)
+    found = probe()
+    first, second = sorted(f"0.{ending}" for ending in endings)
+    assert found["masks"]["refused"] == [
+        {"key": key, "reason": f"mask 0.png would also be that of {other}; rename one image"}
+        for key, other in ((first, second), (second, first))
+    ]
+    assert found["rows_labelled"] == 9
+
+
 def test_ignored_pixels_count_nowhere_and_failed_rows_shift_nothing() -> None:
     classes = scenes(16)
     (Path("photos") / "a").mkdir(parents=True)

@@ -19,5 +19,6 @@ from .tables import layer_results as layer_results
 from .tables import metrics_table as metrics_table
 from .tables import pixel_classes_table as pixel_classes_table
 from .texts import interval_text as interval_text
+from .texts import points_text as points_text
 from .texts import score_text as score_text
 from .texts import spread_text as spread_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from featx.analysis.probe.labelled_rows import LabelledRows, failed_notes, require_complete
 from featx.analysis.probe.metrics import Ints
-from featx.base import num_cpus
+from featx.base import name_text, num_cpus
 from featx.config import Config, data_of_saved, from_saved
 from featx.errors import ConfigError, DataError, StoreError, counted
 from featx.images import ImagePolicy, LabelTransform, image_sizes, read_image, read_label_map
@@ -35,6 +35,7 @@ class MaskSettings:
         at_least: pixels of the shorter side at which far larger JPEGs were decoded, or None.
         ignore: number of pixels without a label, or None.
         names: names of the classes, or empty if they are not given.
+        shared: name of a mask -> keys of its images, of names that fit several images.
     """
 
     store: FeatureStore
@@ -45,6 +46,7 @@ class MaskSettings:
     at_least: int | None
     ignore: int | None
     names: tuple[str, ...]
+    shared: Mapping[PurePosixPath, Sequence[bytes]]
 
 
 PackedMask = tuple[bytes, list[int]]
@@ -95,7 +97,22 @@ def mask_settings(config: Config, store: FeatureStore) -> MaskSettings:
         None if data.boxes is not None else min_side,  # as of RowLoader
         options.ignore,
         () if options.mask_classes is None else _class_names(options.mask_classes),
+        _shared_names(store),
     )
+
+
+def _mask_name(key: bytes) -> PurePosixPath:
+    """Return the name of the mask of an image below the folder of the masks."""
+    return PurePosixPath(os.fsdecode(key)).with_suffix(".png")
+
+
+def _shared_names(store: FeatureStore) -> dict[PurePosixPath, list[bytes]]:
+    """Find the names of masks that fit several images, whose keys differ only in their endings."""
+    images = dict.fromkeys(origin_of(key)[0] for key in store.key_bytes[store.ok].tolist())
+    keys_of: dict[PurePosixPath, list[bytes]] = {}
+    for key in images:
+        keys_of.setdefault(_mask_name(key), []).append(key)
+    return {name: keys for name, keys in keys_of.items() if len(keys) > 1}
 
 
 def _class_names(path: str) -> tuple[str, ...]:
@@ -137,9 +154,11 @@ def _label_map(settings: MaskSettings, row: int) -> tuple[npt.NDArray[np.integer
     checksum = int(settings.store.image_checksums[row])
     if kind == "video":
         raise _UnusableMaskError("frames of videos have no masks")
-    name = PurePosixPath(os.fsdecode(key)).with_suffix(".png")
+    name = _mask_name(key)
     if name.is_absolute() or ".." in name.parts:
         raise _UnusableMaskError("its key leads out of the folder of the masks")
+    if others := [name_text(other) for other in settings.shared.get(name, ()) if other != key]:
+        raise _UnusableMaskError(f"mask {name} would also be that of {others[0]}; rename one image")
     try:
         data = (settings.folder / name).read_bytes()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

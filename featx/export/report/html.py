@@ -20,7 +20,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from featx.analysis.probe import interval_text, score_text, spread_text
+from featx.analysis.probe import interval_text, points_text, score_text, spread_text
 from featx.base import printable, size_text, time_text
 
 DASH = "\u2013"
@@ -59,6 +59,7 @@ def render_page(template: str, scripts: Sequence[str], data: object, **values: o
         "size": size_text, "heading": heading, "typeset": typeset,
         "score": lambda *args: typeset(score_text(*args)),
         "spread": lambda *args: typeset(spread_text(*args)),
+        "points": lambda share: points_text(share, "+"),
         "between": lambda *args: typeset(interval_text(*args)),
     }  # fmt: skip
     sources = [_text(name) for name in scripts]

@@ -424,6 +424,12 @@ class TokenGeometry:
     grid: tuple[int, int]
     input_size: tuple[int, int]
 
+    def channels_first(self, row_shape: tuple[int, ...]) -> bool | None:
+        """Return whether a map is (C, H, W) rather than (H, W, C); None if the row is no map."""
+        if len(row_shape) != 3 or self.grid not in (row_shape[1:], row_shape[:2]):
+            return None
+        return self.grid == row_shape[1:]
+
 
 @dataclass(frozen=True)
 class StoreHeader:

@@ -7,10 +7,33 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from featx.errors import StoreMismatchError
 from featx.store import FeatureStore, Run, load_manifest
+
+_SAME = ("layer", "capture", "target", "reduce", "row", "shape", "weights_sha256", "transform")
+"""Settings that decide values, besides the parameters of the reduction and those of the model."""
 
 _OF_WEIGHTS = ("model.init", "model.checkpoint")
 """Settings of the model that decide its weights only, whose checksum is compared."""
+
+
+def refuse_other_values(
+    one: Mapping[str, object], other: Mapping[str, object], subject: str
+) -> None:
+    """Raise StoreMismatchError, which begins with `subject`, unless two descriptions
+    (`Statistics.about`, `value_settings`) are of the same values of a layer.
+    """
+    names = [*_SAME, *sorted(k for k in {**one, **other} if k.startswith(("reduce_", "model.")))]
+    changed = [
+        f"  {name}: {one.get(name)!r} and {other.get(name)!r}"
+        for name in names
+        if one.get(name) != other.get(name)
+    ]
+    if changed:
+        raise StoreMismatchError(
+            f"{subject}: these are different values, which are not comparable:\n"
+            + "\n".join(changed)
+        )
 
 
 def run_of_layer(store: FeatureStore, layer: str) -> Run | None:

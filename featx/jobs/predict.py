@@ -15,7 +15,7 @@ from featx.config import Config
 from featx.errors import ConfigError, counted
 from featx.jobs.base import JOBS, Input, Job, code_options, print_summary
 from featx.pipeline import exit_code
-from featx.storage import AtomicFolder
+from featx.storage import AtomicFolder, check_writable
 from featx.types import Json
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ def run(config: Config, config_yaml: str) -> int:
     if config.has_default_out:  # it names `model`, which the head does not read
         out = Path("runs", config.data.folder_name, head.stem)
     disk = AtomicFolder(out)
-    disk.make_folder(disk.root)  # first, so that an unusable path fails early
+    check_writable(disk.root)  # first, so that an unusable path fails early
     predictions = run_prediction(config, head)
+    disk.make_folder(disk.root)
     path = disk.root / PREDICTIONS_CSV
     disk.replace_unlocked(path, image_predictions_csv(predictions))
     page = disk.root / PREDICTIONS_HTML

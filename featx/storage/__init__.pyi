@@ -3,6 +3,7 @@ from .durability import sync_entries as sync_entries
 from .local_file import RawFile as RawFile
 from .local_file import is_local as is_local
 from .local_folder import AtomicFolder as AtomicFolder
+from .local_folder import check_writable as check_writable
 from .local_folder import disk_mismatch_error as disk_mismatch_error
 from .local_folder import exclusive_lock as exclusive_lock
 from .local_folder import memory_mismatch_error as memory_mismatch_error

@@ -58,7 +58,7 @@ class AtomicFolder:
         without syncing them, so it is synced here. Raises StoreError if a folder cannot be created
         or this user may not write into it, and RunError if the disk is full or fails.
         """
-        _check_writable(path)
+        check_writable(path)
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
         there = new[-1].parent if new else path
         for folder in reversed(new or [path]):
@@ -286,7 +286,7 @@ class AtomicFolder:
         return file
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Refuse a folder that cannot be created, or in which this user may not write.
 
     A long computation shows so at its start. Raises StoreError.

@@ -151,8 +151,7 @@ def _shape_of_tokens(store: FeatureStore, layer: str) -> tuple[int, int, bool]:
     if len(shape) == 2:
         return shape[0], shape[1], False
     geometry = array.tokens
-    if len(shape) == 3 and geometry is not None and geometry.grid in (shape[1:], shape[:2]):
-        first = geometry.grid == shape[1:]
+    if geometry is not None and (first := geometry.channels_first(shape)) is not None:
         channels = shape[0] if first else shape[2]
         return geometry.grid[0] * geometry.grid[1], channels, first
     raise StoreError(

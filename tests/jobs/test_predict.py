@@ -232,7 +232,7 @@ def test_an_overwritten_store_has_no_probe_of_the_old_one(
     ("job", "computation", "options"),
     [
         ("predict", "featx.analysis.run_prediction", {"data": "photos", "model": TRUSTED}),
-        ("probe", "featx.analysis.probe.run._probe_layer", {}),
+        ("probe", "featx.analysis.probe.run.ClassTask", {}),
         ("neighbors", "featx.analysis.similarity.nearest_rows", {"layers": "pool"}),
         ("mislabelled", "featx.analysis.probe.judge_labels", {"layers": "pool"}),
     ],
@@ -251,3 +251,9 @@ def test_a_folder_without_the_right_to_write_is_refused_before_the_computation(
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(StoreError, match="this user may not, or the disk is read-only"):
         run_job(job, store="store", **options)
+
+
+def test_a_mistyped_path_of_images_leaves_no_folder(probed: featx.FeatureStore) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        run_job("predict", store="store", data="foto", out="new/scores", model=TRUSTED)
+    assert not Path("new").exists()

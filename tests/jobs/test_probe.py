@@ -191,16 +191,16 @@ def test_another_store_is_tested_with_classes_by_name(capsys: pytest.CaptureFixt
     with pytest.raises(ConfigError, match="its rows would be tested on themselves"):
         probe(capsys, test_store="store")
     make_labelled({"x": x[:, :5]}, y, ["a", "b", "c"]).changed(other=2).write(Path("narrow"))
-    with pytest.raises(StoreMismatchError, match=r"x, shape: \(20,\) and \(5,\)"):
+    with pytest.raises(StoreMismatchError, match=r", x: these(.|\n)*  shape: \(20,\) and \(5,\)"):
         probe(capsys, test_store="narrow")
 
 
 @pytest.mark.parametrize(
     ("reduce_args", "changes", "difference"),
     [
-        ({"p": 6.0}, {}, r"x, reduce_p: 3\.0 and 6\.0"),
+        ({"p": 6.0}, {}, r"  reduce_p: 3\.0 and 6\.0"),
         ({"p": 3.0}, {"model.args": {"global_pool": "max"}}, r"\n  model.args: None and"),
-        ({"p": 3.0}, {"layer.x": "output, target label"}, "x, target: '' and 'label'"),
+        ({"p": 3.0}, {"layer.x": "output, target label"}, "  target: '' and 'label'"),
         ({"p": 3.0}, {"model.init": "loaded"}, None),
     ],
 )
@@ -219,7 +219,7 @@ def test_stores_of_other_values_are_not_tested(
         return
     with pytest.raises(StoreMismatchError, match=difference):
         probe(capsys, test_store="other")
-    with pytest.raises(StoreMismatchError, match=difference.removeprefix("x, ")):
+    with pytest.raises(StoreMismatchError, match=difference):
         data_set_distance(featx.open("store"), featx.open("other"), "x")
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.metrics import Ints, Matrix
-from featx.analysis.value_settings import value_settings
+from featx.analysis.value_settings import refuse_other_values, value_settings
 from featx.config import ProbeConfig
-from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
+from featx.errors import ConfigError, DataError, StoreError, counted
 from featx.sources import MISSING_MARKS
 from featx.store import FeatureStore
 from featx.types import Array
@@ -275,10 +275,6 @@ def _indicators(
     return np.array([[float(name in labels) for name in names] for labels in lists]), names
 
 
-_OF_ALL_LAYERS = ("weights_sha256", "transform", "model.")
-"""Beginnings of the names of settings that the layers of a store have in common."""
-
-
 def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> FeatureStore:
     """Open probe.test_store and check that its features are comparable."""
     other = FeatureStore(path, verify="rows")
@@ -287,16 +283,7 @@ def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> F
             f"probe.test_store={path} is the store that is trained on: its rows would be tested on "
             "themselves. Use probe.split."
         )
-    wrong: list[str] = []
     for layer in layers:
-        mine, theirs = value_settings(store, other, layer)
-        for name in sorted({*mine, *theirs}):
-            if mine.get(name) != theirs.get(name):
-                of_layer = "" if name.startswith(_OF_ALL_LAYERS) else f"{layer}, "
-                wrong.append(f"  {of_layer}{name}: {mine.get(name)!r} and {theirs.get(name)!r}")
-    if wrong:
-        raise StoreMismatchError(
-            f"features of {store.root} and {other.root} are not comparable:\n"
-            + "\n".join(dict.fromkeys(wrong))
-        )
+        subject = f"{store.root} and {other.root}, {layer}"
+        refuse_other_values(*value_settings(store, other, layer), subject)
     return other

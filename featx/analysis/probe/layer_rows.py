@@ -117,8 +117,8 @@ def layer_vectors(labelled: LabelledRows, layer: str) -> LayerRows:
 def map_channels_last(store: FeatureStore, layer: str, purpose: str) -> bool:
     """Return whether the rows of a layer are maps (H, W, C) instead of (C, H, W)."""
     shape, places = store[layer].shape[1:], store[layer].tokens
-    if places is not None and places.grid == shape[1:]:
-        return False  # also of reduce=grid and reduce=align, whatever the proportions
+    if places is not None and (is_first := places.channels_first(shape)) is not None:
+        return not is_first  # also of reduce=grid and reduce=align, whatever the proportions
     crop = crop_of(store)
     if crop is None:
         raise ReduceError(

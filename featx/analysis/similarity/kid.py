@@ -14,9 +14,8 @@ from featx.analysis.statistics import (
     MAX_SPECTRUM,
     Moments,
     gaussian_distance,
-    refuse_other_values,
 )
-from featx.analysis.value_settings import value_settings
+from featx.analysis.value_settings import refuse_other_values, value_settings
 from featx.base import choose_device, float64_device
 from featx.config import DistanceConfig
 from featx.errors import ConfigError

@@ -3,7 +3,6 @@ from .covariance import gaussian_distance as gaussian_distance
 from .moments import Moments as Moments
 from .output import run_stats as run_stats
 from .reader import Statistics as Statistics
-from .reader import refuse_other_values as refuse_other_values
 from .session import FAILURES_CSV as FAILURES_CSV
 from .stored import stats_of_store as stats_of_store
 from .tokens import explain_missing_norms as explain_missing_norms

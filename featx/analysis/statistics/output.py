@@ -14,14 +14,14 @@ import numpy as np
 from featx.analysis.engine_specs import FEATURES
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
-from featx.analysis.statistics.reader import Statistics, refuse_other_values, summary_of
+from featx.analysis.statistics.reader import Statistics, summary_of
 from featx.analysis.statistics.session import StatsSession, clear_files, spans_in
 from featx.analysis.statistics.stats_file import (
     PARTS_FOLDER,
     STATS_IMAGES,
     stored_settings,
 )
-from featx.analysis.value_settings import model_values
+from featx.analysis.value_settings import model_values, refuse_other_values
 from featx.base import (
     differences,
     log_message,

@@ -21,8 +21,8 @@ from featx.analysis.statistics.stats_file import (
     reading,
 )
 from featx.analysis.statistics.tokens import explain_missing_norms
-from featx.analysis.value_settings import model_values
-from featx.errors import ConfigError, StoreError, StoreMismatchError
+from featx.analysis.value_settings import model_values, refuse_other_values
+from featx.errors import ConfigError, StoreError
 from featx.types import Failure
 
 
@@ -126,11 +126,6 @@ def _check_complete(path: Path, root: Mapping[str, Any]) -> None:
         )
 
 
-_SAME = ("layer", "capture", "target", "reduce", "row", "shape", "weights_sha256", "transform")
-"""Attributes that must be equal for a distance to compare the images, in addition to the parameters
-of the reduction and the settings of the model."""
-
-
 def frechet_distance(
     a: Statistics | str | Path, b: Statistics | str | Path, layer: str | None = None
 ) -> float:
@@ -158,21 +153,6 @@ def frechet_distance(
         layer = common[0]
     refuse_other_values(a.about(layer), b.about(layer), f"{a.path} and {b.path}, {layer}")
     return gaussian_distance(a[layer], b[layer])
-
-
-def refuse_other_values(a: dict[str, object], b: dict[str, object], what: str) -> None:
-    """Raise StoreMismatchError, which begins with `what`, unless two descriptions
-    (`Statistics.about`, `value_settings`) are of the same values of a layer.
-    """
-    keys = [*_SAME, *sorted({k for k in {**a, **b} if k.startswith(("reduce_", "model."))})]
-    changed = [
-        f"  {key}: {a.get(key)!r} and {b.get(key)!r}" for key in keys if a.get(key) != b.get(key)
-    ]
-    if changed:
-        raise StoreMismatchError(
-            f"{what}: these are different values, so a distance between them does not compare "
-            "the images:\n" + "\n".join(changed)
-        )
 
 
 def summary_of(

@@ -125,11 +125,8 @@ def feature_axis(shape: tuple[int, ...], places: TokenGeometry) -> int | None:
     height, width = places.grid
     if len(shape) == 2 and shape[0] == places.prefix_tokens + height * width:
         return 2
-    if len(shape) == 3 and shape[1:] == (height, width):
-        return 1
-    if len(shape) == 3 and shape[:2] == (height, width):
-        return 3
-    return None
+    is_first = places.channels_first(shape)
+    return None if is_first is None else 1 if is_first else 3
 
 
 def _norms(

@@ -146,7 +146,7 @@ def _vectors(
                 backbone.preprocess.crop,
                 backbone.num_prefix_tokens,
                 # A map of reduce=grid or reduce=align has any proportions.
-                is_map=layer.tokens is not None and layer.tokens.grid == shape[1:],
+                is_map=layer.tokens is not None and layer.tokens.channels_first(shape) is True,
             ),
         )
     except ReduceError:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +18,15 @@ SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 
 def refuse(signum: int, frame: object) -> None:
     raise AssertionError(f"signal {signum} reached a handler of another process")
+
+
+@pytest.fixture(autouse=True)
+def default_handlers() -> Iterator[None]:
+    """Under nohup pytest itself ignores SIGHUP, which blocks of handlers respect."""
+    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def test_handlers_are_put_back_in_any_order_of_blocks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from torch.nn.parameter import is_lazy
 from featx.base import refuse_scripted
 from featx.errors import ModelError
 from featx.images import Preprocess
+
+_GENERATOR = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -250,8 +253,11 @@ def _plain_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's random numbers on the CPU inside the block, and restore them after it."""
-    with torch.random.fork_rng(devices=[]):
+    """Seed torch's random numbers on the CPU inside the block, and restore them after it.
+
+    Blocks of other threads wait: all threads draw from one generator.
+    """
+    with _GENERATOR, torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also seed the CUDA devices, which fork_rng(devices=[]) does not
         # restore.
         torch.default_generator.manual_seed(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,27 @@ def test_a_factory_in_the_current_folder_with_arguments(here: Path) -> None:
 def test_wrong_factories(here: Path, factory: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         build(factory)
+
+
+def test_threads_that_build_at_once_get_the_weights_of_their_seed(here: Path) -> None:
+    (here / "my_slow_net.py").write_text(
+        "import time\nimport torch\nfrom torch import nn\n\n"
+        "def make():\n"
+        "    made = []\n"
+        "    for _ in range(3):\n"
+        "        made.append(nn.Linear(3, 2))\n"
+        "        time.sleep(0.02)\n"
+        "    return nn.Sequential(*made)\n"
+    )
+
+    def digest(seed: int) -> str:
+        return build("my_slow_net:make", seed=seed).weights_sha256
+
+    state = torch.random.get_rng_state()
+    alone = [digest(seed) for seed in (0, 1, 2)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(digest, (0, 1, 2))) == alone
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_wrong_arguments_name_the_target(here: Path) -> None:

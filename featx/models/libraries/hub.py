@@ -192,7 +192,8 @@ def _call_entry(config: HubOptions, seed: int) -> nn.Module:
 
     folder, args = _find_folder(config.name), dict(config.args)
     where = f"{config.name}: {config.entry} of hubconf.py"
-    with _importable(folder, config.name), seeded(seed):
+    # The block of `seeded` comes first: threads wait there, so that no two change sys.path at once.
+    with seeded(seed), _importable(folder, config.name):
         try:
             module = _function(folder, config)(**args)
         except FeatxError:

@@ -349,8 +349,8 @@ def _refuse_another_layer(
     line = stored.first_run_with(point.name).header.fingerprint.get(f"layer.{point.name}")
     refuse_difference(
         out,
-        {f"layer {point.name}": {**asdict(before), "as": line}},
-        {f"layer {point.name}": {**asdict(now), "as": layer_line(now, config)}},
+        {f"layer {point.name}": {**asdict(before), "fingerprint_entry": line}},
+        {f"layer {point.name}": {**asdict(now), "fingerprint_entry": layer_line(now, config)}},
     )
 
 

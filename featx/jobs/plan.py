@@ -27,17 +27,25 @@ _TRIAL_BATCHES = 2
 
 def run(config: Config, config_yaml: str) -> int:
     """Print time, disk space, memory and what they rest on; returns 1 if the run would fail."""
-    with build_run_context(config, config_yaml, FEATURES, FeatureOutput(config)) as context:
-        plan = _plan(config, context)
+    output = FeatureOutput(config)
+    with build_run_context(config, config_yaml, FEATURES, output) as context:
+        plan = _plan(config, context, *output.planned(context))
         print_summary(config, plan, *_sections(context, plan))
     return 1 if _obstacle(plan) else 0
 
 
-def _plan(config: Config, context: RunContext) -> dict[str, object]:
-    """Return the plan in JSON types; sizes in bytes, times in seconds."""
+def _plan(
+    config: Config, context: RunContext, num_left: int, store_bytes: int
+) -> dict[str, object]:
+    """Return the plan in JSON types; sizes in bytes, times in seconds.
+
+    Args:
+        num_left: number of rows that the run would compute.
+        store_bytes: bytes of all features of the store then.
+    """
     num_rows = len(context.listing)
     seconds_read = _seconds_per_image_read(context)
-    stored = context.row_bytes * num_rows
+    needed = context.row_bytes * num_left
     compute = context.engine.compute
     part = min(context.part_rows, num_rows) * context.row_bytes
     # One part is filled while the one before it is built and held as a file.
@@ -45,8 +53,8 @@ def _plan(config: Config, context: RunContext) -> dict[str, object]:
     height, width = context.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
     maps = 0 if context.windows is None else context.windows.map_bytes
-    is_small = stored <= LARGEST_PACKED_BYTES
-    packs = config.pack is True or (config.pack == "auto" and is_small)
+    is_small = store_bytes <= LARGEST_PACKED_BYTES
+    packs = num_left > 0 and (config.pack is True or (config.pack == "auto" and is_small))
     disk_free = None
     if not is_url(config.out):
         root = parse_path(config.out)
@@ -54,20 +62,21 @@ def _plan(config: Config, context: RunContext) -> dict[str, object]:
         disk_free = AtomicFolder(root).free_bytes() + leftover_bytes(root)
     return {
         "rows": num_rows,
+        "rows_left": num_left,
         "layers": {
             spec.name: {"shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.row_bytes}
             for spec in context.specs
         },
         **compute.as_dict(),
         "part_rows": context.part_rows,
-        "packs": config.pack is True,
-        "disk_needed": stored,
-        "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
+        "packs": packs and config.pack is True,
+        "disk_needed": needed,
+        "disk_needed_while_packing": packed_size_bound(needed + packs * store_bytes),
         "disk_free": disk_free,
         "memory": context.engine.weight_bytes + context.listing.num_bytes + held + 6 * batch + maps,
         "images_per_second_model": 1 / context.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
-        "seconds": num_rows * max(context.model_s, seconds_read or 0.0),
+        "seconds": num_left * max(context.model_s, seconds_read or 0.0),
     }
 
 
@@ -89,10 +98,10 @@ def _sections(context: RunContext, plan: Json) -> list[Section]:
         None if plan[name] is None else size_text(plan[name])
         for name in ("disk_needed", "disk_free", "disk_needed_while_packing")
     )
-    answer = (
-        f"{counted(plan['rows'], 'image')}: about {time_text(plan['seconds'])} after the start, "
-        f"{needed} of features."
-    )
+    num_left, images = plan["rows_left"], counted(plan["rows"], "image")
+    if num_left < plan["rows"]:
+        images = f"{num_left} of {images}, the others are in the store"
+    answer = f"{images}: about {time_text(plan['seconds'])} after the start, {needed} of features."
     if not _fits(plan):
         answer += "\nNOT ENOUGH disk space: choose another out=DIR, a reduction, or pack=false."
     elif free is not None and plan["disk_free"] <= plan["disk_needed_while_packing"]:

@@ -41,6 +41,7 @@ from featx.store import (
     layout,
     leftover_bytes,
     load_manifest,
+    merge_manifest,
     missing_parts,
     pack_parts,
     part_names,
@@ -190,6 +191,20 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self._finished = FinishedRun(self.config)
         return self._finished.summary(self.list_images)
 
+    def planned(self, context: RunContext) -> tuple[int, int]:
+        """Number of rows that a run would compute, and bytes of all features of the store then.
+
+        Raises StoreMismatchError if the run does not fit the store.
+        """
+        requested, stored = context.as_run(), self._stored
+        if stored is None:
+            return requested.grid.num_rows, requested.num_bytes
+        unfinished = [run for run, _ in missing_parts(self.root, stored)]
+        merged = merge_manifest(self.root, stored, requested, unfinished, self.config.grow)
+        missing = missing_parts(self.root, merged)
+        parts = [part for run, gaps in missing if run.names == requested.names for part in gaps]
+        return sum(map(len, parts)), sum(run.num_bytes for run in merged.runs)
+
     @contextlib.contextmanager
     def open(self, context: RunContext) -> Iterator[None]:
         """Hold the store; write the config into it."""
@@ -334,8 +349,8 @@ def _refuse_another_layer(
     line = stored.first_run_with(point.name).header.fingerprint.get(f"layer.{point.name}")
     refuse_difference(
         out,
-        {f"layer {point.name}": {**asdict(before), "as": line}},
-        {f"layer {point.name}": {**asdict(now), "as": layer_line(now, config)}},
+        {f"layer {point.name}": {**asdict(before), "fingerprint_entry": line}},
+        {f"layer {point.name}": {**asdict(now), "fingerprint_entry": layer_line(now, config)}},
     )
 
 

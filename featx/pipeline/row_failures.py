@@ -97,12 +97,14 @@ def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, lay
     key = bytes(context.listing.keys[row])
     reason = context.explain(engine, batch, row - batch.start, layer)
     if context.config.nonfinite == "error":
-        wide = context.specs[0].dtype == "float32"
-        wider = "" if wide else "store larger values: dtype=float32; to "
+        remedies = ["mark such rows and continue: nonfinite=record"]
+        if engine.compute.precision != "fp32":
+            remedies.insert(0, "compute more exactly: precision=fp32")
+        if context.specs[0].dtype != "float32":
+            remedies.insert(0, "store larger values: dtype=float32")
         raise NonFiniteError(
             f"layer {layer}, row {row} ({name_text(key)}): {reason}. Nothing committed is lost. "
-            f"To {wider}compute more exactly: precision=fp32; to mark such rows and continue: "
-            "nonfinite=record. Each needs overwrite=true or a new out."
+            f"To {'; to '.join(remedies)}. That needs overwrite=true or a new out."
         )
     return Failure(row, key, Status.NON_FINITE, "NonFiniteError", f"layer {layer}: {reason}")
 

@@ -86,6 +86,11 @@ class Run:
         """Names of the datasets."""
         return frozenset(spec.name for spec in self.layers)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows without compression."""
+        return self.grid.num_rows * sum(spec.row_bytes for spec in self.layers)
+
     def parts(self) -> list[Part]:
         """All parts of the run, in order."""
         return [self.grid.part(i) for i in range(len(self.grid))]

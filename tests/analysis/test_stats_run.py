@@ -280,7 +280,7 @@ def test_no_image_can_be_read(photos: Path, capsys: pytest.CaptureFixture[str]) 
 def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -> None:
     model = {**MODEL, "args": {"poison": 0.02}}
     layers = ["conv", "pool"]
-    with pytest.raises(NonFiniteError, match=r"layer pool, row \d+.*compute more exactly") as error:
+    with pytest.raises(NonFiniteError, match=r"layer pool, row \d+.*nonfinite=record") as error:
         take(photos, model=model, layers=layers)
     assert "dtype" not in str(error.value)  # which is none of the keys of job=stats
     store = extract(

@@ -102,6 +102,8 @@ def test_other_settings_do_not_join_a_store(stored: Stored) -> None:
         assert refused.value.exit_code == 2
         assert "overwrite=true" in str(refused.value)
         assert "out=DIR" in str(refused.value)
+        assert ", as: " not in str(refused.value)  # the layer's settings as one text
+        assert "fingerprint_entry" not in str(refused.value)
         assert (dataset_digests(PART), Path("store/featx.json").read_bytes()) == before
 
 

@@ -1,0 +1,57 @@
+"""job=plan on a store that exists: what the run would compute, or why it would be refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import KEYS, extract, run_job, write_image, write_images
+
+from featx.errors import StoreMismatchError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function that returns the plan of a run with some options."""
+
+    def plan(**keys: Any) -> dict[str, Any]:
+        capsys.readouterr()
+        assert run_job("plan", json=True, **{**KEYS, "data": "photos", **keys}) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return plan
+
+
+def test_rows_that_are_there_are_not_counted(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    photos = write_images(Path("photos"), 10)
+    of_row = 8 * 4 * 4 * 2
+    new = plan()
+    assert (new["rows"], new["rows_left"], new["disk_needed"]) == (10, 10, 10 * of_row)
+    extract(photos, pack=False)
+    Path("store/parts/part-000001.h5").unlink()
+    run_job("plan", **KEYS, data="photos")
+    assert "4 of 10 images, the others are in the store: about" in capsys.readouterr().out
+    left = plan()
+    assert (left["rows"], left["rows_left"], left["disk_needed"]) == (10, 4, 4 * of_row)
+    packing = [each["disk_needed_while_packing"] for each in (plan(pack=False), left, new)]
+    assert packing == sorted(set(packing))  # the rows that are there are copied too
+    assert plan(overwrite=True)["rows_left"] == 10
+    extract(photos)
+    finished = plan()
+    assert (finished["rows_left"], finished["disk_needed"], finished["seconds"]) == (0, 0, 0)
+    write_image(photos / "cat" / "001.png", 99)
+    grown = plan(grow=True)
+    assert (grown["rows"], grown["rows_left"], grown["disk_needed"]) == (11, 1, of_row)
+
+
+def test_a_run_that_would_be_refused_is_refused(plan: Any) -> None:
+    extract(write_images(Path("photos"), 5))
+    assert plan(layers=["pool"], dtype="float32")["rows_left"] == 5
+    for keys in ({"dtype": "float32"}, {"codec": "zstd"}, {"layers": ["pool"], "seed": 1}):
+        with pytest.raises(StoreMismatchError, match="was started with other settings"):
+            plan(**keys)

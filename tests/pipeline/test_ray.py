@@ -57,6 +57,7 @@ class MadeRay:
         actors: numbers of those that were started.
         die_at: part -> how many actors die at it.
         delay_s: how long it takes to wait for a result.
+        is_connected: whether the caller has connected.
     """
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
@@ -67,9 +68,10 @@ class MadeRay:
         self.asked: dict[str, Any] = {}
         self.die_at: dict[int, int] = {}
         self.delay_s = 0.0
+        self.is_connected = True
 
     def is_initialized(self) -> bool:
-        return True
+        return self.is_connected
 
     def nodes(self) -> list[dict[str, Any]]:
         """Room for three actors of one CPU."""
@@ -264,13 +266,29 @@ def test_without_ray_the_extra_is_named_and_nothing_is_started(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
-@pytest.mark.usefixtures("ray")
 def test_a_cluster_that_does_not_answer_is_reported_before_the_run(
-    photos: Path, address: str
+    photos: Path, ray: MadeRay, address: str
 ) -> None:
+    ray.is_connected = False
     output = rf"executor.address={address}: no Ray cluster answers there \(.*refused"
     with pytest.raises(ConfigError, match=output):
         extract(photos, executor={"name": "ray", "address": address})
+    assert not Path("store").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "auto"}, r"executor.address=auto has no effect: .* connected to a Ray"),
+        ({"gpus": 0.5}, "executor.gpus=0.5 has no effect with device=cpu"),
+    ],
+)
+@pytest.mark.usefixtures("ray")
+def test_options_without_effect_are_refused(
+    photos: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        extract(photos, device="cpu", executor={"name": "ray", **options})
     assert not Path("store").exists()
 
 

@@ -117,13 +117,16 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     extract(photos, out="reference", max_failures=5)
     keys = {
         "name": "slurm", "workers": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
-        "memory_gib": 3.0, "time_limit_min": 30,
+        "memory_gib": 3.0, "time_limit_min": 30, "folder": "jobs%A",
     }  # fmt: skip
     store = extract(photos, executor=keys, max_failures=5)
     assert store.complete
     assert dataset_digests("store") == dataset_digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     (asked,) = cluster.arrays
+    # Slurm replaces %A by the number of a job, in the name of a folder too.
+    assert asked["output"].endswith("/%A_%a.log")
+    assert "/jobs%%A/" in asked["output"]
     assert asked["wrap"].startswith("set -- 0 1 2; shift $SLURM_ARRAY_TASK_ID; exec ")
     assert asked["wrap"].endswith(" $1 cpu 1800 $(date +%s)")
     assert asked.keys() - {"wrap", "output"} == {
@@ -190,7 +193,7 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
 
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlurm) -> None:
     cluster.refusals = ["sbatch: error: Batch job submission failed: Invalid qos specification"]
-    with pytest.raises(ConfigError, match=r"take the tasks: Batch job.* Invalid qos.*cutor.cpus=1"):
+    with pytest.raises(ConfigError, match=r"Invalid qos.*executor.workers=2, executor.cpus=1"):
         extract(photos, executor={**SLURM, "workers": 2})
     cluster.refusals = ["sbatch: error: Unable to contact slurm controller (connect failure)"]
     with pytest.raises(RunError, match=r"controller of Slurm does not answer \(Unable to contact"):

@@ -131,7 +131,7 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     assert asked["wrap"].endswith(" $1 cpu 1800 $(date +%s)")
     assert asked.keys() - {"wrap", "output"} == {
         "parsable", "requeue", "job-name", "array", "ntasks", "open-mode", "cpus-per-task", "time",
-        "mem", "partition", "gres", "signal",
+        "mem", "partition", "gres", "signal", "export",
     }  # fmt: skip
     given = [asked[name] for name in ("array", "cpus-per-task", "time", "mem", "partition", "gres")]
     assert given == ["0-2", "1", "30", "3072M", "short", "gpu:1"]
@@ -189,6 +189,16 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
         extract(photos, executor={**SLURM, "workers": 1})
     cluster.lose = 0
     assert extract(photos).complete
+
+
+def test_the_environment_hides_no_task_from_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SINFO_PARTITION", "other")
+    code, output, _ = slurm_task.run_command(["env"])
+    assert code == 0
+    assert "SQUEUE_" not in output
+    assert "SINFO_" not in output
+    assert f"HOME={os.environ['HOME']}\n" in output
 
 
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlurm) -> None:

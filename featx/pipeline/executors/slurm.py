@@ -309,6 +309,7 @@ class JobArray(WorkerPool):
             "ntasks": 1,
             "output": f"{logs}/%A_%a.log",
             "open-mode": "append",
+            "export": "ALL",  # also where SBATCH_EXPORT=NONE is the default of a cluster
             **{name: value for name, (_, value) in self._requests.items() if value is not None},
             "wrap": f"set -- {' '.join(map(str, numbers))}; shift $SLURM_ARRAY_TASK_ID; "
             f"exec {shlex.join(task)} $1 {self._device} {60 * self._minutes} $(date +%s)",

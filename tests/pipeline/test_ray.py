@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import distributed_jobs
+import h5py
+import numpy as np
 import pytest
 from made_store import dataset_digests, temporary_files
 from object_server import num_parts, place, rows_of, worker_pids
@@ -253,6 +255,29 @@ def test_an_actor_refuses_a_data_set_that_has_changed_since_it_was_listed(
     monkeypatch.setattr(ray_executor.Actor, "run", run_later)
     with pytest.raises(StoreMismatchError, match=r"actor 0.*other labels: .* was cat and is dog"):
         extract("t.csv", executor={"name": "ray", "workers": 1})
+
+
+@pytest.mark.usefixtures("ray")
+def test_an_actor_refuses_other_images_under_the_same_keys_and_labels(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(value: int) -> None:
+        with h5py.File("new.h5", "w") as file:
+            file["images"] = np.full((8, 32, 32, 3), value, np.uint8)
+        Path("new.h5").replace("images.h5")  # readers of the old file keep it
+
+    write(1)
+    run = ray_executor.Actor.run
+
+    def run_later(self: Any, spec: Any, number: int, device: str) -> None:
+        write(2)
+        run(self, spec, number, device)
+
+    data = {"name": "hdf5", "root": "images.h5", "dataset": "/images"}
+    assert extract(data, executor={"name": "ray", "workers": 1}, out="unchanged").complete
+    monkeypatch.setattr(ray_executor.Actor, "run", run_later)
+    with pytest.raises(RunError, match=r"actor 0.*images of images.h5 have changed since the run"):
+        extract(data, executor={"name": "ray", "workers": 1})
 
 
 def test_without_ray_the_extra_is_named_and_nothing_is_started(

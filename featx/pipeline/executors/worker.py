@@ -48,7 +48,7 @@ from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.stop_signals import Interrupted
 from featx.sources import open_source
 from featx.storage import open_folder, s3_outage
-from featx.store import Heartbeat, merge_listing
+from featx.store import Heartbeat, content_tags_digest, merge_listing
 from featx.types import Batch, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
@@ -153,7 +153,13 @@ def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
             source = open_source(config.data)
             # The data set may have changed while the worker waited for a machine, which the driver
             # would refuse as well. From here on the source can tell if it changes.
-            merge_listing(spec.root, listing, source.listing())
+            listed = merge_listing(spec.root, listing, source.listing()).head(spec.num_rows)
+            if content_tags_digest(listed) != spec.content_tags:
+                raise RunError(
+                    f"images of {config.data.root} have changed since the run began. Nothing "
+                    "committed is lost; run the same command again, which compares them with "
+                    "those of the committed rows."
+                )
         target = _WorkerTarget(spec, source, listing)
         with build_run_context(config, spec.config_yaml, spec.engine_spec, target) as context:
             if changed := differences(spec.fingerprint, context.header.fingerprint):

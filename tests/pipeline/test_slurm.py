@@ -191,6 +191,23 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
     assert extract(photos).complete
 
 
+def test_a_task_that_ends_after_its_run_leaves_nothing(
+    photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has lost it, another one has taken its place, and it was alive."""
+    specs: list[worker.WorkerSpec] = []
+    read = worker.read_spec
+
+    def read_and_keep(folder: Path) -> worker.WorkerSpec:
+        specs.append(read(folder))
+        return specs[-1]
+
+    monkeypatch.setattr(worker, "read_spec", read_and_keep)
+    assert extract(photos, executor=SLURM).complete
+    worker.run_worker(specs[0], 0, "cpu")
+    assert not Path("store/jobs").exists()
+
+
 def test_the_environment_hides_no_task_from_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     monkeypatch.setenv("SINFO_PARTITION", "other")

@@ -99,8 +99,17 @@ def run_worker(
         where = rows_text([] if worker is None else worker.parts_in_progress)
         trace = traceback.format_exc()
         report.error = WorkerError(type(error).__name__, str(error), trace, where)
-    folder.replace(result_path(spec, number), report.to_json().encode())
+    if not _is_left_behind(spec):
+        folder.replace(result_path(spec, number), report.to_json().encode())
     return report
+
+
+def _is_left_behind(spec: WorkerSpec) -> bool:
+    """Return whether the run has ended without this worker, so that its folder is gone.
+
+    Slurm may lose a task that is still alive, on a node without network for instance.
+    """
+    return spec.outlives_driver and not (spec.folder / SPEC).exists()
 
 
 def rows_text(parts: Sequence[Part]) -> str:
@@ -189,6 +198,7 @@ class PartWorker:
         self._output = spec.output
         self._output.join(context)
         self._context = context
+        self._spec = spec
         self._heartbeat = heartbeat
         self._report = report
         self._path = path
@@ -200,7 +210,7 @@ class PartWorker:
         self.num_committed = 0
         self.seconds: Mapping[str, float] = {}
         self.num_failed = 0  # the driver counts the failures of all workers and ends the run
-        self._folder.write_best_effort(path, report.to_json())
+        self._write_report()
 
     def compute_parts(self, parts: Iterable[Part]) -> None:
         """Compute and commit parts as the iterable yields them, and add their measurements."""
@@ -247,7 +257,11 @@ class PartWorker:
         del self._held[rows.part.index]
         self._report.num_parts += 1
         self._report.underflow_rows = dict(self._output.underflow_rows)
-        self._folder.write_best_effort(self._path, self._report.to_json())
+        self._write_report()
+
+    def _write_report(self) -> None:
+        if not _is_left_behind(self._spec):
+            self._folder.write_best_effort(self._path, self._report.to_json())
 
 
 @contextlib.contextmanager

@@ -103,6 +103,8 @@ def running_ray() -> Iterator[RayCluster]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "OMP_NUM_THREADS": "1",
+            # Ray starts actors with niceness 15: beside other work they hardly begin.
+            "RAY_worker_niceness": "0",
         }
         cluster = RayCluster(folder, within, environment)
         try:

@@ -61,8 +61,8 @@ class StubTask:
 def stub_spec(root: Path, parts: Sequence[Part], config: Config, task: StubTask) -> WorkerSpec:
     """The worker spec of a driver in this process; a stub reads only some of it."""
     made: dict[str, Any] = {
-        "config_yaml": "", "source": None, "engine_spec": None, "resume_state": None,
-        "num_rows": 0, "fingerprint": {"device": "cpu"}, "cpus": 1,
+        "config_yaml": "", "source": None, "content_tags": None, "engine_spec": None,
+        "resume_state": None, "num_rows": 0, "fingerprint": {"device": "cpu"}, "cpus": 1,
     }  # fmt: skip
     driver = heartbeat_name(os.getpid())
     return WorkerSpec(root=root, driver=driver, config=config, output=task, parts=parts, **made)

@@ -79,6 +79,8 @@ def test_workers_are_a_number_and_devices_a_list_of_gpus(
         (executor("slurm", devices=[0, 1]), r"devices has .*=local only \(now executor=slurm\)"),
         (executor("slurm", cpus=0), "executor.cpus=0: expected a whole number of at least 1"),
         (executor("slurm", mode="cloud"), "executor.mode=cloud: expected one of slurm, local"),
+        (executor("slurm", mode="local", time_limit_min=9), "limit_min=9 has no effect with .*l"),
+        (executor("slurm", mode="local", gres="gpu:1"), "gpu:1 has no effect with .*mode=local"),
         (executor("ray", gres="gpu:1"), "executor.gres has an effect with executor=slurm only"),
         (executor("ray", gpus=-1.0), "executor.gpus=-1.0: expected a number above 0"),
     ],

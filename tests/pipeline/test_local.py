@@ -97,6 +97,19 @@ def test_any_number_of_workers_gives_the_same_datasets(
     assert printed.out == ""
 
 
+def test_a_log_that_cannot_be_written_is_an_error_with_advice(run: MadeRun, tmp_path: Path) -> None:
+    def command_beside_a_folder(folder: Path, number: int, device: str) -> list[str]:
+        (folder / f"{number}.log").mkdir()
+        return stub_command(folder, number, device)
+
+    root = tmp_path / "store"
+    with run.session(root).hold() as session:
+        spec = stub_spec(root, session.missing(), Config(), StubTask(run, root, tmp_path))
+        pool = ProcessPool(spec, session, root / "jobs", ["cpu"], command=command_beside_a_folder)
+        with pytest.raises(RunError, match=r"0\.log failed: Is a directory\..*Move away"):
+            pool.run()
+
+
 def test_a_worker_that_is_killed_costs_its_part_only(
     work: Callable[..., RunOutcome],
     run: MadeRun,

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import distributed_jobs
+import h5py
+import numpy as np
 import pytest
 from made_store import dataset_digests, temporary_files
 from object_server import num_parts, place, rows_of, worker_pids
@@ -57,6 +59,7 @@ class MadeRay:
         actors: numbers of those that were started.
         die_at: part -> how many actors die at it.
         delay_s: how long it takes to wait for a result.
+        is_connected: whether the caller has connected.
     """
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
@@ -67,9 +70,10 @@ class MadeRay:
         self.asked: dict[str, Any] = {}
         self.die_at: dict[int, int] = {}
         self.delay_s = 0.0
+        self.is_connected = True
 
     def is_initialized(self) -> bool:
-        return True
+        return self.is_connected
 
     def nodes(self) -> list[dict[str, Any]]:
         """Room for three actors of one CPU."""
@@ -253,6 +257,29 @@ def test_an_actor_refuses_a_data_set_that_has_changed_since_it_was_listed(
         extract("t.csv", executor={"name": "ray", "workers": 1})
 
 
+@pytest.mark.usefixtures("ray")
+def test_an_actor_refuses_other_images_under_the_same_keys_and_labels(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(value: int) -> None:
+        with h5py.File("new.h5", "w") as file:
+            file["images"] = np.full((8, 32, 32, 3), value, np.uint8)
+        Path("new.h5").replace("images.h5")  # readers of the old file keep it
+
+    write(1)
+    run = ray_executor.Actor.run
+
+    def run_later(self: Any, spec: Any, number: int, device: str) -> None:
+        write(2)
+        run(self, spec, number, device)
+
+    data = {"name": "hdf5", "root": "images.h5", "dataset": "/images"}
+    assert extract(data, executor={"name": "ray", "workers": 1}, out="unchanged").complete
+    monkeypatch.setattr(ray_executor.Actor, "run", run_later)
+    with pytest.raises(RunError, match=r"actor 0.*images of images.h5 have changed since the run"):
+        extract(data, executor={"name": "ray", "workers": 1})
+
+
 def test_without_ray_the_extra_is_named_and_nothing_is_started(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,13 +291,29 @@ def test_without_ray_the_extra_is_named_and_nothing_is_started(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
-@pytest.mark.usefixtures("ray")
 def test_a_cluster_that_does_not_answer_is_reported_before_the_run(
-    photos: Path, address: str
+    photos: Path, ray: MadeRay, address: str
 ) -> None:
+    ray.is_connected = False
     output = rf"executor.address={address}: no Ray cluster answers there \(.*refused"
     with pytest.raises(ConfigError, match=output):
         extract(photos, executor={"name": "ray", "address": address})
+    assert not Path("store").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "auto"}, r"executor.address=auto has no effect: .* connected to a Ray"),
+        ({"gpus": 0.5}, "executor.gpus=0.5 has no effect with device=cpu"),
+    ],
+)
+@pytest.mark.usefixtures("ray")
+def test_options_without_effect_are_refused(
+    photos: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        extract(photos, device="cpu", executor={"name": "ray", **options})
     assert not Path("store").exists()
 
 

@@ -117,18 +117,21 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     extract(photos, out="reference", max_failures=5)
     keys = {
         "name": "slurm", "workers": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
-        "memory_gib": 3.0, "time_limit_min": 30,
+        "memory_gib": 3.0, "time_limit_min": 30, "folder": "jobs%A",
     }  # fmt: skip
     store = extract(photos, executor=keys, max_failures=5)
     assert store.complete
     assert dataset_digests("store") == dataset_digests("reference")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     (asked,) = cluster.arrays
+    # Slurm replaces %A by the number of a job, in the name of a folder too.
+    assert asked["output"].endswith("/%A_%a.log")
+    assert "/jobs%%A/" in asked["output"]
     assert asked["wrap"].startswith("set -- 0 1 2; shift $SLURM_ARRAY_TASK_ID; exec ")
     assert asked["wrap"].endswith(" $1 cpu 1800 $(date +%s)")
     assert asked.keys() - {"wrap", "output"} == {
         "parsable", "requeue", "job-name", "array", "ntasks", "open-mode", "cpus-per-task", "time",
-        "mem", "partition", "gres", "signal",
+        "mem", "partition", "gres", "signal", "export",
     }  # fmt: skip
     given = [asked[name] for name in ("array", "cpus-per-task", "time", "mem", "partition", "gres")]
     assert given == ["0-2", "1", "30", "3072M", "short", "gpu:1"]
@@ -188,9 +191,36 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
     assert extract(photos).complete
 
 
+def test_a_task_that_ends_after_its_run_leaves_nothing(
+    photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has lost it, another one has taken its place, and it was alive."""
+    specs: list[worker.WorkerSpec] = []
+    read = worker.read_spec
+
+    def read_and_keep(folder: Path) -> worker.WorkerSpec:
+        specs.append(read(folder))
+        return specs[-1]
+
+    monkeypatch.setattr(worker, "read_spec", read_and_keep)
+    assert extract(photos, executor=SLURM).complete
+    worker.run_worker(specs[0], 0, "cpu")
+    assert not Path("store/jobs").exists()
+
+
+def test_the_environment_hides_no_task_from_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SINFO_PARTITION", "other")
+    code, output, _ = slurm_task.run_command(["env"])
+    assert code == 0
+    assert "SQUEUE_" not in output
+    assert "SINFO_" not in output
+    assert f"HOME={os.environ['HOME']}\n" in output
+
+
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlurm) -> None:
     cluster.refusals = ["sbatch: error: Batch job submission failed: Invalid qos specification"]
-    with pytest.raises(ConfigError, match=r"take the tasks: Batch job.* Invalid qos.*cutor.cpus=1"):
+    with pytest.raises(ConfigError, match=r"Invalid qos.*executor.workers=2, executor.cpus=1"):
         extract(photos, executor={**SLURM, "workers": 2})
     cluster.refusals = ["sbatch: error: Unable to contact slurm controller (connect failure)"]
     with pytest.raises(RunError, match=r"controller of Slurm does not answer \(Unable to contact"):

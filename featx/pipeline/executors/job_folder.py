@@ -29,7 +29,7 @@ from featx.errors import ConfigError
 from featx.pipeline.output import AnyOutput, Session
 from featx.pipeline.run_context import EngineSpec, RunContext
 from featx.storage import open_folder
-from featx.store import heartbeat_name, layout
+from featx.store import content_tags_digest, heartbeat_name, layout
 from featx.types import Json, Part, ResumeState, Source
 
 SPEC = "worker-spec.pkl"
@@ -52,6 +52,7 @@ class WorkerSpec:
         driver: name of the heartbeat file of the driver.
         config: config of the run; each worker puts its own device into it.
         source: data set, or None if it cannot be pickled and the worker opens that of the config.
+        content_tags: digest of the content tags that this data set must have; None if it has none.
         output: what is computed and where it is committed, as `Output.for_workers` returns it.
         fingerprint: fingerprint of the driver; that of the worker must be equal.
         cpus: number of CPUs of the worker for reading and decoding.
@@ -65,6 +66,7 @@ class WorkerSpec:
     config: Config
     config_yaml: str
     source: Source | None
+    content_tags: str | None
     engine_spec: EngineSpec
     output: AnyOutput
     resume_state: ResumeState
@@ -83,12 +85,14 @@ def worker_spec(
 ) -> WorkerSpec:
     """Create the worker spec of a run, without what its executor adds."""
     config = context.config
+    source = _picklable_source(context)
     return WorkerSpec(
         root=session.root.absolute(),
         driver=heartbeat_name(os.getpid()),
         config=replace(config, executor=ExecutorConfig()),
         config_yaml=config_yaml,
-        source=_picklable_source(context),
+        source=source,
+        content_tags=content_tags_digest(context.listing) if source is None else None,
         engine_spec=context.engine_spec,
         output=output,
         resume_state=ResumeState(context.as_run().resolved, context.part_rows),

@@ -14,6 +14,7 @@ from featx.base import module_command, module_environment
 from featx.pipeline.executors.job_folder import WorkerSpec
 from featx.pipeline.executors.worker_pool import WorkerPool
 from featx.pipeline.output import Session
+from featx.storage import open_folder
 from featx.types import Part
 
 _NUM_LAST_LINES = 20
@@ -57,7 +58,9 @@ class ProcessPool(WorkerPool):
         for number in numbers:
             command = self._command(self.spec.folder, number, self._device(number))
             is_tied = not self.spec.outlives_driver
-            with self._log(number).open("ab") as log:
+            path = self._log(number)
+            open_folder(path.parent).append(path, "")  # an error if the disk is full
+            with path.open("ab") as log:
                 self._processes[number] = subprocess.Popen(
                     [*command, str(os.getpid())] if is_tied else command,
                     env=module_environment(),

@@ -56,9 +56,19 @@ class RayOptions(ExecutorConfig):
 def check(config: Config) -> None:
     """Check that Ray is installed and that its cluster answers at executor.address."""
     ray = ray_module()
-    address = _options(config).address
+    options = _options(config)
+    if options.gpus is not None and config.device == "cpu":
+        raise ConfigError(
+            f"executor.gpus={options.gpus:g} has no effect with device=cpu; leave one of them out."
+        )
+    address = options.address
     if address is None:
         return
+    if ray.is_initialized():
+        raise ConfigError(
+            f"executor.address={address} has no effect: this process is connected to a Ray cluster "
+            "already. Leave it out, or call ray.shutdown() first."
+        )
     # Ray itself would try for minutes.
     try:
         _connect(_cluster_address(ray, address), CONNECT_S)

@@ -92,6 +92,15 @@ class SlurmOptions(ExecutorConfig):
     """slurm (when not given), or local, which runs the tasks as processes of this machine to try
     the set-up."""
 
+    def __post_init__(self) -> None:
+        for option in ("gres", "partition", "account", "memory_gib", "time_limit_min"):
+            value = getattr(self, option)
+            if self.mode == "local" and value is not None:
+                raise ConfigError(
+                    f"executor.{option}={value} has no effect with executor.mode=local, whose "
+                    "tasks are processes of this machine; leave one of them out."
+                )
+
     @property
     def num_cpus(self) -> int:
         return self.cpus or 4
@@ -228,7 +237,8 @@ class JobArray(WorkerPool):
         if not self._ids and is_silent:
             raise _no_controller(error)
         if not self._ids:
-            given = [(key, value) for key, value in self._requests.values() if value is not None]
+            given = [("workers", len(numbers)), *self._requests.values()]
+            given = [(key, value) for key, value in given if value is not None]
             requested = ", ".join(f"executor.{key}={value}" for key, value in given)
             raise ConfigError(
                 f"Slurm does not take the tasks: {last_line(error)}. They ask for {requested}; "
@@ -292,12 +302,14 @@ class JobArray(WorkerPool):
 
     def _command(self, numbers: Sequence[int]) -> list[str]:
         task = module_command("featx.pipeline.executors.slurm_task", str(self.spec.folder))
+        logs = str(self.spec.folder).replace("%", "%%")  # sbatch replaces %A, %x, ... in the path
         options = {
             "job-name": "featx",
             "array": f"0-{len(numbers) - 1}",
             "ntasks": 1,
-            "output": self.spec.folder / "%A_%a.log",
+            "output": f"{logs}/%A_%a.log",
             "open-mode": "append",
+            "export": "ALL",  # also where SBATCH_EXPORT=NONE is the default of a cluster
             **{name: value for name, (_, value) in self._requests.items() if value is not None},
             "wrap": f"set -- {' '.join(map(str, numbers))}; shift $SLURM_ARRAY_TASK_ID; "
             f"exec {shlex.join(task)} $1 {self._device} {60 * self._minutes} $(date +%s)",

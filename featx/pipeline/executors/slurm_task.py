@@ -65,10 +65,16 @@ def requeue(spec: WorkerSpec, number: str, report: WorkerReport) -> None:
 def run_command(
     command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> tuple[int | None, str, str]:
-    """Run a Slurm command without the terminal; messages are in English by default.
+    """Run a Slurm command without the terminal.
 
-    Return exit code, stdout and stderr; the code is None if there is no such command.
+    By default messages are in English, and variables such as SQUEUE_PARTITION, which would hide
+    tasks, have no effect. Return exit code, stdout and stderr; the code is None if there is no such
+    command.
     """
+    if environment is None:
+        filters = ("SQUEUE_", "SINFO_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(filters)}
+        environment = {**kept, "LC_ALL": "C"}
     try:
         completed = subprocess.run(
             command,
@@ -77,7 +83,7 @@ def run_command(
             text=True,
             errors="replace",
             timeout=_ANSWER_S,
-            env=environment or {**os.environ, "LC_ALL": "C"},
+            env=environment,
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -48,7 +48,7 @@ from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.stop_signals import Interrupted
 from featx.sources import open_source
 from featx.storage import open_folder, s3_outage
-from featx.store import Heartbeat, merge_listing
+from featx.store import Heartbeat, content_tags_digest, merge_listing
 from featx.types import Batch, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
@@ -99,8 +99,17 @@ def run_worker(
         where = rows_text([] if worker is None else worker.parts_in_progress)
         trace = traceback.format_exc()
         report.error = WorkerError(type(error).__name__, str(error), trace, where)
-    folder.replace(result_path(spec, number), report.to_json().encode())
+    if not _is_left_behind(spec):
+        folder.replace(result_path(spec, number), report.to_json().encode())
     return report
+
+
+def _is_left_behind(spec: WorkerSpec) -> bool:
+    """Return whether the run has ended without this worker, so that its folder is gone.
+
+    Slurm may lose a task that is still alive, on a node without network for instance.
+    """
+    return spec.outlives_driver and not (spec.folder / SPEC).exists()
 
 
 def rows_text(parts: Sequence[Part]) -> str:
@@ -153,7 +162,13 @@ def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
             source = open_source(config.data)
             # The data set may have changed while the worker waited for a machine, which the driver
             # would refuse as well. From here on the source can tell if it changes.
-            merge_listing(spec.root, listing, source.listing())
+            listed = merge_listing(spec.root, listing, source.listing()).head(spec.num_rows)
+            if content_tags_digest(listed) != spec.content_tags:
+                raise RunError(
+                    f"images of {config.data.root} have changed since the run began. Nothing "
+                    "committed is lost; run the same command again, which compares them with "
+                    "those of the committed rows."
+                )
         target = _WorkerTarget(spec, source, listing)
         with build_run_context(config, spec.config_yaml, spec.engine_spec, target) as context:
             if changed := differences(spec.fingerprint, context.header.fingerprint):
@@ -183,6 +198,7 @@ class PartWorker:
         self._output = spec.output
         self._output.join(context)
         self._context = context
+        self._spec = spec
         self._heartbeat = heartbeat
         self._report = report
         self._path = path
@@ -194,7 +210,7 @@ class PartWorker:
         self.num_committed = 0
         self.seconds: Mapping[str, float] = {}
         self.num_failed = 0  # the driver counts the failures of all workers and ends the run
-        self._folder.write_best_effort(path, report.to_json())
+        self._write_report()
 
     def compute_parts(self, parts: Iterable[Part]) -> None:
         """Compute and commit parts as the iterable yields them, and add their measurements."""
@@ -241,7 +257,11 @@ class PartWorker:
         del self._held[rows.part.index]
         self._report.num_parts += 1
         self._report.underflow_rows = dict(self._output.underflow_rows)
-        self._folder.write_best_effort(self._path, self._report.to_json())
+        self._write_report()
+
+    def _write_report(self) -> None:
+        if not _is_left_behind(self._spec):
+            self._folder.write_best_effort(self._path, self._report.to_json())
 
 
 @contextlib.contextmanager

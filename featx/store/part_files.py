@@ -298,9 +298,15 @@ _FOLDERS = (
 
 
 def clear_leftovers(disk: AtomicFolder) -> None:
-    """Delete what killed processes have left in a store; only its holder may do this."""
+    """Delete what killed processes have left in a store; only its holder may do this.
+
+    Files that jobs without its lock, such as a probe, are writing at this moment stay.
+    """
     for path in _leftovers(disk.root):
-        disk.remove(path)
+        if path.is_dir():
+            disk.remove(path)
+        else:
+            disk.remove_leftover(path)
     clear_job_folders(disk)
 
 

@@ -21,7 +21,7 @@ from featx.storage import AtomicFolder
 from featx.store import DamageReport, check_store
 from featx.store.committed_parts import remove_parts
 from featx.store.pack import pack
-from featx.store.part_files import part_path
+from featx.store.part_files import part_names, part_path
 
 
 @pytest.fixture
@@ -376,3 +376,26 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(
     monkeypatch.setattr("featx.store.file_checks.open_hdf5", failing)
     with pytest.raises(StoreError, match="When it can be read"):
         check_store(tmp_path)
+
+
+def test_a_store_that_is_packed_or_grows_during_the_check_is_sound(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that the check found first are gone, or those of a later run are there."""
+    grown, changes = make_grown(run, 9), [True]
+
+    def names_after_a_change(root: Path) -> set[str]:
+        if changes:
+            grown.finish(root, grow=True, packed=changes.pop())
+        return part_names(root)
+
+    run.copied(tmp_path)
+    monkeypatch.setattr("featx.store.verification.part_names", names_after_a_change)
+    sound_report = check_store(tmp_path)
+    assert sound_report.complete, sound_report.as_dict()
+    assert sound_report.num_rows == 38
+    changes.append(False)
+    grown = make_grown(grown, 3)
+    sound_report = check_store(tmp_path)
+    assert sound_report.complete, sound_report.as_dict()
+    assert sound_report.num_rows == 41

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import itertools
 import os
 import time
@@ -14,7 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from featx.errors import StoreError
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
+from featx.storage import (
+    TEMPORARY_PREFIX,
+    AtomicFolder,
+    S3File,
+    is_url,
+    names_in,
+    prefetch_files,
+)
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.chunk_table import table_header
@@ -54,13 +60,7 @@ def part_path(root: Path, index: int) -> Path:
 
 def part_names(root: Path) -> set[str]:
     """File names of the parts in a store."""
-    folder = root / layout.PARTS
-    if is_url(root):
-        return {path.name for path in folder.glob(layout.PART_GLOB)}
-    try:
-        return set(fnmatch.filter(os.listdir(folder), layout.PART_GLOB))
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
+    return names_in(root / layout.PARTS, layout.PART_GLOB)
 
 
 def is_streamed(

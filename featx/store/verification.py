@@ -44,9 +44,14 @@ def check_store(root: Path) -> DamageReport:
     single file is no features.h5.
     """
     layout.running_checksum()  # without xxhash nothing would be compared
-    for _ in range(NUM_ATTEMPTS):
+    for left in reversed(range(NUM_ATTEMPTS)):
         before = _state(root)
-        report = _check(root)
+        try:
+            report = _check(root)
+        except StoreError:  # a file that cannot be read, or has vanished
+            if not left or _state(root) == before:
+                raise
+            continue
         if report.complete or _state(root) == before:
             break
         # Another process has packed the store meanwhile, or added to it.

@@ -34,7 +34,7 @@ from featx.analysis.probe.heads import (
 )
 from featx.analysis.probe.layer_rows import as_vectors
 from featx.analysis.probe.metrics import LABEL_THRESHOLD
-from featx.base import choose_device, name_text
+from featx.base import choose_device, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.models import given_factory
@@ -269,9 +269,11 @@ class _PredictionSink(NewImagesSink):
 
 def head_of_store(store: Path, layer: str | None) -> Path:
     """Return the file of a layer's head in a store; without a layer, of the best one of the probe.
-    Raises StoreError if the store was not probed, or the layer has no head.
+    A probe of another state of the store is said. Raises StoreError if the store was not probed, or
+    the layer has no head.
     """
-    folder = output_folder(FeatureStore(store))
+    opened = FeatureStore(store)
+    folder = output_folder(opened)
     path = folder / layout.PROBE
     try:
         result = read_result(path)
@@ -303,5 +305,11 @@ def head_of_store(store: Path, layer: str | None) -> Path:
         raise StoreError(
             f"{head_file} is not the head that {path} names with its SHA-256: it is damaged or was "
             "replaced, or a probe was interrupted before it wrote probe.json. Run job=probe again."
+        )
+    if result.get("rows_sha256") != opened.rows_sha256:
+        log_message(
+            f"{path} belongs to another state of the store, whose rows have changed since. Its "
+            "heads predict; job=probe fits them to the rows of now.",
+            level="warning",
         )
     return head_file

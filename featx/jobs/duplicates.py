@@ -34,6 +34,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.base import choose_device
 
     store, options = open_input(config.store_path()), config.duplicates
+    rows_sha256 = store.rows_sha256
     layer, threshold = chosen_layer(store, config), options.least_cosine
     disk, device = result_folder(store, config), choose_device(config.device)
     vectors = LayerVectors(store, layer, device, unit=True, standardise=options.standardise)
@@ -58,7 +59,7 @@ def run(config: Config, config_yaml: str) -> int:
         **table,
     }
     of_several = counted(len(mixed), "group has", "groups have")
-    write_json(disk, "duplicates.json", store, summary)
+    write_json(disk, "duplicates.json", rows_sha256, summary)
     rows = [
         ("layer", layer),
         (

@@ -187,6 +187,7 @@ def _write_files(
 ) -> list[Path]:
     """Write neighbors.npz, and neighbors.csv for up to CSV_PAIRS pairs."""
     table_file, csv_file = disk.root / "neighbors.npz", disk.root / "neighbors.csv"
+    disk.remove(csv_file)  # of an earlier search, which a kill would leave beside this one
     with disk.stream_file(table_file) as file:
         np.savez(
             file,
@@ -201,7 +202,6 @@ def _write_files(
             recall=np.array(1.0 if index is None else index.recall),
         )
     if found.neighbours.size > CSV_PAIRS:
-        disk.remove(csv_file)
         return [table_file]
     pairs = (
         (row, store.keys[row], rank, other, store.keys[other], f"{score:.6g}")

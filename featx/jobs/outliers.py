@@ -31,6 +31,7 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.similarity import find_outliers  # which imports torch
 
     store, options = open_input(config.store_path()), config.outliers
+    rows_sha256 = store.rows_sha256
     layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()) + int((store.ok & (store.labels >= 0)).sum()))
@@ -48,7 +49,7 @@ def run(config: Config, config_yaml: str) -> int:
         "farthest_in_class": list(_described(store, found, of_class[: options.show])),
         **table,
     }
-    write_json(disk, "outliers.json", store, summary)
+    write_json(disk, "outliers.json", rows_sha256, summary)
     rows = [
         ("layer", layer),
         ("distance", f"{found.metric}, mean of the {found.k} nearest rows, standardised values"),

@@ -53,16 +53,14 @@ def run(config: Config, config_yaml: str) -> int:
     check_writable(disk.root)  # first, so that an unusable path fails early
     predictions = run_prediction(config, head)
     disk.make_folder(disk.root)
-    path = disk.root / PREDICTIONS_CSV
+    path, page = disk.root / PREDICTIONS_CSV, disk.root / PREDICTIONS_HTML
+    disk.remove(page)  # of an earlier run, which a kill would leave beside these predictions
     disk.replace_unlocked(path, image_predictions_csv(predictions))
-    page = disk.root / PREDICTIONS_HTML
     has_page = predictions.task == "classification"
     if has_page:
         whole = replace(config.data, views=None, crops=None, crop_scale=None, crop_ratio=None)
         html = render_predictions(predictions, whole, disk.root.name)
         disk.replace_unlocked(page, html.encode())
-    else:
-        disk.remove(page)  # the page of an earlier run
     summary = _summary(predictions, path, page if has_page else None)
     print_summary(config, summary, *_sections(summary))
     return exit_code(

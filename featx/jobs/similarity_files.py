@@ -50,9 +50,12 @@ def class_name(store: FeatureStore, row: int) -> str | None:
     return str(store.classes[label]) if label >= 0 else None
 
 
-def write_json(disk: AtomicFolder, name: str, store: FeatureStore, summary: Json) -> None:
-    """Write a result with the digest of the rows of the store, for job=report."""
-    result = {"rows_sha256": store.rows_sha256, **summary}
+def write_json(disk: AtomicFolder, name: str, rows_sha256: str, summary: Json) -> None:
+    """Write a result with the digest of the rows of its store, for job=report.
+
+    The digest is read before the rows: a store that changes later is then refused by its reader.
+    """
+    result = {"rows_sha256": rows_sha256, **summary}
     disk.replace_unlocked(disk.root / name, result_json(result, indent=1))
 
 

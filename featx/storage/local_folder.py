@@ -228,6 +228,15 @@ class AtomicFolder:
             else:
                 path.unlink(missing_ok=True)
 
+    def remove_leftover(self, path: Path) -> None:
+        """Delete a temporary file that a dead process has left, which so holds no lock on it.
+
+        On a file system without locks no process gets one, so no process deletes the file.
+        """
+        with contextlib.suppress(OSError), path.open("rb") as abandoned:
+            fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
     def lock(self, path: Path) -> contextlib.AbstractContextManager[int]:
         """Hold the exclusive lock of the store within the block; see `exclusive_lock`."""
         return exclusive_lock(path)
@@ -269,17 +278,14 @@ class AtomicFolder:
     def _temporary(self, path: Path, has_lock: bool) -> TemporaryFile:
         """Begin a new file.
 
-        Without the lock of the folder, temporary files for the same path whose writers are dead,
-        and so hold no lock on them, are deleted first. The new one is locked until it is closed;
-        the kernel releases the lock of a killed process. On a file system without locks no process
-        gets one, so no process deletes the file.
+        Without the lock of the folder, temporary files that dead processes have left for the same
+        path are deleted first. The new one is locked until it is closed; the kernel releases the
+        lock of a killed process.
         """
         if has_lock:
             return TemporaryFile(path)
         for leftover in path.parent.glob(f"{TEMPORARY_PREFIX}{glob.escape(path.name)}.*"):
-            with contextlib.suppress(OSError), leftover.open("rb") as abandoned:
-                fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink()
+            self.remove_leftover(leftover)
         file = TemporaryFile(path)
         with contextlib.suppress(OSError):
             fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -107,6 +107,10 @@ class S3Folder(AtomicFolder):
         except OSError as error:
             raise storage_error(path, error, "deleting") from error
 
+    def remove_leftover(self, path: Path) -> None:
+        """Same as `remove`: temporary files in a bucket were copied there."""
+        self.remove(path)
+
     def free_bytes(self) -> int:
         """Size that no store reaches, as a bucket has no limit."""
         return _UNLIMITED_BYTES

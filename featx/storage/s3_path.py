@@ -25,6 +25,19 @@ def is_url(text: str | os.PathLike[str]) -> bool:
     return _URL.match(str(text)) is not None
 
 
+def names_in(folder: Path, pattern: str) -> set[str]:
+    """Names in a folder that match a glob; none if the folder vanishes, as that of parts does.
+
+    `Path.glob` raises FileNotFoundError then, before Python 3.13.
+    """
+    if is_url(folder):
+        return {path.name for path in folder.glob(pattern)}
+    try:
+        return set(fnmatch.filter(os.listdir(folder), pattern))
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
 def parse_path(text: str | os.PathLike[str]) -> Path:
     """Parse the location of a store as users type it: a path, or s3://bucket/run.
 

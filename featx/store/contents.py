@@ -19,8 +19,8 @@ from featx.store.manifest import DamagedManifestError, Manifest, Run, load_manif
 from featx.store.open_files import Handles, OpenFile
 from featx.store.part_files import DamageRecord, part_names
 
-_NUM_ATTEMPTS = 3
-"""Number of attempts to list a folder that is being packed meanwhile."""
+NUM_ATTEMPTS = 3
+"""Number of attempts to read a folder that is being packed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ def find_contents(root: Path, handles: Handles) -> Contents:
         if root.name == layout.LISTING or root.suffix in (".json", ".html", ".csv"):
             raise StoreError(f"{root} is no store: give its folder, or its {layout.PACKED}.")
         return _packed_contents(root, handles)[0]
-    for _ in range(_NUM_ATTEMPTS):
-        before = _packed_state(root)
+    for _ in range(NUM_ATTEMPTS):
+        before = file_state(root / layout.PACKED)
         handles.forget()
         failure: OSError | None = None
         try:
             contents = _folder_contents(root, before is not None, handles)
         except (FileNotFoundError, StoreError) as error:
             failure = error
-        if _packed_state(root) == before:
+        if file_state(root / layout.PACKED) == before:
             break
         # The store was packed meanwhile and parts vanished, so its folder is listed again.
     if isinstance(failure, FileNotFoundError):
@@ -110,10 +110,10 @@ def _stores_in(folder: Path) -> list[str]:
     return sorted(each.parent.name for each in folder.glob(f"*/{layout.MANIFEST}"))
 
 
-def _packed_state(root: Path) -> tuple[int, int] | None:
-    """Inode and modification time of features.h5, or None; they change when it is replaced."""
+def file_state(path: Path) -> tuple[int, int] | None:
+    """Inode and modification time of a file, or None; they change when it is replaced."""
     try:
-        state = (root / layout.PACKED).stat()
+        state = path.stat()
     except FileNotFoundError:
         return None
     return state.st_ino, state.st_mtime_ns

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import StoreLockedError
-from featx.storage import AtomicFolder
+from featx.storage import AtomicFolder, names_in
 from featx.store import layout
 from featx.types import Json, Part
 
@@ -174,7 +174,8 @@ class HeartbeatRecord:
 def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     """Read the heartbeats of all processes whose files exist."""
     heartbeats = []
-    for path in sorted((root / layout.WORKERS).glob("*.json")):
+    for name in sorted(names_in(root / layout.WORKERS, "*.json")):
+        path = root / layout.WORKERS / name
         with contextlib.suppress(OSError, ValueError):  # the process has just deleted its file
             values = {"pids": None, **json.loads(path.read_bytes())}
             age_s = time.time() - path.stat().st_mtime

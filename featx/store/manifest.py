@@ -18,6 +18,7 @@ import h5py
 
 from featx.base import digest
 from featx.errors import StoreError
+from featx.storage import names_in
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
 from featx.store.layout import geometry_of, geometry_values
@@ -309,8 +310,8 @@ def _read_copy(file: h5py.File) -> Manifest:
 def _find_copy(root: Path) -> Manifest | None:
     """Manifest with the most runs among the copies in features.h5 and the parts, or None."""
     copies: list[Manifest] = []
-    parts = sorted((root / layout.PARTS).glob(layout.PART_GLOB))
-    for path in [root / layout.PACKED, *parts]:
+    parts = sorted(names_in(root / layout.PARTS, layout.PART_GLOB))
+    for path in [root / layout.PACKED, *(root / layout.PARTS / name for name in parts)]:
         try:
             with open_metadata(path) as file:
                 copies.append(_read_copy(file))

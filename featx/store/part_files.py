@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import itertools
 import os
 import time
@@ -14,7 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from featx.errors import StoreError
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
+from featx.storage import (
+    TEMPORARY_PREFIX,
+    AtomicFolder,
+    S3File,
+    is_url,
+    names_in,
+    prefetch_files,
+)
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.chunk_table import table_header
@@ -54,13 +60,7 @@ def part_path(root: Path, index: int) -> Path:
 
 def part_names(root: Path) -> set[str]:
     """File names of the parts in a store."""
-    folder = root / layout.PARTS
-    if is_url(root):
-        return {path.name for path in folder.glob(layout.PART_GLOB)}
-    try:
-        return set(fnmatch.filter(os.listdir(folder), layout.PART_GLOB))
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
+    return names_in(root / layout.PARTS, layout.PART_GLOB)
 
 
 def is_streamed(
@@ -298,9 +298,15 @@ _FOLDERS = (
 
 
 def clear_leftovers(disk: AtomicFolder) -> None:
-    """Delete what killed processes have left in a store; only its holder may do this."""
+    """Delete what killed processes have left in a store; only its holder may do this.
+
+    Files that jobs without its lock, such as a probe, are writing at this moment stay.
+    """
     for path in _leftovers(disk.root):
-        disk.remove(path)
+        if path.is_dir():
+            disk.remove(path)
+        else:
+            disk.remove_leftover(path)
     clear_job_folders(disk)
 
 

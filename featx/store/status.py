@@ -13,6 +13,7 @@ from featx.errors import counted
 from featx.store import layout
 from featx.store.heartbeat import HeartbeatRecord, read_heartbeats
 from featx.store.manifest import Run, require_manifest
+from featx.store.part_files import part_names
 from featx.store.session import missing_parts
 
 WINDOW_S = 300.0
@@ -99,9 +100,9 @@ def _commits(root: Path, runs: Sequence[Run]) -> list[tuple[float, int]]:
     """Time of commit and number of rows of the parts in the folder, in order of time."""
     rows = {layout.part_name(part.index): len(part) for run in runs for part in run.parts()}
     found = []
-    for path in (root / layout.PARTS).glob(layout.PART_GLOB):
+    for name in part_names(root):
         with contextlib.suppress(FileNotFoundError):  # packed meanwhile
-            found.append((path.stat().st_mtime, rows.get(path.name, 0)))
+            found.append(((root / layout.PARTS / name).stat().st_mtime, rows.get(name, 0)))
     return sorted(found)
 
 

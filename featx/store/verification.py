@@ -10,6 +10,7 @@ import numpy as np
 from featx.base import printable
 from featx.errors import StoreError
 from featx.store import layout
+from featx.store.contents import NUM_ATTEMPTS, file_state
 from featx.store.file_checks import Damage, DamageReport, check_file
 from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.listing import (
@@ -43,6 +44,28 @@ def check_store(root: Path) -> DamageReport:
     single file is no features.h5.
     """
     layout.running_checksum()  # without xxhash nothing would be compared
+    for left in reversed(range(NUM_ATTEMPTS)):
+        before = _state(root)
+        try:
+            report = _check(root)
+        except StoreError:  # a file that cannot be read, or has vanished
+            if not left or _state(root) == before:
+                raise
+            continue
+        if report.complete or _state(root) == before:
+            break
+        # Another process has packed the store meanwhile, or added to it.
+    return report
+
+
+def _state(root: Path) -> list[tuple[int, int] | None]:
+    """State of the files that say which others belong to a store."""
+    names = (layout.MANIFEST, layout.LISTING, layout.PACKED)
+    return [file_state(root / name) for name in names if not root.is_file()]
+
+
+def _check(root: Path) -> DamageReport:
+    """Check everything once, as `check_store`."""
     report = DamageReport(root)
     if root.is_file():
         manifest = _manifest_of_file(root, report)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import slow_except
 from csv_rows import csv_rows
 from made_store import make_run
 from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import StandardScaler
-from tiny_model import run_job
+from tiny_model import extract as tiny_extract
+from tiny_model import run_job, write_image, write_images
 
 import featx
+from featx.errors import StoreError
 from featx.similarity import duplicate_groups, find_outliers
-from featx.store import layout, result_json
+from featx.store import layout, open_files, result_json
+from featx.store.layer_reader import LayerReader
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -111,3 +117,33 @@ def test_duplicates_of_standardised_values(
     assert {row for group in groups for row in group.tolist()} == linked
     ask("duplicates", standardise=False)
     assert json.loads(capsys.readouterr().out)["threshold"] == 0.98
+
+
+@pytest.mark.parametrize(
+    "job", slow_except(["outliers", "duplicates", "mislabelled", "probe"], "outliers")
+)
+def test_results_are_not_said_to_be_of_rows_that_changed_during_the_job(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many parts only some stay open: the others are gone once they were computed again."""
+    photos = write_images(Path("photos"), 24)
+    tiny_extract(photos, reduce="avg", pack=False)
+    shutil.copytree("store", "new")
+    write_image(photos / "cat" / "000.png", 99)
+    tiny_extract(photos, reduce="avg", refresh=True, out="new")
+    monkeypatch.setattr(open_files, "_MAX_OPEN_FILES", 4)
+    read = LayerReader.read
+
+    def read_and_replace(self: LayerReader, *given: Any) -> Any:
+        values = read(self, *given)
+        if Path("store/parts").exists():
+            Path("new/features.h5").rename("store/features.h5")
+            shutil.rmtree("store/parts")
+        return values
+
+    monkeypatch.setattr(LayerReader, "read", read_and_replace)
+    with contextlib.suppress(StoreError):  # if it reads rows again
+        run_job(job, store="store", layers=["conv"], device="cpu")
+    assert not Path("store/parts").exists()
+    for path in Path("store").rglob(f"{job}.json"):
+        assert json.loads(path.read_text())["rows_sha256"] != featx.open("store").rows_sha256

@@ -81,6 +81,35 @@ def test_the_same_images_get_what_the_stores_rows_get(
     assert (columns.max(1) == found).all()
 
 
+def test_a_probe_of_other_rows_is_said(
+    probed: featx.FeatureStore, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {"name": "folder", "root": str(photos), "limit": 2}
+    predict_job(data=few)
+    assert "another state" not in capsys.readouterr().err
+    shutil.copytree(photos, "photos")
+    write_image(Path("photos/cat/000.png"), 99)
+    extract("photos", layers=["conv", "pool"], part_rows=64, refresh=True)
+    predict_job(data=few)
+    assert "probe.json belongs to another state of the store" in capsys.readouterr().err
+
+
+def test_a_page_of_other_predictions_does_not_stay_beside_new_ones(
+    probed: featx.FeatureStore, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"name": "folder", "root": str(photos), "limit": 2}
+    predict_job(data=few)
+    assert Path("new/predictions.html").exists()
+
+    def killed(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("featx.export.report.render_predictions", killed)
+    with pytest.raises(KeyboardInterrupt):
+        predict_job(data=few)
+    assert not Path("new/predictions.html").exists()
+
+
 @pytest.mark.slow
 def test_the_page_shows_the_most_doubtful_images_first(
     probed: featx.FeatureStore, photos: Path, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ from made_store import MadeRun, make_listing, make_run, temporary_files
 from system_calls import Calls, watched
 
 from featx.errors import RunError, StoreError, StoreLockedError, StoreMismatchError
+from featx.storage import AtomicFolder
 from featx.store import FeatureStore
 from featx.store.pack import pack
 from featx.store.part_files import part_path
@@ -275,6 +276,17 @@ def test_leftovers_of_a_kill_are_cleared(run: MadeRun, tmp_path: Path) -> None:
         (tmp_path / sub).mkdir(exist_ok=True)
         (tmp_path / sub / ".tmp-part-000001.h5.123.456").write_bytes(b"half")
     assert missing(run, tmp_path) == [1, 2, 3]
+    assert temporary_files(tmp_path) == []
+
+
+def test_files_that_a_job_without_the_lock_is_writing_stay(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0])
+    predictions = tmp_path / "probe" / "predictions.csv"
+    predictions.parent.mkdir()
+    with AtomicFolder(tmp_path).stream_file(predictions) as file:
+        file.write(b"of a probe")
+        assert missing(run, tmp_path) == [1, 2, 3]
+    assert predictions.read_bytes() == b"of a probe"
     assert temporary_files(tmp_path) == []
 
 

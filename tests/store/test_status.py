@@ -279,3 +279,25 @@ def test_a_resume_says_what_a_killed_process_had_not_committed(
     with run.session(tmp_path).hold():
         pass
     assert not caplog.records
+
+
+@pytest.mark.parametrize("folder", ["parts", "workers"])
+def test_a_folder_that_vanishes_meanwhile_is_empty(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Those of parts and heartbeats do when a run packs its store and ends."""
+    root = run.copied(tmp_path / "store")
+    heartbeat_file(root)
+
+    def after_the_end(list_folder: Any) -> Any:
+        def listed(path: Any = ".") -> Any:
+            if Path(path) == root / folder:
+                Path(path).rename(tmp_path / "gone")
+            return list_folder(path)
+
+        return listed
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, after_the_end(getattr(os, name)))
+    store_status(root)
+    assert (tmp_path / "gone").exists()

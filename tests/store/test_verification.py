@@ -20,8 +20,9 @@ from featx.errors import StoreError
 from featx.storage import AtomicFolder
 from featx.store import DamageReport, check_store
 from featx.store.committed_parts import remove_parts
+from featx.store.file_checks import check_file
 from featx.store.pack import pack
-from featx.store.part_files import part_path
+from featx.store.part_files import part_names, part_path
 
 
 @pytest.fixture
@@ -376,3 +377,29 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(
     monkeypatch.setattr("featx.store.file_checks.open_hdf5", failing)
     with pytest.raises(StoreError, match="When it can be read"):
         check_store(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["part_names", "check_file"])
+def test_a_store_that_is_packed_or_grows_during_the_check_is_sound(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The parts that the check found first are gone, or those of a later run are there."""
+    grown, changes = make_grown(run, 9), [True]
+    target = f"featx.store.verification.{moment}"
+    real = part_names if moment == "part_names" else check_file
+
+    def after_a_change(*given: Any) -> Any:
+        if changes:
+            grown.finish(tmp_path, grow=True, packed=changes.pop())
+        return real(*given)
+
+    run.copied(tmp_path)
+    monkeypatch.setattr(target, after_a_change)
+    report = check_store(tmp_path)
+    assert report.complete, report.as_dict()
+    assert report.num_rows == 38
+    changes.append(False)
+    grown = make_grown(grown, 3)
+    report = check_store(tmp_path)
+    assert report.complete, report.as_dict()
+    assert report.num_rows in (38, 41)  # the parts that the check had found are still sound

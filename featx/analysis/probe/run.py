@@ -46,6 +46,7 @@ def run_probe(
     require_scikit_learn()
     started_at = time.perf_counter()
     store = FeatureStore(config.store_path(), verify="rows")
+    rows_sha256 = store.rows_sha256  # before the rows, so that a later change is refused
     kind, device = task_kind(store, config.probe), choose_device(config.device)
     layers, folder = matching_layers(store, config.layers), output_folder(store)
     open_folder(folder).make_folder(folder)  # first, so that an unusable path fails early
@@ -76,7 +77,7 @@ def run_probe(
         "featx_probe": FORMAT,
         "store": str(store.root),
         **{name: str(store.attrs[name]) for name in STORE_ATTRIBUTES},
-        "rows_sha256": store.rows_sha256,
+        "rows_sha256": rows_sha256,
         "task": kind.name,
         "task_reason": kind.reason,
         **task.answer(task.seeds[0]),

@@ -19,6 +19,7 @@ from featx.base import size_text
 from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.probe_results import ROLES
 from featx.export.selection import as_utf8
+from featx.storage import names_in
 from featx.store import FeatureStore, layout, load_manifest, read_result
 from featx.types import Json, Status
 
@@ -158,9 +159,11 @@ def _size(store: FeatureStore) -> str:
     packed = store.root if store.root.is_file() else store.root / layout.PACKED
     if packed.exists():
         return f"{size_text(packed.stat().st_size)}, one packed file"
-    parts = list((store.root / layout.PARTS).glob(layout.PART_GLOB))
-    size = size_text(sum(path.stat().st_size for path in parts))
-    return f"{size}, {len(parts)} parts, not packed"
+    sizes = []
+    for name in names_in(store.root / layout.PARTS, layout.PART_GLOB):
+        with contextlib.suppress(FileNotFoundError):  # packed meanwhile
+            sizes.append((store.root / layout.PARTS / name).stat().st_size)
+    return f"{size_text(sum(sizes))}, {len(sizes)} parts, not packed"
 
 
 def _versions(attrs: Mapping[str, object]) -> str:

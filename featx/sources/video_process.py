@@ -16,7 +16,7 @@ import signal
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -35,6 +35,9 @@ _DECODED_EARLIER = 16
 """Maximum number of frames that are stored before a frame and shown after it, in H.264 and HEVC."""
 
 _MPEG, _AVI, _MATROSKA = b"\x00\x00\x01\xba", b"RIFF", b"\x1aE\xdf\xa3"
+
+_MATRIX = {b"mvhd": 36, b"tkhd": 40}
+"""Boxes of an MP4 with a matrix by which frames are turned -> its first byte."""
 
 _CONVERSION = "ffmpeg -i IN -c copy OUT.mp4"
 
@@ -155,19 +158,38 @@ def _check_duration(metadata: Any) -> None:
         )
 
 
+def _boxes(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
+    """Kind, begin and end of the content of each box of an MP4; those in moov and trak follow."""
+    position = 0
+    file.seek(0)
+    while len(head := file.read(16)) == 16:
+        length, kind, long = struct.unpack(">I4sQ", head)
+        begin = position + (16 if length == 1 else 8)
+        length = long if length == 1 else length
+        if length < 8:  # 0: the last one, as long as the file
+            return
+        yield kind, begin, position + length
+        position = begin if kind in (b"moov", b"trak") else position + length
+        file.seek(position)
+
+
 def _ends_early(path: str) -> bool:
     """Return whether the frames of an MP4 reach beyond the end of the file."""
-    position, size = 0, Path(path).stat().st_size
+    size = Path(path).stat().st_size
     with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
-        while len(head := file.read(16)) == 16:
-            length, kind, long = struct.unpack(">I4sQ", head)
-            length = long if length == 1 else length
-            if length < 8:  # 0: the last one, as long as the file
-                return False
-            position += length
-            if position > size:
-                return bool(kind == b"mdat")
-            file.seek(position)
+        return any(kind == b"mdat" and end > size for kind, _, end in _boxes(file))
+
+
+def _is_mirrored(file: BinaryIO) -> bool:
+    """Return whether an MP4 is shown with left and right, or top and bottom, exchanged."""
+    for kind, begin, _ in _boxes(file):
+        if kind in _MATRIX:
+            file.seek(begin)
+            content = file.read(100)
+            at = _MATRIX[kind] + 12 * (content[:1] == b"\1")  # numbers of 64 bits in version 1
+            a, b, _, c, d = struct.unpack(">5i", content[at : at + 20].ljust(20, b"\0"))
+            if a * d < b * c:
+                return True
     return False
 
 
@@ -192,19 +214,12 @@ def _check_container(path: str) -> bytes:
     """Check the first bytes of a file, and return the signature."""
     with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
         head = file.read(16)
-        # Without an index FFmpeg takes every frame for a key frame, and decodes from any of them.
-        has_index = head[8:12] != b"AVI " or _has_index(file)
-    if not head:
-        raise ImageFault(Status.EMPTY, "the file has no bytes")
-    if not has_index:
-        raise ImageFault(
-            Status.TRUNCATED,
-            "the AVI ends early or has no index; ffmpeg -fflags +discardcorrupt -i IN -c:v ffv1 "
-            "OUT.mkv makes a video of its frames",
-        )
-    for at, mark in _BEGINNINGS:
-        if head[at:].startswith(mark):
-            return mark
+        if not head:
+            raise ImageFault(Status.EMPTY, "the file has no bytes")
+        for at, mark in _BEGINNINGS:
+            if head[at:].startswith(mark):
+                _check_content(file, head)
+                return mark
     if head.startswith(_MPEG):
         reason = f"FFmpeg finds other frames of MPEG; {_CONVERSION} makes an MP4 with the same ones"
     else:
@@ -212,9 +227,27 @@ def _check_container(path: str) -> bytes:
     raise ImageFault(Status.UNSUPPORTED, reason)
 
 
+def _check_content(file: BinaryIO, head: bytes) -> None:
+    """Refuse what torchcodec decodes to other frames than players show."""
+    # Without an index FFmpeg takes every frame for a key frame, and decodes from any of them.
+    if head[8:12] == b"AVI " and not _has_index(file):
+        raise ImageFault(
+            Status.TRUNCATED,
+            "the AVI ends early or has no index; ffmpeg -fflags +discardcorrupt -i IN -c:v ffv1 "
+            "OUT.mkv makes a video of its frames",
+        )
+    if not head.startswith((_AVI, _MATROSKA)) and _is_mirrored(file):
+        raise ImageFault(
+            Status.UNSUPPORTED,
+            "its header mirrors the frames; ffmpeg -i IN -c:v ffv1 OUT.mkv makes a video of the "
+            "frames as they are shown",
+        )
+
+
 def _fault(error: Exception) -> ImageFault:
     """Convert an exception of torchcodec to an ImageFault."""
-    text = " ".join(str(error).split())[-200:] or "it cannot be decoded"
+    text = " ".join(str(error).split()).partition(" This should never happen")[0]
+    text = text[-200:] or "it cannot be decoded"
     return ImageFault(Status.DECODE_ERROR, text, type(error).__name__)
 
 

@@ -241,6 +241,30 @@ def test_the_last_frames_of_an_mp4_that_ends_early_are_refused(
         assert caught.value.status == Status.TRUNCATED
 
 
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize(
+    ("matrix", "is_mirrored"),
+    [((1, 0, 0, 1), False), ((0, 1, -1, 0), False), ((-1, 0, 0, -1), False), ((-1, 0, 0, 1), True)],
+)
+def test_an_mp4_that_is_shown_mirrored_is_refused(
+    tmp_path: Path, version: int, matrix: tuple[int, int, int, int], is_mirrored: bool
+) -> None:
+    """torchcodec turns frames only, so that these would be upside down."""
+    a, b, c, d = matrix
+    head = bytes([version]) + bytes(39 + 12 * version)
+    content = head + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1) + bytes(8)
+    for kind in (b"tkhd", b"trak", b"moov"):
+        content = struct.pack(">I4s", 8 + len(content), kind) + content
+    path = tmp_path / "clip.mov"
+    path.write_bytes(struct.pack(">I4s", 16, b"ftyp") + bytes(8) + content)
+    if not is_mirrored:
+        assert Videos(ExactDecoder).duration_s(str(path)) == 9
+        return
+    with pytest.raises(ImageFault, match=r"mirrors the frames; ffmpeg") as caught:
+        Videos(ExactDecoder).duration_s(str(path))
+    assert caught.value.status == Status.UNSUPPORTED
+
+
 def test_a_header_that_states_another_duration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,12 +13,13 @@ import json
 import math
 import os
 import signal
+import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from featx.sources.pixel_encoding import encode_pixels
 from featx.types import ImageFault, Status
@@ -30,12 +31,18 @@ _BEHIND_THE_END_S = 0.5
 """Seconds behind the last frame for which the last frame is returned. The duration in a container
 often includes sound that is longer than the images."""
 
-_MPEG, _AVI = b"\x00\x00\x01\xba", b"RIFF"
+_DECODED_EARLIER = 16
+"""Maximum number of frames that are stored before a frame and shown after it, in H.264 and HEVC."""
+
+_MPEG, _AVI, _MATROSKA = b"\x00\x00\x01\xba", b"RIFF", b"\x1aE\xdf\xa3"
+
+_MATRIX = {b"mvhd": 36, b"tkhd": 40}
+"""Boxes of an MP4 with a matrix by which frames are turned -> its first byte."""
 
 _CONVERSION = "ffmpeg -i IN -c copy OUT.mp4"
 
 _BEGINNINGS = (
-    (0, b"\x1aE\xdf\xa3"),  # Matroska, WebM
+    (0, _MATROSKA),  # and WebM
     (0, _AVI),
     (4, b"ftyp"),  # MP4, QuickTime
     (4, b"moov"),
@@ -47,22 +54,28 @@ _BEGINNINGS = (
 could make FFmpeg open other files."""
 
 
+class _OpenVideo(NamedTuple):
+    """A decoder, and the time from which its frames may be damaged, as the file ends early."""
+
+    decoder: Any
+    sound_until_s: float
+
+
 class Videos:
     """Open videos, with a cache of the last ones."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
-        self._open: OrderedDict[tuple[str, tuple[int, int]], object] = OrderedDict()
+        self._open: OrderedDict[tuple[str, tuple[int, int]], _OpenVideo] = OrderedDict()
 
     def duration_s(self, path: str) -> float:
         """Return the duration of a video in seconds, from its header, else from its packets."""
         _check_container(path)
         seconds = None
         with contextlib.suppress(RuntimeError, ValueError):
-            metadata = self._decoder(path, seek_mode="approximate").metadata
-            seconds = metadata.duration_seconds_from_header
+            seconds = _stated_duration_s(self._decoder(path, seek_mode="approximate").metadata)
         if seconds is None:
-            seconds = self._open_video(path).metadata.duration_seconds
+            seconds = self._open_video(path).decoder.metadata.duration_seconds
         if not (math.isfinite(seconds) and seconds > 0):
             raise ImageFault(Status.DECODE_ERROR, f"the video claims to last {seconds} s")
         return float(seconds)
@@ -72,7 +85,7 @@ class Videos:
 
         Returns the upright frame as PPM.
         """
-        video = self._open_video(path)
+        video, sound_until_s = self._open_video(path)
         metadata = video.metadata
         if metadata.width * metadata.height > max_pixels:
             raise ImageFault(Status.TOO_LARGE, f"{metadata.width} x {metadata.height} pixels")
@@ -90,6 +103,10 @@ class Videos:
         except (RuntimeError, IndexError, ValueError) as error:
             self._open.popitem()  # this one, whose position in the file is unknown now
             raise _fault(error) from error
+        if found.pts_seconds.item() >= sound_until_s:
+            raise ImageFault(
+                Status.TRUNCATED, "the file ends early, so that its last frames may be damaged"
+            )
         # FFmpeg has missed the key frame. Frames of AVI may come late, as AVI has no times of
         # display, only the order of decoding.
         if found.pts_seconds.item() > time_s and _check_container(path) != _AVI:
@@ -99,34 +116,110 @@ class Videos:
             )
         return encode_pixels(found.data[0].numpy())
 
-    def _open_video(self, path: str) -> Any:
+    def _open_video(self, path: str) -> _OpenVideo:
         """Return an open decoder for a file, identified by path, size and mtime."""
         info = Path(path).stat()
         state = path, (info.st_size, info.st_mtime_ns)
         video = self._open.pop(state, None)
         if video is None:
-            _check_container(path)
+            mark = _check_container(path)
             try:
                 # seek_mode="exact" scans the time stamps of all packets, so a time always gives the
                 # same frame.
-                video = self._decoder(path, dimension_order="NHWC", seek_mode="exact")
+                decoder = self._decoder(path, dimension_order="NHWC", seek_mode="exact")
+                _check_duration(decoder.metadata)
+                sound_until_s = math.inf
+                if mark not in (_AVI, _MATROSKA) and _ends_early(path):
+                    first = max(0, decoder.metadata.num_frames - 1 - _DECODED_EARLIER)
+                    sound_until_s = decoder.get_frames_at([first]).pts_seconds.item()
             except (RuntimeError, ValueError) as error:
                 raise _fault(error) from error
+            video = _OpenVideo(decoder, sound_until_s)
         self._open[state] = video
         if len(self._open) > _KEPT:
             self._open.popitem(last=False)
         return video
 
 
+def _stated_duration_s(metadata: Any) -> float | None:
+    """Duration in the header; None if frames begin late, as some headers then state their end."""
+    is_late = (metadata.begin_stream_seconds_from_header or 0) > _BEHIND_THE_END_S
+    return None if is_late else metadata.duration_seconds_from_header
+
+
+def _check_duration(metadata: Any) -> None:
+    """Refuse a video with more frames than its header says, and so than it has rows."""
+    stated_s, lasts_s = _stated_duration_s(metadata), metadata.duration_seconds
+    if stated_s is not None and lasts_s > stated_s + _BEHIND_THE_END_S:
+        raise ImageFault(
+            Status.DECODE_ERROR,
+            f"its frames last {lasts_s:.3f} s, and its header says {stated_s:.3f} s; {_CONVERSION} "
+            "makes a video with the right header",
+        )
+
+
+def _boxes(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
+    """Kind, begin and end of the content of each box of an MP4; those in moov and trak follow."""
+    position = 0
+    file.seek(0)
+    while len(head := file.read(16)) == 16:
+        length, kind, long = struct.unpack(">I4sQ", head)
+        begin = position + (16 if length == 1 else 8)
+        length = long if length == 1 else length
+        if length < 8:  # 0: the last one, as long as the file
+            return
+        yield kind, begin, position + length
+        position = begin if kind in (b"moov", b"trak") else position + length
+        file.seek(position)
+
+
+def _ends_early(path: str) -> bool:
+    """Return whether the frames of an MP4 reach beyond the end of the file."""
+    size = Path(path).stat().st_size
+    with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
+        return any(kind == b"mdat" and end > size for kind, _, end in _boxes(file))
+
+
+def _is_mirrored(file: BinaryIO) -> bool:
+    """Return whether an MP4 is shown with left and right, or top and bottom, exchanged."""
+    for kind, begin, _ in _boxes(file):
+        if kind in _MATRIX:
+            file.seek(begin)
+            content = file.read(100)
+            at = _MATRIX[kind] + 12 * (content[:1] == b"\1")  # numbers of 64 bits in version 1
+            a, b, _, c, d = struct.unpack(">5i", content[at : at + 20].ljust(20, b"\0"))
+            if a * d < b * c:
+                return True
+    return False
+
+
+def _has_index(file: BinaryIO) -> bool:
+    """Return whether an AVI is complete and has an index of its frames."""
+    position, size, found = 0, os.fstat(file.fileno()).st_size, False
+    file.seek(0)
+    while len(head := file.read(12)) == 12:
+        kind, length, form = struct.unpack("<4sI4s", head)
+        if kind == b"RIFF" or (kind == b"LIST" and form in (b"hdrl", b"strl")):
+            position += 12  # its chunks follow
+        else:
+            position += 8 + length + length % 2
+            if position > size + 1:  # anything may follow behind the index, but no frames
+                return found and kind != b"LIST"
+            found |= kind in (b"idx1", b"indx")
+        file.seek(position)
+    return found
+
+
 def _check_container(path: str) -> bytes:
     """Check the first bytes of a file, and return the signature."""
     with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
         head = file.read(16)
-    if not head:
-        raise ImageFault(Status.EMPTY, "the file has no bytes")
-    for at, mark in _BEGINNINGS:
-        if head[at:].startswith(mark):
-            return mark
+        if not head:
+            raise ImageFault(Status.EMPTY, "the file has no bytes")
+        for at, mark in _BEGINNINGS:
+            if head[at:].startswith(mark):
+                _check_content(file, head)
+                return mark
     if head.startswith(_MPEG):
         reason = f"FFmpeg finds other frames of MPEG; {_CONVERSION} makes an MP4 with the same ones"
     else:
@@ -134,9 +227,27 @@ def _check_container(path: str) -> bytes:
     raise ImageFault(Status.UNSUPPORTED, reason)
 
 
+def _check_content(file: BinaryIO, head: bytes) -> None:
+    """Refuse what torchcodec decodes to other frames than players show."""
+    # Without an index FFmpeg takes every frame for a key frame, and decodes from any of them.
+    if head[8:12] == b"AVI " and not _has_index(file):
+        raise ImageFault(
+            Status.TRUNCATED,
+            "the AVI ends early or has no index; ffmpeg -fflags +discardcorrupt -i IN -c:v ffv1 "
+            "OUT.mkv makes a video of its frames",
+        )
+    if not head.startswith((_AVI, _MATROSKA)) and _is_mirrored(file):
+        raise ImageFault(
+            Status.UNSUPPORTED,
+            "its header mirrors the frames; ffmpeg -i IN -c:v ffv1 OUT.mkv makes a video of the "
+            "frames as they are shown",
+        )
+
+
 def _fault(error: Exception) -> ImageFault:
     """Convert an exception of torchcodec to an ImageFault."""
-    text = " ".join(str(error).split())[-200:] or "it cannot be decoded"
+    text = " ".join(str(error).split()).partition(" This should never happen")[0]
+    text = text[-200:] or "it cannot be decoded"
     return ImageFault(Status.DECODE_ERROR, text, type(error).__name__)
 
 

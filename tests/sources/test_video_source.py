@@ -136,7 +136,14 @@ class LateDecoder:
     """Finds nothing before the frame at 1.2 s, as FFmpeg in cut recordings of MPEG-2."""
 
     metadata = SimpleNamespace(
-        width=8, height=8, num_frames=90, begin_stream_seconds=0.0, end_stream_seconds=9.0
+        width=8,
+        height=8,
+        num_frames=90,
+        begin_stream_seconds=0.0,
+        end_stream_seconds=9.0,
+        duration_seconds=9.0,
+        begin_stream_seconds_from_header=0.0,
+        duration_seconds_from_header=9.0,
     )
 
     def __init__(self, path: str, **options: object) -> None: ...
@@ -163,6 +170,116 @@ def test_mpeg_is_refused_with_what_makes_another_container(tmp_path: Path) -> No
     assert caught.value.status == Status.UNSUPPORTED
 
 
+class ExactDecoder(LateDecoder):
+    """Frames at 0.0, 0.1, ... 8.9 s."""
+
+    def get_frames_at(self, indices: list[int]) -> SimpleNamespace:
+        return self.get_frames_played_at([index / 10 for index in indices])
+
+    def get_frames_played_at(self, seconds: list[float]) -> SimpleNamespace:
+        pixels = torch.zeros((1, 8, 8, 3), dtype=torch.uint8)
+        return SimpleNamespace(data=pixels, pts_seconds=torch.tensor(seconds).double())
+
+
+def chunk(kind: bytes, content: bytes, claimed: int | None = None) -> bytes:
+    """A chunk of an AVI that claims to hold so many bytes."""
+    return struct.pack("<4sI", kind, len(content) if claimed is None else claimed) + content
+
+
+AVI_HEADER = chunk(b"LIST", b"hdrl" + chunk(b"avih", bytes(56)))
+AVI_INDEXED = chunk(b"LIST", b"hdrl" + chunk(b"LIST", b"strl" + chunk(b"indx", bytes(32))))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "is_whole"),
+    [
+        (AVI_HEADER + chunk(b"LIST", b"movi" + bytes(100)) + chunk(b"idx1", bytes(16)), True),
+        (
+            AVI_HEADER + chunk(b"LIST", b"movi" + bytes(101)) + b"\0" + chunk(b"idx1", bytes(16)),
+            True,
+        ),
+        (AVI_INDEXED + chunk(b"LIST", b"movi" + bytes(100)), True),
+        (AVI_HEADER + chunk(b"LIST", b"movi" + bytes(100)), False),
+        (AVI_HEADER + chunk(b"LIST", b"movi" + bytes(100), 2000), False),
+        (AVI_HEADER + chunk(b"LIST", b"movi" + bytes(100), 2**32 - 1), False),
+        (AVI_HEADER + chunk(b"LIST", b"movi" + bytes(100)) + chunk(b"idx1", b"", 16), False),
+        (AVI_INDEXED + chunk(b"LIST", b"movi" + bytes(100), 2000), False),
+    ],
+)
+def test_an_avi_that_ends_early_or_has_no_index_is_refused(
+    tmp_path: Path, chunks: bytes, is_whole: bool
+) -> None:
+    """FFmpeg decodes it from frames that are no key frames, to other pixels."""
+    path, videos = tmp_path / "clip.avi", Videos(ExactDecoder)
+    path.write_bytes(struct.pack("<4sI4s", b"RIFF", 4 + len(chunks), b"AVI ") + chunks)
+    if is_whole:
+        assert videos.duration_s(str(path)) == 9
+        assert videos.frame(str(path), 8.9, 100).startswith(b"P6")
+        return
+    for ask in (lambda: videos.duration_s(str(path)), lambda: videos.frame(str(path), 0, 100)):
+        with pytest.raises(ImageFault, match=r"no index; ffmpeg .* OUT\.mkv") as caught:
+            ask()
+        assert caught.value.status == Status.TRUNCATED
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_the_last_frames_of_an_mp4_that_ends_early_are_refused(
+    tmp_path: Path, is_long: bool
+) -> None:
+    path = tmp_path / "clip.mp4"
+    head = struct.pack(">I4s", 16, b"ftyp") + bytes(8) + struct.pack(">I4s", 8, b"moov")
+    size = struct.pack(">I4sQ", 1, b"mdat", 1016) if is_long else struct.pack(">I4s", 1008, b"mdat")
+    path.write_bytes(head + size + bytes(1000))
+    whole = Videos(ExactDecoder)
+    assert whole.frame(str(path), 8.9, 100) == whole.frame(str(path), 9.4, 100)
+    path.write_bytes(head + size + bytes(999))
+    cut = Videos(ExactDecoder)
+    assert cut.frame(str(path), 7.29, 100).startswith(b"P6")
+    for time_s in (7.3, 8.9, 9.4):
+        with pytest.raises(ImageFault, match="ends early") as caught:
+            cut.frame(str(path), time_s, 100)
+        assert caught.value.status == Status.TRUNCATED
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize(
+    ("matrix", "is_mirrored"),
+    [((1, 0, 0, 1), False), ((0, 1, -1, 0), False), ((-1, 0, 0, -1), False), ((-1, 0, 0, 1), True)],
+)
+def test_an_mp4_that_is_shown_mirrored_is_refused(
+    tmp_path: Path, version: int, matrix: tuple[int, int, int, int], is_mirrored: bool
+) -> None:
+    """torchcodec turns frames only, so that these would be upside down."""
+    a, b, c, d = matrix
+    head = bytes([version]) + bytes(39 + 12 * version)
+    content = head + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1) + bytes(8)
+    for kind in (b"tkhd", b"trak", b"moov"):
+        content = struct.pack(">I4s", 8 + len(content), kind) + content
+    path = tmp_path / "clip.mov"
+    path.write_bytes(struct.pack(">I4s", 16, b"ftyp") + bytes(8) + content)
+    if not is_mirrored:
+        assert Videos(ExactDecoder).duration_s(str(path)) == 9
+        return
+    with pytest.raises(ImageFault, match=r"mirrors the frames; ffmpeg") as caught:
+        Videos(ExactDecoder).duration_s(str(path))
+    assert caught.value.status == Status.UNSUPPORTED
+
+
+def test_a_header_that_states_another_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "clip.mkv"
+    path.write_bytes(b"\x1aE\xdf\xa3" + bytes(100))
+    metadata = SimpleNamespace(**vars(LateDecoder.metadata))
+    monkeypatch.setattr(ExactDecoder, "metadata", metadata)
+    metadata.duration_seconds_from_header = 8.4
+    with pytest.raises(ImageFault, match=r"last 9\.000 s, and its header says 8\.400 s; ffmpeg"):
+        Videos(ExactDecoder).frame(str(path), 0, 100)
+    metadata.begin_stream_seconds_from_header = 5.0
+    metadata.duration_seconds_from_header = 14.0
+    assert Videos(ExactDecoder).duration_s(str(path)) == 9
+
+
 @pytest.mark.slow
 def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +293,7 @@ def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
         "from types import SimpleNamespace as Of\n"
         "class VideoDecoder:\n"
         "    metadata = Of(width=2, height=2, begin_stream_seconds=0.0, num_frames=3,\n"
+        "        begin_stream_seconds_from_header=0.0,\n"
         "        end_stream_seconds=3.0, duration_seconds=3.0, duration_seconds_from_header=3.0)\n"
         "    def __init__(self, path, **options): pass\n"
         "    def get_frames_played_at(self, seconds):\n"

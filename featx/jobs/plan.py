@@ -64,7 +64,7 @@ def _plan(config: Config, context: RunContext) -> dict[str, object]:
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
         "disk_free": disk_free,
-        "memory": context.engine.weight_bytes + context.listing.num_bytes + held + 6 * batch + maps,
+        "memory": context.engine.weight_bytes + context.listing_bytes + held + 6 * batch + maps,
         "images_per_second_model": 1 / context.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
         "seconds": num_rows * max(context.model_s, seconds_read or 0.0),

@@ -31,7 +31,7 @@ from featx.base import (
     table,
 )
 from featx.base.version import __version__
-from featx.errors import FeatxError, StorageError, StoreError
+from featx.errors import FeatxError, StorageError, StoreError, first_line
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -115,8 +115,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     except OSError as error:
         if debug or error.errno not in _OF_A_PATH:
             raise
-        log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
-        return 2
+        return _answer(error)
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
     finally:
@@ -231,10 +230,42 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
             log_message(resume_command(line.typed))
         return error.exit_code, out
     except OSError as error:
-        if debug or error.errno not in _OF_A_PATH:
+        if debug or not (error.errno in _OF_A_PATH or _exhausted(error)):
             raise
-        log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
-        return 2, out
+        return _answer(error), out
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if debug or not _exhausted(error):
+            raise
+        return _answer(error), out
+
+
+def _answer(error: Exception) -> int:
+    """Say what a path or a limit of the machine does not allow, and return the exit code."""
+    if limit := _exhausted(error):
+        log_message(
+            f"this process can get no more {limit}: {first_line(error)}. Raise the limit, end "
+            "other processes, or ask for less at a time.",
+            "error",
+        )
+        return 1
+    assert isinstance(error, OSError)
+    log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
+    return 2
+
+
+def _exhausted(error: Exception) -> str | None:
+    """Return what the machine or a limit of the process is out of, or None for other errors."""
+    text, number = str(error), getattr(error, "errno", None)
+    # Messages of the dynamic linker, and of torch.
+    if (
+        number == errno.ENOMEM
+        or isinstance(error, MemoryError)
+        or any(each in text for each in ("failed to map segment", "can't allocate memory"))
+    ):
+        return "memory (ulimit -v)"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "open files (ulimit -n)"
+    return "threads (ulimit -u)" if "can't start new thread" in text else None
 
 
 def resume_command(arguments: Sequence[str]) -> str:

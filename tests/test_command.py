@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -447,3 +448,35 @@ def test_a_compiler_says_nothing(
     model = "model=resnet18", "model.weights=null", "compile=true", "precision=bf16"
     done = featx("job=plan", "data=sample", *model)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+EXHAUSTED = """
+import errno, os, sys
+import featx.jobs
+from featx.__main__ import run_command
+
+for error in (
+    MemoryError("Unable to allocate 7.45 GiB"),
+    OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+    RuntimeError("can't start new thread"),
+):
+    def run(*arguments, error=error):
+        raise error
+
+    featx.jobs.run = run
+    sys.argv = ["featx", "job=models"]
+    assert run_command() == 1, error
+"""
+
+
+def test_an_exhausted_limit_is_named() -> None:
+    command = [sys.executable, "-c", EXHAUSTED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.findall(r"can get no more (.*?):", done.stderr)
+    memory = "memory (ulimit -v)"
+    assert found == [memory] * 4 + ["open files (ulimit -n)", "threads (ulimit -u)"]
+    assert "Unable to allocate 7.45 GiB. Raise the limit" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -33,7 +33,7 @@ from featx.analysis.probe.heads import (
     read_head,
 )
 from featx.analysis.probe.layer_rows import as_vectors
-from featx.analysis.probe.metrics import LABEL_THRESHOLD
+from featx.analysis.probe.metrics import LABEL_THRESHOLD, check_memory
 from featx.base import choose_device, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
@@ -228,6 +228,11 @@ class _PredictionSink(NewImagesSink):
 
     def __init__(self, context: RunContext, head: Head, about: Json) -> None:
         super().__init__(context)
+        check_memory(
+            4 * self.num_rows * len(head.bias),
+            f"The scores of {self.num_rows} images and {len(head.bias)} classes",
+            "Predict fewer images at a time.",
+        )
         self.scores = np.full((self.num_rows, len(head.bias)), np.nan, np.float32)
         self._head = head
         self._layer = context.specs[0].name

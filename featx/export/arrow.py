@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from featx.export.selection import ExportSelection, about_text
 from featx.types import Array
@@ -62,3 +63,13 @@ def table(
     ]
     schema = pa.schema(fields, {"featx": about_text(selection), **metadata})
     return pa.Table.from_arrays(list(columns.values()), schema=schema)
+
+
+def write_parquet(file: BinaryIO, tables: Iterator[pa.Table], **options: Any) -> None:
+    """Write tables of one schema, at least one, as the row groups of a Parquet file."""
+    from pyarrow import parquet
+
+    first = next(tables)
+    with parquet.ParquetWriter(file, first.schema, **options) as writer:
+        for table in itertools.chain([first], tables):
+            writer.write_table(table, row_group_size=len(table))

@@ -52,17 +52,19 @@ class ClipRetrieval(ShardedFormat):
     def write(self, folder: ExportFolder) -> None:
         """Write the shards, vectors before metadata."""
         import pyarrow as pa
-        from pyarrow import parquet
 
         for number, start, stop in self._shards:
             with folder.file(_VECTORS.format(number)) as file:
                 blocks = self.selection.blocks(start, stop)
                 rows = (unit_rows(values[self._layer]) for _, _, values in blocks)
                 write_npy(file, "<f2", (stop - start, self._width), rows)
-            columns = arrow.listing(self.selection, start, stop, _LISTING, self._columns)
-            table = pa.table({"image_path": columns.pop("key"), **columns})
+            listings = (
+                arrow.listing(self.selection, *span, _LISTING, self._columns)
+                for span in self.selection.spans(start, stop)
+            )
+            tables = (pa.table({"image_path": each.pop("key"), **each}) for each in listings)
             with folder.file(_METADATA.format(number)) as file:
-                parquet.write_table(table, file)
+                arrow.write_parquet(file, tables)
 
     def opening(self, out: Path) -> str:
         first = self._shards[0][0]

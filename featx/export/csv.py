@@ -16,6 +16,9 @@ from featx.types import Status
 
 _LISTING = ("row", "key", "label", "class", "status")
 
+_BLOCK_VALUES = 1 << 18
+"""Maximum number of values that are held as text at a time, about 200 bytes each."""
+
 _VALUE_BYTES = 12
 """Approximate bytes of a number as text, with its comma."""
 
@@ -33,21 +36,25 @@ class Csv(Format):
         """Write the table of rows, then the tables of the layers block by block."""
         selection, n = self.selection, len(self.selection)
         columns = selection.named_columns(_LISTING)
-        listing = [
-            selection.rows.tolist(),
-            selection.key_texts(0, n),
-            selection.labels.tolist(),
-            selection.class_texts(0, n),
-            [Status(status).label for status in selection.status.tolist()],
-            *map(as_json_values, columns.values()),
-        ]
         with folder.file("rows.csv") as file:
-            _write(file, [(*_LISTING, *columns), *zip(*listing, strict=True)])
+            _write(file, [(*_LISTING, *columns)])
+            for start, stop in selection.spans(0, n):
+                block = slice(start, stop)
+                listing = [
+                    selection.rows[block].tolist(),
+                    selection.key_texts(start, stop),
+                    selection.labels[block].tolist(),
+                    selection.class_texts(start, stop),
+                    [Status(status).label for status in selection.status[block].tolist()],
+                    *(as_json_values(values[block]) for values in columns.values()),
+                ]
+                _write(file, zip(*listing, strict=True))
         for layer in selection.layers:
             with folder.file(f"features/{layer}.csv") as file:
                 width = math.prod(selection.row_shape(layer))
+                step = min(selection.block_rows([layer]), max(1, _BLOCK_VALUES // max(1, width)))
                 _write(file, [("key", *range(width))])
-                for start, stop, values in selection.blocks(0, n, [layer]):
+                for start, stop, values in selection.blocks(0, n, [layer], step):
                     texts = values[layer].reshape(stop - start, width).astype(str)
                     texts[texts == "nan"] = ""
                     keys = selection.key_texts(start, stop)

@@ -74,15 +74,20 @@ class Faiss(Format):
 
     def write(self, folder: ExportFolder) -> None:
         """Write one index per layer, and the map of keys."""
-        from pyarrow import parquet
-
         selection = self.selection
         for layer in selection.layers:
             with folder.file(f"{layer}.index") as file:
                 self._write_index(layer, file)
-        columns = arrow.listing(selection, 0, len(selection), _LISTING, self._columns)
+        tables = (
+            arrow.table(
+                selection,
+                arrow.listing(selection, start, stop, _LISTING, self._columns),
+                metric=self._options.metric,
+            )
+            for start, stop in selection.spans(0, len(selection))
+        )
         with folder.file("keys.parquet") as file:
-            parquet.write_table(arrow.table(selection, columns, metric=self._options.metric), file)
+            arrow.write_parquet(file, tables)
 
     def _empty_index(self, layer: str) -> Any:
         """Make the index of a layer, without vectors."""

@@ -119,13 +119,13 @@ class FiftyOne(Format):
 
     def _paths(self, root: Path) -> Iterator[str]:
         """Yield the path of each image, which is read: it must be that of its row."""
-        for position, key in enumerate(self.selection.keys.tolist()):
+        for position, key in enumerate(self.selection.each_key()):
             self._images.read(position)
             yield as_utf8(str(root / name_text(key)))
 
     def _copies(self, folder: Path) -> Iterator[str]:
         """Write the images into a folder one by one. Yields the name of each."""
-        for position, key in enumerate(self.selection.keys.tolist()):
+        for position, key in enumerate(self.selection.each_key()):
             encoded = self._images.read(position)
             assert encoded is not None, "failed rows are left out"
             suffix = Path(name_text(key)).suffix.lower()

@@ -32,7 +32,7 @@ class Hloc(Format):
         super().__init__(selection, config)
         refuse_maps(self.selection, "hloc has one global descriptor per image")
         spaces = 0
-        for key in self.selection.keys.tolist():
+        for key in self.selection.each_key():
             if not _names_a_group(key):
                 raise ConfigError(
                     f"the key {name_text(key)!r} cannot be the name of a group in HDF5: expected "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,20 +42,13 @@ class Parquet(ShardedFormat):
 
     def write(self, folder: ExportFolder) -> None:
         """Write the shards, one row group per block."""
-        from pyarrow import parquet
-
         # Dictionary encoding pays off for repeated values, which features seldom have.
         options = {"use_dictionary": ["class", "label", "status"], "compression": "snappy"}
         row_bytes = self.selection.row_bytes() + arrow.OTHER_ROW_BYTES
         for name, start, stop in self.shards(row_bytes, "data/features-{}.parquet"):
             tables = (self._table(*block) for block in self.selection.blocks(start, stop))
-            first = next(tables)
-            with (
-                folder.file(name) as file,
-                parquet.ParquetWriter(file, first.schema, **options) as writer,
-            ):
-                for table in itertools.chain([first], tables):
-                    writer.write_table(table, row_group_size=len(table))
+            with folder.file(name) as file:
+                arrow.write_parquet(file, tables, **options)
 
     def _table(self, start: int, stop: int, values: dict[str, Array]) -> pa.Table:
         selection = self.selection

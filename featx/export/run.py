@@ -211,13 +211,16 @@ def _sizes(root: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def _warn_of_odd_keys(selection: ExportSelection) -> None:
-    keys = selection.keys.tolist()
-    if num_odd := sum(key.decode(errors="ignore").encode() != key for key in keys):
+    if num_odd := sum(not _is_utf8(key) for key in selection.each_key()):
         log_message(
             f"{counted(num_odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep their "
             "bytes; where a format holds text, such bytes are spelled as \\xff.",
             level="warning",
         )
+
+
+def _is_utf8(key: bytes) -> bool:
+    return key.decode(errors="ignore").encode() == key
 
 
 def _shorten(value: object) -> str:

@@ -31,6 +31,9 @@ from featx.types import (
 BLOCK_BYTES = 32 << 20
 """Maximum bytes of features that are held at a time, unless a single row is larger."""
 
+BLOCK_ROWS = 1 << 16
+"""Maximum number of rows that are held at a time; as objects of Python a row takes kilobytes."""
+
 _SAMPLED = 64
 """Number of images whose mean size is that of all."""
 
@@ -75,11 +78,21 @@ class ExportSelection:
         """(n,) fixed-length bytes, the keys as the file system returned them."""
         return self.store.key_bytes[self.rows]
 
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Divide rows [start, stop) into blocks whose keys and columns are held at a time."""
+        step = self.block_rows([])
+        return ((first, min(stop, first + step)) for first in range(start, stop, step))
+
+    def each_key(self) -> Iterator[bytes]:
+        """Yield the keys of all rows."""
+        for start, stop in self.spans(0, len(self)):
+            yield from self.keys[start:stop].tolist()
+
     def key_texts(self, start: int, stop: int) -> list[str]:
         r"""Return the keys of rows [start, stop) as UTF-8 text; other bytes are written as \xff."""
         return [key.decode("utf-8", "backslashreplace") for key in self.keys[start:stop].tolist()]
 
-    @property
+    @cached_property
     def classes(self) -> list[str]:
         """Class names as UTF-8 text, with other bytes written as in `key_texts`."""
         return [as_utf8(name) for name in self.store.classes]
@@ -145,8 +158,11 @@ class ExportSelection:
         return sum(self.store[name].nbytes for name in layers) // max(1, len(self.store))
 
     def block_rows(self, layers: Sequence[str] | None = None) -> int:
-        """Return the number of rows whose features take BLOCK_BYTES, at least one."""
-        return max(1, BLOCK_BYTES // max(1, self.row_bytes(layers)))
+        """Return the number of rows whose keys and features take BLOCK_BYTES, from one to
+        BLOCK_ROWS.
+        """
+        row_bytes = self.row_bytes(layers) + self.keys.dtype.itemsize
+        return min(BLOCK_ROWS, max(1, BLOCK_BYTES // row_bytes))
 
     def blocks(
         self,

@@ -90,7 +90,7 @@ def _described(
             "label": judged.classes[judged.labels[place]],
             "p_label": float(confidences[place]),
             "predicted": judged.classes[predicted[place]],
-            "p_predicted": float(judged.probabilities[place, predicted[place]]),
+            "p_predicted": float(judged.p_predicted[place]),
             "doubtful": bool(doubtful[place]),
         }
 

@@ -73,7 +73,7 @@ def _plan(
         "disk_needed": needed,
         "disk_needed_while_packing": packed_size_bound(needed + packs * store_bytes),
         "disk_free": disk_free,
-        "memory": context.engine.weight_bytes + context.listing.num_bytes + held + 6 * batch + maps,
+        "memory": context.engine.weight_bytes + context.listing_bytes + held + 6 * batch + maps,
         "images_per_second_model": 1 / context.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
         "seconds": num_left * max(context.model_s, seconds_read or 0.0),

@@ -117,6 +117,7 @@ class RunContext:
 
     Attributes:
         listing: rows of the run, in the order of the store.
+        listing_bytes: memory that they take, with what the source holds to read them.
         loader: loader of the images of the run; its decoders end with the context.
         engine: engine with the captures of the run attached.
         engine_spec: how the engine was built; workers build theirs from it.
@@ -137,6 +138,7 @@ class RunContext:
     config: Config
     source: Source
     listing: Listing
+    listing_bytes: int
     decoding: DecodeSettings
     loader: Loader
     engine: Engine
@@ -242,7 +244,9 @@ def build_run_context(
     `config_yaml`, the composed config without secrets.
     """
     timer = StepTimer()
+    memory_before = resident_memory()
     source, listing = target.list_images()
+    listing_bytes = max(listing.num_bytes, (resident_memory() or 0) - (memory_before or 0))
     ImagePolicy.from_config(config.data)  # reports an invalid background colour before loading
     resolve_library(config.model)
     codecs.filters(config.codec)
@@ -340,6 +344,7 @@ def build_run_context(
             config=config,
             source=source,
             listing=listing,
+            listing_bytes=listing_bytes,
             decoding=decoding,
             loader=loader,
             engine=engine,

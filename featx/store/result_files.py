@@ -26,9 +26,14 @@ def result_json(values: Mapping[str, object], indent: int) -> bytes:
     """Content of a file of results: the values, and the SHA-256 of them as the last entry."""
     text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     sealed = {**values, _CHECKSUM: digest(json.loads(text))}
-    text = json.dumps(sealed, indent=indent, ensure_ascii=False, allow_nan=False)
+    data = io.BytesIO()
     # A byte of a name that is not UTF-8 becomes an escape of JSON, \udcff, which reads back as it.
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+    file = io.TextIOWrapper(data, "utf-8", "backslashreplace", newline="")
+    # `dumps` would hold a string of 70 bytes for each number.
+    json.dump(sealed, file, indent=indent, ensure_ascii=False, allow_nan=False)
+    file.write("\n")
+    file.flush()
+    return data.getvalue()
 
 
 def read_result(path: Path) -> dict[str, Any]:

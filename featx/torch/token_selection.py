@@ -193,9 +193,11 @@ def select_tokens(
         return TokenSelection(ok, positions)
     if not 1 <= per_image <= len(positions):
         raise ValueError(f"per_image={per_image}: expected 1 to {len(positions)} tokens.")
-    keys = store.key_bytes[ok].tolist()
+    keys = store.key_bytes[ok]
     sampled = [
-        sampled_positions(keys[first : first + _SAMPLED_KEYS], seed, len(positions), per_image)
+        sampled_positions(
+            keys[first : first + _SAMPLED_KEYS].tolist(), seed, len(positions), per_image
+        )
         for first in range(0, len(keys), _SAMPLED_KEYS)
     ]
     return TokenSelection(ok, positions[np.concatenate(sampled)])

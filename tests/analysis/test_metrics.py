@@ -9,12 +9,14 @@ import pytest
 from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
 
+from featx.analysis.probe import class_metrics
 from featx.analysis.probe.class_metrics import (
     bootstrap_entry,
     prediction_metrics,
     weighted_metrics,
 )
-from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, wilson
+from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, check_memory, wilson
+from featx.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +45,21 @@ def test_numbers_of_each_class_are_scikit_learns() -> None:
     assert found["confusion"] == oracle.confusion_matrix(y, predicted, labels=labels).tolist()
     assert found["support"] == np.bincount(y, minlength=8).tolist()
     assert found["correct"] == (predicted == y).sum()
+
+
+def test_many_classes_have_no_confusion_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    y, scores = made()
+    predictions = Predictions.of_scores(y, scores, True)
+    expected = prediction_metrics(predictions)
+    monkeypatch.setattr(class_metrics, "MAX_CONFUSION", 7)
+    assert prediction_metrics(predictions) == {**expected, "confusion": None}
+
+
+def test_what_does_not_fit_into_memory_is_refused() -> None:
+    check_memory(1 << 10, "The scores", "Give fewer.")
+    message = r"^The scores take 1024.0 TiB or more, and .* of memory are free. Give fewer.$"
+    with pytest.raises(ConfigError, match=message):
+        check_memory(1 << 50, "The scores", "Give fewer.")
 
 
 def test_calibration_error_by_hand() -> None:

@@ -19,6 +19,7 @@ from tiny_model import MODEL, extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, StoreMismatchError
+from featx.export import selection
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "small_blocks")
 
@@ -368,3 +369,15 @@ def test_a_row_that_is_lost_meanwhile_is_never_written() -> None:
     with pytest.raises(StoreError, match="has lost row 5 of map"):
         export("npy")
     assert not list(Path("out").rglob("*.npy"))
+
+
+def test_narrow_rows_are_not_taken_by_the_million(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As objects of Python, rows of csv took 2 KB each, whatever their features."""
+    monkeypatch.setattr(selection, "BLOCK_BYTES", 32 << 20)
+    monkeypatch.setattr(selection, "BLOCK_ROWS", 5)
+    write_store()
+    rows = selection.ExportSelection(featx.open("store"), ("flat",), np.arange(2, 19))
+    spans = [(2, 7), (7, 12), (12, 17), (17, 19)]
+    assert [*rows.spans(2, 19)] == spans
+    assert [(start, stop) for start, stop, _ in rows.blocks(2, 17)] == spans[:3]
+    assert [*rows.each_key()] == rows.keys.tolist()

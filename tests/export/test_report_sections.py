@@ -246,6 +246,24 @@ def test_a_probe_of_another_state_says_so() -> None:
     assert "predictions.csv is not as job=probe writes it" in probes_of(store).note
 
 
+def test_a_probe_of_too_many_classes_for_a_confusion_matrix(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featx.analysis.probe.class_metrics.MAX_CONFUSION", 2)
+    x, y = blobs(60)
+    store = featx.open(write_store(Path("store"), y, x=x))
+    run_job("probe", store="store", device="cpu", probe={"method": "ridge"})
+    found = probes_of(store)
+    assert found.note == ""
+    assert found.confusion is None
+    assert found.result is not None
+    assert found.majority == max(found.result["support"]) / found.result["rows"]
+    wrong = found.result["rows"] - found.result["correct"]
+    assert f"errors      {wrong} of {found.result['rows']}\n" in capsys.readouterr().out
+    run_job("report", store="store", device="cpu")
+    assert "Confusion" not in Path("store/report.html").read_text()
+
+
 def probed(classes: tuple[str, ...], counts: np.ndarray) -> Probes:
     return Probes("", {"task": "classification", "classes": classes}, counts)
 

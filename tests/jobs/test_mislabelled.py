@@ -15,8 +15,9 @@ from probe_problem import blobs, write_store
 from tiny_model import run_job
 
 import featx
+from featx.analysis.probe.mislabelled import confident_labels
 from featx.errors import ConfigError, DataError
-from featx.similarity import JudgedLabels, judge_labels
+from featx.similarity import judge_labels
 from featx.store import read_result, result_json
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -88,18 +89,29 @@ def doubtful_by_hand(labels: Sequence[int], probabilities: np.ndarray) -> list[b
     return found
 
 
-def random_judgement(seed: int) -> JudgedLabels:
+def random_labels(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Labels of 300 rows, and the probabilities of 4 classes."""
     rng = np.random.default_rng(seed)
     probabilities = rng.dirichlet(np.full(4, 0.5), 300)
     labels = np.where(rng.random(300) < 0.7, probabilities.argmax(1), rng.integers(0, 4, 300))
-    return JudgedLabels(np.arange(300), labels, probabilities, tuple("abcd"), 5, ())
+    return labels, probabilities
+
+
+def judged_in_blocks(labels: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, ...]:
+    order = np.random.default_rng(0).permutation(300)
+    places = [np.sort(some) for some in np.array_split(order, 7)]
+    return confident_labels(labels, 4, lambda: [(each, probabilities[each]) for each in places])
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_doubtful_labels_are_those_by_hand(seed: int) -> None:
-    judged = random_judgement(seed)
-    expected = doubtful_by_hand(judged.labels.tolist(), judged.probabilities)
-    assert judged.are_doubtful.tolist() == expected
+    labels, probabilities = random_labels(seed)
+    confidences, predicted, p_predicted, are_doubtful = judged_in_blocks(labels, probabilities)
+    expected = doubtful_by_hand(labels.tolist(), probabilities)
+    assert are_doubtful.tolist() == expected
+    assert confidences.tolist() == probabilities[np.arange(300), labels].tolist()
+    assert predicted.tolist() == probabilities.argmax(1).tolist()
+    assert p_predicted.tolist() == probabilities.max(1).tolist()
     assert any(expected)
 
 
@@ -109,13 +121,12 @@ def test_it_is_the_ranking_of_cleanlab(seed: int) -> None:
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
 
-    judged = random_judgement(seed)
-    scores = get_label_quality_scores(judged.labels, judged.probabilities, method="self_confidence")
-    assert judged.confidences.tolist() == scores.tolist()
-    issues = find_label_issues(
-        judged.labels, judged.probabilities, filter_by="confident_learning", n_jobs=1
-    )
-    assert judged.are_doubtful.tolist() == issues.tolist()
+    labels, probabilities = random_labels(seed)
+    confidences, _, _, are_doubtful = judged_in_blocks(labels, probabilities)
+    scores = get_label_quality_scores(labels, probabilities, method="self_confidence")
+    assert confidences.tolist() == scores.tolist()
+    issues = find_label_issues(labels, probabilities, filter_by="confident_learning", n_jobs=1)
+    assert are_doubtful.tolist() == issues.tolist()
 
 
 @pytest.mark.slow
@@ -126,9 +137,19 @@ def test_classes_of_one_row_are_left_out() -> None:
     judged = judge_labels(featx.open("store"), "x", device="cpu")
     assert 17 not in judged.rows.tolist()
     assert len(judged.rows) == 59
-    assert np.isfinite(judged.probabilities).all()
+    assert np.isfinite(judged.confidences).all()
     assert judged.notes == ("1 class with a single row is trained on and never tested",)
     assert not np.isnan(judged.are_doubtful).any()
+
+
+@pytest.mark.parametrize("job", ["probe", "mislabelled"])
+def test_probabilities_that_do_not_fit_into_memory_are_refused(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted_store()
+    monkeypatch.setattr("featx.analysis.probe.metrics.free_memory", lambda: 10.0)
+    with pytest.raises(ConfigError, match=r"The probabilities of 3 classes take .* 10 B of memory"):
+        run_job(job, store="store", layers="x", device="cpu")
 
 
 def test_other_labels_are_refused() -> None:

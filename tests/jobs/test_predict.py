@@ -286,3 +286,12 @@ def test_a_mistyped_path_of_images_leaves_no_folder(probed: featx.FeatureStore) 
     with pytest.raises(DataError, match="does not exist"):
         run_job("predict", store="store", data="foto", out="new/scores", model=TRUSTED)
     assert not Path("new").exists()
+
+
+def test_scores_that_do_not_fit_into_memory_are_refused(
+    probed: featx.FeatureStore, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featx.analysis.probe.metrics.free_memory", lambda: 10.0)
+    message = r"The scores of \d+ images and 2 classes take .* Predict fewer images at a time"
+    with pytest.raises(ConfigError, match=message):
+        predict_job(data=str(photos))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,18 @@ def made(tmp_path: Path) -> Path:
     (root / "zeroshot.json").write_bytes(result_json({"accuracy": 0.619}, indent=1))
     assert check_store(root).complete
     return root
+
+
+@pytest.mark.slow
+def test_many_numbers_take_little_memory() -> None:
+    """Lists of 10^7 numbers, such as confusion matrices of many layers, took 140 bytes each."""
+    numbers = {"rows": [[7] * 1000] * 100}
+    tracemalloc.start()
+    data = result_json(numbers, indent=1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert json.loads(data)["rows"] == numbers["rows"]
+    assert peak < 50 * 100_000
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ from featx.types import Json
 TOP = 5
 """k of the top-k accuracy."""
 
+MAX_CONFUSION = 1000
+"""Number of classes up to which probe.json has the confusion matrix, 10 MB of text for each layer
+and method."""
+
 CALIBRATION_BINS = 15
 """Number of bins of the calibration error."""
 
@@ -40,14 +44,18 @@ def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
     %, Wilson); effective_rows (of the interval); the metrics of `weighted_metrics` and
     calibration_bins; not_available (name of each metric that is None -> reason); precision, recall
     and support (lists with one entry per class, None for a class that was never predicted or never
-    tested); and confusion: row i, column j counts rows of class i that were predicted as j.
+    tested); and confusion: row i, column j counts rows of class i that were predicted as j, or None
+    with more than MAX_CONFUSION classes.
     """
     y, scores = predictions.y, predictions.class_scores
     num_classes = scores.shape[1]
-    matrix = confusion(y, predictions.predicted, num_classes)
-    right, support, num_predicted = np.diag(matrix), matrix.sum(1), matrix.sum(0)
+    predicted = predictions.predicted
+    right, support, num_predicted = (
+        np.bincount(classes, minlength=num_classes) for classes in (y[predicted == y], y, predicted)
+    )
+    has_matrix = num_classes <= MAX_CONFUSION
     correct = int(right.sum())
-    effective = effective_rows(predictions.predicted == y, predictions.groups)
+    effective = effective_rows(predicted == y, predictions.groups)
     found = weighted_metrics(predictions, np.ones((1, len(y))))
     values = {name: float(value[0]) for name, value in found.items()}
     undefined = [name for name in CLASS_METRICS if not np.isfinite(values[name])]
@@ -64,7 +72,7 @@ def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
         "precision": _shares(right, num_predicted),
         "recall": _shares(right, support),
         "support": support.tolist(),
-        "confusion": matrix.tolist(),
+        "confusion": confusion(y, predicted, num_classes).tolist() if has_matrix else None,
     }
 
 

@@ -31,6 +31,7 @@ from featx.analysis.probe.leakage import (
 from featx.analysis.probe.methods import FittedProbe, Problem
 from featx.analysis.probe.metrics import (
     Predictions,
+    check_memory,
     join_predictions,
     mean_and_spread,
 )
@@ -94,6 +95,15 @@ class ClassTask(RowTask):
         super().__init__(config, kind, training, testing)
         self._max_scores = max_scores
         num_tested = sum(len(rows.test_places) for rows in self.splits.values())
+        # Those of one layer and of the chosen layers are kept until the layer ends.
+        num_kept = num_tested * (len(options.methods) + (len(layers) > 1))
+        num_judged = 2 * max(len(split.validation) for split in self.first_splits.splits)
+        check_memory(
+            8 * (num_kept + num_judged) * len(training.classes),
+            f"The probabilities of {len(training.classes)} classes",
+            "Test fewer rows (a smaller probe.test_share, probe.split=holdout), or give fewer "
+            "methods or seeds.",
+        )
         num_scores = num_tested * len(training.classes) * len(layers) * len(options.methods)
         self._keeps_scores = num_scores <= max_scores
         names = [f"{SCORE}{name}" for name in training.classes] if self._keeps_scores else []
@@ -220,7 +230,7 @@ class ClassTask(RowTask):
         best = self.answer(self.seeds[0])["layer"]
         joined = join_predictions(self.tested(self.seeds[0]))
         first = {
-            layer: join_predictions([record.tested for record in records])
+            layer: join_predictions([replace(record.tested, scores=None) for record in records])
             for (seed, layer, method), records in self.folds.items()
             if (seed, method) == (self.seeds[0], self.methods[0])
         }

@@ -202,7 +202,7 @@ def _errors_text(result: Json) -> str:
     names = result["classes"]
     pairs = [
         (count, names[i], names[j])
-        for i, row in enumerate(result["confusion"])
+        for i, row in enumerate(result["confusion"] or ())
         for j, count in enumerate(row)
         if i != j and count
     ]
@@ -210,7 +210,7 @@ def _errors_text(result: Json) -> str:
     texts = [f"{true} as {predicted} {count}" for count, true, predicted in pairs[:_PAIRS_NAMED]]
     if num_more := len(pairs[_PAIRS_NAMED:]):
         texts.append(f"{num_more} more pairs of classes")
-    total = f"{sum(count for count, *_ in pairs)} of {result['rows']}"
+    total = f"{result['rows'] - result['correct']} of {result['rows']}"
     return f"{total}: {', '.join(texts)}" if pairs else total
 
 

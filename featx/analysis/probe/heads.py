@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -151,8 +152,10 @@ class Head:
 
 def scores_of(head: Head, features: Features, places: Ints) -> Matrix:
     """Compute the scores of some places, (n, C)."""
-    blocks = [head.scores(block) for _, block in features.blocks(places)]
-    scores: Matrix = torch.cat(blocks).numpy()
+    scores, done = np.empty((len(places), len(head.bias))), 0
+    for span, block in features.blocks(places, len(head.bias)):
+        scores[done : done + len(span)] = head.scores(block).numpy()
+        done += len(span)
     return scores
 
 

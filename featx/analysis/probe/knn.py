@@ -62,20 +62,21 @@ def vote(
         return votes / votes.sum(1, keepdim=True)
 
     largest = min(max(ks), len(bank))
-    parts_of_k: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
+    scores = {k: np.empty((len(queries), num_outputs)) for k in ks}
     dtype = _needed_dtype(features, bank)
     # As many queries as leave room for their similarities to one block of the bank.
     step = max(1, min(4096, BLOCK_NUMBERS // max(1, largest)))
     for start in range(0, len(queries), step):
         query_places = queries[start : start + step]
         cosines, places = _nearest(features, bank, query_places, largest, dtype)
-        for k, parts in parts_of_k.items():
+        for k, scores_of_k in scores.items():
             top = cosines[:, :k].double() if cosines.device.type != "mps" else cosines[:, :k]
             # Subtracting the largest exponent leaves the shares unchanged and avoids overflow.
             weights = ((top - top[:, :1]) / temperature).exp()
             weights = torch.where(torch.isfinite(top), weights, 0.0)  # -inf: no neighbour
-            parts.append(combined(weights, places[:, :k]).cpu().double())
-    return {k: torch.cat(parts).numpy() for k, parts in parts_of_k.items()}
+            votes = combined(weights, places[:, :k]).cpu().double()
+            scores_of_k[start : start + step] = votes.numpy()
+    return scores
 
 
 def _nearest(

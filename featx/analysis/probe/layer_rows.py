@@ -159,9 +159,12 @@ class Features:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def blocks(self, places: Ints) -> Iterator[tuple[Ints, torch.Tensor]]:
-        """Yield the places of a block in order, and their vectors, (n, D) float32 on the device."""
-        for span in self._spans(places):
+    def blocks(self, places: Ints, num_outputs: int = 0) -> Iterator[tuple[Ints, torch.Tensor]]:
+        """Yield the places of a block in order, and their vectors, (n, D) float32 on the device.
+
+        (n, num_outputs) float64 values computed of a block take no more than BLOCK_BYTES either.
+        """
+        for span in self._spans(places, num_outputs):
             if self.whole is None:
                 yield span, self._read(span).to(self.device)
             else:
@@ -176,9 +179,9 @@ class Features:
             done += len(span)
         return vectors
 
-    def _spans(self, places: Ints) -> Iterator[Ints]:
+    def _spans(self, places: Ints, num_outputs: int = 0) -> Iterator[Ints]:
         """Split places into blocks of BLOCK_BYTES."""
-        size = max(1, BLOCK_BYTES // (4 * self.width))
+        size = max(1, BLOCK_BYTES // max(4 * self.width, 8 * num_outputs))
         for start in range(0, len(places), size):
             yield places[start : start + size]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from featx.analysis.probe.metrics import Ints, Matrix
+from featx.analysis.probe.metrics import Ints, Matrix, check_memory
 
 L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Penalties to try, the strongest first, so that each fit starts close to its minimum."""
@@ -32,6 +33,10 @@ MAX_ITERATIONS = 1000
 
 _BLOCK_NUMBERS = 1 << 22
 """Number of logits in memory at a time."""
+
+_SEARCH_VECTORS = 25
+"""Number of vectors of all weights that scipy's L-BFGS-B holds: 2 for each of 10 corrections, and
+5."""
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function (n, C) logits, targets -> sum of the losses of the rows."""
@@ -125,7 +130,13 @@ def fit_logistic(
     y = y.to(wide) if y.is_floating_point() else y
     total = float(y.sum()) if loss is class_loss and y.ndim == 2 else float(len(x))
     block_rows = max(1, _BLOCK_NUMBERS // num_outputs)
-    first = torch.zeros((num_outputs, x.shape[1] + 1), dtype=torch.float64)  # the bias comes last
+    shape = (num_outputs, x.shape[1] + 1)  # the bias comes last
+    check_memory(
+        8 * _SEARCH_VECTORS * math.prod(shape),
+        f"The weights of {num_outputs} classes and {x.shape[1]} features, as L-BFGS searches them,",
+        "Take labels with fewer classes, or job=probe with probe.method=ridge or knn.",
+    )
+    first = torch.zeros(shape, dtype=torch.float64)
     if start is not None:
         first.copy_(torch.cat([start.weight, start.bias[:, None]], 1))
 

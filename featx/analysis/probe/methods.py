@@ -7,7 +7,7 @@ logistic regression on tokens (attentive).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,10 +101,9 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
         trials, fits, logits = _sweep_logistic(problem, split, grid)
     else:
         y = problem.y[split.validation]
-        scored = _scores(problem, method, split.fit, split.validation, grid)
         trials = [
             {name: setting, **_quality(problem, method, y, scores)}
-            for setting, scores in scored.items()
+            for setting, scores in _scores(problem, method, split.fit, split.validation, grid)
         ]
     if problem.task == CLASSIFICATION and method in ("knn", "ridge"):
         best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
@@ -185,18 +184,17 @@ def _is_logistic(problem: Problem, method: str) -> bool:
 
 def _scores(
     problem: Problem, method: str, places: Ints, queries: Ints, settings: Sequence[float]
-) -> dict[float, Matrix]:
-    """Fit on some places with several settings, and return the scores of others with each."""
+) -> Iterator[tuple[float, Matrix]]:
+    """Fit on some places with several settings, and yield the scores of others with each."""
     if method == "knn":
         # Validation rows query the other training rows, as in the other methods. Among all training
         # rows they would find rows of their own group.
-        scored = _neighbour_scores(problem, places, queries, [int(k) for k in settings])
-        return dict(scored.items())  # k stays an int, which mypy takes for a float only here
+        ks = [int(k) for k in settings]
+        yield from _neighbour_scores(problem, places, queries, ks).items()
+        return
     features, heads, _ = _heads(problem, method, places, settings)
-    return {
-        setting: scores_of(head, features, queries)
-        for setting, head in zip(settings, heads, strict=True)
-    }
+    for setting, head in zip(settings, heads, strict=True):
+        yield setting, scores_of(head, features, queries)
 
 
 def _quality(problem: Problem, method: str, y: Array, scores: Matrix) -> Json:
@@ -207,7 +205,9 @@ def _quality(problem: Problem, method: str, y: Array, scores: Matrix) -> Json:
     if problem.task != CLASSIFICATION:
         return {"loss": _squared_error(y, scores)}
     if method == "ridge":
-        loss = _squared_error(np.eye(problem.num_outputs)[y], scores)
+        one_hot = np.zeros_like(scores)
+        one_hot[np.arange(len(y)), y] = 1
+        loss = _squared_error(one_hot, scores)
         return {"accuracy": float((scores.argmax(1) == y).mean()), "loss": loss}
     log_p = np.log(np.maximum(scores, NO_VOTE))
     accuracy, loss = logistic_regression.accuracy_and_loss(y, log_p)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 
 from featx.analysis.probe import methods
 from featx.analysis.probe.labelled_rows import SEPARATOR, LabelledRows, labelled_rows, task_kind
-from featx.analysis.probe.layer_rows import Features, layer_vectors, threads_for
-from featx.analysis.probe.metrics import Ints, Matrix, require_scikit_learn
+from featx.analysis.probe.layer_rows import BLOCK_BYTES, Features, layer_vectors, threads_for
+from featx.analysis.probe.metrics import Ints, Matrix, check_memory, require_scikit_learn
 from featx.analysis.probe.splits import RowSplits, check_split, small_classes, split_rows
 from featx.base import choose_device, exact_cuda
 from featx.config import ProbeConfig
@@ -30,49 +30,55 @@ class JudgedLabels:
     Attributes:
         rows: (n,) int64 judged rows of the store, increasing.
         labels: (n,) int64 given class of each, in [0, C).
-        probabilities: (n, C) probability of each class, from the fold that did not train on the
-            row.
+        confidences: (n,) float64 probability of the given label, from the fold that did not train
+            on the row; the smallest are the least credible labels.
+        predicted: (n,) int64 most probable class.
+        p_predicted: (n,) float64 probability of the most probable class.
+        are_doubtful: (n,) bool, whether the given label is off the diagonal of the confident joint.
         classes: C names.
         notes: sentences about rows that were left out.
     """
 
     rows: Ints
     labels: Ints
-    probabilities: Matrix
+    confidences: Matrix
+    predicted: Ints
+    p_predicted: Matrix
+    are_doubtful: npt.NDArray[np.bool_]
     classes: tuple[str, ...]
     folds: int
     notes: tuple[str, ...]
 
-    @property
-    def confidences(self) -> npt.NDArray[np.float64]:
-        """(n,) probability of the given label; the smallest are the least credible labels."""
-        given: npt.NDArray[np.float64] = self.probabilities[np.arange(len(self.rows)), self.labels]
-        return given
 
-    @property
-    def predicted(self) -> Ints:
-        """(n,) most probable class."""
-        classes: Ints = self.probabilities.argmax(1).astype(np.int64)
-        return classes
+def confident_labels(
+    labels: Ints, num_classes: int, blocks: Callable[[], Iterable[tuple[Ints, Matrix]]]
+) -> tuple[Matrix, Ints, Matrix, npt.NDArray[np.bool_]]:
+    """Judge (n,) labels by probabilities, of which `blocks` gives some places and their (m, C)
+    values at a time, the same each time. Return `confidences`, `predicted`, `p_predicted` and
+    `are_doubtful` as in `JudgedLabels`.
 
-    @property
-    def are_doubtful(self) -> npt.NDArray[np.bool_]:
-        """(n,) whether the given label is off the diagonal of the confident joint.
-
-        A class is confident in a row if its probability reaches the mean over the rows with that
-        label. A label is doubtful if the most probable class is another one, and so is the
-        confident one (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating
-        Uncertainty in Dataset Labels, JAIR 70, 2021; cleanlab's filter_by='confident_learning').
-        """
-        thresholds = np.full(len(self.classes), np.inf)
-        for label in np.unique(self.labels).tolist():
-            thresholds[label] = self.probabilities[self.labels == label, label].mean()
-        is_confident = self.probabilities >= thresholds - _TOLERANCE
+    A class is confident in a row if its probability reaches the mean over the rows with that
+    label. A label is doubtful if the most probable class is another one, and so is the confident
+    one (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset
+    Labels, JAIR 70, 2021; cleanlab's filter_by='confident_learning').
+    """
+    confidences, p_predicted = np.empty(len(labels)), np.empty(len(labels))
+    predicted, are_doubtful = np.zeros(len(labels), np.int64), np.zeros(len(labels), np.bool_)
+    for places, probabilities in blocks():
+        row = np.arange(len(places))
+        confidences[places] = probabilities[row, labels[places]]
+        predicted[places] = probabilities.argmax(1)
+        p_predicted[places] = probabilities[row, predicted[places]]
+    thresholds = np.full(num_classes, np.inf)
+    for label in np.unique(labels).tolist():
+        thresholds[label] = confidences[labels == label].mean()
+    for places, probabilities in blocks():
+        is_confident = probabilities >= thresholds - _TOLERANCE
         several = is_confident.sum(1) > 1
-        confident = np.where(several, self.predicted, is_confident.argmax(1))
-        is_other = is_confident.any(1) & (confident != self.labels)
-        doubtful: npt.NDArray[np.bool_] = is_other & (self.predicted != self.labels)
-        return doubtful
+        confident = np.where(several, predicted[places], is_confident.argmax(1))
+        is_other = is_confident.any(1) & (confident != labels[places])
+        are_doubtful[places] = is_other & (predicted[places] != labels[places])
+    return confidences, predicted, p_predicted, are_doubtful
 
 
 def judge_labels(
@@ -104,22 +110,34 @@ def judge_labels(
     labelled = _rows_with_one_class(store, options)
     chosen = choose_device(device)
     splits = _splits(labelled, options, seed)
+    num_scores = 2 * len(labelled.classes) * max(len(each.validation) for each in splits.splits)
+    check_memory(
+        8 * num_scores,
+        f"The probabilities of {len(labelled.classes)} classes",
+        "Take labels with fewer classes (mislabelled.label_column).",
+    )
     features = Features([layer_vectors(labelled, layer)], chosen, options.memory_gib * (1 << 30))
     problem = methods.Problem(features, labelled.y, len(labelled.classes), options, seed)
-    probabilities = np.full((len(labelled.rows), len(labelled.classes)), np.nan)
+    num_classes, fits = len(labelled.classes), list[methods.FittedProbe]()
+    judged = np.sort(splits.test_places)
+    labels = labelled.y[judged]
+
+    def blocks() -> Iterator[tuple[Ints, Matrix]]:
+        # The probabilities of all rows may not fit into memory.
+        step = max(1, BLOCK_BYTES // (8 * num_classes))
+        for split, fitted in zip(splits.splits, fits, strict=True):
+            for start in range(0, len(split.test), step):
+                places = split.test[start : start + step]
+                yield np.searchsorted(judged, places), fitted.scores(places)
+
     with threads_for(len(features) * features.width, chosen), torch.no_grad(), exact_cuda:
         for split in splits.splits:
-            fitted = methods.fit(problem, "linear", split)
-            probabilities[split.test] = fitted.scores(split.test)
+            fits.append(methods.fit(problem, "linear", split))
             on_progress(1)
-    judged = np.sort(splits.test_places)
+        of_rows = confident_labels(labels, num_classes, blocks)
+    notes = (*labelled.notes, *splits.notes, *small_classes(labelled, splits.groups, folds))
     return JudgedLabels(
-        rows=labelled.rows[judged],
-        labels=labelled.y[judged],
-        probabilities=probabilities[judged],
-        classes=labelled.classes,
-        folds=folds,
-        notes=(*labelled.notes, *splits.notes, *small_classes(labelled, splits.groups, folds)),
+        labelled.rows[judged], labels, *of_rows, labelled.classes, folds=folds, notes=notes
     )
 
 

@@ -94,7 +94,7 @@ def solve(
     if width <= count:
         gram = torch.zeros((width, width), dtype=torch.float64, device=device)
         towards = torch.zeros((width, len(target_mean)), dtype=torch.float64, device=device)
-        for span, block in features.blocks(places):
+        for span, block in features.blocks(places, num_outputs):
             x = scaler(block).to(device).double() - mean
             gram += x.T @ x
             towards += x.T @ targets(span)

@@ -68,7 +68,7 @@ class Probes:
         note: reason why there are none, or a warning, or ''.
         result: contents of probe.json, or None.
         confusion: (C, C) int64; row i, column j: rows of class i that were predicted as j. None for
-            other tasks.
+            other tasks, and with too many classes.
         leakage_layer: layer in which near-duplicates across the split were searched, or ''.
         leaked_pairs: (row, training row, cosine) of some of them, in this store.
         predicted: contents of predictions.csv for classes, or None if it is missing or of another
@@ -107,9 +107,9 @@ class Probes:
     @property
     def majority(self) -> float:
         """Accuracy of always predicting the class with most test rows."""
-        if self.confusion is None or not self.confusion.sum():
+        if self.result is None or self.task != "classification" or not self.result["rows"]:
             return 0.0
-        return float(self.confusion.sum(1).max() / self.confusion.sum())
+        return float(max(self.result["support"]) / self.result["rows"])
 
     def of_method(self, method: str) -> dict[str, Mapping[str, object]]:
         """Return layer -> entry of one method, in the order of the layers."""
@@ -143,9 +143,11 @@ def probes_of(store: FeatureStore) -> Probes:
             return Probes(note, result)
         if result["task"] != "classification":
             return Probes(note, result, values=read_values(result, folder))
-        confusion, num_classes = np.array(result["confusion"], np.int64), len(result["classes"])
-        if confusion.shape != (num_classes, num_classes):
-            raise ValueError(f"a confusion matrix of {confusion.shape} for {num_classes} classes")
+        confusion, num_classes = None, len(result["classes"])
+        if result["confusion"] is not None:
+            confusion = np.array(result["confusion"], np.int64)
+            if confusion.shape != (num_classes, num_classes):
+                raise ValueError(f"a confusion matrix of {confusion.shape}, {num_classes} classes")
         row_of = {str(key): row for row, key in enumerate(store.keys.tolist())}
         leakage = result["near_duplicates"]
         pairs = [

@@ -154,12 +154,12 @@ class TokenDataset(IterableDataset[Batch]):
         self._sizes = replace(self._sizes, segment_tokens=size)
         if order == "shuffled" and block is None:
             self._warn_of_little_mixing()
-        # Shared with a worker process of a DataLoader: the epoch of the next iteration, and the
+        # Shared with a worker process of a DataLoader, which may live longer than an iteration:
+        # where the next one starts (epoch, batches, output segment, tokens taken of it), and the
         # process that reads.
-        self._shared = torch.zeros(2, dtype=torch.int64)
+        self._shared = torch.zeros(5, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
-        self._position = (0, 0, 0, 0)  # epoch, batches, output segment, tokens taken of it
-        self._is_started = False
+        self._position: tuple[int, ...] | None = None  # of the latest iteration in this process
 
     @property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -254,8 +254,7 @@ class TokenDataset(IterableDataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, counted from 0, and start at its first batch."""
         check_whole_number("epoch", epoch, 0)
-        self._shared[0] = epoch
-        self._position = (epoch, 0, 0, 0)
+        self._start_at(epoch, 0, 0, 0)
 
     def __len__(self) -> int:
         """Number of batches of the next epoch for this rank."""
@@ -272,29 +271,23 @@ class TokenDataset(IterableDataset[Batch]):
             )
         # As a generator, this runs with the first `next`: an iterator that is never used must not
         # advance the epoch.
-        epoch = int(self._shared[0])
-        position = self._position
-        if position[0] != epoch:
-            position = (epoch, 0, 0, 0)
-        self._shared[0], self._shared[1] = epoch + 1, os.getpid()
-        self._is_started = True
-        yield from self._batches(*position)
+        epoch, batches, segment, offset, _ = self._shared.tolist()
+        self._shared[:] = torch.tensor([epoch + 1, 0, 0, 0, os.getpid()])
+        yield from self._batches(epoch, batches, segment, offset)
 
     def state_dict(self) -> dict[str, object]:
         """State after the batches so far, for `load_state_dict`: the rest of the epoch follows.
 
         Raises ValueError if a worker process reads, whose state this process does not know.
         """
-        reader = int(self._shared[1])
+        reader = int(self._shared[4])
         if reader and reader != os.getpid():
             raise ValueError(
                 "the batches are read by a worker process of the DataLoader, and only it knows the "
                 "state. Use num_workers=0 (the dataset reads ahead in threads), or "
                 "torchdata's StatefulDataLoader."
             )
-        epoch, batches, segment, offset = self._position
-        if not self._is_started:
-            epoch = int(self._shared[0])
+        epoch, batches, segment, offset = self._position or self._shared[:4].tolist()
         return {
             "epoch": epoch,
             "batches": batches,
@@ -327,10 +320,12 @@ class TokenDataset(IterableDataset[Batch]):
                 f"the state is of another order: {'; '.join(changed)}. Give the arguments with "
                 "which it was taken, or start an epoch anew by set_epoch."
             )
-        self._shared[0] = int(state["epoch"])
-        epoch, batches, segment, offset = (int(state[name]) for name in names)
-        self._position = (epoch, batches, segment, offset)
-        self._is_started = True
+        self._start_at(*(int(state[name]) for name in names))
+
+    def _start_at(self, *position: int) -> None:
+        """Choose where the next iteration starts."""
+        self._position = None
+        self._shared[:4] = torch.tensor(position)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": None}

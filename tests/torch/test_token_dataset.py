@@ -319,6 +319,24 @@ def test_a_worker_process_takes_the_next_epoch_each_time(root: Path) -> None:
         data.state_dict()
 
 
+def test_a_worker_process_that_stays_starts_where_it_is_told(root: Path) -> None:
+    here = dataset(root)
+    batches = list(here)
+    here.set_epoch(0)
+    iterator = iter(here)
+    for _ in range(5):
+        next(iterator)
+    state = here.state_dict()
+    data = dataset(root)
+    loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    data.set_epoch(0)
+    assert_equal_batches(list(loader), batches)
+    data.load_state_dict(state)
+    assert_equal_batches(list(loader), batches[5:])
+
+
 def test_a_pickled_dataset_reads_the_same(root: Path) -> None:
     data = dataset(root)
     data.take([0], 0)

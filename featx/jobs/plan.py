@@ -27,17 +27,18 @@ _TRIAL_BATCHES = 2
 
 def run(config: Config, config_yaml: str) -> int:
     """Print time, disk space, memory and what they rest on; returns 1 if the run would fail."""
-    with build_run_context(config, config_yaml, FEATURES, FeatureOutput(config)) as context:
-        plan = _plan(config, context)
+    output = FeatureOutput(config)
+    with build_run_context(config, config_yaml, FEATURES, output) as context:
+        plan = _plan(config, context, output.num_missing(context))
         print_summary(config, plan, *_sections(context, plan))
     return 1 if _obstacle(plan) else 0
 
 
-def _plan(config: Config, context: RunContext) -> dict[str, object]:
+def _plan(config: Config, context: RunContext, num_missing: int) -> dict[str, object]:
     """Return the plan in JSON types; sizes in bytes, times in seconds."""
     num_rows = len(context.listing)
     seconds_read = _seconds_per_image_read(context)
-    stored = context.row_bytes * num_rows
+    stored, needed = context.row_bytes * num_rows, context.row_bytes * num_missing
     compute = context.engine.compute
     part = min(context.part_rows, num_rows) * context.row_bytes
     # One part is filled while the one before it is built and held as a file.
@@ -54,6 +55,7 @@ def _plan(config: Config, context: RunContext) -> dict[str, object]:
         disk_free = AtomicFolder(root).free_bytes() + leftover_bytes(root)
     return {
         "rows": num_rows,
+        "rows_missing": num_missing,
         "layers": {
             spec.name: {"shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.row_bytes}
             for spec in context.specs
@@ -61,13 +63,13 @@ def _plan(config: Config, context: RunContext) -> dict[str, object]:
         **compute.as_dict(),
         "part_rows": context.part_rows,
         "packs": config.pack is True,
-        "disk_needed": stored,
-        "disk_needed_while_packing": packed_size_bound((1 + packs) * stored),
+        "disk_needed": needed,
+        "disk_needed_while_packing": packed_size_bound(needed + packs * stored),
         "disk_free": disk_free,
         "memory": context.engine.weight_bytes + context.listing.num_bytes + held + 6 * batch + maps,
         "images_per_second_model": 1 / context.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
-        "seconds": num_rows * max(context.model_s, seconds_read or 0.0),
+        "seconds": num_missing * max(context.model_s, seconds_read or 0.0),
     }
 
 
@@ -89,9 +91,11 @@ def _sections(context: RunContext, plan: Json) -> list[Section]:
         None if plan[name] is None else size_text(plan[name])
         for name in ("disk_needed", "disk_free", "disk_needed_while_packing")
     )
+    missing = plan["rows_missing"]
+    left = "" if missing == plan["rows"] else f"{missing} left of "
     answer = (
-        f"{counted(plan['rows'], 'image')}: about {time_text(plan['seconds'])} after the start, "
-        f"{needed} of features."
+        f"{left}{counted(plan['rows'], 'image')}: about {time_text(plan['seconds'])} after the "
+        f"start, {needed} of features."
     )
     if not _fits(plan):
         answer += "\nNOT ENOUGH disk space: choose another out=DIR, a reduction, or pack=false."

@@ -16,7 +16,7 @@ import numpy as np
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StorageError
-from featx.pipeline.finished_run import FinishedRun
+from featx.pipeline.finished_run import FinishedRun, there_already
 from featx.pipeline.loop import RunObserver
 from featx.pipeline.output import Output, seconds_of_part
 from featx.pipeline.provenance import layer_line
@@ -137,6 +137,17 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
                 _refuse_another_layer(self.root, stored, point, reduce, self.config)
         return fresh
 
+    def num_missing(self, context: RunContext) -> int:
+        """Return the number of rows that the store lacks."""
+        stored, names = self._stored, {spec.name for spec in context.specs}
+        if stored is None or not names <= set(stored.layers):
+            return len(context.listing)
+        are_missing = np.zeros(stored.num_rows, np.bool_)
+        for run, gaps in missing_parts(self.root, stored):
+            for gap in gaps if run.names & names else ():
+                are_missing[gap.start : gap.stop] = True
+        return int(are_missing.sum()) + len(context.listing) - stored.num_rows
+
     def resume_state(self, names: set[str]) -> ResumeState | None:
         """Choices of the first run of the store, and rows per part of the run with these layers."""
         if self._stored is None:
@@ -219,7 +230,9 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
 
     def describe(self) -> list[tuple[str, str]]:
         done = self.num_committed
-        state = f"{done} of {self.num_rows} rows are there already" if done else "new"
+        state = "new"
+        if done:
+            state = there_already(self.config, self.context.source, self.context.listing, done)
         return describe_run(self.context, f"{shown_path(self.root)}, {state}")
 
     def observer(self) -> RunObserver:

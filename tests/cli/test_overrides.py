@@ -260,7 +260,7 @@ def test_a_job_without_its_key_says_how_it_is_given(argv: list[str]) -> None:
 
 def test_a_path_that_the_shell_has_cut_is_answered_with_quotes(in_tmp_path: None) -> None:
     Path("my new photos").mkdir()
-    with pytest.raises(ConfigError, match="in quotes: 'data=./my new photos'"):
+    with pytest.raises(ConfigError, match=r"in quotes: 'data=\./my new photos'"):
         read_command_line(["data=./my", "new", "photos", "out=a"])
     with pytest.raises(ConfigError, match="For a model: model=old"):
         read_command_line(["data=./my", "old", "photos", "out=a"])

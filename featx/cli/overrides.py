@@ -35,6 +35,8 @@ _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+)?(?P<key>[A-Za-z_][\w./@-]*)=(?P<value
 _TOPIC = re.compile(r"[A-Za-z][\w.]*")
 """Name of a job, a group or an option, which --help describes."""
 _QUOTED = re.compile(r""""(?:\\"|[^"])*"|'(?:\\'|[^'])*'""", re.DOTALL)
+_OTHER_QUOTES = tuple("\u2018\u2019\u201a\u201c\u201d\u201e\xab")
+"""Quotes that text programs type and no shell knows."""
 _SWEEP = re.compile(r"(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
 _LIKE_A_NUMBER = re.compile(
     r"[\d+.-][\d_]*\.?[\d_]*(e[+-]?\d+)?|null|true|false|nan|[+-]?inf", re.IGNORECASE
@@ -122,6 +124,7 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
         else:
             overrides.append(argument)
     given = {name for override in overrides if (name := _key_of(override)) is not None}
+    _check_shell_words(overrides)
     for override in _last_overrides(overrides):
         arguments += _translate(override, is_multirun, config_dirs, given)
     wants_version = "--version" in arguments
@@ -189,6 +192,24 @@ def _last_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides without those that a later one of the same option replaces."""
     last_index = {_key_of(override) or override: i for i, override in enumerate(overrides)}
     return [override for i, override in enumerate(overrides) if i in last_index.values()]
+
+
+def _check_shell_words(overrides: Sequence[str]) -> None:
+    """Refuse overrides with quotes that no shell knows, and a path that was cut at its blanks."""
+    for i, argument in enumerate(overrides):
+        if argument.startswith(_OTHER_QUOTES):
+            raise ConfigError(
+                f"cannot read {argument!r}: {argument[0]} is no quote of the shell. Type ' in its "
+                "place."
+            )
+        words = itertools.takewhile(lambda text: "=" not in text, overrides[i + 1 :])
+        whole = " ".join([argument, *words])
+        is_cut = "=" in argument and whole != argument
+        if is_cut and Path(whole.partition("=")[2]).expanduser().exists():
+            raise ConfigError(
+                f"cannot read {overrides[i + 1]!r}: the shell divides arguments at blanks. Put the "
+                f"option in quotes: '{whole}'"
+            )
 
 
 _TABLES = ("csv", "tsv", "parquet")

@@ -157,7 +157,8 @@ def why_not_rgb(data: bytes) -> str | None:
     dtype, _, shape, _ = npy_header(data)
     return (
         f"an array {shape} of {dtype}, which is no RGB image of 8 bits, and its white is not "
-        "stated: model.transform.scale states it, and reads any channels"
+        "stated: model.transform.scale states it, and reads any channels. A data set of your own "
+        "gives images without ToTensor and Normalize"
     )
 
 

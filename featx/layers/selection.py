@@ -128,6 +128,13 @@ def named_point(request: str, trace: Trace) -> CapturePoint:
     operation = _operation_point(request, trace)
     if operation is not None:
         return operation
+    base, _, later = split_capture(request)[0].rpartition("_")
+    num_calls = len(trace.by_module.get(trace.names.get(base, base), ()))
+    if request not in trace.names and later.isdecimal() and 0 < int(later) < num_calls:
+        raise LayerError(
+            f"there is no layer {request!r}: the call that torch.fx names so is "
+            f"{base}@{int(later) + 1}."
+        )
     point = parse_capture_point(request, trace.names, trace.known_names())
     module, number = point.module, point.call
     if not module:

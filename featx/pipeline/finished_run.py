@@ -101,7 +101,7 @@ class FinishedRun:
             return None
         failures, num_bytes = packed
         header = manifest.runs[-1].header
-        state = f"{len(listing)} of {len(listing)} rows are there already"
+        state = there_already(config, source, listing, len(listing))
         announce(
             [
                 ("data", data_text(config.data, listing)),
@@ -121,6 +121,16 @@ class FinishedRun:
             "underflow_rows": {},
             "peak_memory_mib": peak_memory_mib(),
         }
+
+
+def there_already(config: Config, source: Source, listing: Listing, done: int) -> str:
+    """Say how many rows are in the store, and whether their images are compared."""
+    text = f"{done} of {len(listing)} rows are there already"
+    if config.refresh is True or (
+        isinstance(source, Stateful) and source.states(listing.keys[:1]) is not None
+    ):
+        return text
+    return f"{text}; only refresh=true compares their images, which have no state"
 
 
 def command_digest(config: Config) -> str:

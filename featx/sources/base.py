@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -42,6 +42,9 @@ _OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENXIO}
 """Error numbers of `open` and `stat` that concern one file. All others concern the disk or the
 mount."""
 
+
+_SPLITS = frozenset(b"train training val valid validation test testing".split())
+"""Names of folders that divide a data set, rather than name a class."""
 
 _STATS = 512
 """Number of files that one thread stats in a row."""
@@ -207,7 +210,18 @@ class FolderSource:
             labels=np.fromiter(labels, dtype=np.int64, count=len(keys)),
             classes=tuple(name_text(name) for name in names),
             skipped=dict(self._skipped),
+            label_note=self._splits_text(keys, names),
         )
+
+    def _splits_text(self, keys: npt.NDArray[np.bytes_], names: Sequence[bytes]) -> str:
+        """Return a hint if the first folders are parts of a data set with classes, else ''."""
+        splits = [name for name in names if name.lower() in _SPLITS]
+        if not splits or (len(splits) == 1 and len(names) > 1):
+            return ""
+        if not any(key.count(b"/") > 1 for key in _each_key(keys)):
+            return ""
+        shown = " and ".join(map(name_text, splits))
+        return f"{shown}: data.root={self.root / name_text(splits[0])} has the classes in it"
 
     def read(self, key: bytes) -> bytes:
         """Read one file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageFile
+from PIL import Image
 
 from featx.base import import_extra, name_bytes
 from featx.config import OBJECT_SOURCE, DataConfig, column_name_problem, options
@@ -106,9 +107,10 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         # The index of a column of pandas need not count its rows.
         return MapSource(_list_of(data) if is_table else data, paths_are_keys=True)
+    hint = " Give its .dataset." if hasattr(data, "dataset") else ""  # a DataLoader
     raise DataError(
         f"data is a {type(data).__name__}; expected a path, a mapping, a data set with __len__ "
-        "and __getitem__ (a list will do), or an object with listing() and read(key)."
+        f"and __getitem__ (a list will do), or an object with listing() and read(key).{hint}"
     )
 
 
@@ -248,25 +250,24 @@ class MapSource:
         return encoded
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """Return states of a list or tuple; other data sets have none.
+        """Return states of a list, tuple, array or tensor; other data sets have none.
 
         The state of a path is that of its file, the state of any other item a checksum of its
         encoded image.
 
         Returns (n,) IMAGE_STATE. None for other data sets, since only `__getitem__` knows where an
-        item comes from and what reading it costs, and None if a Pillow image is not decoded yet.
+        item comes from and what reading it costs.
         """
-        if not isinstance(self._dataset, list | tuple):
+        torch = sys.modules.get("torch")  # without it there is no tensor
+        in_memory = (list, tuple, np.ndarray, *([torch.Tensor] if torch else []))
+        if not isinstance(self._dataset, in_memory):
             return None
         listed, rows = self._keys_and_rows()
         states = np.full(len(keys), UNTOLD)
         paths: dict[int, bytes] = {}
         for i, row in enumerate(rows[find_rows(listed, keys)].tolist()):
             try:
-                image = _split(self._dataset[row])[0]
-                if isinstance(image, ImageFile.ImageFile):
-                    return None
-                encoded = _encode(image)
+                encoded = _encode(_split(self._dataset[row])[0])
             except MemoryError:
                 raise
             # The item is not an image. Reading the row records the failure. Here its message takes

@@ -239,7 +239,7 @@ class TableSource:
                 return name
         raise DataError(
             f"{self._origin} has no column path or image; it has {', '.join(names)}. Choose one "
-            "with data.path_column=NAME."
+            "with data.path_column=NAME; a list of paths needs the first line path."
         )
 
     def _label_note(self, names: list[str], column: str, label_column: str | None) -> str:

@@ -365,6 +365,11 @@ def check_csv(
                 f"{file} begins with a byte order mark of UTF-8, so its text is UTF-8 and not "
                 f"{encoding}. Leave out data.encoding."
             )
+        if header.removeprefix(codecs.BOM_UTF8).lower().startswith(b"sep="):
+            raise DataError(
+                f"{file} begins with sep=, a line for Excel. Delete it: the first line names the "
+                "columns."
+            )
         if b"\0" in header:
             raise DataError(f"{file} has NUL in its first line: it is no text, or {_UTF16}.")
         delimiter = delimiter or _delimiter_of(header, file)

@@ -216,6 +216,7 @@ def test_the_signs_of_hydra_may_stand_before_any_option() -> None:
         (["resnet50"], "For a model: model=resnet50"),
         (["help"], "For help: --help"),
         (["some/photos"], "For a folder of images: data=some/photos"),
+        (["\u2018layers=[a]\u2019"], "\u2018 is no quote of the shell"),
         (["model"], "model=VALUE"),
         (["=3"], "name of an option stands before"),
         (["model="], "model=: expected a name"),
@@ -255,6 +256,14 @@ def test_mistakes_say_what_to_type(argv: list[str], message: str) -> None:
 def test_a_job_without_its_key_says_how_it_is_given(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match="For the job: job=probe"):
         read_command_line(argv, {"probe"})
+
+
+def test_a_path_that_the_shell_has_cut_is_answered_with_quotes(in_tmp_path: None) -> None:
+    Path("my new photos").mkdir()
+    with pytest.raises(ConfigError, match=r"in quotes: 'data=\./my new photos'"):
+        read_command_line(["data=./my", "new", "photos", "out=a"])
+    with pytest.raises(ConfigError, match="For a model: model=old"):
+        read_command_line(["data=./my", "old", "photos", "out=a"])
 
 
 def test_a_store_without_its_key_says_how_it_is_given(in_tmp_path: None) -> None:

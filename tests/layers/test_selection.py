@@ -104,6 +104,8 @@ REFUSED = [
     ("fc[0]", r"no layer 'fc\[0\]'.*Nearest: fc"),
     # A repeated module lists its calls, and an ambiguous output or input its elements.
     ("relu", r"called 2 times.*relu@1 \(8, 4, 4\), relu@2 \(8, 4, 4\)"),
+    ("relu_1", r"no layer 'relu_1': the call that torch\.fx names so is relu@2"),
+    ("relu_2", r"no layer 'relu_2' in this model"),
     ("relu@9", "'relu@9': relu is called 2 times, counted from 1"),
     ("relu@0", "'relu@0': relu is called 2 times, counted from 1"),
     ("fc@2", "fc is called 1 times"),

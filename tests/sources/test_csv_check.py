@@ -29,6 +29,13 @@ def rows_of(path: Path, quoting: str = "line") -> int:
     return len(open_source(TableOptions(root=str(path), quoting=quoting)).listing().keys)
 
 
+@pytest.mark.parametrize("line", ["sep=;\r\n", "\ufeffSEP=,\n"])
+def test_a_line_for_excel_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "t.csv").write_text(f"{line}path;label\na.png;cat\n", newline="")
+    with pytest.raises(DataError, match=r"t\.csv begins with sep=, a line for Excel"):
+        check_csv(tmp_path / "t.csv")
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize(
     "note",

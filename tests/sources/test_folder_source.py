@@ -41,6 +41,24 @@ def keys_of(root: Path, **options: bool) -> list[bytes]:
     return FolderSource(root, **options).listing().keys.tolist()
 
 
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        (("train/cat/1.png", "Val/dog/2.png", "new/3.png"), "Val and train: data.root={}/Val has"),
+        (("train/cat/1.png",), "train: data.root={}/train has the classes in it"),
+        (("train/1.png", "val/2.png"), ""),
+        (("test/a/1.png", "cat/a/2.png"), ""),
+        (("1.png",), ""),
+    ],
+)
+def test_folders_of_train_and_val_are_said_to_be_no_classes(
+    names: tuple[str, ...], hint: str, tmp_path: Path
+) -> None:
+    write(tmp_path, *names)
+    note = FolderSource(tmp_path).listing().label_note
+    assert note.startswith(hint.format(tmp_path)) if hint else note == ""
+
+
 @contextlib.contextmanager
 def without_root_rights() -> Iterator[Path]:
     """A new folder owned by a user whom permissions bind, and this process as that user."""

@@ -166,6 +166,27 @@ def test_an_item_that_is_no_image_fails_in_its_row(item: object) -> None:
     assert fault_of(source, b"000001").status == Status.DECODE_ERROR
 
 
+def test_images_in_memory_and_opened_files_have_states(tmp_path: Path) -> None:
+    for i in range(3):
+        write_image(tmp_path / f"{i}.png", i)
+
+    def states(data: Any) -> np.ndarray:
+        source = source_of(data)
+        found = source.states(source.listing().keys)
+        assert found is not None
+        return found
+
+    images = [Image.open(tmp_path / f"{i}.png") for i in range(3)]
+    array = np.stack([np.asarray(image) for image in images])
+    expected = states(list(array))
+    for data in (images, array, torch.from_numpy(array)):
+        assert states(data).tolist() == expected.tolist()
+        changed = states(data[:1]).tolist() + states(data[2:]).tolist()
+        assert changed == expected[[0, 2]].tolist()
+    assert len({state.tobytes() for state in expected}) == 3
+    assert source_of(Given(3, pixels)).states(np.array([b"000000"])) is None
+
+
 def test_missing_values_and_columns_of_pandas() -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"path": ["b", "a", "c"]}, dtype="string")
@@ -225,6 +246,9 @@ def test_what_is_no_data_set_is_said() -> None:
     for wrong in (iter([1]), 5, object()):
         with pytest.raises(DataError, match="expected a path, a mapping, a data set with __len__"):
             source_of(wrong)
+    loader = torch.utils.data.DataLoader([pixels(0)])
+    with pytest.raises(DataError, match=r"data is a DataLoader.* Give its \.dataset\."):
+        source_of(loader)
     with pytest.raises(DataError, match="data is the class Given; give one object of it"):
         source_of(Given)
     with pytest.raises(DataError, match="has no rows"):
@@ -236,6 +260,26 @@ def test_what_is_no_data_set_is_said() -> None:
 
 
 # Through featx.extract
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_other_images_in_a_list_are_not_taken_for_those_of_the_store(photos: Path) -> None:
+    images = [Image.open(path) for path in sorted(photos.rglob("*.png"))[:4]]
+    extract(images)
+    with pytest.raises(StoreMismatchError, match="4 images have changed"):
+        extract(images[::-1])
+    extract(images)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_images_that_are_not_compared_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    extract(Given(4, pixels))
+    for keys, are_compared in (({}, False), ({"refresh": True}, True)):
+        capsys.readouterr()
+        extract(Given(4, pixels), **keys)
+        text = " ".join(capsys.readouterr().err.split())
+        assert "4 of 4 rows are there already" in text
+        assert ("only refresh=true compares their images" not in text) == are_compared
 
 
 @pytest.mark.usefixtures("in_tmp_path")

@@ -74,7 +74,9 @@ def test_columns_and_the_folder_of_the_paths_can_be_named(tmp_path: Path) -> Non
         table(tmp_path / "t.tsv", path_column="flie").listing()
     with pytest.raises(DataError, match=r"data\.label_column=labels: .* Nearest: label"):
         table(tmp_path / "t.tsv", label_column="labels").listing()
-    with pytest.raises(DataError, match="has no column path or image; it has file, kind"):
+    with pytest.raises(
+        DataError, match=r"no column path or image; it has file, kind.* needs the first line path"
+    ):
         table(write(tmp_path / "t.csv", "file,kind\na,b\n")).listing()
 
 

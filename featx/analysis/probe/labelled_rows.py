@@ -223,7 +223,7 @@ def _value_mask(values: Array, column: str, kind: TaskKind) -> npt.NDArray[np.bo
     if values.dtype.kind not in "fiub":
         raise DataError(
             f"probe.task=regression: {column} holds text{_example_of_text(values.tolist())}; "
-            "expected numbers."
+            "expected numbers, such as 0.5."
         )
     numbers = values.astype(np.float64)
     if num_infinite := int(np.isinf(numbers).sum()):

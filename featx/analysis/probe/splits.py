@@ -272,8 +272,9 @@ def check_split(
     shared = "" if unit == "row" else ", or shares its groups with such a class"
     if not len(split.test):
         raise DataError(
-            f"no row is left to test on: every class has a single {unit}{shared}. A probe needs "
-            f"more {'images' if unit == 'row' else 'groups of a class'}."
+            f"no row is left to test on: every class has a single {unit}{shared}, such as "
+            f"{classes[y[0]]}. A probe needs more "
+            f"{'images' if unit == 'row' else 'groups of a class'}."
         )
     if not len(split.validation):
         has_many_tested = max(np.bincount(y[split.test])) > 1  # one row of a class remains with any

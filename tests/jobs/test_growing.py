@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from conftest import Stored
 from interruptions import signal_after_commits
 from made_store import dataset_digests
-from tiny_model import KEYS, MODEL, extract, run_job, write_image
+from tiny_model import MODEL, extract, run_job, write_image
 
 import featx
 from featx.errors import StoreMismatchError
@@ -282,24 +281,3 @@ def test_a_model_that_has_changed_adds_nothing(
     for keys in ({"layers": ["pool"]}, {"layers": ["conv", "pool"]}):
         with pytest.raises(StoreMismatchError, match="weights_sha256: the store has"):
             extract(photos, model={**MODEL, "weights": "default"}, **keys)
-
-
-def test_a_plan_counts_the_rows_that_are_left(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def plan(**keys: Any) -> tuple[int, int, int]:
-        capsys.readouterr()
-        assert run_job("plan", json=True, **{**KEYS, "data": str(photos), **keys}) == 0
-        plan = json.loads(capsys.readouterr().out)
-        return plan["rows"], plan["rows_missing"], plan["disk_needed"] // plan["rows_missing"]
-
-    row = plan()[2]
-    assert plan() == (21, 21, row)
-    extract({"name": "folder", "root": str(photos), "limit": 10}, pack=False)
-    next(Path("store/parts").iterdir()).unlink()
-    assert plan(grow=True) == (21, 11 + 4, row)
-    assert plan(grow=True, layers=["conv", "pool"])[1] == 21
-    assert plan(overwrite=True) == (21, 21, row)
-    extract(photos, grow=True)
-    assert run_job("plan", **KEYS, data=str(photos)) == 0
-    assert "0 left of 21 images: about 0 s" in capsys.readouterr().out

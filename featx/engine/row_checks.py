@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -56,9 +57,9 @@ def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     """dataset name -> (B,) bool on the device: whether a row has neither NaN nor infinity.
 
     The largest magnitude of a row is NaN if any value is, and takes a tenth of the time of
-    `isfinite` on a CPU.
+    `isfinite` on a CPU. A comparison is one kernel on a GPU, `isfinite` four.
     """
-    return {name: torch.isfinite(largest_magnitudes(value)) for name, value in features.items()}
+    return {name: largest_magnitudes(value) < math.inf for name, value in features.items()}
 
 
 def describe_nonfinite(value: torch.Tensor, precision: str, store_dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ threads and streams share, stays empty.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,9 @@ class PreparedWeights:
     ) -> None:
         self.cast = CastableWeights()
         self.pairs: list[Pair] | None = None
-        self._model = model
+        # The model owns this object: a strong reference would keep its weights on the device until
+        # Python looks for reference cycles.
+        self._model: DeviceModel = weakref.proxy(model)
         self._captures = captures
         self._needs_gradients = needs_gradients
         self._proven: dict[tuple[str, bool, bool], CastableWeights] = {}

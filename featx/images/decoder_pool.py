@@ -100,7 +100,7 @@ class DecoderPool:
         reads_in_decoders: whether decoders read the encoded images; otherwise threads of this
             process do.
         keeps_images_together: whether rows of the same image in succession go to the same decoder.
-        is_pinned: whether slots are page-locked for CUDA.
+        pinned_for: CUDA device for which slots are page-locked; None if they are not.
         num_kept: number of finished jobs whose images stay in shared memory; those of further ones
             are copied. None copies none.
         can_fork: whether decoders are processes; otherwise they are threads, and an image that
@@ -118,7 +118,7 @@ class DecoderPool:
         limit_s: float | None = None,
         reads_in_decoders: bool = False,
         keeps_images_together: bool = False,
-        is_pinned: bool = False,
+        pinned_for: torch.device | None = None,
         num_kept: int | None = KEPT_BATCHES,
         can_fork: bool = CAN_FORK,
     ) -> None:
@@ -127,7 +127,7 @@ class DecoderPool:
         self._workers, self._count, self._limit_s = workers, count, limit_s
         self._reads_in_decoders = reads_in_decoders
         self._keeps_images_together = keeps_images_together
-        self._is_pinned, self._num_kept, self._can_fork = is_pinned, num_kept, can_fork
+        self._pinned_for, self._num_kept, self._can_fork = pinned_for, num_kept, can_fork
         self._state = threading.Condition()
         self._error: BaseException | None = None
         self._groups: dict[int, Group] = {}
@@ -138,7 +138,7 @@ class DecoderPool:
         self._free_slots: dict[tuple[int, int], list[Slot]] = {}
         self._lent_slots: dict[tuple[int, int], set[int]] = {}
         self._slots_end = 0
-        self._pinned: dict[int, Array] = {}
+        self._pinned: dict[int, Array | None] = {}  # None: it could not be
         self._to_read: queue.SimpleQueue[tuple[Job, int, int] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._pid: int | None = None
@@ -177,8 +177,10 @@ class DecoderPool:
             os.close(self._channels.results)
         collector.join(max(0.0, until - time.monotonic()))
         for images in self._pinned.values():
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(images.ctypes.data)
+            if images is not None:
+                with torch.cuda.device(self._pinned_for):
+                    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                    runtime.cudaHostUnregister(images.ctypes.data)
         self._free_slots.clear()
         self._groups.clear()
         files = *self._channels.tasks, self._results, self._channels.slots, self._channels.spool
@@ -250,8 +252,8 @@ class DecoderPool:
             images = torch.from_numpy(slot.images).clone()
             self._free_slots[name].append(slot)
             return images, checksums
-        if self._is_pinned and slot.offset not in self._pinned:
-            self._pin(slot)
+        if self._pinned_for is not None and slot.offset not in self._pinned:
+            self._pin(slot, self._pinned_for)
         # A view of its own: torch keeps this array alive, and the slot is free when it is not.
         array = slot.images.view()
         lent, free = self._lent_slots[name], self._free_slots[name]
@@ -279,12 +281,20 @@ class DecoderPool:
         os.ftruncate(self._channels.slots, self._slots_end)
         return layout.map(self._channels.slots, offset)
 
-    def _pin(self, slot: Slot) -> None:
+    def _pin(self, slot: Slot, device: torch.device) -> None:
         """Page-lock a slot for CUDA, so that copies from it are asynchronous."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = runtime.cudaHostRegister(slot.images.ctypes.data, slot.images.nbytes, 0)
-        if int(code) == 0:  # otherwise copies are slower, and right
-            self._pinned[slot.offset] = slot.images
+        # On the current device, often the first one, CUDA would take some 500 MB for this process.
+        with torch.cuda.device(device):
+            code = runtime.cudaHostRegister(slot.images.ctypes.data, slot.images.nbytes, 0)
+            if int(code) == 0:
+                self._pinned[slot.offset] = slot.images
+                return
+            self._pinned[slot.offset] = None  # copies are slower then, and right
+            # CUDA reports the error again at the next launch of this thread, which must not be one
+            # of the model.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=device)
 
     # Groups on their way to the decoders
 

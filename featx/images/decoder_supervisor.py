@@ -65,11 +65,14 @@ class Supervisor:
         # Ctrl-C reaches the whole process group. The process of the model decides when these end.
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)
+        # A collection would touch, and so copy, every page, and might free tensors of CUDA, which
+        # this process must not use.
+        gc.freeze()
         torch.set_num_threads(1)  # the threads of OpenMP did not survive the fork
         return_freed_memory()  # the process of the model would copy each such page that it reuses
         with contextlib.suppress(Exception):  # rows will tell
             self._workers[0].warm_up()
-        gc.freeze()  # a collection would touch, and so copy, every page
+        gc.freeze()  # what that has made as well, for the decoders
         wake = self._wake_at_child_end()
         poll = select.poll()
         poll.register(self._control, select.POLLIN)

@@ -72,7 +72,7 @@ class Loader:
         # The place of an image of its own size is mostly unused, and must be neither locked nor
         # copied as a whole.
         on_cuda = device is not None and device.type == "cuda"
-        self._is_pinned = on_cuda and not self._has_windows
+        self._pinned_for = device if on_cuda and not self._has_windows else None
         self._num_kept = None if self._has_windows else KEPT_BATCHES
         # An image of its own size may be large: each decoder has one ahead.
         self._prefetch = self.num_decoders if self._has_windows else PREFETCH_BATCHES
@@ -94,7 +94,7 @@ class Loader:
             self._decoding.timeout_s,
             self._reads_in_decoders,
             self._has_views,
-            self._is_pinned,
+            self._pinned_for,
             self._num_kept,
         )
         pool.on_warnings = lambda row, messages: self._warnings.add(

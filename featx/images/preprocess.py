@@ -188,11 +188,14 @@ class Preprocess:
             x, size=size, mode=self.interpolation, antialias=True, align_corners=False
         )
 
-    def normalise(self, x: torch.Tensor) -> torch.Tensor:
+    def normalise(
+        self, x: torch.Tensor, layout: torch.memory_format = torch.preserve_format
+    ) -> torch.Tensor:
         """Normalise images for the backbone, on their device.
 
         Args:
             x: (B, C, H, W) uint8 in [0, 255], RGB.
+            layout: memory format of the result.
 
         Returns:
             (B, C, H, W) float32, in the order of `channels`.
@@ -200,7 +203,7 @@ class Preprocess:
         if self.channels == "bgr":
             x = x.flip(1)
         scale, shift = _normalisation(self.mean, self.std, x.device)
-        return x.float().mul_(scale).sub_(shift)
+        return x.to(torch.float32, memory_format=layout).mul_(scale).sub_(shift)
 
     def as_uint8(self, x: torch.Tensor) -> torch.Tensor:
         """(C, H, W) image of the loader, uint8 or normalised, as (3, H, W) uint8 RGB for display.

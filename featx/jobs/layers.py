@@ -47,7 +47,7 @@ def run(config: Config, config_yaml: str) -> int:
     resolve_library(config.model)
     source, listing, config, missing = _images(config)
     # These import torch, which is not needed to report that the data set cannot be read.
-    from featx.base import choose_device
+    from featx.base import choose_device, explained_memory
     from featx.cli import layer_table, title
     from featx.engine import Compute, Engine
 
@@ -58,7 +58,7 @@ def run(config: Config, config_yaml: str) -> int:
     batch_size = 1 if config.batch_size == "auto" else int(config.batch_size)
     images = image.expand(batch_size, -1, -1, -1)
     show = "all" if config.job.json else config.job.show or "shapes"
-    with Engine(backbone, device, config.dtype) as engine:
+    with explained_memory(device), Engine(backbone, device, config.dtype) as engine:
         compute = Compute(precision, False, False, batch_size)
         if show != "watch":
             traced = _trace(engine, config)

@@ -95,13 +95,12 @@ def target_classes(
         return torch.full((len(output),), target, device=output.device)
     if target == "predicted" or labels is None:
         return output.detach().argmax(1)
-    chosen = labels.to(output.device)
-    if bool(((chosen < 0) | (chosen >= num_classes)).any()):
+    if bool(((labels < 0) | (labels >= num_classes)).any()):  # on the CPU: no device is awaited
         raise ModelError(
             f"target={target}: an image has no label, or one beyond the model's {num_classes} "
             "classes, counted from 0."
         )
-    return chosen
+    return labels.to(output.device, non_blocking=True)
 
 
 def values_of_classes(

@@ -382,7 +382,7 @@ class TokenSample:
         padded = [*keys, *[b""] * (len(x) - len(keys))]
         chosen = sampled_positions(padded, self.seed, self.num_candidates, self.k)
         tokens = self.view(x)
-        places = torch.from_numpy(chosen + self.first).to(tokens.device)
+        places = torch.from_numpy(chosen + self.first).to(tokens.device, non_blocking=True)
         return tokens.gather(1, places[:, :, None].expand(-1, -1, tokens.shape[2]))
 
     @property

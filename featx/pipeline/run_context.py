@@ -257,7 +257,7 @@ def build_run_context(
 
     # From here on torch is needed, which takes seconds to import.
     log_step("importing PyTorch ...")
-    from featx.base import choose_devices, cpu_threads
+    from featx.base import choose_devices, cpu_threads, explained_memory
     from featx.engine import TRIAL_IMAGES, AutoSettings, attach_windows, batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
     from featx.pipeline.conformance_trial import (
@@ -271,6 +271,7 @@ def build_run_context(
         executor = config.executor
         local_workers = executor.workers if executor.name == "local" else None
         devices = choose_devices(config.device, executor.gpu_indices, local_workers)
+        stack.enter_context(explained_memory(devices[0]))
         if devices[0].type == "cpu":
             keep_freed_memory()  # before any thread allocates
         log_step(f"loading {config.model.name} ...")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from featx.base import DeviceTimer, exact_cuda, to_cpu
+from featx.base import DeviceTimer, exact_cuda, explained_memory, to_cpu
+from featx.errors import RunError
 
 CUDNN: Any = torch.backends.cudnn
 MATMUL: Any = torch.backends.cuda.matmul
@@ -93,6 +94,21 @@ def test_copies_to_the_cpu_keep_their_order_and_dtype() -> None:
     copies = to_cpu(values, torch.device("cpu"))
     assert [copy.dtype for copy in copies] == [torch.int64, torch.bfloat16]
     assert all(torch.equal(a, b) for a, b in zip(copies, values, strict=True))
+
+
+def test_a_full_device_is_named_with_the_programs_that_fill_it() -> None:
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 139.81 GiB "
+        "of which 1.19 MiB is free. Process 17 has 139.80 GiB memory in use. Of the allocated "
+        "memory 1.00 GiB is allocated by PyTorch, and 2.00 MiB is reserved by PyTorch but "
+        "unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF."
+    )
+    expected = (
+        r"^cuda:1 has too little free memory: CUDA out of memory\. Tried .* Process 17 has 139\.80 "
+        r"GiB memory in use\. Nothing committed is lost\. .*, or device=cpu\.$"
+    )
+    with pytest.raises(RunError, match=expected), explained_memory(torch.device("cuda", 1)):
+        raise error
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -548,6 +550,21 @@ def test_a_model_that_was_made_in_inference_mode_is_taken_as_it_is() -> None:
     with bound(backbone_of(module), "0") as engine:
         assert engine.run(noise())["0"].shape[1] == 4
     assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("layer", ["fc", "fc:grad_output"])
+def test_a_model_is_freed_when_its_engine_is(layer: str) -> None:
+    """Not at the next garbage collection: the model of the next run needs the memory."""
+    gc.disable()
+    try:
+        backbone = backbone_of(ResidualConvNet())
+        reference = weakref.ref(backbone.module)
+        with bound(backbone, layer) as engine:
+            engine.run(noise())
+        del backbone, engine
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_splits_its_batch_is_refused() -> None:

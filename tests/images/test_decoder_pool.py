@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -421,3 +422,57 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+class Cuda:
+    """Page-locking by CUDA without a device; `code` is what it returns.
+
+    Attributes:
+        calls: name of each call, and the device that was current.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, code: int) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self._code, self._current = code, 0
+        runtime = types.SimpleNamespace(
+            cudaHostRegister=self._register, cudaHostUnregister=self._unregister
+        )
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        patch.setattr(torch.cuda, "device", self._device)
+        patch.setattr(torch, "ones", self._ones)
+
+    @contextlib.contextmanager
+    def _device(self, device: torch.device) -> Iterator[None]:
+        self._current = device.index
+        yield
+        self._current = 0
+
+    def _register(self, address: int, num_bytes: int, flags: int) -> int:
+        assert num_bytes == 8 * 3 * SIDE * SIDE
+        self.calls.append(("register", self._current))
+        return self._code
+
+    def _unregister(self, address: int) -> None:
+        self.calls.append(("unregister", self._current))
+
+    def _ones(self, *size: int, device: torch.device) -> None:
+        self.calls.append(("launch", device.index))
+        raise RuntimeError("CUDA error: operation not supported")
+
+
+@pytest.mark.parametrize("code", [0, 801])
+def test_slots_are_page_locked_for_the_device_of_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The current device is another one; an error that CUDA keeps is taken out of its memory."""
+    cuda, files = Cuda(monkeypatch, code), FolderSource(folder)
+    settings = DecodeSettings(PREPROCESS, POLICY, timeout_s=20, workers=1)
+    with Loader(files, files.listing(), settings, torch.device("cuda", 1)) as loader:
+        parts = [Part(0, 0, 32)]
+        images = [batch.images.clone() for _, batch in loader.batches(parts, 8)]
+    assert torch.equal(torch.cat(images), load(folder)[0][:32])
+    num_slots = sum(name == "register" for name, _ in cuda.calls)
+    assert 1 <= num_slots <= 5
+    others = [("unregister", 1)] * num_slots if code == 0 else []
+    launches = [] if code == 0 else [("launch", 1)] * num_slots
+    assert sorted(cuda.calls) == sorted([("register", 1)] * num_slots + others + launches)

@@ -149,6 +149,15 @@ def test_normalise_is_torchvisions(preprocess: Preprocess) -> None:
 
 
 @pytest.mark.parametrize("preprocess", PREPROCESSES.values(), ids=PREPROCESSES)
+def test_normalising_in_another_layout_gives_equal_bits(preprocess: Preprocess) -> None:
+    x = torch.randint(256, (3, 3, 9, 8), dtype=torch.uint8)
+    for each in (preprocess, replace(preprocess, channels="bgr")):
+        found = each.normalise(x, torch.channels_last)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(found, each.normalise(x))
+
+
+@pytest.mark.parametrize("preprocess", PREPROCESSES.values(), ids=PREPROCESSES)
 def test_the_reference_gives_what_it_says(preprocess: Preprocess) -> None:
     check_reference(preprocess)
 

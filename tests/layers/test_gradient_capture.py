@@ -148,6 +148,14 @@ def test_classes_that_are_not_there_are_refused() -> None:
             target_values(LOGITS, "label", torch.tensor(labels))
 
 
+def test_labels_are_checked_without_waiting_for_a_device() -> None:
+    """A meta tensor has no values to wait for."""
+    logits = torch.empty(2, 4, device="meta")
+    assert target_values(logits, "label", torch.tensor([3, 0])).shape == (2,)
+    with pytest.raises(ModelError, match="an image has no label"):
+        target_values(logits, "label", torch.tensor([3, 4]))
+
+
 class Named(OrderedDict[str, torch.Tensor]):
     """As a ModelOutput of Hugging Face: a dict whose entries are attributes."""
 

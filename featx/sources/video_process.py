@@ -66,7 +66,9 @@ class Videos:
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
-        self._open: OrderedDict[tuple[str, tuple[int, int]], _OpenVideo] = OrderedDict()
+        self._open: OrderedDict[tuple[str, tuple[int, int]], _OpenVideo | ImageFault] = (
+            OrderedDict()
+        )
 
     def duration_s(self, path: str) -> float:
         """Return the duration of a video in seconds, from its header, else from its packets."""
@@ -122,23 +124,31 @@ class Videos:
         state = path, (info.st_size, info.st_mtime_ns)
         video = self._open.pop(state, None)
         if video is None:
-            mark = _check_container(path)
             try:
-                # seek_mode="exact" scans the time stamps of all packets, so a time always gives the
-                # same frame.
-                decoder = self._decoder(path, dimension_order="NHWC", seek_mode="exact")
-                _check_duration(decoder.metadata)
-                sound_until_s = math.inf
-                if mark not in (_AVI, _MATROSKA) and _ends_early(path):
-                    first = max(0, decoder.metadata.num_frames - 1 - _DECODED_EARLIER)
-                    sound_until_s = decoder.get_frames_at([first]).pts_seconds.item()
-            except (RuntimeError, ValueError) as error:
-                raise _fault(error) from error
-            video = _OpenVideo(decoder, sound_until_s)
+                video = self._scan(path)
+            except ImageFault as fault:  # kept, as it may take as long for each frame
+                video = fault
         self._open[state] = video
         if len(self._open) > _KEPT:
             self._open.popitem(last=False)
+        if isinstance(video, ImageFault):
+            raise video.with_traceback(None)
         return video
+
+    def _scan(self, path: str) -> _OpenVideo:
+        """Open a file, and read the time stamps of all its packets."""
+        mark = _check_container(path)
+        try:
+            # seek_mode="exact" scans the time stamps, so a time always gives the same frame.
+            decoder = self._decoder(path, dimension_order="NHWC", seek_mode="exact")
+            _check_duration(decoder.metadata)
+            sound_until_s = math.inf
+            if mark not in (_AVI, _MATROSKA) and _ends_early(path):
+                first = max(0, decoder.metadata.num_frames - 1 - _DECODED_EARLIER)
+                sound_until_s = decoder.get_frames_at([first]).pts_seconds.item()
+        except (RuntimeError, ValueError) as error:
+            raise _fault(error) from error
+        return _OpenVideo(decoder, sound_until_s)
 
 
 def _stated_duration_s(metadata: Any) -> float | None:
@@ -176,13 +186,15 @@ def _boxes(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
 def _ends_early(path: str) -> bool:
     """Return whether the frames of an MP4 reach beyond the end of the file."""
     size = Path(path).stat().st_size
-    with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a path as the file system gives it
         return any(kind == b"mdat" and end > size for kind, _, end in _boxes(file))
 
 
 def _is_mirrored(file: BinaryIO) -> bool:
     """Return whether an MP4 is shown with left and right, or top and bottom, exchanged."""
     for kind, begin, _ in _boxes(file):
+        if kind == b"moof":  # one of thousands, which come behind moov
+            return False
         if kind in _MATRIX:
             file.seek(begin)
             content = file.read(100)

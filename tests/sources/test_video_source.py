@@ -273,8 +273,17 @@ def test_a_header_that_states_another_duration(
     metadata = SimpleNamespace(**vars(LateDecoder.metadata))
     monkeypatch.setattr(ExactDecoder, "metadata", metadata)
     metadata.duration_seconds_from_header = 8.4
-    with pytest.raises(ImageFault, match=r"last 9\.000 s, and its header says 8\.400 s; ffmpeg"):
-        Videos(ExactDecoder).frame(str(path), 0, 100)
+    opened: list[str] = []
+
+    def decoder(path: str, **options: object) -> ExactDecoder:
+        opened.append(path)
+        return ExactDecoder(path)
+
+    videos = Videos(decoder)
+    for _ in range(2):
+        with pytest.raises(ImageFault, match=r"last 9\.000 s, .* header says 8\.400 s; ffmpeg"):
+            videos.frame(str(path), 0, 100)
+    assert len(opened) == 1, "all its packets are read once"
     metadata.begin_stream_seconds_from_header = 5.0
     metadata.duration_seconds_from_header = 14.0
     assert Videos(ExactDecoder).duration_s(str(path)) == 9

@@ -108,7 +108,7 @@ def recheck_rows(
                 for row, features, status in _extract_rows(context, run, rows):
                     row_agreement, note = _compare_row(store, row, specs, features, status)
                     if row_agreement < worst.get(row, np.inf):
-                        notes[row] = f"row {row} ({store.keys[row]}): {note}"
+                        notes[row] = f"row {row} ({store.key_of(row)}): {note}"
                     worst[row] = min(worst.get(row, np.inf), row_agreement)
     return ReproducibilityReport(
         rows=len(worst),

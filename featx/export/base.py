@@ -109,8 +109,11 @@ class ShardedFormat(Format):
         shard_bytes = int((options.shard_gib or 1.0) * (1 << 30))
         each = max(1, int(shard_bytes / max(1.0, row_bytes)))
         starts = range(0, num_rows, each)
+        # Readers sort the names.
+        width = max(5, len(str(len(starts))))
+        of = f"{len(starts):0{width}d}"
         return [
-            (name.format(f"{i:05d}-of-{len(starts):05d}"), start, min(num_rows, start + each))
+            (name.format(f"{i:0{width}d}-of-{of}"), start, min(num_rows, start + each))
             for i, start in enumerate(starts)
         ]
 

@@ -77,7 +77,7 @@ def image_grid(
     tiles = [
         Tile(
             row=row,
-            key=as_utf8(str(store.keys[row])),
+            key=as_utf8(store.key_of(row)),
             class_name=as_utf8(store.classes[store.labels[row]]) if store.labels[row] >= 0 else "",
             uri=thumbnails.uris.get(row, ""),
             reason="" if row in thumbnails.uris else thumbnails.unread.get(row, "left out"),

@@ -56,7 +56,7 @@ def lines_of(store: FeatureStore, job: str, result: Json) -> Iterator[tuple[int,
         )
     for line in csv.DictReader(io.StringIO(data.decode(), newline="")):
         row = int(line["row"])
-        if csv_cell(str(store.keys[row])) == line["key"]:
+        if csv_cell(store.key_of(row)) == line["key"]:
             yield row, line
 
 
@@ -121,5 +121,5 @@ def _rows(store: FeatureStore, described: list[Json]) -> dict[int, Json]:
     return {
         int(one["row"]): one
         for one in described[:_SHOWN]
-        if str(store.keys[int(one["row"])]) == one["key"]
+        if store.key_of(int(one["row"])) == one["key"]
     }

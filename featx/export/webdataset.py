@@ -106,7 +106,10 @@ class WebDataset(ShardedFormat):
         shards, num_shards = self._shards[0][0], len(self._shards)
         layer = literal(f"{self.selection.layers[0].lower()}.npy")
         if num_shards > 1:
-            shards = f"shards-{{00000..{num_shards - 1:05d}}}-of-{num_shards:05d}.tar"
+            (first, count), (last, _) = (
+                self._shards[i][0].removeprefix("shards-").split("-of-") for i in (0, -1)
+            )
+            shards = f"shards-{{{first}..{last}}}-of-{count}"
         imports, shards_text = "import webdataset as wds\n", literal(f"{out}/{shards}")
         if any(sign in str(out) for sign in _EXPANDED):
             imports += "from pathlib import Path\n"

@@ -93,7 +93,7 @@ def _tiles(
             x = context.engine.backbone.preprocess.as_uint8(images[0])
             pixels = x.permute(1, 2, 0).contiguous().numpy()
             maps = [np.asarray(store[method][row], np.float32) for method in methods]
-            key = name_bytes(str(store.keys[row])).decode("utf-8", "replace")
+            key = name_bytes(store.key_of(row)).decode("utf-8", "replace")
             tiles.append(Tile(pixels, maps, (key, _caption(context, store, row))))
     return tiles
 

@@ -72,7 +72,8 @@ def run(config: Config, config_yaml: str) -> int:
         ("file", table["file"]),
     ]
     lines = [
-        f"{len(group)} rows: {', '.join(store.keys[group[:3]])}{', ...' if len(group) > 3 else ''}"
+        f"{len(group)} rows: {', '.join(map(store.key_of, group[:3].tolist()))}"
+        f"{', ...' if len(group) > 3 else ''}"
         for group in sorted(groups, key=len, reverse=True)[:5]
     ]
     print_summary(config, summary, rows, "\n".join(lines) if lines else None)
@@ -88,7 +89,7 @@ def _members(
     for number, group in enumerate(groups):
         cosines, first = cosines_to_first(vectors, group), int(group[0])
         for row, cosine in zip(group.tolist(), cosines.tolist(), strict=True):
-            key, kind = store.keys[row], class_name(store, row) or ""
+            key, kind = store.key_of(row), class_name(store, row) or ""
             is_copy = row != first and NO_IMAGE < images[row] == images[first]
             yield (
                 *(number, len(group), row, key, kind),

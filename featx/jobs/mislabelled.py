@@ -82,11 +82,10 @@ def _described(
     store: FeatureStore, judged: JudgedLabels, places: npt.NDArray[np.int64]
 ) -> Iterator[dict[str, object]]:
     confidences, predicted, doubtful = judged.confidences, judged.predicted, judged.are_doubtful
-    keys = store.keys
     for place in places.tolist():
         yield {
             "row": int(judged.rows[place]),
-            "key": str(keys[judged.rows[place]]),
+            "key": store.key_of(judged.rows[place]),
             "label": judged.classes[judged.labels[place]],
             "p_label": float(confidences[place]),
             "predicted": judged.classes[predicted[place]],

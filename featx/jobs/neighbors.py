@@ -99,7 +99,7 @@ def _described(
     return [
         {
             "row": row,
-            "key": str(store.keys[row]),
+            "key": store.key_of(row),
             "class": class_name(store, row),
             metric: float(score),
         }
@@ -204,7 +204,7 @@ def _write_files(
     if found.neighbours.size > CSV_PAIRS:
         return [table_file]
     pairs = (
-        (row, store.keys[row], rank, other, store.keys[other], f"{score:.6g}")
+        (row, store.key_of(row), rank, other, store.key_of(other), f"{score:.6g}")
         for row, nearest, scores in zip(found.rows, found.neighbours, found.scores, strict=True)
         for rank, (other, score) in enumerate(zip(nearest, scores, strict=True), 1)
     )

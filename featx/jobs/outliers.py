@@ -79,11 +79,11 @@ def _described(
         row, class_distance = int(found.rows[place]), float(found.class_distances[place])
         yield {
             "row": row,
-            "key": str(store.keys[row]),
+            "key": store.key_of(row),
             "class": class_name(store, row),
             "distance": float(found.distances[place]),
             "class_distance": None if np.isnan(class_distance) else class_distance,
-            "nearest_key": str(store.keys[int(found.nearest[place])]),
+            "nearest_key": store.key_of(int(found.nearest[place])),
         }
 
 

@@ -55,9 +55,18 @@ _SLOW_STAT_S = 1e-4
 """Average seconds per `stat` above which threads are used."""
 
 
+_LATEST_NS = (1 << 63) - 1
+"""Last time that int64 nanoseconds hold, in 2262; a file may have a later one by mistake."""
+
+
 def state_of(info: os.stat_result) -> tuple[int, int, int]:
     """Return the IMAGE_STATE fields of a file: size in bytes, mtime in ns, and ctime in ns."""
-    return info.st_size, info.st_mtime_ns, info.st_ctime_ns
+    return info.st_size, mtime_ns(info), min(info.st_ctime_ns, _LATEST_NS)
+
+
+def mtime_ns(info: os.stat_result) -> int:
+    """Return the modification time of a file in nanoseconds since 1970, at most that of 2262."""
+    return min(info.st_mtime_ns, _LATEST_NS)
 
 
 def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt.NDArray[np.void]:
@@ -69,7 +78,7 @@ def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt
     """
     infos = [os.stat(path) for path in paths]  # noqa: PTH116 - unusual bytes
     size = sum(info.st_size for info in infos)
-    newest = max((info.st_mtime_ns for info in infos), default=-1)
+    newest = max((mtime_ns(info) for info in infos), default=-1)
     content = [*(state_of(info) for info in infos), tag]
     return np.full(count, np.array((size, newest, tag_of(content)), IMAGE_STATE))
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from featx.base import name_bytes
 from featx.errors import DataError, MissingExtraError
+from featx.sources.base import mtime_ns
 from featx.sources.path_patterns import (
     base_of,
     expand_braces,
@@ -206,7 +207,7 @@ def _local_shard(name: bytes, path: str) -> Shard:
 
     # Tools that restore mtime cannot set ctime back, and tars of equal size are common.
     version = f"mtime {info.st_mtime_ns} ctime {info.st_ctime_ns}"
-    return Shard(name, path, info.st_size, version, read, info.st_mtime_ns)
+    return Shard(name, path, info.st_size, version, read, mtime_ns(info))
 
 
 def _remote(root: str) -> list[Shard]:

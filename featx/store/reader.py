@@ -197,9 +197,15 @@ class FeatureStore:
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
-        """(N,) str: key of each row, usually a path below data.root; UTF-8 with surrogates."""
-        decoded = [name_text(key) for key in self.key_bytes.tolist()]
-        return np.array(decoded, dtype=np.str_)
+        """(N,) str: key of each row, usually a path below data.root; UTF-8 with surrogates.
+
+        It takes 4 bytes for each character of the longest key in every row; see `key_of`.
+        """
+        return np.array([name_text(key) for key in self.key_bytes], dtype=np.str_)
+
+    def key_of(self, row: int) -> str:
+        """Key of one row, as in `keys`."""
+        return name_text(bytes(self.key_bytes[row]))
 
     @cached_property
     def labels(self) -> npt.NDArray[np.int64]:

@@ -55,6 +55,24 @@ def test_many_classes_have_no_confusion_matrix(monkeypatch: pytest.MonkeyPatch) 
     assert prediction_metrics(predictions) == {**expected, "confusion": None}
 
 
+def test_resamples_of_many_classes_are_taken_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    y, scores = made(40, 200)
+    predictions = Predictions.of_scores(y, scores, True)
+    expected = bootstrap_entry(predictions, 30)
+    sizes = []
+
+    def counted(predictions: Predictions, weights: np.ndarray) -> dict[str, np.ndarray]:
+        sizes.append(len(weights))
+        return weighted_metrics(predictions, weights)
+
+    monkeypatch.setattr(class_metrics, "BLOCK_NUMBERS", 2000)
+    monkeypatch.setattr(class_metrics, "weighted_metrics", counted)
+    assert bootstrap_entry(predictions, 30) == expected
+    assert sizes == [10, 10, 10, 1]  # and the metrics of the rows as they are
+
+
 def test_what_does_not_fit_into_memory_is_refused() -> None:
     check_memory(1 << 10, "The scores", "Give fewer.")
     message = r"^The scores take 1024.0 TiB or more, and .* of memory are free. Give fewer.$"

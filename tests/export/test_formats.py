@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from format_readers import READERS
 from made_store import MadeRun, make_run
-from tiny_model import MODEL, extract, run_job, write_image
+from tiny_model import MODEL, extract, job_config, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, StoreMismatchError
 from featx.export import selection
+from featx.export.parquet import Parquet
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "small_blocks")
 
@@ -381,3 +382,16 @@ def test_narrow_rows_are_not_taken_by_the_million(monkeypatch: pytest.MonkeyPatc
     assert [*rows.spans(2, 19)] == spans
     assert [(start, stop) for start, stop, _ in rows.blocks(2, 17)] == spans[:3]
     assert [*rows.each_key()] == rows.keys.tolist()
+
+
+def test_names_of_many_shards_sort_in_their_order() -> None:
+    """Of 100,001 shards, which no store of a test has."""
+    write_store()
+    rows = selection.ExportSelection(featx.open("store"), ("flat",), np.zeros(100_001, np.int64))
+    config = job_config("export", store="store", export={"format": "parquet", "shard_gib": 1e-9})
+    names = [name for name, _, _ in Parquet(rows, config).shards(1.0, "data-{}.parquet")]
+    assert names == sorted(names)
+    assert (names[0], names[-1]) == (
+        "data-000000-of-100001.parquet",
+        "data-100000-of-100001.parquet",
+    )

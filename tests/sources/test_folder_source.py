@@ -101,6 +101,21 @@ def test_keys_are_relative_paths_with_extension_in_bytewise_order(tmp_path: Path
     assert keys == sorted(keys)
 
 
+def test_times_that_int64_does_not_hold(tmp_path: Path) -> None:
+    """File systems store times up to 2446 and more, and int64 nanoseconds up to 2262."""
+    write(tmp_path, "a.jpg", "b.jpg", "c.jpg")
+    os.utime(tmp_path / "a.jpg", (0, 13_569_465_600))
+    os.utime(tmp_path / "b.jpg", (0, -631_152_000))
+    source = FolderSource(tmp_path)
+    keys = source.listing().keys
+    before = source.states(keys)
+    assert before["mtime_ns"][1] == -631_152_000 * 10**9
+    assert before.tolist() == source.states(keys).tolist()
+    (tmp_path / "a.jpg").write_bytes(b"other")
+    os.utime(tmp_path / "a.jpg", (0, 13_569_465_600))
+    assert (before != source.states(keys)).tolist() == [True, False, False]
+
+
 def test_every_extension_counts_in_any_case(tmp_path: Path) -> None:
     names = [f"{i}{e.decode()}" for i, e in enumerate(sorted(EXTENSIONS))]
     names += [f"c{i}{e.decode().upper()}" for i, e in enumerate(sorted(EXTENSIONS))]

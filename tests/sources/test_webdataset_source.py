@@ -403,6 +403,13 @@ def test_a_shard_changed_while_it_is_read_is_no_fault_of_its_images(
             source.read(key)
 
 
+def test_a_shard_of_a_time_that_int64_does_not_hold(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": b"1"})
+    os.utime(path, (0, 13_569_465_600))
+    source = shards(path)
+    assert source.states(source.listing().keys)["mtime_ns"] == (1 << 63) - 1
+
+
 def test_a_shard_of_the_same_size_and_time_is_another_shard(tmp_path: Path) -> None:
     members, states = {"a.jpg": b"1", "b.jpg": b"2"}, []
     for some in (members, dict(reversed(members.items()))):

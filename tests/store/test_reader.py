@@ -275,7 +275,7 @@ def test_a_store_stands_for_its_path(store: FeatureStore) -> None:
 def test_a_row_is_found_by_its_key(store: FeatureStore, run: MadeRun) -> None:
     for row, key in enumerate(run.listing.keys.tolist()):
         assert store.row(key) == store.row(key.decode()) == row
-        assert store.keys[row] == key.decode()
+        assert store.keys[row] == store.key_of(row) == key.decode()
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def bootstrap_entry(predictions: Predictions, resamples: int) -> Json:
 def _weights(predictions: Predictions, resamples: int) -> Iterator[Matrix]:
     """Yield weights of resamples in blocks, (b, n) each."""
     unit_of_row = units_of_rows(predictions.groups, len(predictions.y))
-    for drawn in drawn_units(unit_of_row, resamples, BLOCK_NUMBERS // len(unit_of_row)):
+    numbers = max(predictions.class_scores.shape)  # the classes of a resample are counted as well
+    for drawn in drawn_units(unit_of_row, resamples, BLOCK_NUMBERS // numbers):
         drawn += drawn.shape[1] * np.arange(len(drawn))[:, None]
         times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
         yield times[:, unit_of_row].astype(np.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,11 @@ class LabelledRows:
     def targets(self) -> Array:
         """What is predicted: the classes (n,), or the values (n, T)."""
         return self.y if self.values is None else self.values
+
+    @cached_property
+    def keys(self) -> npt.NDArray[np.str_]:
+        """(n,) key of each row."""
+        return np.array([self.store.key_of(row) for row in self.rows.tolist()], np.str_)
 
 
 def require_complete(store: FeatureStore) -> None:

@@ -75,9 +75,9 @@ class LayerRows:
         if not bool(is_held.all()):
             row = int(rows[int((~is_held).nonzero()[0, 0])])
             raise StoreError(
-                f"{self.store.root}: row {row} ({self.store.keys[row]}) of {self.layer} is marked "
-                f"ok and has values that are not finite, or beyond {MAX_VALUE:.1e}, which a probe "
-                "cannot standardise. job=verify says whether they are damaged."
+                f"{self.store.root}: row {row} ({self.store.key_of(row)}) of {self.layer} is "
+                f"marked ok and has values that are not finite, or beyond {MAX_VALUE:.1e}, which a "
+                "probe cannot standardise. job=verify says whether they are damaged."
             )
 
 

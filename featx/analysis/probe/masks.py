@@ -245,7 +245,7 @@ def read_masks(config: Config, store: FeatureStore) -> Masks:
         masks_of_images = pool.map(partial(_masks_of_image, settings), images)
         masks_of_rows = sorted(chain.from_iterable(masks_of_images), key=itemgetter(0))
     usable = [(row, mask) for row, mask in masks_of_rows if not isinstance(mask, str)]
-    refused = [(str(store.keys[row]), mask) for row, mask in masks_of_rows if isinstance(mask, str)]
+    refused = [(store.key_of(row), mask) for row, mask in masks_of_rows if isinstance(mask, str)]
     if not usable:
         raise DataError(
             f"none of the {counted(len(masks_of_rows), 'row')} of {store.root} has a usable mask "

@@ -140,7 +140,6 @@ ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "v
 def _given_split(
     options: ProbeConfig, seed: int, training: LabelledRows, groups: Ints | None, notes: list[str]
 ) -> Split:
-    keys = training.store.keys[training.rows]
     if (column := options.split_column) is not None:
         where, hint = f"probe.split_column={column}", ""
         roles = _roles_of(training.store.column(column)[training.rows], where)
@@ -152,8 +151,8 @@ def _given_split(
     else:
         path = Path(options.split_file or "").expanduser()
         where = f"probe.split_file={path}"
-        hint = f" Keys are those of the store, such as {str(keys[0])!r}."
-        roles, unknown = read_split_file(path, keys.tolist())
+        hint = f" Keys are those of the store, such as {str(training.keys[0])!r}."
+        roles, unknown = read_split_file(path, training.keys.tolist())
         if unknown:
             notes.append(
                 f"{counted(unknown, f'key of {path} is', f'keys of {path} are')} not among the "
@@ -255,7 +254,7 @@ def _divided_group_notes(training: LabelledRows, groups: Groups, split: Split) -
         divided = np.intersect1d(groups.of_row[some], groups.of_row[others])
         if len(divided):
             rows = int(np.isin(groups.of_row[some], divided).sum())
-            key = training.store.keys[training.rows[np.isin(groups.of_row, divided)][0]]
+            key = training.keys[np.isin(groups.of_row, divided)][0]
             notes.append(
                 f"the given split divides {counted(len(divided), 'group')} ({groups.by}) between "
                 f"{between} "

@@ -93,7 +93,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
         """(N,) key of each place."""
-        return np.concatenate([each.store.keys[each.rows] for each in self.stores])
+        return np.concatenate([each.keys for each in self.stores])
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

@@ -47,16 +47,19 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     """Return whether a map is (H, W, C) rather than (C, H, W).
 
     Raises ReduceError, in the name of an option such as 'reduce=avg', if it could be both or
-    neither.
+    neither, and for attention weights.
     """
     if rows.is_map:
         return False
     height, width = rows.input_size
     first = rows.shape[0] * width == rows.shape[1] * height
     last = rows.shape[1] * width == rows.shape[2] * height
-    if first != last:
+    is_attention = rows.layer.endswith(":attention")
+    if first != last and not is_attention:
         return first
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
+    if is_attention:
+        which = "is that of attention weights (heads, T, S), no map"
     raise ReduceError(
         f"{option} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
         "are unknown. Use its rows unreduced (reduce=none or flatten, "

@@ -18,7 +18,7 @@ from zoo import PatchTransformer, vision_transformer
 import featx
 from featx.config import ReduceConfig
 from featx.engine import Engine
-from featx.errors import LayerError
+from featx.errors import LayerError, ReduceError
 from featx.layers import Selection, needs_plain_attention, select
 
 SIDE = 16
@@ -272,3 +272,13 @@ def test_weights_go_into_the_store_and_the_run_says_so(
     assert run_job("plan", **{**KEYS, **keys, "data": str(photos), "out": str(tmp_path / "p")}) == 0
     said = "fused attention is off for this run in blocks.0.attn, blocks.1.attn (2)"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reduce", ["avg", "grid", "map", "align", "sample"])
+def test_weights_are_no_map_of_the_image(photos: Path, tmp_path: Path, reduce: str) -> None:
+    """17 x 17 weights have the proportions of a square image; their mean is always 1 / 17."""
+    model = {**KEYS["model"], "factory": "test_attention:tiny_model"}
+    model["transform"] = {"resize": SIDE, "crop": SIDE}
+    keys = {"model": model, "layers": ["blocks.0.attn"], "capture": "attention", "reduce": reduce}
+    with pytest.raises(ReduceError, match=r"attention weights .*reduce=none or flatten"):
+        extract(photos, **keys, out=tmp_path / "store")

@@ -87,8 +87,8 @@ class StatsLayer:
         if options.observation == "position" and len(shape) > 1:
             axis = channel_axis(spec.reduce, rows)
             positions = math.prod(shape) // shape[axis - 1]
-        elif spec.reduce == "none" and spec.capture != "attention" and len(shape) in (2, 3):
-            # A tensor whose channels are unknown is taken as a whole.
+        elif spec.reduce == "none" and len(shape) in (2, 3):
+            # A tensor whose channels are unknown, or attention weights, are taken as a whole.
             with contextlib.suppress(ReduceError):
                 channels = channel_axis("none", rows)
                 averaged = tuple(i for i in range(1, len(shape) + 1) if i != channels)

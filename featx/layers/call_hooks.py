@@ -268,7 +268,7 @@ class LoopHooks(LayerHooks):
                 " nn.DataParallel runs copies of the model on several devices, which have no "
                 "hooks: call model.module, or use DistributedDataParallel."
             )
-        if not self.threads and "torch._dynamo" in sys.modules:
+        if not self.threads and _has_compiled():
             return (
                 " Compiled code calls no hooks that are added later: give featx the object that "
                 "you call, the result of torch.compile, and call the model itself instead of a "
@@ -279,9 +279,7 @@ class LoopHooks(LayerHooks):
     @property
     def may_be_unseen(self) -> bool:
         """Whether no call was seen, and this process has compiled code, whose calls are not."""
-        dynamo: Any = sys.modules.get("torch._dynamo")
-        is_compiled = dynamo is not None and dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        return is_compiled and not self.has_run and not self.threads
+        return not self.has_run and not self.threads and _has_compiled()
 
     def points_of_call(
         self, key: tuple[int, str], points: list[CapturePoint]
@@ -295,6 +293,12 @@ class LoopHooks(LayerHooks):
         if not self.record.is_open:
             self.record.operations.clear()
         return super()._operation(name, module, function, result)
+
+
+def _has_compiled() -> bool:
+    """Return whether this process has compiled code; many packages only import torch._dynamo."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def is_recomputed() -> bool:

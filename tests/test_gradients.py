@@ -603,13 +603,22 @@ def test_gradients_thrown_away_before_a_step_are_in_no_step() -> None:
     assert math.isfinite(log.steps[0].layers[""])
 
 
-def test_gradients_thrown_away_before_a_method_of_the_model_are_in_no_step() -> None:
-    model = nn.ModuleDict({"head": net()})  # not called itself
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_gradients_thrown_away_before_a_method_of_the_model_are_in_no_step(
+    is_checkpointed: bool,
+) -> None:
+    head = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Identity())
+    model, x = nn.ModuleDict({"head": head}), torch.randn(8, 6)  # not called itself
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss() -> torch.Tensor:
+        y = checkpoint(head, x, use_reentrant=False) if is_checkpointed else head(x)
+        return y.square().mean()
+
     with watch(model) as log:
-        (loss_of(model["head"]) * math.nan).backward()
-        optimizer.zero_grad()
-        loss_of(model["head"]).backward()
+        for factor in (1.0, math.nan, 1.0):
+            optimizer.zero_grad()
+            (loss() * factor).backward()
         optimizer.step()
     assert not log.alarms
     assert math.isfinite(log.steps[0].layers["head"])

@@ -31,12 +31,14 @@ class OpenCall:
         name: first dotted name of the module, '' for the model itself.
         module: the module.
         parent: the enclosing call, or None for the model itself.
+        backward: id of the backward pass that runs the call again (checkpoints), or -1.
         data: value that the `begin` callback stores for the `end` callback.
     """
 
     name: str
     module: nn.Module
     parent: OpenCall | None
+    backward: int = -1
     data: Any = None
 
     @property
@@ -156,7 +158,11 @@ def every_call(
             running.opened.clear()
             running.inputs.clear()
             running.num_ended.clear()
-        call = OpenCall(name, module, running.opened[-1] if running.opened else None)
+        # A checkpoint interrupts the calls that it runs again once it has what it needs of them.
+        backward = torch._C._current_graph_task_id()
+        while running.opened and running.opened[-1].backward not in (-1, backward):
+            running.inputs.pop(running.opened.pop(), None)
+        call = OpenCall(name, module, running.opened[-1] if running.opened else None, backward)
         running.opened.append(call)
         arguments = [*args, *kwargs.values()]
         if on_gradient is not None and torch.is_grad_enabled():

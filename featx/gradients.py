@@ -18,7 +18,7 @@ from torch.optim import optimizer as optimizers
 
 from featx.base import TensorHooks, refuse_transformed, table
 from featx.errors import ConfigError, LayerError, ModelError, RunError, nearest
-from featx.layers import Edge, OpenCall, every_call
+from featx.layers import Edge, OpenCall, every_call, is_recomputed
 
 __all__ = ["Alarm", "GradientAlarm", "GradientLog", "Limits", "Step", "watch"]
 
@@ -140,13 +140,14 @@ class GradientLog:
     __repr__ = table
 
     def _begin(self, call: OpenCall, inputs: list[object]) -> None:
-        """Forget gradients that the loop has thrown away before a new pass of the model."""
-        if call.name or not torch.is_grad_enabled():
+        """Forget gradients that the loop has thrown away before a new pass of the model, or before
+        a call of a layer outside of one, as in `model.loss(x)`."""
+        if call.parent is not None or not torch.is_grad_enabled() or is_recomputed():
             return
         if not all(isinstance(p, nn.Parameter) for p in self._model.parameters()):
             return  # torch.func.functional_call with tensors of its own
         self._check_versions()
-        scale = self._scale()
+        scale = self._last_scale if call.name else self._scale()
         is_skipped, self._last_scale = scale < self._last_scale, scale
         if is_skipped or all(p.grad is None for p in self._model.parameters()):
             self._arrived.clear()
@@ -180,15 +181,19 @@ class GradientLog:
             self._hooks.add(parameter, clamp)
 
     def _note_versions(self, *_: object) -> None:
-        # The first pass of a lazy module writes its parameters.
-        self._versions = [None if is_lazy(p) else p._version for p in self._model.parameters()]
+        # The first pass of a lazy module writes its parameters, and a model those of its frozen
+        # momentum encoder.
+        self._versions = [
+            None if is_lazy(p) or not p.requires_grad else p._version
+            for p in self._model.parameters()
+        ]
 
     def _check_versions(self) -> None:
         """Raise a RunError if parameters changed after a backward pass without a step."""
         before = self._versions
         self._note_versions()
         pairs = zip(before, self._versions, strict=False)
-        if (self._flow or self._arrived) and any(None is not a != b for a, b in pairs):
+        if (self._flow or self._arrived) and any(None not in (a, b) and a != b for a, b in pairs):
             raise RunError(
                 "the parameters were changed after a backward pass, but no step of a torch.optim "
                 "optimizer was seen, so nothing was judged or clipped by norm. Call log.step() "

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import torch.optim.optimizer as torch_optimizer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import featx
 from featx.errors import ConfigError, LayerError, RunError
@@ -600,6 +601,63 @@ def test_gradients_thrown_away_before_a_step_are_in_no_step() -> None:
         optimizer.step()
     assert not log.alarms
     assert math.isfinite(log.steps[0].layers[""])
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_gradients_thrown_away_before_a_method_of_the_model_are_in_no_step(
+    is_checkpointed: bool,
+) -> None:
+    head = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Identity())
+    model, x = nn.ModuleDict({"head": head}), torch.randn(8, 6)  # not called itself
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss() -> torch.Tensor:
+        y = checkpoint(head, x, use_reentrant=False) if is_checkpointed else head(x)
+        return y.square().mean()
+
+    with watch(model) as log:
+        for factor in (1.0, math.nan, 1.0):
+            optimizer.zero_grad()
+            (loss() * factor).backward()
+        optimizer.step()
+    assert not log.alarms
+    assert math.isfinite(log.steps[0].layers["head"])
+
+
+def test_a_checkpoint_around_the_whole_model_keeps_its_flow() -> None:
+    model, x = net(), torch.randn(8, 6)
+    norms = []
+    for use in (False, True):
+        with watch(model) as log:
+            output = checkpoint(model, x, use_reentrant=False) if use else model(x)
+            output.square().mean().backward()
+        norms.append(log.steps[0].layers[""])
+        model.zero_grad()
+    assert norms[1] == pytest.approx(norms[0])
+
+
+class MomentumNet(nn.Module):
+    """A model that updates its frozen encoder in each pass, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = net(), net().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for mean, new in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                mean.lerp_(new, 0.1)
+        return self.online(x) - self.target(x)
+
+
+def test_a_momentum_encoder_is_updated_between_passes_of_one_step() -> None:
+    model = MomentumNet()
+    optimizer = torch.optim.SGD(model.online.parameters(), lr=0.01)
+    with watch(model, clip_norm=0.5) as log:
+        for _ in range(2):
+            loss_of(model).backward()
+        optimizer.step()
+    assert len(log.steps) == 1
 
 
 # --- the flow

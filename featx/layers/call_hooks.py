@@ -31,12 +31,14 @@ class OpenCall:
         name: first dotted name of the module, '' for the model itself.
         module: the module.
         parent: the enclosing call, or None for the model itself.
+        backward: id of the backward pass that runs the call again (checkpoints), or -1.
         data: value that the `begin` callback stores for the `end` callback.
     """
 
     name: str
     module: nn.Module
     parent: OpenCall | None
+    backward: int = -1
     data: Any = None
 
     @property
@@ -156,7 +158,11 @@ def every_call(
             running.opened.clear()
             running.inputs.clear()
             running.num_ended.clear()
-        call = OpenCall(name, module, running.opened[-1] if running.opened else None)
+        # A checkpoint interrupts the calls that it runs again once it has what it needs of them.
+        backward = torch._C._current_graph_task_id()
+        while running.opened and running.opened[-1].backward not in (-1, backward):
+            running.inputs.pop(running.opened.pop(), None)
+        call = OpenCall(name, module, running.opened[-1] if running.opened else None, backward)
         running.opened.append(call)
         arguments = [*args, *kwargs.values()]
         if on_gradient is not None and torch.is_grad_enabled():
@@ -268,7 +274,7 @@ class LoopHooks(LayerHooks):
                 " nn.DataParallel runs copies of the model on several devices, which have no "
                 "hooks: call model.module, or use DistributedDataParallel."
             )
-        if not self.threads and "torch._dynamo" in sys.modules:
+        if not self.threads and _has_compiled():
             return (
                 " Compiled code calls no hooks that are added later: give featx the object that "
                 "you call, the result of torch.compile, and call the model itself instead of a "
@@ -279,9 +285,7 @@ class LoopHooks(LayerHooks):
     @property
     def may_be_unseen(self) -> bool:
         """Whether no call was seen, and this process has compiled code, whose calls are not."""
-        dynamo: Any = sys.modules.get("torch._dynamo")
-        is_compiled = dynamo is not None and dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        return is_compiled and not self.has_run and not self.threads
+        return not self.has_run and not self.threads and _has_compiled()
 
     def points_of_call(
         self, key: tuple[int, str], points: list[CapturePoint]
@@ -295,6 +299,12 @@ class LoopHooks(LayerHooks):
         if not self.record.is_open:
             self.record.operations.clear()
         return super()._operation(name, module, function, result)
+
+
+def _has_compiled() -> bool:
+    """Return whether this process has compiled code; many packages only import torch._dynamo."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def is_recomputed() -> bool:

@@ -156,10 +156,10 @@ class TokenDataset(IterableDataset[Batch]):
             self._warn_of_little_mixing()
         # Shared with a worker process of a DataLoader, which may live longer than an iteration:
         # where the next one starts (epoch, batches, output segment, tokens taken of it), and the
-        # process that reads.
+        # process that has begun one since, or 0.
         self._shared = torch.zeros(5, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
-        self._position: tuple[int, ...] | None = None  # of the latest iteration in this process
+        self._position = (0, 0, 0, 0)  # of the latest iteration in this process
 
     @property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -281,13 +281,16 @@ class TokenDataset(IterableDataset[Batch]):
         Raises ValueError if a worker process reads, whose state this process does not know.
         """
         reader = int(self._shared[4])
-        if reader and reader != os.getpid():
+        is_reader = reader == os.getpid()
+        if reader and not is_reader and get_worker_info() is None:
             raise ValueError(
                 "the batches are read by a worker process of the DataLoader, and only it knows the "
                 "state. Use num_workers=0 (the dataset reads ahead in threads), or "
                 "torchdata's StatefulDataLoader."
             )
-        epoch, batches, segment, offset = self._position or self._shared[:4].tolist()
+        # A worker process that has not begun yet is asked by StatefulDataLoader.
+        position = self._position if is_reader else self._shared[:4].tolist()
+        epoch, batches, segment, offset = position
         return {
             "epoch": epoch,
             "batches": batches,
@@ -324,8 +327,7 @@ class TokenDataset(IterableDataset[Batch]):
 
     def _start_at(self, *position: int) -> None:
         """Choose where the next iteration starts."""
-        self._position = None
-        self._shared[:4] = torch.tensor(position)
+        self._shared[:] = torch.tensor([*position, 0])
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": None}

@@ -161,6 +161,15 @@ def test_calls_of_another_object_than_the_captured_one_are_explained() -> None:
             features["first"]
 
 
+def test_a_layer_that_is_not_called_is_not_blamed_on_an_import_of_dynamo() -> None:
+    torch._dynamo.utils.counters.clear()
+    model = Net()
+    with featx.capture(model, "first") as features:
+        copy.deepcopy(model)(images())
+        with pytest.raises(LayerError, match=r"in the last forward pass\.$"):
+            features["first"]
+
+
 def test_an_edit_around_a_compiled_function_is_an_error() -> None:
     torch._dynamo.reset()
     model = Net()

@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import slow_except, with_path
 from made_store import MadeRun, as_bfloat16, make_run, pack_alone
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 import featx
 from featx.base import sampled_positions
@@ -319,6 +319,20 @@ def test_a_worker_process_takes_the_next_epoch_each_time(root: Path) -> None:
         data.state_dict()
 
 
+def ask_for_state(_: int) -> None:
+    """Ask as torchdata's StatefulDataLoader does before the first batch."""
+    worker = get_worker_info()
+    assert worker is not None
+    assert worker.dataset.state_dict()["batches"] == 0
+
+
+def test_a_new_worker_process_knows_where_it_starts(root: Path) -> None:
+    loader = DataLoader(dataset(root), batch_size=None, num_workers=1, worker_init_fn=ask_for_state)
+    here = dataset(root)
+    for _ in range(2):
+        assert_equal_batches(list(loader), list(here))
+
+
 def test_a_worker_process_that_stays_starts_where_it_is_told(root: Path) -> None:
     here = dataset(root)
     batches = list(here)
@@ -334,6 +348,7 @@ def test_a_worker_process_that_stays_starts_where_it_is_told(root: Path) -> None
     data.set_epoch(0)
     assert_equal_batches(list(loader), batches)
     data.load_state_dict(state)
+    assert data.state_dict() == state
     assert_equal_batches(list(loader), batches[5:])
 
 

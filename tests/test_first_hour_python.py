@@ -114,7 +114,7 @@ def test_a_module_without_a_transform_says_what_it_assumes(
 def test_a_store_of_an_object_needs_it_again(photos: Path) -> None:
     extract("photos/", model={"factory": make(), **SMALL})
     image = photos / keys_of(featx.open("store"))[0]
-    with pytest.raises(ConfigError, match="of a Python program. Give that object, from"):
+    with pytest.raises(ConfigError, match=r"of a Python program\. Give that object, from"):
         featx.embed([image], "store")
     with pytest.raises(ConfigError, match="not with model_factory=make of a Python"):
         featx.embed([image], "store", model_factory=make)

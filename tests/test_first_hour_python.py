@@ -16,7 +16,7 @@ from torch import nn
 from zoo import TwoStageConvNet
 
 import featx
-from featx.errors import ConfigError, DataError, FeatxError
+from featx.errors import ConfigError, DataError, FeatxError, StoreMismatchError
 
 SMALL = {"transform": {"resize": 32, "crop": 32}}
 RUN = {key: value for key, value in KEYS.items() if key not in ("model", "out")}
@@ -90,6 +90,17 @@ def test_the_same_module_again_resumes_and_another_is_refused(photos: Path) -> N
         extract("photos/", model={"factory": TwoStageConvNet(), **SMALL})
 
 
+def test_other_code_with_the_same_weights_is_refused(photos: Path) -> None:
+    conv = nn.Conv2d(3, 4, 3)
+    keys = {"model_transform_crop": 32, "out": "store"}
+    featx.extract(photos, model=nn.Sequential(conv, nn.Flatten()), layers=["1"], **keys)
+    with pytest.raises(StoreMismatchError, match=r"model\.modules_sha256: the store has"):
+        featx.extract(
+            photos, model=nn.Sequential(conv, nn.ReLU(), nn.Flatten()), layers=["1"], **keys
+        )
+    featx.extract(photos, model=nn.Sequential(conv, nn.Flatten()), layers=["1"], **keys)
+
+
 def test_a_module_without_a_transform_says_what_it_assumes(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,7 +114,7 @@ def test_a_module_without_a_transform_says_what_it_assumes(
 def test_a_store_of_an_object_needs_it_again(photos: Path) -> None:
     extract("photos/", model={"factory": make(), **SMALL})
     image = photos / keys_of(featx.open("store"))[0]
-    with pytest.raises(ConfigError, match="made with model_factory=TwoStageConvNet of a Python"):
+    with pytest.raises(ConfigError, match=r"of a Python program\. Give that object, from"):
         featx.embed([image], "store")
     with pytest.raises(ConfigError, match="not with model_factory=make of a Python"):
         featx.embed([image], "store", model_factory=make)

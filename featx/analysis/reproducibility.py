@@ -196,10 +196,14 @@ def refuse_unnamed_code(config: Config, saved: Config, origin: str) -> None:
     code = saved.model.code
     given = config.model.code
     if code is not None and given != code:
+        advice = (
+            f"featx imports no code because a file names it: if you trust it, add {code} "
+            "(featx.predict: model_factory, for a factory)."
+        )
+        if code.startswith("model_factory="):  # an object, which no command can name
+            advice = "Give that object, from Python, as model_factory."
         raise ConfigError(
-            f"{origin} was made with {code}{f', not with {given}' if given else ''}. featx imports "
-            f"no code because a file names it: if you trust it, add {code} (featx.predict: "
-            "model_factory, for a factory)."
+            f"{origin} was made with {code}{f', not with {given}' if given else ''}. {advice}"
         )
 
 

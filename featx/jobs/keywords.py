@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypedDict
 
@@ -21,7 +21,7 @@ from featx.config import (
 class ExtractOptions(TypedDict, total=False):
     """Keywords of `featx.extract`: the options that job=extract reads."""
 
-    model: ModelConfig | str | Mapping[str, Any]
+    model: ModelConfig | str | Callable[..., object] | Mapping[str, Any]
     layers: str | Sequence[str] | Mapping[str, Any] | None
     capture: Capture | Sequence[Capture]
     target: Literal["label", "predicted", "loss", "entropy", "logsumexp"] | int
@@ -55,7 +55,7 @@ class ExtractOptions(TypedDict, total=False):
 class StatsOptions(TypedDict, total=False):
     """Keywords of `featx.stats`: the options that job=stats reads."""
 
-    model: ModelConfig | str | Mapping[str, Any]
+    model: ModelConfig | str | Callable[..., object] | Mapping[str, Any]
     layers: str | Sequence[str] | Mapping[str, Any] | None
     capture: Capture | Sequence[Capture]
     target: Literal["label", "predicted", "loss", "entropy", "logsumexp"] | int

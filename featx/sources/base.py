@@ -207,9 +207,11 @@ class FolderSource:
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(self._skipped.items()))
             extensions = " ".join(sorted(name_text(e) for e in self._extensions))
             depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
+            kinds = {source_of_path(str(path)) for path in self.root.iterdir()} - {"folder"}
+            hint = f" Some may be read with data={' or data='.join(sorted(kinds))}."
             raise DataError(
                 f"no {self._what} below {self.root}: searched {depth} for names ending in "
-                f"{extensions}. Left out: {left_out or 'nothing'}."
+                f"{extensions}. Left out: {left_out or 'nothing'}.{hint if kinds else ''}"
             )
         names = sorted({key.split(b"/", 1)[0] for key in _each_key(keys) if b"/" in key})
         number = {name: i for i, name in enumerate(names)}

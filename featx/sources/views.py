@@ -252,7 +252,8 @@ class BoxedSource(DerivedSource):
                 )
                 continue
             path, *numbers = (cells[column] for column in columns)
-            numbers = [number.strip() for number in numbers]
+            # pandas writes a column of floats as 128.0.
+            numbers = [number.strip().removesuffix(".0") for number in numbers]
             are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)
             is_path = path and "\0" not in path
             if not is_path or not are_whole_numbers or 0 in map(int, numbers[2:]):

@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import make_image, with_path
 from encoded_images import encode
+from processes import ended
 
 from featx.errors import RunError
 from featx.images import (
@@ -166,8 +167,9 @@ def test_decoders_that_are_killed_again_and_again_cost_no_row(
 
 def test_the_end_of_the_supervisor_ends_the_run(folder: Path) -> None:
     def act() -> None:
-        os.kill(processes()[0], signal.SIGKILL)
-        time.sleep(0.3)  # until the kernel has ended its decoders
+        supervisor, decoders = processes()
+        os.kill(supervisor, signal.SIGKILL)
+        assert all(ended(pid) for pid in decoders)  # by the kernel
 
     with pytest.raises(RunError, match=r"was killed, by a user or because .* out of memory"):
         load(folder, act=act)

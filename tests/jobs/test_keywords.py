@@ -36,7 +36,7 @@ def test_some_types() -> None:
     types = {name: each.annotation for name, each in signature.parameters.items()}
     assert types["batch_size"] == "Literal['auto'] | int"
     assert types["layers"] == "str | Sequence[str] | Mapping[str, Any] | None"
-    assert types["model"] == "ModelConfig | str | Mapping[str, Any]"
+    assert types["model"] == "ModelConfig | str | Callable[..., object] | Mapping[str, Any]"
     assert signature.return_annotation == "FeatureStore"
     assert "store" not in inspect.signature(featx.extract).parameters
     assert "model" not in inspect.signature(featx.export_store).parameters

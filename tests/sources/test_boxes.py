@@ -103,6 +103,14 @@ def test_an_image_that_fails_takes_its_own_boxes_along(photos: Path) -> None:
     assert {f["status"] for f in store.failures} == {"truncated"}
 
 
+def test_whole_pixels_may_be_written_as_floats(photos: Path) -> None:
+    lines = boxes_of(photos)
+    floats = [(path, *(float(str(number)) for number in box)) for path, *box in lines]
+    expected = BoxedSource(FolderSource(photos), write_boxes(lines)).listing().keys.tolist()
+    found = BoxedSource(FolderSource(photos), write_boxes(floats)).listing().keys.tolist()
+    assert found == expected
+
+
 def test_labels_that_are_marks_of_missing_values_are_warned_of(photos: Path) -> None:
     lines = [(*line, ("NaN", "tail", "")[i % 3]) for i, line in enumerate(boxes_of(photos))]
     file = write_boxes(lines, (*HEADER, "label"))

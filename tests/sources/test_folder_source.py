@@ -279,8 +279,11 @@ def test_what_is_no_folder_of_images_is_named(tmp_path: Path) -> None:
         FolderSource(tmp_path / "nowhere").listing()
     with pytest.raises(DataError, match=r"no images below .*\.jpg.*Left out: nothing\."):
         FolderSource(tmp_path).listing()
-    write(tmp_path, "a.txt", "b.txt", ".c.jpg")
-    with pytest.raises(DataError, match=r"Left out: 1 hidden, 2 other names\."):
+    write(tmp_path, "a.log", "b.md", ".c.jpg", "d.csv/e")
+    with pytest.raises(DataError, match=r"Left out: 1 hidden, 3 other names\.$"):
+        FolderSource(tmp_path).listing()
+    write(tmp_path, "f.tar", "g.CSV")
+    with pytest.raises(DataError, match=r" Some may be read with data=table or data=webdataset\.$"):
         FolderSource(tmp_path).listing()
 
 

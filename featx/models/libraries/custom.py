@@ -7,6 +7,7 @@ import copy
 import hashlib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -133,6 +134,7 @@ class Custom(ModelLibrary[CustomOptions]):
             is_users=True,
             args=args_of_values(config.args, without_effect),
             checkpoint=loading,
+            provenance={"modules_sha256": _modules_digest(module)},
         )
 
     def untrained(self, config: CustomOptions, seed: int) -> nn.Module:
@@ -160,6 +162,15 @@ def _call_factory(config: CustomOptions, seed: int) -> nn.Module:
             ) from error
     refuse_other_objects(module, f"model.factory={config.factory}")
     return module  # type: ignore[no-any-return]  # the type was checked
+
+
+def _modules_digest(module: nn.Module) -> str:
+    """Return the SHA-256 of the module as it is printed: its layers and their arguments.
+
+    Code of the user can change while the weights stay, such as by a ReLU more. Addresses of
+    functions in the text differ between processes.
+    """
+    return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", repr(module)).encode()).hexdigest()
 
 
 def _copy(module: nn.Module) -> nn.Module:

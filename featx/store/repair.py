@@ -54,7 +54,7 @@ def repair_files(report: DamageReport) -> list[Run]:
             disk.replace(root / layout.MANIFEST, manifest.to_json())
         if root / layout.LISTING in damaged and matches_manifest(listing, manifest):
             write_listing(disk, root / layout.LISTING, listing)
-        for name in (layout.SUMMARY, layout.PROBE, layout.ZEROSHOT):
+        for name in layout.RESULTS:
             # The job that made it writes it again.
             if (path := root / name) in damaged and path.exists():
                 disk.set_aside(path, root)

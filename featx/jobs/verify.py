@@ -47,7 +47,7 @@ def run(config: Config, config_yaml: str) -> int:
         )
     report = check_store(root)
     summary = report.as_dict()
-    if config.verify.repair and (not report.complete or _awaits_packing(root)):
+    if config.verify.repair and (not report.complete or DamageRecord.read(root).is_due):
         report, summary["repaired"] = _repair(config, report)
         summary |= report.as_dict()
     images = ImagesReport(

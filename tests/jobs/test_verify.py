@@ -18,7 +18,8 @@ from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image
 import featx
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
 from featx.jobs import verify
-from featx.store import layout, result_json
+from featx.storage import AtomicFolder
+from featx.store import DamageRecord, layout, result_json, store_status
 from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -290,6 +291,22 @@ def test_a_probe_that_was_killed_is_no_damage_of_rows(
     assert "extracts the rows" not in text
     assert look(capsys, verify={"repair": True})[0] == 0
     assert (root / "probe.json.damaged").exists()
+
+
+def test_a_repair_that_was_killed_after_the_last_row_ends_when_it_is_given_again(
+    stored: Stored, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It had replaced the damaged part, and not yet brought the files beside it up to date."""
+    stored(pack=False)
+    failures = Path("store/failures.csv").read_bytes()
+    record = DamageRecord(frozenset(["part-000001.h5"]), {1: [(4, 8)]})
+    record.write(AtomicFolder(Path("store")), DamageRecord())
+    Path("store/failures.csv").write_text("of the damaged store")
+    assert store_status(Path("store")).rows_done == 17
+    assert look(capsys, verify={"repair": True})[0] == 0
+    assert store_status(Path("store")).complete
+    assert not Path("store/damaged.json").exists()
+    assert Path("store/failures.csv").read_bytes() == failures
 
 
 def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(

@@ -47,19 +47,19 @@ def run(config: Config, config_yaml: str) -> int:
         )
     report = check_store(root)
     summary = report.as_dict()
-    if config.verify.repair and (not report.complete or _awaits_packing(root)):
+    if config.verify.repair and (not report.complete or DamageRecord.read(root).is_due):
         report, summary["repaired"] = _repair(config, report)
         summary |= report.as_dict()
     images = ImagesReport(
         not_compared="a file alone is no store's folder, which says where they are"
     )
-    if report.damages:
+    if not report.has_sound_rows:
         images = ImagesReport(not_compared="the store is damaged")
     elif root.is_dir() or is_url(root):
         images = check_images(config, root, _manifest(root))
     summary["images"] = images.as_dict()
     reextracted = None
-    if config.verify.reextract_rows and not report.damages:
+    if config.verify.reextract_rows and report.has_sound_rows:
         reextracted = recheck_rows(config, root, _manifest(root), config.verify.reextract_rows)
         summary["reextracted"] = reextracted.as_dict()
     rows = _facts(report, images, reextracted)
@@ -174,7 +174,7 @@ def _conclusion(
     report: DamageReport, images: ImagesReport, reextracted: ReproducibilityReport | None
 ) -> str:
     """Return one sentence on the state of the store, and what to do."""
-    if report.damages:
+    if not report.has_sound_rows:
         code = _code_of(report.root)
         options = "verify.repair=true" if code is None else f"verify.repair=true {code}"
         return (
@@ -188,6 +188,11 @@ def _conclusion(
         )
     if reextracted is not None and reextracted.different:
         return "Rows differ from their images: were images, weights or libraries changed?"
+    if report.damages:
+        return (
+            "The rows are sound. The job that made a damaged result, such as job=probe, writes it "
+            "again; verify.repair=true sets it aside."
+        )
     if report.missing:
         return "What is there is sound; the command that started the store resumes it."
     return "The store is complete and sound."

@@ -74,6 +74,11 @@ class DamageReport:
         """Whether nothing is missing and nothing is damaged."""
         return not self.missing and not self.damages
 
+    @property
+    def has_sound_rows(self) -> bool:
+        """Whether at most results of jobs are damaged."""
+        return all(damage.path.name in layout.RESULTS for damage in self.damages)
+
     def as_dict(self) -> dict[str, object]:
         """Content of the report as JSON types."""
         return {

@@ -46,6 +46,7 @@ PROBE = "probe.json"
 PROBE_HEADS = "probe"
 ZEROSHOT = "zeroshot.json"
 ZEROSHOT_HEADS = "zeroshot"
+RESULTS = (SUMMARY, PROBE, ZEROSHOT)  # without them the rows are as sound as before
 PROBE_PREDICTIONS = "predictions.csv"
 PROBE_FEW_SHOT = "few_shot.csv"
 

@@ -267,11 +267,16 @@ class DamageRecord:
         except (StoreError, LookupError, TypeError, ValueError):
             return cls(frozenset([layout.PACKED, *part_names(root)]))
 
+    @property
+    def is_due(self) -> bool:
+        """Whether something is to be repaired, or a repair was killed before it said it is done."""
+        return bool(self.files or self.lost)
+
     def write(self, disk: AtomicFolder, before: DamageRecord) -> None:
         """Write the record in place of another one, or delete it if nothing is to be repaired."""
         path = disk.root / layout.DAMAGED
-        if not self.files and not self.lost:
-            if before.files or before.lost:
+        if not self.is_due:
+            if before.is_due:
                 disk.remove(path)
         elif self != before:
             rows = {str(index): list(ranges) for index, ranges in self.lost.items()}

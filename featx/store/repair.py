@@ -54,14 +54,16 @@ def repair_files(report: DamageReport) -> list[Run]:
             disk.replace(root / layout.MANIFEST, manifest.to_json())
         if root / layout.LISTING in damaged and matches_manifest(listing, manifest):
             write_listing(disk, root / layout.LISTING, listing)
-        for name in (layout.SUMMARY, layout.PROBE, layout.ZEROSHOT):
+        for name in layout.RESULTS:
             # The job that made it writes it again.
             if (path := root / name) in damaged and path.exists():
                 disk.set_aside(path, root)
-        lost = _survey(CommittedParts(disk), report, manifest, listing)
-        if root / layout.FAILURES_CSV in damaged:  # all other files are sound then
-            failures = sorted(report.failures.values(), key=lambda failure: failure.row)
-            disk.replace(root / layout.FAILURES_CSV, failures_csv(failures))
+        parts, path = CommittedParts(disk), root / layout.FAILURES_CSV
+        lost = _survey(parts, report, manifest, listing)
+        if not lost:  # otherwise the run that extracts these rows writes it
+            data = failures_csv(parts.failures)
+            if not path.exists() or path.read_bytes() != data:
+                disk.replace(path, data)
         return lost
 
 

@@ -57,7 +57,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def result_problems(root: Path) -> Iterator[tuple[Path, str]]:
     """Files of results in the folder of a store that are damaged, each with the problem."""
-    for name in (layout.SUMMARY, layout.PROBE, layout.ZEROSHOT):
+    for name in layout.RESULTS:
         path = root / name
         if not path.exists():
             continue

@@ -204,6 +204,15 @@ def test_maps_are_averaged_over_positions_unless_reduce_says_otherwise(photos: P
     assert extract(photos, out="pca", reduce=pca, pack=False)["conv"].shape == (21, 3)
 
 
+def test_leftovers_of_killed_statistics_of_a_store_are_cleared_away(photos: Path) -> None:
+    store = extract(photos)
+    leftover = store.root / ".tmp-stats.h5.1.2"
+    for overwrite in (False, True):
+        leftover.touch()
+        featx.stats(store="store", overwrite=overwrite)
+        assert not leftover.exists()
+
+
 def test_rows_of_a_store_are_summed_as_they_are(photos: Path) -> None:
     with pytest.raises(ConfigError, match=r"reduce\.name has no effect with job=stats store"):
         featx.stats(store="store", reduce="avg")

@@ -223,6 +223,10 @@ def test_each_class_has_a_sheet(photos: Path) -> None:
         (photos / old).rename(photos / name)
     assert run(photos) == 0
     assert sorted(os.listdir("store/sheets")) == ["a_b.png", "a_b_.png"]
+    (photos / "a b").rename(photos / "c")
+    Path("store/sheets/notes.txt").write_text("of the user")
+    assert run(photos, overwrite=True) == 0
+    assert sorted(os.listdir("store/sheets")) == ["a_b.png", "c.png", "notes.txt"]
 
 
 def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:

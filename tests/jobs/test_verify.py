@@ -18,7 +18,8 @@ from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image
 import featx
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
 from featx.jobs import verify
-from featx.store import layout
+from featx.storage import AtomicFolder
+from featx.store import DamageRecord, layout, result_json, store_status
 from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -269,6 +270,43 @@ def test_other_files_of_a_store_are_restored_without_the_model(
     assert look(capsys, verify={"repair": True})[0] == 0
     assert computed == []
     assert dataset_digests("store") == before
+
+
+def test_a_probe_that_was_killed_is_no_damage_of_rows(
+    stored: Stored, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its predictions are new, and probe.json is of the probe before."""
+    stored()
+    root = Path("store")
+    (root / "probe").mkdir()
+    (root / "probe/predictions.csv").write_bytes(b"of the second probe")
+    entry = {"file": "probe/predictions.csv", "sha256": "of the first probe"}
+    (root / "probe.json").write_bytes(result_json({"predictions": entry}, indent=1))
+    code, found = look(capsys)
+    assert (code, found["images"]["compared"]) == (verify.EXIT_DAMAGED, 21)
+    assert run_job("verify", out="store") == verify.EXIT_DAMAGED
+    text = " ".join(capsys.readouterr().out.split())
+    assert "predictions.csv differs from the sha256 in it" in text
+    assert "The rows are sound. The job that made a damaged result, such as job=probe" in text
+    assert "extracts the rows" not in text
+    assert look(capsys, verify={"repair": True})[0] == 0
+    assert (root / "probe.json.damaged").exists()
+
+
+def test_a_repair_that_was_killed_after_the_last_row_ends_when_it_is_given_again(
+    stored: Stored, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It had replaced the damaged part, and not yet brought the files beside it up to date."""
+    stored(pack=False)
+    failures = Path("store/failures.csv").read_bytes()
+    record = DamageRecord(frozenset(["part-000001.h5"]), {1: [(4, 8)]})
+    record.write(AtomicFolder(Path("store")), DamageRecord())
+    Path("store/failures.csv").write_text("of the damaged store")
+    assert store_status(Path("store")).rows_done == 17
+    assert look(capsys, verify={"repair": True})[0] == 0
+    assert store_status(Path("store")).complete
+    assert not Path("store/damaged.json").exists()
+    assert Path("store/failures.csv").read_bytes() == failures
 
 
 def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(

@@ -13,7 +13,7 @@ from featx.analysis.probe.layer_rows import crop_of
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
 from featx.analysis.statistics.reader import Statistics, summary_of
-from featx.analysis.statistics.session import StatsSession
+from featx.analysis.statistics.session import StatsSession, clear_files
 from featx.analysis.statistics.stats_file import Contents, DamagedError
 from featx.base import CountProgress, choose_device
 from featx.config import GRADIENTS, Config, from_saved
@@ -61,8 +61,7 @@ def stats_of_store(config: Config) -> dict[str, object]:
     session = _session(disk, manifest, list(layers.values()), config)
     path = session.path
     with exclusive_lock(folder / layout.LOCK):
-        if config.overwrite:
-            disk.remove(path)
+        clear_files(disk, config.overwrite)
         failures = _failures(store)
         failed = [failure.row for failure in failures]
         if path.exists():

@@ -109,7 +109,9 @@ def _is_left_behind(spec: WorkerSpec) -> bool:
 
     Slurm may lose a task that is still alive, on a node without network for instance.
     """
-    return spec.outlives_driver and not (spec.folder / SPEC).exists()
+    with contextlib.suppress(OSError):  # the disk does not answer now
+        return spec.outlives_driver and not (spec.folder / SPEC).exists()
+    return False
 
 
 def rows_text(parts: Sequence[Part]) -> str:

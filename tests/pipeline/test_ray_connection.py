@@ -36,7 +36,7 @@ def check_auto(monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None) 
 
     services = SimpleNamespace(get_ray_address_from_environment=found)
     private = {} if answer is None else {"_private": SimpleNamespace(services=services)}
-    monkeypatch.setattr(module, "ray_module", lambda: made_ray(**private))
+    monkeypatch.setattr(module, "ray_module", lambda: made_ray(is_connected=False, **private))
     module.check(Config(executor=RayOptions(address="auto")))
 
 

@@ -425,7 +425,7 @@ LIMIT = {"name": "slurm", "time_limit_min": 1}
         (10**6, {"executor": {"name": "slurm"}}, PART_BYTES, 60),
         (10**6, {"executor": {**LIMIT, "time_limit_min": 4}}, PART_BYTES, 30),
         (10**6, {"executor": LIMIT}, PART_BYTES, 7.5),
-        (10**6, {"executor": {**LIMIT, "mode": "local"}}, PART_BYTES, 60),
+        (10**6, {"executor": {"name": "slurm", "mode": "local"}}, PART_BYTES, 60),
     ],
 )
 def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(

@@ -18,11 +18,11 @@ from made_store import MadeRun, edited, joined, make_added, make_grown, make_run
 
 from featx.errors import StoreError
 from featx.storage import AtomicFolder
-from featx.store import DamageReport, check_store
+from featx.store import DamageReport, check_store, part_names
 from featx.store.committed_parts import remove_parts
 from featx.store.file_checks import check_file
 from featx.store.pack import pack
-from featx.store.part_files import part_names, part_path
+from featx.store.part_files import part_path
 
 
 @pytest.fixture

@@ -233,7 +233,8 @@ class AtomicFolder:
 
         On a file system without locks no process gets one, so no process deletes the file.
         """
-        with contextlib.suppress(OSError), path.open("rb") as abandoned:
+        # NFS gives an exclusive lock on a file that is open for writing only.
+        with contextlib.suppress(OSError), path.open("r+b") as abandoned:
             fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
 

@@ -12,8 +12,8 @@ from .s3_file import prefetch_files as prefetch_files
 from .s3_folder import open_folder as open_folder
 from .s3_path import S3Path as S3Path
 from .s3_path import is_url as is_url
-from .s3_path import names_in as names_in
 from .s3_path import parse_path as parse_path
+from .s3_path import paths_in as paths_in
 from .unfinished_file import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .unfinished_file import PositionedFile as PositionedFile
 from .unfinished_file import ReservedFile as ReservedFile

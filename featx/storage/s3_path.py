@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fnmatch
 import io
@@ -25,17 +26,14 @@ def is_url(text: str | os.PathLike[str]) -> bool:
     return _URL.match(str(text)) is not None
 
 
-def names_in(folder: Path, pattern: str) -> set[str]:
-    """Names in a folder that match a glob; none if the folder vanishes, as that of parts does.
-
-    `Path.glob` raises FileNotFoundError then, before Python 3.13.
+def paths_in(folder: Path, pattern: str) -> list[Path]:
+    """Paths in a folder that match a glob, in order; none if the folder vanishes, as that of parts
+    does. Those in a bucket know their size and time from its listing.
     """
-    if is_url(folder):
-        return {path.name for path in folder.glob(pattern)}
-    try:
-        return set(fnmatch.filter(os.listdir(folder), pattern))
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
+    # `Path.glob` raises this if the folder vanishes, before Python 3.13.
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(folder.glob(pattern))
+    return []
 
 
 def parse_path(text: str | os.PathLike[str]) -> Path:

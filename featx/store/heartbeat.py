@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import StoreLockedError
-from featx.storage import AtomicFolder, names_in
+from featx.storage import AtomicFolder, paths_in
 from featx.store import layout
 from featx.types import Json, Part
 
@@ -174,8 +174,7 @@ class HeartbeatRecord:
 def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     """Read the heartbeats of all processes whose files exist."""
     heartbeats = []
-    for name in sorted(names_in(root / layout.WORKERS, "*.json")):
-        path = root / layout.WORKERS / name
+    for path in paths_in(root / layout.WORKERS, "*.json"):
         with contextlib.suppress(OSError, ValueError):  # the process has just deleted its file
             values = {"pids": None, **json.loads(path.read_bytes())}
             age_s = time.time() - path.stat().st_mtime

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreMismatchError, counted
-from featx.storage import AtomicFolder, S3File, is_url, names_in
+from featx.storage import AtomicFolder, S3File, is_url, paths_in
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.hdf5_files import (
@@ -241,8 +241,7 @@ def column_names(file: h5py.File) -> tuple[str, ...]:
 def _read_from_parts(root: Path, num_rows: int) -> Listing | None:
     """Concatenate the rows of the listing in all parts; parts of several runs overlap."""
     pieces: list[tuple[int, Listing]] = []
-    for name in sorted(names_in(root / layout.PARTS, layout.PART_GLOB)):
-        path = root / layout.PARTS / name
+    for path in paths_in(root / layout.PARTS, layout.PART_GLOB):
         try:
             with open_metadata(path) as file:
                 start, count = int(file.attrs["start"]), len(file[layout.KEY])

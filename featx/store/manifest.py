@@ -18,7 +18,7 @@ import h5py
 
 from featx.base import digest
 from featx.errors import StoreError
-from featx.storage import names_in
+from featx.storage import paths_in
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
 from featx.store.layout import geometry_of, geometry_values
@@ -310,8 +310,7 @@ def _read_copy(file: h5py.File) -> Manifest:
 def _find_copy(root: Path) -> Manifest | None:
     """Manifest with the most runs among the copies in features.h5 and the parts, or None."""
     copies: list[Manifest] = []
-    parts = sorted(names_in(root / layout.PARTS, layout.PART_GLOB))
-    for path in [root / layout.PACKED, *(root / layout.PARTS / name for name in parts)]:
+    for path in [root / layout.PACKED, *paths_in(root / layout.PARTS, layout.PART_GLOB)]:
         try:
             with open_metadata(path) as file:
                 copies.append(_read_copy(file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import itertools
 import os
 import time
@@ -18,7 +19,6 @@ from featx.storage import (
     AtomicFolder,
     S3File,
     is_url,
-    names_in,
     prefetch_files,
 )
 from featx.store import layout
@@ -60,7 +60,13 @@ def part_path(root: Path, index: int) -> Path:
 
 def part_names(root: Path) -> set[str]:
     """File names of the parts in a store."""
-    return names_in(root / layout.PARTS, layout.PART_GLOB)
+    folder = root / layout.PARTS
+    if is_url(root):
+        return {path.name for path in folder.glob(layout.PART_GLOB)}
+    try:
+        return set(fnmatch.filter(os.listdir(folder), layout.PART_GLOB))
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
 
 
 def is_streamed(

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featx.errors import counted
+from featx.storage import paths_in
 from featx.store import layout
 from featx.store.heartbeat import HeartbeatRecord, read_heartbeats
 from featx.store.manifest import Run, require_manifest
-from featx.store.part_files import part_names
 from featx.store.session import missing_parts
 
 WINDOW_S = 300.0
@@ -100,9 +100,9 @@ def _commits(root: Path, runs: Sequence[Run]) -> list[tuple[float, int]]:
     """Time of commit and number of rows of the parts in the folder, in order of time."""
     rows = {layout.part_name(part.index): len(part) for run in runs for part in run.parts()}
     found = []
-    for name in part_names(root):
+    for path in paths_in(root / layout.PARTS, layout.PART_GLOB):
         with contextlib.suppress(FileNotFoundError):  # packed meanwhile
-            found.append(((root / layout.PARTS / name).stat().st_mtime, rows.get(name, 0)))
+            found.append((path.stat().st_mtime, rows.get(path.name, 0)))
     return sorted(found)
 
 

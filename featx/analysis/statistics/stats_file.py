@@ -24,7 +24,7 @@ import torch
 from featx.analysis.statistics.moments import Moments, PositionNorms
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.errors import LayerError, StoreError, nearest
-from featx.storage import memory_mismatch_error, names_in
+from featx.storage import memory_mismatch_error, paths_in
 from featx.store import (
     damage_text,
     geometry_of,
@@ -231,8 +231,7 @@ def stored_settings(root: Path) -> tuple[dict[str, Any], int | None] | None:
     the number of CPU threads that compute one batch (None on other devices); None without
     statistics.
     """
-    parts = sorted(names_in(root / PARTS_FOLDER, "rows-*.h5"))
-    for path in (root / STATS_FILE, *(root / PARTS_FOLDER / name for name in parts)):
+    for path in (root / STATS_FILE, *paths_in(root / PARTS_FOLDER, "rows-*.h5")):
         if not path.is_file():
             continue
         # Damaged files are set aside later, by the process that holds the lock.

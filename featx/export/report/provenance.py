@@ -19,7 +19,7 @@ from featx.base import size_text
 from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.probe_results import ROLES
 from featx.export.selection import as_utf8
-from featx.storage import names_in
+from featx.storage import paths_in
 from featx.store import FeatureStore, layout, load_manifest, read_result
 from featx.types import Json, Status
 
@@ -160,9 +160,9 @@ def _size(store: FeatureStore) -> str:
     if packed.exists():
         return f"{size_text(packed.stat().st_size)}, one packed file"
     sizes = []
-    for name in names_in(store.root / layout.PARTS, layout.PART_GLOB):
+    for path in paths_in(store.root / layout.PARTS, layout.PART_GLOB):
         with contextlib.suppress(FileNotFoundError):  # packed meanwhile
-            sizes.append((store.root / layout.PARTS / name).stat().st_size)
+            sizes.append(path.stat().st_size)
     return f"{size_text(sum(sizes))}, {len(sizes)} parts, not packed"
 
 

@@ -33,8 +33,8 @@ from featx.analysis.probe.heads import (
     read_head,
 )
 from featx.analysis.probe.layer_rows import as_vectors
-from featx.analysis.probe.metrics import LABEL_THRESHOLD, check_memory
-from featx.base import choose_device, log_message, name_text
+from featx.analysis.probe.metrics import LABEL_THRESHOLD
+from featx.base import check_memory, choose_device, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.models import given_factory

@@ -6,6 +6,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from featx.base.allocator import return_freed_memory
+from featx.base.text import size_text
+from featx.errors import ConfigError
+
 _cpu_limit: int | None = None
 """Number of CPUs given to `take_cpus`; None if this process shares them with no other."""
 
@@ -57,6 +61,21 @@ def resident_memory() -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(num_bytes: int, what: str, remedy: str) -> None:
+    """Raise a ConfigError that ends with `remedy` if arrays of at least `num_bytes`, which are
+    `what`, do not fit into memory.
+    """
+    free = free_memory()
+    if free is not None and num_bytes > free:
+        return_freed_memory()  # malloc may keep what this process has freed
+        free = free_memory()
+    if free is not None and num_bytes > free:
+        raise ConfigError(
+            f"{what} take {size_text(num_bytes)} or more, and {size_text(free)} of memory are "
+            f"free. {remedy}"
+        )
 
 
 def _limits_of_groups(

@@ -16,7 +16,7 @@ import numpy as np
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StorageError
-from featx.pipeline.finished_run import FinishedRun, there_already
+from featx.pipeline.finished_run import FinishedRun, present_rows_text
 from featx.pipeline.loop import RunObserver
 from featx.pipeline.output import Output, seconds_of_part
 from featx.pipeline.provenance import layer_line
@@ -236,7 +236,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         done = self.num_committed
         state = "new"
         if done:
-            state = there_already(self.config, self.context.source, self.context.listing, done)
+            state = present_rows_text(self.config, self.context.source, self.context.listing, done)
         return describe_run(self.context, f"{shown_path(self.root)}, {state}")
 
     def observer(self) -> RunObserver:

@@ -101,7 +101,7 @@ class FinishedRun:
             return None
         failures, num_bytes = packed
         header = manifest.runs[-1].header
-        state = there_already(config, source, listing, len(listing))
+        state = present_rows_text(config, source, listing, len(listing))
         announce(
             [
                 ("data", data_text(config.data, listing)),
@@ -123,7 +123,7 @@ class FinishedRun:
         }
 
 
-def there_already(config: Config, source: Source, listing: Listing, done: int) -> str:
+def present_rows_text(config: Config, source: Source, listing: Listing, done: int) -> str:
     """Say how many rows are in the store, and whether their images are compared."""
     text = f"{done} of {len(listing)} rows are there already"
     if config.refresh is True or (

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from featx.errors import StoreError
-from featx.storage import (
-    TEMPORARY_PREFIX,
-    AtomicFolder,
-    S3File,
-    is_url,
-    prefetch_files,
-)
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.chunk_table import table_header

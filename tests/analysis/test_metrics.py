@@ -15,8 +15,7 @@ from featx.analysis.probe.class_metrics import (
     prediction_metrics,
     weighted_metrics,
 )
-from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, check_memory, wilson
-from featx.errors import ConfigError
+from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, wilson
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,13 +70,6 @@ def test_resamples_of_many_classes_are_taken_a_few_at_a_time(
     monkeypatch.setattr(class_metrics, "weighted_metrics", counted)
     assert bootstrap_entry(predictions, 30) == expected
     assert sizes == [10, 10, 10, 1]  # and the metrics of the rows as they are
-
-
-def test_what_does_not_fit_into_memory_is_refused() -> None:
-    check_memory(1 << 10, "The scores", "Give fewer.")
-    message = r"^The scores take 1024.0 TiB or more, and .* of memory are free. Give fewer.$"
-    with pytest.raises(ConfigError, match=message):
-        check_memory(1 << 50, "The scores", "Give fewer.")
 
 
 def test_calibration_error_by_hand() -> None:

@@ -22,7 +22,6 @@ from featx.analysis import LayerVectors, layer_vectors
 from featx.analysis.similarity import (
     cosines_to_first,
     nearest_neighbours,
-    representation_similarity,
 )
 from featx.analysis.similarity import duplicates as groups_of
 from featx.errors import ConfigError, LayerError, StoreError
@@ -511,7 +510,7 @@ class TestLayerSimilarity:
         store = write(make_run(30, 16, {"a": (5,), "b": (6,)}))
         needed = 2 * 4 * (30 * 30 + 30 * 29 // 2)
         for free in (needed, needed - 1):
-            monkeypatch.setattr(representation_similarity, "free_memory", lambda n=free: n)
+            monkeypatch.setattr("featx.base.machine.free_memory", lambda n=free: n)
             # What needs no such matrix needs no such memory.
             layer_similarity(store, num_rows=30, measures=["svcca"], device="cpu")
             if free == needed:

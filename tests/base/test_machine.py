@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from featx.base import cpu_quota, free_memory, machine, num_cpus, resident_memory, take_cpus
+from featx.base import (
+    check_memory,
+    cpu_quota,
+    free_memory,
+    machine,
+    num_cpus,
+    resident_memory,
+    take_cpus,
+)
+from featx.errors import ConfigError
 
 
 def made(root: Path, files: dict[str, str]) -> Path:
@@ -159,3 +168,17 @@ def test_memory_of_this_process() -> None:
     assert before is not None
     assert after is not None
     assert after - before == pytest.approx(len(block), rel=0.3)
+
+
+def test_what_does_not_fit_into_memory_is_refused() -> None:
+    check_memory(1 << 10, "The scores", "Give fewer.")
+    message = r"^The scores take 1024.0 TiB or more, and .* of memory are free. Give fewer.$"
+    with pytest.raises(ConfigError, match=message):
+        check_memory(1 << 50, "The scores", "Give fewer.")
+
+
+def test_memory_that_malloc_keeps_is_no_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second fit in one process uses the memory that the first one has freed."""
+    free = iter([100.0, 2000.0])
+    monkeypatch.setattr(machine, "free_memory", lambda: next(free))
+    check_memory(1000, "The scores", "Give fewer.")

@@ -147,7 +147,7 @@ def test_probabilities_that_do_not_fit_into_memory_are_refused(
     job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted_store()
-    monkeypatch.setattr("featx.analysis.probe.metrics.free_memory", lambda: 10.0)
+    monkeypatch.setattr("featx.base.machine.free_memory", lambda: 10.0)
     with pytest.raises(ConfigError, match=r"The probabilities of 3 classes take .* 10 B of memory"):
         run_job(job, store="store", layers="x", device="cpu")
 

@@ -291,7 +291,7 @@ def test_a_mistyped_path_of_images_leaves_no_folder(probed: featx.FeatureStore) 
 def test_scores_that_do_not_fit_into_memory_are_refused(
     probed: featx.FeatureStore, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("featx.analysis.probe.metrics.free_memory", lambda: 10.0)
+    monkeypatch.setattr("featx.base.machine.free_memory", lambda: 10.0)
     message = r"The scores of \d+ images and 2 classes take .* Predict fewer images at a time"
     with pytest.raises(ConfigError, match=message):
         predict_job(data=str(photos))

@@ -31,7 +31,6 @@ from featx.analysis.probe.leakage import (
 from featx.analysis.probe.methods import FittedProbe, Problem
 from featx.analysis.probe.metrics import (
     Predictions,
-    check_memory,
     join_predictions,
     mean_and_spread,
 )
@@ -44,6 +43,7 @@ from featx.analysis.probe.splits import (
     small_classes,
 )
 from featx.analysis.probe.task import RowTask
+from featx.base import check_memory
 from featx.config import Config
 from featx.errors import DataError, counted
 from featx.store import FeatureStore, layout

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from featx.analysis.probe.metrics import Ints, Matrix, check_memory
+from featx.analysis.probe.metrics import Ints, Matrix
+from featx.base import check_memory
 
 L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Penalties to try, the strongest first, so that each fit starts close to its minimum."""

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import free_memory, size_text
-from featx.errors import ConfigError, MissingExtraError
+from featx.errors import MissingExtraError
 from featx.types import Array
 
 METHODS = ("linear", "knn", "ridge", "attentive")
@@ -176,16 +175,6 @@ def join_predictions(parts: Sequence[Predictions]) -> Predictions:
         joined("scores"),
         min(ranked, default=None),
     )
-
-
-def check_memory(num_bytes: int, what: str, remedy: str) -> None:
-    """Check that arrays of at least `num_bytes` fit into memory."""
-    free = free_memory()
-    if free is not None and num_bytes > free:
-        raise ConfigError(
-            f"{what} take {size_text(num_bytes)} or more, and {size_text(free)} of memory are "
-            f"free. {remedy}"
-        )
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:

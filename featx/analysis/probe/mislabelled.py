@@ -12,9 +12,9 @@ import torch
 from featx.analysis.probe import methods
 from featx.analysis.probe.labelled_rows import SEPARATOR, LabelledRows, labelled_rows, task_kind
 from featx.analysis.probe.layer_rows import BLOCK_BYTES, Features, layer_vectors, threads_for
-from featx.analysis.probe.metrics import Ints, Matrix, check_memory, require_scikit_learn
+from featx.analysis.probe.metrics import Ints, Matrix, require_scikit_learn
 from featx.analysis.probe.splits import RowSplits, check_split, small_classes, split_rows
-from featx.base import choose_device, exact_cuda
+from featx.base import check_memory, choose_device, exact_cuda
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, counted
 from featx.store import FeatureStore
@@ -118,7 +118,8 @@ def judge_labels(
     )
     features = Features([layer_vectors(labelled, layer)], chosen, options.memory_gib * (1 << 30))
     problem = methods.Problem(features, labelled.y, len(labelled.classes), options, seed)
-    num_classes, fits = len(labelled.classes), list[methods.FittedProbe]()
+    num_classes = len(labelled.classes)
+    fits: list[methods.FittedProbe] = []
     judged = np.sort(splits.test_places)
     labels = labelled.y[judged]
 
@@ -134,10 +135,10 @@ def judge_labels(
         for split in splits.splits:
             fits.append(methods.fit(problem, "linear", split))
             on_progress(1)
-        of_rows = confident_labels(labels, num_classes, blocks)
+        judgement = confident_labels(labels, num_classes, blocks)
     notes = (*labelled.notes, *splits.notes, *small_classes(labelled, splits.groups, folds))
     return JudgedLabels(
-        labelled.rows[judged], labels, *of_rows, labelled.classes, folds=folds, notes=notes
+        labelled.rows[judged], labels, *judgement, labelled.classes, folds=folds, notes=notes
     )
 
 

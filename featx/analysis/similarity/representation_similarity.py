@@ -28,7 +28,7 @@ from featx.analysis.similarity.cross_measures import (
     layer_products,
 )
 from featx.analysis.similarity.gram_measures import Matrix, Rows, signatures
-from featx.base import choose_device, float64_device, free_memory, return_freed_memory, size_text
+from featx.base import check_memory, choose_device, float64_device, free_memory, return_freed_memory
 from featx.config import RSA_DISTANCES, USUAL_MEASURES, CkaConfig, check_choice, names_tuple
 from featx.errors import ConfigError, counted
 from featx.store import FeatureStore, matching_layers
@@ -280,12 +280,11 @@ def _compare_by_grams(
     lengths = {name: n * n if name == "cka" else n * (n - 1) // 2 for name in measures}
     num_layers = len(left.names) + (0 if right is left else len(right.names))
     needed, free = 4 * num_layers * sum(lengths.values()), free_memory()
-    if free is not None and needed > free:
-        raise ConfigError(
-            f"{' and '.join(measures)} of {n} rows of {num_layers} layers take "
-            f"{size_text(needed)}, and {size_text(free)} of memory are free. Give a smaller "
-            "cka.rows, or name fewer layers with layers=[...]."
-        )
+    check_memory(
+        needed,
+        f"{' and '.join(measures)} of {n} rows of {num_layers} layers",
+        "Give a smaller cka.rows, or name fewer layers with layers=[...].",
+    )
 
     def unit_vectors(
         layers: _Layers, on_progress: Callable[[int], None]

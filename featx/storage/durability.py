@@ -84,12 +84,12 @@ def storage_error(path: Path | str, error: OSError, doing: str = "writing") -> S
     """Error for a write that failed, with advice that fits its errno."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Free some space and give the same command again (df -i: files can run out as well)"
+    elif isinstance(error, ObjectStoreError):
+        hint = "When the object store accepts the request, give the same command again"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = "When this user may write there, give the same command again"
     elif error.errno in (errno.EISDIR, errno.ENOTDIR):
         hint = "Move away what has this name, and give the same command again"
-    elif isinstance(error, ObjectStoreError):
-        hint = "When the object store accepts the request, give the same command again"
     else:
         hint = "When the disk works again, give the same command again"
     return StorageError(

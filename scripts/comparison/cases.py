@@ -379,7 +379,6 @@ NEEDS = {
     "transformers": "transformers",
     "open-clip": "open_clip",
     "packaged": "conformal_clip_data",
-    "slurm-local": "submitit",
     "tensorboard": "tensorboard",
     "export": "zarr",
     "report": "sklearn",

@@ -548,7 +548,10 @@ class DecoderPool:
             message = f"decoding it ends the process with {name}"
             fault = ImageFault(Status.CRASHES_DECODER, message, name)
         elif None in attempts:
-            raise RunError(f"the process that decodes {name_text(image[1])} {_KILLED}")
+            raise RunError(
+                f"the process that decodes {name_text(image[1])} {_KILLED} A smaller "
+                "data.max_pixels makes large images failed rows."
+            )
         else:
             attempts.append(None)
             return

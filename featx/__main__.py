@@ -18,6 +18,7 @@ from featx.base import (
     cpu_quota,
     discard_output,
     end_process,
+    is_memory_exhausted,
     log_as_json,
     log_message,
     num_cpus,
@@ -275,12 +276,7 @@ def _is_current_folder_gone() -> bool:
 def _exhausted(error: Exception) -> str | None:
     """Return what the machine or a limit of the process is out of, or None for other errors."""
     text, number = str(error), getattr(error, "errno", None)
-    # Messages of the dynamic linker, and of torch.
-    if (
-        number == errno.ENOMEM
-        or isinstance(error, MemoryError)
-        or any(each in text for each in ("failed to map segment", "can't allocate memory"))
-    ):
+    if is_memory_exhausted(error):
         return "memory (ulimit -v)"
     if number in (errno.EMFILE, errno.ENFILE):
         return "open files (ulimit -n)"

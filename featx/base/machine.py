@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,14 @@ def check_memory(num_bytes: int, what: str, remedy: str) -> None:
         )
 
 
+def is_memory_exhausted(error: Exception) -> bool:
+    """Return whether an error says that the machine, or a limit, gives this process no memory."""
+    # The texts are those of the dynamic linker, and of torch.
+    texts = "failed to map segment", "can't allocate memory"
+    is_of_system = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return is_of_system or any(text in str(error) for text in texts)
+
+
 def _limits_of_groups(
     root: Path, controller: str, read: Callable[[Path], float | None]
 ) -> list[float]:
@@ -122,9 +131,9 @@ def _free_bytes(group: Path) -> float | None:
     The kernel drops cached files if memory is needed, also active ones, which were read twice, so
     they count as free. Above `memory.high` it slows the processes down until they hardly run.
     """
-    limits, used, prefix = ("memory.max", "memory.high"), "memory.current", ""
+    limits, used, prefix = ["memory.max", "memory.high"], "memory.current", ""
     if not (group / limits[0]).exists():  # version 1
-        limits, used, prefix = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+        limits, used, prefix = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
     try:
         texts = [path.read_text().strip() for name in limits if (path := group / name).exists()]
         used_bytes = int((group / used).read_text())

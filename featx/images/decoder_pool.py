@@ -624,7 +624,7 @@ class DecoderPool:
                 self._give_out([Group(job, first, stop, buffer)])
 
 
-def _not_started_error(reason: str) -> RunError:
+def _not_started_error(reason: str | None) -> RunError:
     """Error for a process that could not be forked."""
     return RunError(
         f"no process that decodes images can be started: {reason}. Free some memory, or allow more "

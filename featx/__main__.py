@@ -18,6 +18,7 @@ from featx.base import (
     cpu_quota,
     discard_output,
     end_process,
+    is_memory_exhausted,
     log_as_json,
     log_message,
     num_cpus,
@@ -112,10 +113,10 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
             raise
         log_message(str(error if isinstance(error, FeatxError) else explain_error(error)))
         return 2
-    except OSError as error:
-        if debug or error.errno not in _OF_A_PATH:
+    except (OSError, RuntimeError) as error:
+        if debug or (answer := _answer(error)) is None:
             raise
-        return _answer(error)
+        return answer
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
     finally:
@@ -229,43 +230,61 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
         if isinstance(error, StorageError):
             log_message(resume_command(line.typed))
         return error.exit_code, out
-    except OSError as error:
-        if debug or not (error.errno in _OF_A_PATH or _exhausted(error)):
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        if debug or (answer := _answer(error)) is None:
             raise
-        return _answer(error), out
-    except (MemoryError, RuntimeError, ImportError) as error:
-        if debug or not _exhausted(error):
-            raise
-        return _answer(error), out
+        return answer, out
 
 
-def _answer(error: Exception) -> int:
-    """Say what a path or a limit of the machine does not allow, and return the exit code."""
+def _answer(error: Exception) -> int | None:
+    """Say what a path, a limit or a setting of the machine does not allow; return the exit code.
+
+    Return None for other errors.
+    """
+    text = str(error)
     if limit := _exhausted(error):
-        log_message(
+        answer = (
             f"this process can get no more {limit}: {first_line(error)}. Raise the limit, end "
-            "other processes, or ask for less at a time.",
-            "error",
+            "other processes, or ask for less at a time."
         )
-        return 1
-    assert isinstance(error, OSError)
-    log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
-    return 2
+    elif "No usable temporary directory" in text:  # of the module tempfile
+        answer = f"{first_line(error)}. TMPDIR=DIR in front of the command names another one."
+    elif "determine home directory" in text:  # of the module pathlib
+        answer = (
+            "the home folder of this user, or of USER in a path ~USER, is not known. Write the "
+            "path in full, or HOME=DIR in front of the command."
+        )
+    elif isinstance(error, OSError) and error.errno in _OF_A_PATH:
+        answer = f"{error.filename} cannot be opened: {error.strerror}."
+    elif isinstance(error, FileNotFoundError) and _is_current_folder_gone():
+        answer = "the current folder has been deleted. Change to another one with cd."
+    else:
+        return None
+    log_message(answer, "error")
+    return 1 if limit else 2
+
+
+def _is_current_folder_gone() -> bool:
+    """Return whether the current folder of this process has been deleted."""
+    try:
+        os.getcwd()  # noqa: PTH109 - the system call
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _exhausted(error: Exception) -> str | None:
     """Return what the machine or a limit of the process is out of, or None for other errors."""
     text, number = str(error), getattr(error, "errno", None)
-    # Messages of the dynamic linker, and of torch.
-    if (
-        number == errno.ENOMEM
-        or isinstance(error, MemoryError)
-        or any(each in text for each in ("failed to map segment", "can't allocate memory"))
-    ):
+    if is_memory_exhausted(error):
         return "memory (ulimit -v)"
     if number in (errno.EMFILE, errno.ENFILE):
         return "open files (ulimit -n)"
-    return "threads (ulimit -u)" if "can't start new thread" in text else None
+    if number == errno.EFBIG:
+        return "bytes in one file (ulimit -f)"
+    if number == errno.EAGAIN or "can't start new thread" in text:
+        return "processes or threads (ulimit -u)"
+    return None
 
 
 def resume_command(arguments: Sequence[str]) -> str:

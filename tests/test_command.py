@@ -462,6 +462,8 @@ for error in (
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
     RuntimeError("can't start new thread"),
+    OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),  # of a fork
+    OSError(errno.EFBIG, os.strerror(errno.EFBIG)),  # of shared memory
 ):
     def run(*arguments, error=error):
         raise error
@@ -477,6 +479,45 @@ def test_an_exhausted_limit_is_named() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.findall(r"can get no more (.*?):", done.stderr)
     memory = "memory (ulimit -v)"
-    assert found == [memory] * 4 + ["open files (ulimit -n)", "threads (ulimit -u)"]
+    assert found == [memory] * 4 + [
+        "open files (ulimit -n)",
+        "processes or threads (ulimit -u)",
+        "processes or threads (ulimit -u)",
+        "bytes in one file (ulimit -f)",
+    ]
     assert "Unable to allocate 7.45 GiB. Raise the limit" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SURROUNDINGS = """
+import os, sys, tempfile
+from pathlib import Path
+import featx.jobs
+from featx.__main__ import run_command
+
+def no_temporary_folder(*arguments):
+    os.environ["TMPDIR"] = "/nowhere"
+    tempfile._candidate_tempdir_list = lambda: ["/nowhere"]
+    tempfile.gettempdir()
+
+def no_home(*arguments):
+    Path("~no-such-user/photos").expanduser()
+
+for run in no_temporary_folder, no_home:
+    featx.jobs.run = run
+    sys.argv = ["featx", "job=models"]
+    print(run_command())
+os.rmdir(os.getcwd())
+print(run_command())
+"""
+
+
+def test_what_lacks_around_a_command_is_named(tmp_path: Path) -> None:
+    """No folder for temporary files, no home folder, and no current folder."""
+    command = [sys.executable, "-c", SURROUNDINGS]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "2", "2"]
+    temporary, home, current = done.stderr.splitlines()
+    assert "['/nowhere']. TMPDIR=DIR" in temporary
+    assert "HOME=DIR" in home
+    assert "cd" in current

@@ -39,6 +39,7 @@ from .installation import shipped_folder as shipped_folder
 from .machine import check_memory as check_memory
 from .machine import cpu_quota as cpu_quota
 from .machine import free_memory as free_memory
+from .machine import is_memory_exhausted as is_memory_exhausted
 from .machine import num_cpus as num_cpus
 from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus

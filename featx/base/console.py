@@ -93,9 +93,13 @@ def log_message(text: str, level: str = "info") -> None:
         text = json_line(level, message=text)
     elif level == "warning":
         text = f"warning: {text}"
-    # The disk of the log may be full, or its terminal closed: the run continues.
+    write_log(printable(text, kept="\n\t"))
+
+
+def write_log(line: str) -> None:
+    """Print a line on stderr. Its disk may be full, or its terminal closed: the run continues."""
     with contextlib.suppress(OSError):
-        print(printable(text, kept="\n\t"), file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def log_step(text: str) -> None:
@@ -143,6 +147,6 @@ def announce(settings: Sequence[tuple[str, str]]) -> None:
                 log_step(f"{name}  {text}")
         return
     if _as_json:
-        print(json_line("info", event="begin", **dict(settings)), file=sys.stderr, flush=True)
+        write_log(json_line("info", event="begin", **dict(settings)))
     else:
         (log_step if is_notebook() else log_message)(f"{facts(settings)}\n")

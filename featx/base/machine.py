@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,14 @@ def check_memory(num_bytes: int, what: str, remedy: str) -> None:
         )
 
 
+def is_memory_exhausted(error: Exception) -> bool:
+    """Return whether an error says that the machine, or a limit, gives this process no memory."""
+    # The texts are those of the dynamic linker, and of torch.
+    texts = "failed to map segment", "can't allocate memory"
+    is_of_system = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return is_of_system or any(text in str(error) for text in texts)
+
+
 def _limits_of_groups(
     root: Path, controller: str, read: Callable[[Path], float | None]
 ) -> list[float]:
@@ -119,16 +128,18 @@ def _quota(group: Path) -> float | None:
 def _free_bytes(group: Path) -> float | None:
     """Free bytes of one control group, or None without a limit.
 
-    The kernel drops cached files if memory is needed, so they count as free.
+    The kernel drops cached files if memory is needed, also active ones, which were read twice, so
+    they count as free. Above `memory.high` it slows the processes down until they hardly run.
     """
-    limit, used, dropped = "memory.max", "memory.current", "inactive_file"
-    if not (group / limit).exists():  # version 1
-        limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        dropped = "total_inactive_file"
+    limits, used, prefix = ["memory.max", "memory.high"], "memory.current", ""
+    if not (group / limits[0]).exists():  # version 1
+        limits, used, prefix = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
     try:
-        limit_bytes = int((group / limit).read_text())
+        texts = [path.read_text().strip() for name in limits if (path := group / name).exists()]
         used_bytes = int((group / used).read_text())
         counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return float(limit_bytes - used_bytes + int(counters.get(dropped, 0)))
+        cached = (int(counters.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+        limit_bytes = min(int(text) for text in texts if text != "max")
+        return float(limit_bytes - used_bytes + sum(cached))
     except (OSError, ValueError):  # "max" means no limit
         return None

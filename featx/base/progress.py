@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tqdm.auto import tqdm
 
-from featx.base.console import json_line, log_message, shows_bars, writes_json
+from featx.base.console import json_line, log_message, shows_bars, write_log, writes_json
 from featx.base.text import printable, size_text, time_text
 
 PLAIN_INTERVAL_S = 10.0
@@ -129,7 +129,8 @@ class Progress:
     def log(self, text: str) -> None:
         """Print a line about the run above the bar."""
         if self._has_bar:
-            tqdm.write(printable(text, kept="\n\t"), file=sys.stderr)
+            with contextlib.suppress(OSError):  # as log_message does
+                tqdm.write(printable(text, kept="\n\t"), file=sys.stderr)
         else:
             log_message(text)
 
@@ -150,7 +151,7 @@ class Progress:
                 images_per_second=round(now.images_per_second, 3),
                 bottleneck=stage,
             )
-            print(line, file=sys.stderr, flush=True)
+            write_log(line)
             return
         limit = f", limited by {stage}" if stage else ""
         log_message(

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from featx.base import exact_cuda, kept_freed_memory
+from featx.base import exact_cuda, is_memory_exhausted, kept_freed_memory
 from featx.engine.compute import COMPUTE_DTYPES
 from featx.errors import FeatxError, ModelError
 from featx.layers import (
@@ -91,6 +91,8 @@ class DeviceModel:
         except (FeatxError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if is_memory_exhausted(error):
+                raise
             reason = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
             raise ModelError(
                 f"{self.backbone.name}: a forward pass over a batch of images {tuple(x.shape)} "

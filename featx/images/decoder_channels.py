@@ -237,6 +237,7 @@ class Kind(IntEnum):
     ERROR = 3
     DEATH = 4
     DAMAGED = 5
+    NOT_STARTED = 6
 
 
 class Cause(IntEnum):

@@ -170,12 +170,12 @@ class DecoderPool:
             self._to_read.put(None)
         self._spool.end_waiting(len(self._threads))
         until = time.monotonic() + _END_LIMIT_S
-        *others, collector = self._threads
-        for thread in others:
+        for thread in self._threads[:-1]:
             thread.join(max(0.0, until - time.monotonic()))
         if self._pid is None:
             os.close(self._channels.results)
-        collector.join(max(0.0, until - time.monotonic()))
+        for thread in self._threads[-1:]:  # the collector, if all could be started
+            thread.join(max(0.0, until - time.monotonic()))
         for images in self._pinned.values():
             if images is not None:
                 with torch.cuda.device(self._pinned_for):
@@ -398,10 +398,7 @@ class DecoderPool:
                     warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
         except OSError as error:
-            raise RunError(
-                f"no process that decodes images can be started: {error.strerror}. Free some "
-                "memory, or allow more processes (ulimit -u), and give the same command again."
-            ) from error
+            raise _not_started_error(error.strerror) from error
         if pid == 0:
             try:
                 for file in (self._control, self._results, *self._tasks):
@@ -420,8 +417,8 @@ class DecoderPool:
     def _start_thread(self, work: Callable[[], None]) -> None:
         """Start a thread that ends with the pool, or with the process if it hangs."""
         thread = threading.Thread(target=work, name="featx-loader", daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     # A thread that follows the messages of the decoders
 
@@ -453,6 +450,8 @@ class DecoderPool:
         if kind == Kind.WARNINGS:
             self.on_warnings(row, pickle.loads(content))
             return
+        if kind == Kind.NOT_STARTED:
+            raise _not_started_error(content.decode())
         with self._state:
             if self._is_closing:
                 return
@@ -549,7 +548,10 @@ class DecoderPool:
             message = f"decoding it ends the process with {name}"
             fault = ImageFault(Status.CRASHES_DECODER, message, name)
         elif None in attempts:
-            raise RunError(f"the process that decodes {name_text(image[1])} {_KILLED}")
+            raise RunError(
+                f"the process that decodes {name_text(image[1])} {_KILLED} A smaller "
+                "data.max_pixels makes large images failed rows."
+            )
         else:
             attempts.append(None)
             return
@@ -620,6 +622,14 @@ class DecoderPool:
         with self._state:
             if not self._is_closing:
                 self._give_out([Group(job, first, stop, buffer)])
+
+
+def _not_started_error(reason: str | None) -> RunError:
+    """Error for a process that could not be forked."""
+    return RunError(
+        f"no process that decodes images can be started: {reason}. Free some memory, or allow more "
+        "processes (ulimit -u), and give the same command again."
+    )
 
 
 def _take_back(slot: Slot, lent: set[int], free: list[Slot]) -> None:

@@ -113,7 +113,13 @@ class Supervisor:
         """Fork a decoder."""
         self._table.rows[index], self._table.since[index] = NO_ROW, 0
         supervisor = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            reason = str(error.strerror).encode()
+            send(self._channels.results, Kind.NOT_STARTED, 0, NO_ROW, reason)
+            self._end_decoders()
+            os._exit(1)
         if pid == 0:
             code = 1
             try:

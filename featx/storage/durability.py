@@ -82,8 +82,12 @@ def storage_errors(path: Path, doing: str = "writing") -> Iterator[None]:
 
 def storage_error(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:
     """Error for a write that failed, with advice that fits its errno."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space and give the same command again (df -i: files can run out as well)"
+    elif error.errno == errno.EFBIG:
+        hint = "Raise the limit (ulimit -f), or copy the store to a disk that takes larger files"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "Raise the limit of open files (ulimit -n) and give the same command again"
     elif isinstance(error, ObjectStoreError):
         hint = "When the object store accepts the request, give the same command again"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -358,7 +358,7 @@ def exclusive_lock(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise _creation_error(f"write to {path.parent}", path, error) from error
+        raise _creation_error(f"write to {path}", path, error) from error
     _held.add(descriptor)
     try:
         try:

@@ -94,8 +94,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, daemon=True, name="featx-heartbeat")
 
     def __enter__(self) -> Heartbeat:
+        self._thread.start()  # first, as it may fail: without it the file would stay
         self.write()
-        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -28,6 +28,7 @@ from featx.store.hdf5_files import (
     open_hdf5,
     open_plain_dataset,
     open_remote,
+    raise_unless_damage,
 )
 from featx.types import Array
 
@@ -246,6 +247,7 @@ def _open_store_file(path: Path, remote_file: S3File | None) -> h5py.File:
         error.filename = error.filename or str(path)
         raise
     except layout.UNREADABLE as error:
+        raise_unless_damage(path, error)
         raise StoreError(
             f"{path} cannot be read as HDF5: {error}. If it is a store's, `python -m featx "
             "job=verify store=FOLDER verify.repair=true` rebuilds it and keeps every row whose "

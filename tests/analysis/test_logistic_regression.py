@@ -14,11 +14,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from featx.analysis.probe import logistic_regression, methods, minibatch_regression, ridge
-from featx.analysis.probe.heads import Scaler, fit_scaler
+from featx.analysis.probe.heads import Scaler, fit_scaler, scaler_of
 from featx.analysis.probe.logistic_regression import Fit, fit_logistic, sweep
 from featx.analysis.probe.splits import Split, holdout
+from featx.base import machine
 from featx.config import ProbeConfig
-from featx.errors import RunError
+from featx.errors import ConfigError, RunError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -220,3 +221,27 @@ def test_the_loss_counts_how_sure_a_wrong_answer_was(tmp_path: Path) -> None:
     (trial,) = fitted.choice.sweep
     assert trial["accuracy"] == pytest.approx(10 / 11)
     assert trial["loss"] > 1e5  # capped it was 69 / 11
+
+
+def test_a_scaler_of_large_blocks_is_that_of_numpy() -> None:
+    """Blocks of 16 MB and 3 rows, which are converted to float64 piece by piece."""
+    x = torch.randn((2003, 2000), generator=torch.Generator().manual_seed(0)) * 3 + 1000
+    x[:, 7] = 5
+    scaler = scaler_of(x.split(2000))
+    values = x.double().numpy()
+    assert np.allclose(scaler.mean, values.mean(0), rtol=1e-7)
+    deviations = values.std(0)
+    deviations[7] = 1
+    assert np.allclose(scaler.scale, deviations, rtol=1e-6)
+    assert not scaler(x)[:, 7].any()
+
+
+def test_vectors_that_do_not_fit_into_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container the kernel would kill the process."""
+    x, y = blobs(60)
+    monkeypatch.setattr(machine, "free_memory", lambda: 2.0 * x.nbytes - 1)
+    with pytest.raises(ConfigError, match=r"^The 60 vectors .* Lower probe\.memory_gib"):
+        features_of(tmp_path, x, y)
+    assert features_of(tmp_path, x, y, memory_bytes=0).whole is None

@@ -138,6 +138,30 @@ V2_LIMIT = {
             {"proc/meminfo": MEMINFO, **V2_LIMIT, "sys/fs/cgroup/job/memory.max": "max\n"},
             1024000,
         ),
+        # Above memory.high processes are slowed down until they hardly run.
+        ({"proc/meminfo": MEMINFO, **V2_LIMIT, "sys/fs/cgroup/job/memory.high": "max\n"}, 250000),
+        (
+            {"proc/meminfo": MEMINFO, **V2_LIMIT, "sys/fs/cgroup/job/memory.high": "400000\n"},
+            150000,
+        ),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                **V2_LIMIT,
+                "sys/fs/cgroup/job/memory.max": "max\n",
+                "sys/fs/cgroup/job/memory.high": "400000\n",
+            },
+            150000,
+        ),
+        # Files that were read twice are dropped as others are.
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                **V2_LIMIT,
+                "sys/fs/cgroup/job/memory.stat": "inactive_file 50000\nactive_file 60000\n",
+            },
+            310000,
+        ),
         # The group took more than it may for a moment.
         ({"proc/meminfo": MEMINFO, **V2_LIMIT, "sys/fs/cgroup/job/memory.max": "9\n"}, 0),
         (
@@ -146,7 +170,7 @@ V2_LIMIT = {
                 "proc/self/cgroup": V1,
                 "sys/fs/cgroup/memory/memory.limit_in_bytes": "400000\n",
                 "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
-                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 7\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 4\ntotal_active_file 3\n",
             },
             100007,
         ),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import types
@@ -119,6 +122,31 @@ def test_with_log_json_every_line_is_an_object(
     assert (output[4]["event"], output[4]["done"], output[4]["total"]) == ("progress", 6, 10)
     assert output[4]["failures"] == 1
     assert all(line["time"].endswith("Z") for line in output)
+
+
+class ClosedTerminal(io.StringIO):
+    """What stderr is when its terminal is gone, or the disk of its file is full."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_log_that_cannot_be_written_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, is_json: bool
+) -> None:
+    monkeypatch.setattr(console, "_as_json", is_json)
+    monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", -1.0)
+    monkeypatch.setattr(sys, "stderr", ClosedTerminal())
+    announce([("data", "photos: 4 images")])
+    log_message("a message")
+    with Progress(10, 2) as bar:
+        bar.step(4, 1, 0.0)
+        bar.log("worker 0 (cpu) was killed by SIGKILL")
+        assert bar.now().done == 6
 
 
 @pytest.mark.usefixtures("as_json")

@@ -158,7 +158,9 @@ def test_the_errors_are_those_of_the_predictions(photos: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_names_no_folder(photos: Path, tmp_path: Path) -> None:
+def test_the_page_names_no_folder(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
     extract(photos, out=str(tmp_path / "store"), max_failures=2)
     run_job("probe", store="store", device="cpu")
@@ -168,6 +170,11 @@ def test_the_page_names_no_folder(photos: Path, tmp_path: Path) -> None:
         assert str(folder) not in text
     assert re.findall(r"(?:/home|/tmp|/work|/root|/usr|/var)/\w+", text) == []
     photos.rename(tmp_path / "elsewhere")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)  # as in a container without users
     assert "No such file or directory: b'…/photos'" in report().words
     assert str(tmp_path) not in Path("store/report.html").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import os
 import resource
@@ -175,6 +176,46 @@ def test_the_end_of_the_supervisor_ends_the_run(folder: Path) -> None:
         load(folder, act=act)
 
 
+@pytest.mark.parametrize("num_forks", [0, 1, 2])
+def test_a_limit_of_processes_is_named(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, num_forks: int
+) -> None:
+    """`num_forks` processes can be forked: none, the supervisor, a decoder."""
+    fork, left = os.fork, num_forks
+
+    def limited() -> int:
+        nonlocal left
+        if not left:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        left -= 1
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    with pytest.raises(RunError, match=r"can be started: Resource temp.* \(ulimit -u\)"):
+        load(folder)
+    assert not children(os.getpid())
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2])
+def test_a_limit_of_threads_ends_the_decoders(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, num_threads: int
+) -> None:
+    start, left = threading.Thread.start, num_threads
+
+    def limited(self: threading.Thread) -> None:
+        nonlocal left
+        if self.name == "featx-loader":
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left -= 1
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        load(folder, in_parent=True)
+    assert not children(os.getpid())
+
+
 def before_decoding(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
@@ -245,7 +286,7 @@ def test_an_image_whose_decoders_are_killed_ends_the_run(
 ) -> None:
     """The machine, not the image: it never becomes a failed row."""
     bad_decoder(monkeypatch, folder, lambda: kill_self(signal.SIGKILL))
-    with pytest.raises(RunError, match=r"decodes 037\.png was killed"):
+    with pytest.raises(RunError, match=r"decodes 037\.png was killed.* data\.max_pixels"):
         load(folder)
 
 

@@ -127,6 +127,18 @@ class Give(nn.Module):
         return x > 0
 
 
+class NeedsMemory(nn.Module):
+    """As torch fails on a CPU under a limit (ulimit -v)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 by")
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_model(photos: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator: can't allocate memory"):
+        rows_of(with_part(NeedsMemory)(), photos, "head")
+
+
 @pytest.mark.parametrize(
     ("make", "layer", "error", "message"),
     [

@@ -330,8 +330,8 @@ def test_the_lock_is_free_after_an_exception(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (errno.EACCES, "cannot write to {}: Permission denied"),
-        (errno.EROFS, "cannot write to {}: Read-only file system"),
+        (errno.EACCES, "cannot write to {}/.lock: Permission denied"),
+        (errno.EROFS, "cannot write to {}/.lock: Read-only file system"),
         (errno.ENOSPC, "creating {}/.lock failed: No space left on device.*Free some space"),
     ],
 )

@@ -137,7 +137,7 @@ def assert_clear(message: str, root: Path, error: int) -> None:
     assert str(root) in message
     assert os.strerror(error) in message
     assert any(
-        way in message for way in ("same command", "Free some space", "Choose another folder")
+        way in message for way in ("same command", "Raise the limit", "Choose another folder")
     ), message
 
 
@@ -183,7 +183,7 @@ def test_files_that_may_not_grow_stop_the_run_with_a_message(tmp_path: Path, lim
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert_clear(str(stopped.value), tmp_path / "store", errno.EFBIG)
-    assert "Free some space" in str(stopped.value)
+    assert "Raise the limit (ulimit -f), or copy the store" in str(stopped.value)
     assert temporary_files(tmp_path) == []
     run.finish(tmp_path / "store", packed=True)
     assert assert_right(run, tmp_path / "store").complete

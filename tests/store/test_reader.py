@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -917,6 +918,24 @@ def test_a_damaged_packed_file_is_not_passed_over_in_silence(run: MadeRun, tmp_p
     (tmp_path / "features.h5").write_bytes(b"no hdf5")
     with pytest.raises(StoreError, match=r"features\.h5 cannot be read as HDF5"):
         FeatureStore(tmp_path)
+
+
+def test_a_file_that_hdf5_cannot_lock_is_not_said_to_be_damaged(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with HDF5_USE_FILE_LOCKING=TRUE on a network file system without locks."""
+    run.write(tmp_path)
+    pack(tmp_path)
+    real = h5py.File
+
+    def without_locks(name: Any, *arguments: Any, **options: Any) -> h5py.File:
+        if isinstance(name, Path):
+            raise OSError(errno.ENOLCK, "unable to lock file")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(h5py, "File", without_locks)
+    with pytest.raises(StoreError, match=r"cannot read .*unable to lock.* When it can be read"):
+        _ = FeatureStore(tmp_path)["flat"][:]
 
 
 def test_a_store_and_plain_h5py_may_hold_the_same_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -46,6 +47,10 @@ _CHECKSUM = "sha256"
 """Entry of the description of a head for the checksum of its other entries and its tensors."""
 
 
+_PIECE_NUMBERS = 1 << 21
+"""Numbers that are converted to float64 at a time: 16 MiB. Larger pieces take twice as long."""
+
+
 @dataclass(frozen=True)
 class Scaler:
     """Standardisation of features by (D,) float32 tensors on the device: `mean` is subtracted,
@@ -68,16 +73,18 @@ def fit_scaler(features: Features | Tokens, places: Ints) -> Scaler:
 def scaler_of(blocks: Iterable[torch.Tensor]) -> Scaler:
     """Compute mean and standard deviation of each feature of (n, D) vectors, in float64.
 
-    Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
+    Pieces of blocks, of which copies in float64 are small, are merged by Chan's formula:
+    M = M_a + M_b + d^2 n_a n_b / n.
     """
     count, first, device = 0, torch.empty(0), torch.device("cpu")
     mean = scatter = constant = torch.empty(0)
-    for block in blocks:
+    pieces = (torch.split(block, max(1, _PIECE_NUMBERS // block.shape[1])) for block in blocks)
+    for piece in itertools.chain.from_iterable(pieces):
         if not count:
-            device, first = block.device, block[0].to(float64_device(block.device))
+            device, first = piece.device, piece[0].to(float64_device(piece.device))
             mean = torch.zeros(len(first), dtype=torch.float64, device=first.device)
             scatter, constant = torch.zeros_like(mean), torch.ones_like(mean, dtype=torch.bool)
-        x = block.to(first.device)
+        x = piece.to(first.device)
         constant &= (x == first).all(0)
         x = x.double()
         block_mean = x.mean(0)

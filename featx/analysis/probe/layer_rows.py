@@ -12,6 +12,7 @@ import torch
 
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import Ints
+from featx.base import check_memory
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channels_last
 from featx.store import FeatureStore
@@ -150,7 +151,13 @@ class Features:
         self.width = parts[0].width
         self._starts = np.cumsum([0, *(len(part.rows) for part in parts)])
         self.whole: torch.Tensor | None = None
-        if 2 * 4 * len(self) * self.width <= memory_bytes:
+        num_bytes = 2 * 4 * len(self) * self.width
+        if num_bytes <= memory_bytes:
+            check_memory(
+                num_bytes if device.type == "cpu" else num_bytes // 2,
+                f"The {len(self)} vectors of {self.width} numbers",
+                "Lower probe.memory_gib, so that they are streamed.",
+            )
             whole = torch.empty((len(self), self.width))
             for places in self._spans(np.arange(len(self))):
                 whole[places[0] : places[-1] + 1] = self._read(places)

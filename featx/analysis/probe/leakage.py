@@ -71,11 +71,10 @@ def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> 
         none = np.empty(0, np.int64)
         return NearDuplicates(layer, reason, none, none, np.empty(0))
     scaler = fit_scaler(features, np.arange(len(features)))
-    standardised = scaler(whole)
-    unit = torch.nn.functional.normalize(standardised, dim=1)
+    unit = torch.nn.functional.normalize(scaler(whole), dim=1)
     # All features of a row that equals the mean of all rows are 0. Such rows are equal: with a
     # number of their own, their cosine is 1, and 0 with all others.
-    is_zero = (standardised == 0).all(1, keepdim=True)
+    is_zero = (unit == 0).all(1, keepdim=True)
     if bool(is_zero.any()):
         unit = torch.cat([unit, is_zero.to(unit.dtype)], 1)
     pairs = [_most_similar(unit, split.test, split.train) for split in splits]

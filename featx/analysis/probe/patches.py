@@ -229,9 +229,6 @@ def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float)
         )
 
 
-_SCALED_ROWS = 1 << 14
-"""Number of patches of which there is a float64 copy at a time."""
-
 _BLOCK_NUMBERS = 1 << 24
 """Largest number of logits on the crop that are computed at a time: 64 MiB."""
 
@@ -354,6 +351,6 @@ def _sweep(
 
 def _standardise(rows: LabelledPatches) -> tuple[Scaler, torch.Tensor]:
     """Standardise patches in place; returns how, and the classes that they have."""
-    scaler = scaler_of(torch.split(rows.x, _SCALED_ROWS))
+    scaler = scaler_of([rows.x])
     rows.standardise(scaler)
     return scaler, rows.counts.any(0).nonzero()[:, 0]

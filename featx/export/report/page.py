@@ -331,7 +331,9 @@ def _layers_to_plot(layers: tuple[str, ...], probes: Probes) -> tuple[str, ...]:
 
 def _folders(config: Config, store: FeatureStore) -> tuple[str, ...]:
     """Return the absolute paths that texts of the page could contain."""
-    folders = [store.root, store.root.parent, Path.cwd(), Path.home()]
+    folders = [store.root, store.root.parent, Path.cwd()]
+    with contextlib.suppress(RuntimeError):  # a container may have no user with a home folder
+        folders.append(Path.home())
     roots = [config.data.root]
     with contextlib.suppress(FeatxError):  # the store may not record where its images are
         roots.append(data_of_store(store, config.data).root)

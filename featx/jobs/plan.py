@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from featx.analysis import FEATURES
@@ -53,6 +54,10 @@ def _plan(
     height, width = context.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
     maps = 0 if context.windows is None else context.windows.map_bytes
+    # Measured on a CPU with layers of 10^6 values: values in float32 and in the dtype of the store,
+    # magnitudes, and the batches that wait to be written take ten times those of a batch.
+    outputs = 10 * 4 * context.batch_rows * sum(math.prod(spec.shape) for spec in context.specs)
+    memory = context.engine.weight_bytes + context.listing_bytes + held + 6 * batch + maps + outputs
     is_small = store_bytes <= LARGEST_PACKED_BYTES
     packs = num_left > 0 and (config.pack is True or (config.pack == "auto" and is_small))
     disk_free = None
@@ -73,7 +78,7 @@ def _plan(
         "disk_needed": needed,
         "disk_needed_while_packing": packed_size_bound(needed + packs * store_bytes),
         "disk_free": disk_free,
-        "memory": context.engine.weight_bytes + context.listing_bytes + held + 6 * batch + maps,
+        "memory": memory,
         "images_per_second_model": 1 / context.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
         "seconds": num_left * max(context.model_s, seconds_read or 0.0),

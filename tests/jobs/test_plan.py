@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,13 @@ def test_a_run_that_would_be_refused_is_refused(plan: Any) -> None:
     for keys in ({"dtype": "float32"}, {"codec": "zstd"}, {"layers": ["pool"], "seed": 1}):
         with pytest.raises(StoreMismatchError, match="was started with other settings"):
             plan(**keys)
+
+
+def test_the_values_of_a_batch_are_counted_as_memory(plan: Any) -> None:
+    write_images(Path("photos"), 10)
+    few, many = (plan(layers=[name], batch_size=1024, part_rows=1024) for name in ("pool", "conv"))
+    values = [
+        math.prod(found["layers"][name]["shape"]) for found, name in ((few, "pool"), (many, "conv"))
+    ]
+    # What the listing takes is measured, and differs by some pages.
+    assert many["memory"] - few["memory"] > 5 * 4 * 1024 * (values[1] - values[0]) > 10**6

@@ -78,6 +78,7 @@ from .text import WIDTH as WIDTH
 from .text import Section as Section
 from .text import Table as Table
 from .text import as_text as as_text
+from .text import as_utf8 as as_utf8
 from .text import command_text as command_text
 from .text import csv_bytes as csv_bytes
 from .text import csv_cell as csv_cell

@@ -150,6 +150,11 @@ def name_bytes(name: str | bytes | os.PathLike[str]) -> bytes:
     return name.encode("utf-8", "surrogateescape") if isinstance(name, str) else os.fsencode(name)
 
 
+def as_utf8(name: str) -> str:
+    r"""Return a key, class or path as UTF-8 text; other bytes are written as \xff."""
+    return name_bytes(name).decode("utf-8", "backslashreplace")
+
+
 def printable(text: str | bytes, kept: str = "") -> str:
     """Text without characters that move a cursor, change colours or hide other characters.
 

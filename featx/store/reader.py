@@ -14,7 +14,14 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import as_utf8, declared_function, import_extra, name_bytes, name_text
+from featx.base import (
+    as_utf8,
+    declared_function,
+    free_title,
+    import_extra,
+    name_bytes,
+    name_text,
+)
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
@@ -392,7 +399,7 @@ class FeatureStore:
         }
         for name in self.columns:
             values = self.column(name)
-            table[f"column.{name}" if name in table else name] = (
+            table[free_title(name, table)] = (
                 [*map(as_utf8, values.tolist())] if values.dtype.kind == "U" else values
             )
         frames = [pandas.DataFrame(table)]

@@ -358,7 +358,8 @@ class FeatureStore:
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Features and labels of all ok rows, as scikit-learn takes them.
 
-        Rows without a label are left out, unless no row has one: y is -1 then.
+        Rows without a label are left out, unless no row has one: y is -1 then. The rows are those
+        of `store.ok & (store.labels >= 0)`: row i of X need not be row i of the store.
 
         Returns:
             X (n, D) float32 with flattened features, and y (n,) int64.

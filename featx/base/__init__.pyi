@@ -79,11 +79,13 @@ from .text import WIDTH as WIDTH
 from .text import Section as Section
 from .text import Table as Table
 from .text import as_text as as_text
+from .text import as_utf8 as as_utf8
 from .text import command_text as command_text
 from .text import csv_bytes as csv_bytes
 from .text import csv_cell as csv_cell
 from .text import csv_line as csv_line
 from .text import facts as facts
+from .text import free_title as free_title
 from .text import glob_to_regex as glob_to_regex
 from .text import name_bytes as name_bytes
 from .text import name_text as name_text

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -148,6 +148,18 @@ def name_text(name: bytes) -> str:
 def name_bytes(name: str | bytes | os.PathLike[str]) -> bytes:
     """Bytes of a name whose text is that of `name_text`; paths are encoded as by the system."""
     return name.encode("utf-8", "surrogateescape") if isinstance(name, str) else os.fsencode(name)
+
+
+def as_utf8(name: str) -> str:
+    r"""Return a key, class or path as UTF-8 text; other bytes are written as \xff."""
+    return name_bytes(name).decode("utf-8", "backslashreplace")
+
+
+def free_title(name: str, taken: Collection[str]) -> str:
+    """Return the title of a column in a table that has others: NAME, or `column.NAME` if taken."""
+    while name in taken:
+        name = f"column.{name}"
+    return name
 
 
 def printable(text: str | bytes, kept: str = "") -> str:

@@ -24,11 +24,17 @@ def listing(
     names: Sequence[str],
     columns: Mapping[str, Array],
 ) -> dict[str, pa.Array]:
-    """Return the columns of a table other than layers, for rows [start, stop)."""
+    """Return the columns of a table other than layers, for rows [start, stop).
+
+    `names` are those of the listing: 'key', or 'image_path' for it, 'row', 'label', 'class' and
+    'status'.
+    """
     import pyarrow as pa
 
+    keys = pa.array(selection.key_texts(start, stop), pa.string())
     arrays = {
-        "key": pa.array(selection.key_texts(start, stop), pa.string()),
+        "key": keys,
+        "image_path": keys,
         "row": pa.array(selection.rows[start:stop]),
         "label": pa.array(selection.labels[start:stop]),
         "class": pa.array(selection.class_texts(start, stop), pa.string()),

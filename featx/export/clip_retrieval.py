@@ -23,7 +23,7 @@ from featx.export.base import (
 )
 from featx.export.selection import ExportSelection, unit_rows, write_npy
 
-_LISTING = ("key", "row", "label", "class")
+_LISTING = ("image_path", "row", "label", "class")
 _VECTORS = "img_emb/img_emb_{}.npy"
 _METADATA = "metadata/metadata_{}.parquet"
 
@@ -41,7 +41,7 @@ class ClipRetrieval(ShardedFormat):
         self._layer = only_layer_of(self.selection, option)
         refuse_maps(self.selection, "clip-retrieval holds one vector per image")
         import_extra("pyarrow.parquet", option, "the package pyarrow", "export")
-        self._columns = self.selection.named_columns(["image_path", *_LISTING[1:]])
+        self._columns = self.selection.named_columns(_LISTING)
         self._width = self.selection.row_shape(self._layer)[0]
         shards = self.shards(2 * self._width)
         digits = len(str(len(shards) - 1))
@@ -58,11 +58,10 @@ class ClipRetrieval(ShardedFormat):
                 blocks = self.selection.blocks(start, stop)
                 rows = (unit_rows(values[self._layer]) for _, _, values in blocks)
                 write_npy(file, "<f2", (stop - start, self._width), rows)
-            listings = (
-                arrow.listing(self.selection, *span, _LISTING, self._columns)
+            tables = (
+                pa.table(arrow.listing(self.selection, *span, _LISTING, self._columns))
                 for span in self.selection.spans(start, stop)
             )
-            tables = (pa.table({"image_path": each.pop("key"), **each}) for each in listings)
             with folder.file(_METADATA.format(number)) as file:
                 arrow.write_parquet(file, tables)
 

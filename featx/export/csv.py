@@ -27,9 +27,9 @@ class Csv(Format):
     """rows.csv and features/<layer>.csv, in UTF-8 with a header, for spreadsheets and pandas.
 
     rows.csv has the columns row, key, label (-1 without one), class, status (a word) and those of
-    the data set. A table of features has the key and one column per value, numbered from 0 in the
-    order of the flattened row. Numbers read back in the dtype of the layer without a difference;
-    missing numbers and the values of failed rows are empty.
+    the data set. A table of features has the key and one column per value, `LAYER.0` and so on in
+    the order of the flattened row. Numbers read back in the dtype of the layer without a
+    difference; missing numbers and the values of failed rows are empty.
     """
 
     def write(self, folder: ExportFolder) -> None:
@@ -53,7 +53,8 @@ class Csv(Format):
             with folder.file(f"features/{layer}.csv") as file:
                 width = math.prod(selection.row_shape(layer))
                 step = min(selection.block_rows([layer]), max(1, _BLOCK_VALUES // max(1, width)))
-                _write(file, [("key", *range(width))])
+                # Programs such as DuckDB take a line of numbers for a row, not for names.
+                _write(file, [("key", *(f"{layer}.{i}" for i in range(width)))])
                 for start, stop, values in selection.blocks(0, n, [layer], step):
                     texts = values[layer].reshape(stop - start, width).astype(str)
                     texts[texts == "nan"] = ""

@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image
 
-from featx.base import csv_cell, log_message, name_text
+from featx.base import as_utf8, csv_cell, log_message, name_text
 from featx.config import Config
 from featx.errors import ConfigError, StoreError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
@@ -30,7 +30,6 @@ from featx.export.selection import (
     about_text,
     as_json_values,
     as_npy,
-    as_utf8,
 )
 from featx.store import FeatureStore, layout
 from featx.types import Array, Json

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from featx.base import printable, shown_path
+from featx.base import as_utf8, printable, shown_path
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, counted
-from featx.export.selection import as_utf8, data_of_store
+from featx.export.selection import data_of_store
 from featx.store import FeatureStore, row_indices
 
 MAX_IMAGES = 100

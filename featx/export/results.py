@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from featx.base import csv_cell
+from featx.base import as_utf8, csv_cell
 from featx.errors import StoreError
-from featx.export.selection import as_utf8
 from featx.store import FeatureStore, read_result
 from featx.types import Json
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import name_bytes, name_text
+from featx.base import as_utf8, name_text
 from featx.config import Config, DataConfig, data_of_saved, from_saved
 from featx.errors import ConfigError, DataError, StoreError
 from featx.sources import open_source
@@ -320,11 +320,6 @@ def unit_rows(rows: Array) -> npt.NDArray[np.float32]:
     length = np.linalg.norm(values, axis=1, keepdims=True)
     values /= np.where(length > 0, length, 1)
     return values
-
-
-def as_utf8(text: str) -> str:
-    r"""Return a file or folder name as UTF-8 text; other bytes are written as \xff."""
-    return name_bytes(text).decode("utf-8", "backslashreplace")
 
 
 def about_text(selection: ExportSelection) -> str:

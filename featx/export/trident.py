@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import name_text
+from featx.base import as_utf8, name_text
 from featx.config import Config, ExportConfig, NaturalNumber, Positive, options
 from featx.errors import ConfigError, FeatxError
 from featx.export.base import (
@@ -27,7 +27,7 @@ from featx.export.base import (
     only_layer_of,
     refuse_maps,
 )
-from featx.export.selection import ExportSelection, as_utf8
+from featx.export.selection import ExportSelection
 from featx.sources import parse_box_key
 from featx.types import Array
 

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import BinaryIO
 
-from featx.base import name_text
+from featx.base import as_utf8, name_text
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.export.base import (
@@ -24,7 +24,6 @@ from featx.export.selection import (
     ExportSelection,
     as_json_values,
     as_npy,
-    as_utf8,
 )
 
 _HEADERS = 512 * 6

@@ -14,7 +14,14 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import declared_function, import_extra, name_bytes, name_text
+from featx.base import (
+    as_utf8,
+    declared_function,
+    free_title,
+    import_extra,
+    name_bytes,
+    name_text,
+)
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import parse_path
 from featx.store import layout
@@ -351,7 +358,8 @@ class FeatureStore:
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Features and labels of all ok rows, as scikit-learn takes them.
 
-        Rows without a label are left out, unless no row has one: y is -1 then.
+        Rows without a label are left out, unless no row has one: y is -1 then. The rows are those
+        of `store.ok & (store.labels >= 0)`: row i of X need not be row i of the store.
 
         Returns:
             X (n, D) float32 with flattened features, and y (n,) int64.
@@ -363,7 +371,7 @@ class FeatureStore:
         return features, self.labels[rows]
 
     def to_pandas(self, layers: str | Sequence[str] = ()) -> Any:
-        """Table of all rows, failed ones included; its index is the row of the store.
+        r"""Table of all rows, failed ones included; its index is the row of the store.
 
         Args:
             layers: layers whose values become columns, `LAYER.0` and so on in the order of the
@@ -372,24 +380,29 @@ class FeatureStore:
         Returns:
             a pandas.DataFrame with the columns key, label (-1 without one), class, status (a word),
             those of the data set, and those of the layers. A column of the data set with the name
-            of one of the first four is called `column.NAME`.
+            of one of the first four is called `column.NAME`. Bytes of names that are not UTF-8
+            are written as \xff, as in exports.
 
         Raises:
             MissingExtraError: pandas is not installed.
             LayerError: the store has no such layer.
         """
         pandas = import_extra("pandas", "FeatureStore.to_pandas", "pandas", "export")
-        names = [*self.classes, None]  # the last one for -1
+        # pandas 3 refuses the surrogates of names that are not UTF-8.
+        names = [*map(as_utf8, self.classes), None]  # the last one for -1
         one_of_each = np.unique(self.status, return_index=True)[1]
         words = {int(self.status[row]): self._status_label(row) for row in one_of_each}
         table = {
-            "key": self.keys,
+            "key": [key.decode("utf-8", "backslashreplace") for key in self.key_bytes.tolist()],
             "label": self.labels,
             "class": [names[label] for label in self.labels.tolist()],
             "status": [words[number] for number in self.status.tolist()],
         }
         for name in self.columns:
-            table[f"column.{name}" if name in table else name] = self.column(name)
+            values = self.column(name)
+            table[free_title(name, table)] = (
+                [*map(as_utf8, values.tolist())] if values.dtype.kind == "U" else values
+            )
         frames = [pandas.DataFrame(table)]
         for layer in [layers] if isinstance(layers, str) else layers:
             values = self[layer][:].reshape(len(self), -1)

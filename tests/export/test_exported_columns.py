@@ -173,6 +173,16 @@ def test_names_that_a_shard_has_already() -> None:
     assert np.array_equal(found.layers["pool"], store["pool"][:], equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["clip_retrieval", "csv", "parquet"])
+def test_columns_with_names_of_the_listing_replace_none_of_it(kind: str) -> None:
+    names = ("class", "image_path", "key", "row", "status")
+    store = make_store({name: [1, 2, 3, 4, 5, 6, 7] for name in names})
+    found = READERS[kind](export(kind))
+    assert found.keys == store.keys[found.rows].tolist()
+    assert {name.removeprefix("column.") for name in found.columns} == {*names}
+    assert {*map(tuple, found.columns.values())} == {tuple(row + 1 for row in found.rows)}
+
+
 @pytest.mark.parametrize("name", ["zarr.json", "a\\b"])
 def test_a_name_that_zarr_has_no_place_for(name: str) -> None:
     make_store({name: [1, 2, 3, 4, 5, 6, 7]})

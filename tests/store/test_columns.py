@@ -79,6 +79,18 @@ def test_every_file_carries_them_and_plain_h5py_reads_them(tmp_path: Path) -> No
         FeatureStore(tmp_path).column("patent")
 
 
+def test_a_table_for_pandas_has_all_of_them_whatever_their_names(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    run = make_run(3)
+    names = ("column.key", "key", "status")
+    columns = {name: np.arange(3) + 10 * i for i, name in enumerate(names)}
+    replace(run, listing=replace(run.listing, columns=columns)).write(tmp_path)
+    table = FeatureStore(tmp_path).to_pandas()
+    assert table["key"].tolist() == FeatureStore(tmp_path).keys.tolist()
+    for title, values in zip(table.columns[4:], columns.values(), strict=True):
+        assert table[title].tolist() == values.tolist()
+
+
 def test_a_store_without_them_says_nothing_of_them(tmp_path: Path) -> None:
     make_run(9, 8).identified().copied(tmp_path, packed=True)
     with h5py.File(tmp_path / "features.h5") as file:

@@ -31,7 +31,7 @@ import featx
 from featx.errors import LayerError, StoreError
 from featx.store import FeatureStore, check_store, contents, open_hdf5
 from featx.store.pack import pack
-from featx.types import Status
+from featx.types import Listing, Status
 
 NUM_ROWS = 29
 
@@ -164,6 +164,16 @@ def test_a_table_for_pandas(packed: FeatureStore, run: MadeRun) -> None:
     for read in (pandas.DataFrame, np.asarray):
         with pytest.raises(TypeError, match=r"store\.to_pandas\(\) is the table of its rows"):
             read(store)
+
+
+def test_a_table_writes_names_that_are_not_utf8_as_exports_do(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    run = make_run(2)
+    keys = np.array([b"a\xff/1.jpg", "ä/2.jpg".encode()])
+    run = replace(run, listing=Listing(keys, np.array([0, 1]), ("a\udcff", "ä")))
+    table = featx.open(run.write(tmp_path / "store")).to_pandas()
+    assert table["key"].tolist() == ["a\\xff/1.jpg", "ä/2.jpg"]
+    assert table["class"].tolist() == ["a\\xff", "ä"]
 
 
 class Texts(HTMLParser):

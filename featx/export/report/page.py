@@ -14,7 +14,7 @@ from jinja2 import UndefinedError
 
 from featx.analysis import compare_stores
 from featx.analysis.statistics import explain_missing_norms, token_norms
-from featx.base import csv_cell
+from featx.base import as_utf8, csv_cell
 from featx.config import Config, DataConfig, names_tuple
 from featx.errors import ConfigError, FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.charts import CLASSES_SHOWN, cka_map, probe_contents
@@ -40,7 +40,7 @@ from featx.export.report.similar_rows import (
 )
 from featx.export.report.thumbnails import UNDECODED, UNREAD, Thumbnails
 from featx.export.results import rankings_of
-from featx.export.selection import as_utf8, data_of_store
+from featx.export.selection import data_of_store
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, load_manifest, matching_layers
 from featx.types import Json

@@ -6,11 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis import Predictions
-from featx.base import name_bytes
+from featx.base import as_utf8, name_bytes
 from featx.config import DataConfig
 from featx.export.report.html import render_page, tally, without_folder, without_folders
 from featx.export.report.thumbnails import Thumbnails
-from featx.export.selection import as_utf8
 
 GENERATOR = '<meta name="generator" content="featx job=predict">'
 """Element that names the origin of the page."""

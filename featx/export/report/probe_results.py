@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe import is_of_answer, layer_results, output_folder, read_prediction_lines
-from featx.base import csv_cell, csv_line
+from featx.base import as_utf8, csv_cell, csv_line
 from featx.export.report.html import without_folder
-from featx.export.selection import as_utf8
 from featx.store import FeatureStore, layout, read_result
 from featx.types import Json
 

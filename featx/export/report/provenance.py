@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import size_text
+from featx.base import as_utf8, size_text
 from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.probe_results import ROLES
-from featx.export.selection import as_utf8
 from featx.storage import paths_in
 from featx.store import FeatureStore, layout, load_manifest, read_result
 from featx.types import Json, Status

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import log_message
+from featx.base import free_title, log_message
 from featx.config import ReduceConfig
 from featx.errors import ReduceError, counted
 from featx.storage import AtomicFolder
@@ -116,10 +116,7 @@ def _metadata(store: FeatureStore, rows: npt.NDArray[np.int64]) -> list[tuple[ob
         "row": rows.tolist(),
     }
     for name in store.columns:
-        title = name
-        while title in columns:
-            title = f"column.{title}"
-        columns[title] = list(store.column(name)[rows])
+        columns[free_title(name, columns)] = list(store.column(name)[rows])
     return [tuple(columns), *zip(*columns.values(), strict=True)]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -241,12 +242,8 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
 
 def _answer(error: Exception) -> int:
     """Say what a path or a limit of the machine does not allow, and return the exit code."""
-    if limit := _exhausted(error):
-        log_message(
-            f"this process can get no more {limit}: {first_line(error)}. Raise the limit, end "
-            "other processes, or ask for less at a time.",
-            "error",
-        )
+    if shortage := _exhausted(error):
+        log_message(shortage, "error")
         return 1
     assert isinstance(error, OSError)
     log_message(f"{error.filename} cannot be opened: {error.strerror}.", "error")
@@ -254,18 +251,31 @@ def _answer(error: Exception) -> int:
 
 
 def _exhausted(error: Exception) -> str | None:
-    """Return what the machine or a limit of the process is out of, or None for other errors."""
+    """Describe what the machine or a limit of the process is out of, or None for other errors."""
     text, number = str(error), getattr(error, "errno", None)
+    limit: str | None = None
+    # The second is in the name of a folder that torch makes while it is imported.
+    no_folder = "No usable temporary directory|torchinductor_"
+    if isinstance(error, OSError) and re.search(no_folder, text):
+        return (
+            f"no temporary files can be written: {first_line(error)}. Free some space there, or "
+            "set TMPDIR to another folder."
+        )
     # Messages of the dynamic linker, and of torch.
     if (
         number == errno.ENOMEM
         or isinstance(error, MemoryError)
         or any(each in text for each in ("failed to map segment", "can't allocate memory"))
     ):
-        return "memory (ulimit -v)"
-    if number in (errno.EMFILE, errno.ENFILE):
-        return "open files (ulimit -n)"
-    return "threads (ulimit -u)" if "can't start new thread" in text else None
+        limit = "memory (ulimit -v)"
+    elif number in (errno.EMFILE, errno.ENFILE):
+        limit = "open files (ulimit -n)"
+    elif "can't start new thread" in text:
+        limit = "threads (ulimit -u)"
+    return limit and (
+        f"this process can get no more {limit}: {first_line(error)}. Raise the limit, end other "
+        "processes, or ask for less at a time."
+    )
 
 
 def resume_command(arguments: Sequence[str]) -> str:

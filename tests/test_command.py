@@ -462,6 +462,8 @@ for error in (
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
     RuntimeError("can't start new thread"),
+    FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/torchinductor_me"),
 ):
     def run(*arguments, error=error):
         raise error
@@ -479,4 +481,6 @@ def test_an_exhausted_limit_is_named() -> None:
     memory = "memory (ulimit -v)"
     assert found == [memory] * 4 + ["open files (ulimit -n)", "threads (ulimit -u)"]
     assert "Unable to allocate 7.45 GiB. Raise the limit" in done.stderr
+    assert done.stderr.count("no temporary files can be written") == 2
+    assert "set TMPDIR to another folder" in done.stderr
     assert "Traceback" not in done.stderr

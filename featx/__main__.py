@@ -42,8 +42,13 @@ if TYPE_CHECKING:
     from featx.cli import CommandLine
     from featx.types import Json
 
-_OF_A_PATH = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
-"""Error numbers of a path that the user has given."""
+_OF_A_PATH = frozenset(
+    {
+        *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
+        *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),
+    }
+)
+"""Error numbers of a path that the user has given, and of a disk that fails or is disconnected."""
 
 
 def main() -> None:
@@ -114,7 +119,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         log_message(str(error if isinstance(error, FeatxError) else explain_error(error)))
         return 2
     except OSError as error:
-        if debug or error.errno not in _OF_A_PATH:
+        if debug or not _is_of_a_path(error):
             raise
         return _answer(error)
     except KeyboardInterrupt as interrupt:
@@ -231,13 +236,18 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
             log_message(resume_command(line.typed))
         return error.exit_code, out
     except OSError as error:
-        if debug or not (error.errno in _OF_A_PATH or _exhausted(error)):
+        if debug or not (_is_of_a_path(error) or _exhausted(error)):
             raise
         return _answer(error), out
     except (MemoryError, RuntimeError, ImportError) as error:
         if debug or not _exhausted(error):
             raise
         return _answer(error), out
+
+
+def _is_of_a_path(error: OSError) -> bool:
+    """Return whether an error names a path that cannot be opened."""
+    return error.filename is not None and error.errno in _OF_A_PATH
 
 
 def _answer(error: Exception) -> int:

@@ -455,6 +455,7 @@ import errno, os, sys
 import featx.jobs
 from featx.__main__ import run_command
 
+DISK = "/net/features.h5"
 for error in (
     MemoryError("Unable to allocate 7.45 GiB"),
     OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
@@ -464,17 +465,18 @@ for error in (
     RuntimeError("can't start new thread"),
     FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
     OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/torchinductor_me"),
+    *(OSError(number, os.strerror(number), DISK) for number in (errno.EIO, errno.ENOTCONN)),
 ):
     def run(*arguments, error=error):
         raise error
 
     featx.jobs.run = run
     sys.argv = ["featx", "job=models"]
-    assert run_command() == 1, error
+    assert run_command() == (2 if getattr(error, "filename", None) == DISK else 1), error
 """
 
 
-def test_an_exhausted_limit_is_named() -> None:
+def test_an_exhausted_limit_or_a_failing_disk_is_named() -> None:
     command = [sys.executable, "-c", EXHAUSTED]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.findall(r"can get no more (.*?):", done.stderr)
@@ -483,4 +485,5 @@ def test_an_exhausted_limit_is_named() -> None:
     assert "Unable to allocate 7.45 GiB. Raise the limit" in done.stderr
     assert done.stderr.count("no temporary files can be written") == 2
     assert "set TMPDIR to another folder" in done.stderr
+    assert "/net/features.h5 cannot be opened: Input/output error.\n" in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -42,8 +43,17 @@ if TYPE_CHECKING:
     from featx.cli import CommandLine
     from featx.types import Json
 
-_OF_A_PATH = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
-"""Error numbers of a path that the user has given."""
+_OF_A_PATH = frozenset(
+    {
+        *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
+        *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),
+    }
+)
+"""Error numbers of a path that the user has given, and of a disk that fails or is disconnected."""
+
+_NO_TEMPORARY = "No usable temporary directory|torchinductor_"
+"""Pattern of errors of the module tempfile, and of the folder that torch makes while it is
+imported."""
 
 
 def main() -> None:
@@ -241,27 +251,32 @@ def _answer(error: Exception) -> int | None:
 
     Return None for other errors.
     """
-    text = str(error)
+    text, code = str(error), 2
     if limit := _exhausted(error):
+        code = 1
         answer = (
             f"this process can get no more {limit}: {first_line(error)}. Raise the limit, end "
             "other processes, or ask for less at a time."
         )
-    elif "No usable temporary directory" in text:  # of the module tempfile
-        answer = f"{first_line(error)}. TMPDIR=DIR in front of the command names another one."
+    elif isinstance(error, OSError) and re.search(_NO_TEMPORARY, text):
+        code = 1
+        answer = (
+            f"no temporary files can be written: {first_line(error)}. Free some space there, or "
+            "write TMPDIR=DIR in front of the command to name another folder."
+        )
     elif "determine home directory" in text:  # of the module pathlib
         answer = (
             "the home folder of this user, or of USER in a path ~USER, is not known. Write the "
             "path in full, or HOME=DIR in front of the command."
         )
-    elif isinstance(error, OSError) and error.errno in _OF_A_PATH:
+    elif isinstance(error, OSError) and error.filename and error.errno in _OF_A_PATH:
         answer = f"{error.filename} cannot be opened: {error.strerror}."
     elif isinstance(error, FileNotFoundError) and _is_current_folder_gone():
         answer = "the current folder has been deleted. Change to another one with cd."
     else:
         return None
     log_message(answer, "error")
-    return 1 if limit else 2
+    return code
 
 
 def _is_current_folder_gone() -> bool:

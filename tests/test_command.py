@@ -455,6 +455,7 @@ import errno, os, sys
 import featx.jobs
 from featx.__main__ import run_command
 
+DISK = "/net/features.h5"
 for error in (
     MemoryError("Unable to allocate 7.45 GiB"),
     OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
@@ -464,17 +465,20 @@ for error in (
     RuntimeError("can't start new thread"),
     OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),  # of a fork
     OSError(errno.EFBIG, os.strerror(errno.EFBIG)),  # of shared memory
+    FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/torchinductor_me"),
+    *(OSError(number, os.strerror(number), DISK) for number in (errno.EIO, errno.ENOTCONN)),
 ):
     def run(*arguments, error=error):
         raise error
 
     featx.jobs.run = run
     sys.argv = ["featx", "job=models"]
-    assert run_command() == 1, error
+    assert run_command() == (2 if getattr(error, "filename", None) == DISK else 1), error
 """
 
 
-def test_an_exhausted_limit_is_named() -> None:
+def test_an_exhausted_limit_or_a_failing_disk_is_named() -> None:
     command = [sys.executable, "-c", EXHAUSTED]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.findall(r"can get no more (.*?):", done.stderr)
@@ -486,6 +490,9 @@ def test_an_exhausted_limit_is_named() -> None:
         "bytes in one file (ulimit -f)",
     ]
     assert "Unable to allocate 7.45 GiB. Raise the limit" in done.stderr
+    assert done.stderr.count("no temporary files can be written") == 2
+    assert "TMPDIR=DIR in front of the command" in done.stderr
+    assert "/net/features.h5 cannot be opened: Input/output error.\n" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -516,8 +523,8 @@ def test_what_lacks_around_a_command_is_named(tmp_path: Path) -> None:
     """No folder for temporary files, no home folder, and no current folder."""
     command = [sys.executable, "-c", SURROUNDINGS]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "2", "2"]
+    assert done.stdout.split() == ["1", "2", "2"]
     temporary, home, current = done.stderr.splitlines()
-    assert "['/nowhere']. TMPDIR=DIR" in temporary
+    assert "['/nowhere']. Free some space" in temporary
     assert "HOME=DIR" in home
     assert "cd" in current

@@ -6,6 +6,7 @@ An export is complete or not there: the command that was killed starts again.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,7 +20,13 @@ from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import FORMATS, ExportFolder, Format
 from featx.export.selection import ExportSelection
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder, exclusive_lock, sync_entries
+from featx.storage import (
+    TEMPORARY_PREFIX,
+    AtomicFolder,
+    exclusive_lock,
+    storage_errors,
+    sync_entries,
+)
 from featx.store import FeatureStore, layout, matching_layers
 from featx.types import Json, with_features
 
@@ -69,6 +76,8 @@ def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) 
     started_at = time.perf_counter()
     selection, config = export_format.selection, export_format.config
     fingerprint = _fingerprint_of(export_format)
+    for left_by_killed in list(disk.root.glob(f"{TEMPORARY_PREFIX}*")):
+        disk.remove(left_by_killed)
     record: Json = {"files": {}}
     already = False
     if (path := disk.root / RECORD).exists():
@@ -155,8 +164,6 @@ def _write_all(
     Returns the record with the sizes of all files.
     """
     root, temporary = disk.root, disk.root / f"{TEMPORARY_PREFIX}export"
-    for left_by_killed in list(root.glob(f"{TEMPORARY_PREFIX}*")):
-        disk.remove(left_by_killed)
     try:
         disk.make_folder(temporary)
         folder = ExportFolder(temporary)
@@ -173,11 +180,13 @@ def _write_all(
         paths = [root / name for name in folder.names]
         for name, path in zip(folder.names, paths, strict=True):
             disk.make_folder(path.parent)
-            (temporary / name).rename(path)
+            with storage_errors(path):
+                (temporary / name).rename(path)
         for parent in {path.parent for path in paths}:
             sync_entries(parent, parent)
     finally:
-        disk.remove(temporary)
+        # Where the disk fails, the error at hand says so, and the next export deletes the rest.
+        shutil.rmtree(temporary, ignore_errors=True)
     return record
 
 

@@ -48,12 +48,11 @@ class ContactSheets(RunObserver):
         context, session = self._context, self._session
         config = context.config
         folder = session.root / layout.SHEETS
-        if config.attribute.per_class or config.overwrite:
-            # Those of earlier rows, of which a class or a layer may not be drawn now.
-            for earlier in folder.glob("*.png"):
-                session.disk.remove(earlier)
         if not config.attribute.per_class:
             return
+        # Those of earlier rows, of which a class or a layer may not be drawn now.
+        for earlier in list(folder.glob("*.png")):
+            session.disk.remove(earlier)
         session.disk.make_folder(folder)
         store = FeatureStore(session.root, verify="rows")
         methods = [method for method in METHODS if method in store]

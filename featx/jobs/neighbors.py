@@ -187,7 +187,6 @@ def _write_files(
 ) -> list[Path]:
     """Write neighbors.npz, and neighbors.csv for up to CSV_PAIRS pairs."""
     table_file, csv_file = disk.root / "neighbors.npz", disk.root / "neighbors.csv"
-    disk.remove(csv_file)  # of an earlier search, which a kill would leave beside this one
     with disk.stream_file(table_file) as file:
         np.savez(
             file,
@@ -201,6 +200,8 @@ def _write_files(
             fingerprint=np.array(str(store.attrs.get("fingerprint", ""))),
             recall=np.array(1.0 if index is None else index.recall),
         )
+        file.flush()
+        disk.remove(csv_file)  # of an earlier search, which a kill would leave beside this one
     if found.neighbours.size > CSV_PAIRS:
         return [table_file]
     pairs = (

@@ -370,8 +370,17 @@ class Timeline:
             return
         # torch writes to a local path only; the trace may belong into a bucket, and appears there
         # whole.
-        with tempfile.TemporaryDirectory(prefix="featx-") as folder:
-            path = Path(folder) / layout.TRACE
-            profiled.export_chrome_trace(str(path))
-            self._disk.replace(self._disk.root / layout.TRACE, path.read_bytes())
+        try:
+            with tempfile.TemporaryDirectory(prefix="featx-", ignore_cleanup_errors=True) as folder:
+                path = Path(folder) / layout.TRACE
+                profiled.export_chrome_trace(str(path))
+                trace = path.read_bytes()
+        except OSError as error:
+            log_message(
+                f"profile=true: no trace was written: {error} (TMPDIR names another folder). The "
+                "run continues.",
+                level="warning",
+            )
+            return
+        self._disk.replace(self._disk.root / layout.TRACE, trace)
         log_message(f"profile: {self._disk.root / layout.TRACE} opens in https://ui.perfetto.dev")

@@ -1,4 +1,5 @@
 from . import s3_outage as s3_outage
+from .durability import storage_errors as storage_errors
 from .durability import sync_entries as sync_entries
 from .local_file import RawFile as RawFile
 from .local_file import is_local as is_local

@@ -36,6 +36,7 @@ from featx.storage.unfinished_file import (
     ReservedFile,
     TemporaryFile,
     UnfinishedFile,
+    signals_between_calls,
     temporary_name,
 )
 
@@ -152,7 +153,8 @@ class AtomicFolder:
         with self._new_file(path, replace=False) as temporary:
             file = ReservedFile(temporary.descriptor, size)
             try:
-                yield file
+                with signals_between_calls():
+                    yield file
             except Exception:
                 file.raise_failure()  # a failed write is the cause of the error at hand
                 raise

@@ -6,12 +6,15 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from featx.base import signal_handlers
 from featx.storage.durability import storage_errors, sync_entries, with_retries, write_all
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -102,6 +105,32 @@ class ReservedFile(PositionedFile):
         """Release unused space."""
         self.raise_failure()
         os.ftruncate(self._descriptor, self.size)
+
+
+@contextlib.contextmanager
+def signals_between_calls() -> Iterator[None]:
+    """Delay signals that arrive while HDF5 calls a file object, to the end of the block.
+
+    h5py ignores an exception of such a call while it closes a dataset: the interrupt is lost, and
+    the write with it.
+    """
+    delayed: list[int] = []
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: each for number in signums if callable(each := signal.getsignal(number))}
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        caller = frame
+        while caller is not None:
+            if caller.f_code.co_filename == __file__:
+                delayed.append(signum)
+                return
+            caller = caller.f_back
+        before[signal.Signals(signum)](signum, frame)
+
+    with signal_handlers(dict.fromkeys(before, handle)):
+        yield
+    for signum in delayed:
+        signal.raise_signal(signum)
 
 
 class TemporaryFile:

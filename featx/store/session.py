@@ -375,6 +375,8 @@ class StoreSession:
         if not any((self.root / name).exists() for name in essential):
             return
         remove_parts(self.disk)
+        for sheet in list((self.root / layout.SHEETS).glob("*.png")):
+            self.disk.remove(sheet)
         names = (
             layout.PACKED,
             layout.FAILURES_CSV,

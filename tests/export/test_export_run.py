@@ -282,6 +282,31 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_half(
         assert digests() == before, "the old export stays until the new one is complete"
 
 
+def test_a_disk_that_fails_while_files_get_their_names_ends_with_one_line(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "rename", fails)
+        failing.setattr(os, "rmdir", fails)  # the export cannot be cleared away either
+        with pytest.raises(RunError, match=r"^writing \S+/out/features/flat.npy failed: Input"):
+            export()
+    export()
+    expected = digests()
+    assert temporary_files(Path("out")) == []
+    export("npy", out="at-once")
+    assert digests("at-once") == expected
+
+
+def test_what_a_killed_export_left_is_deleted_though_its_files_are_there(store: Path) -> None:
+    export()
+    Path("out/.tmp-export/features").mkdir(parents=True)
+    export()
+    assert temporary_files(Path("out")) == []
+
+
 def test_without_out_it_lies_next_to_the_store(store: Path) -> None:
     assert run_job("export", store="store") == 0
     assert Path("store/export-npy/features/flat.npy").exists()

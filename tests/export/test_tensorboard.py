@@ -212,6 +212,21 @@ def metadata(folder: Path) -> list[list[str]]:
     return [line.split("\t") for line in text.splitlines()]
 
 
+def test_a_graph_that_was_interrupted_is_written_by_the_same_command(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.utils.tensorboard.SummaryWriter.add_graph", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            extract(photos, layers=["pool"], tensorboard=5)
+    assert not list(Path("store").rglob("*.graph"))
+    extract(photos, layers=["pool"], tensorboard=5)
+    assert read_back().Graph().node
+
+
 def test_a_finished_store_gets_a_projector_and_a_graph_and_no_row_again(
     photos: Path, computed: list[Any], capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -229,6 +229,22 @@ def test_each_class_has_a_sheet(photos: Path) -> None:
     assert sorted(os.listdir("store/sheets")) == ["a_b.png", "c.png", "notes.txt"]
 
 
+def test_sheets_of_overwritten_maps_are_gone_before_there_are_new_ones(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    assert run(photos) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("featx.jobs.attribute.ContactSheets.run_finished", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(photos, target=1, overwrite=True)
+    assert os.listdir("store/sheets") == []
+    assert run(photos, target=1, overwrite=True) == 0
+    assert sorted(os.listdir("store/sheets")) == ["cat.png", "dog.png"]
+
+
 def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
     for options in (
         {"layer": "depp"},

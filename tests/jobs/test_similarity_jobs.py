@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from made_store import make_run
 from tiny_model import run_job
 
 import featx
-from featx.errors import ConfigError
+from featx.errors import ConfigError, RunError
 from featx.jobs import neighbors
 from featx.similarity import data_set_distance, nearest_rows
 
@@ -74,6 +76,22 @@ def test_of_every_row(store: featx.FeatureStore, capsys: pytest.CaptureFixture[s
     known = store.labels[expected.rows] >= 0
     same = store.labels[expected.rows] == store.labels[expected.neighbours[:, 0]]
     assert summary["nearest_of_same_class"] == pytest.approx(same[known].mean())
+
+
+def test_a_full_disk_leaves_both_files_of_an_earlier_search(
+    store: featx.FeatureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask("neighbors", k=4)
+    before = {path.name: path.read_bytes() for path in Path("store/neighbors").iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(RunError, match=r"neighbors\.npz failed: No space left.* Free some space"):
+        ask("neighbors", k=3)
+    assert {path.name: path.read_bytes() for path in Path("store/neighbors").iterdir()} == before
+    assert sorted(before) == ["neighbors.csv", "neighbors.npz"]
 
 
 def test_scores_are_those_of_standardised_values(

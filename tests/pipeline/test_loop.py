@@ -252,6 +252,16 @@ def test_a_run_that_is_too_short_says_so(photos: Path, capsys: pytest.CaptureFix
     assert not Path("store/trace.json.gz").exists()
 
 
+def test_a_trace_that_cannot_be_written_costs_no_row(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "gone")
+    store = extract(photos, profile=True)
+    assert store.complete
+    assert "no trace was written: [Errno 2] No such file" in capsys.readouterr().err
+    assert not Path("store/trace.json.gz").exists()
+
+
 def test_statistics_too(photos: Path) -> None:
     assert run_job("stats", **{**KEYS, "data": str(photos), "profile": True}) == 0
     assert spans(Path("store/trace.json.gz"))["batch"]

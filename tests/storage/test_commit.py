@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 from made_store import temporary_files
 from processes import killed_at_sync
@@ -486,3 +489,34 @@ def test_a_forked_process_that_leaves_the_block_takes_the_lock_from_nobody(tmp_p
         except OSError:
             os._exit(1)
         os._exit(0)
+
+
+def test_a_signal_while_hdf5_writes_ends_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """h5py writes chunks when it closes a dataset, where it ignores exceptions."""
+    path, real, calls, stop_at = tmp_path / "f.h5", os.pwrite, 0, 0
+
+    def pwrite(*arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    def write(number: int) -> None:
+        nonlocal calls, stop_at
+        calls, stop_at = 0, number
+        with (
+            AtomicFolder(tmp_path).reserve_file(path, 1 << 16) as reserved,
+            h5py.File(reserved, "w") as file,
+        ):
+            file.create_dataset("rows", data=np.arange(40), chunks=(10,))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    write(0)
+    path.unlink()
+    for number in range(1, calls + 1):
+        with pytest.raises(KeyboardInterrupt):
+            write(number)
+        assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ The run never depends on them. If they cannot be written, a warning is logged an
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 import warnings
@@ -20,6 +21,7 @@ from featx.base import log_message
 from featx.errors import FeatxError, MissingExtraError, first_line
 from featx.export.tensorboard.projector import write_projector
 from featx.pipeline import RunObserver
+from featx.storage import TEMPORARY_PREFIX
 from featx.store import FeatureStore, layout
 from featx.types import Array, Batch, Failure, Part
 
@@ -208,7 +210,7 @@ class RunEvents(RunObserver):
         log_message(f"tensorboard --logdir {self._folder.parent} shows the run")
 
     def _write_graph(self) -> None:
-        """Write the graph to a separate file, once per run."""
+        """Write the graph to a separate file, which gets its name at the end, once per run."""
         if any(self._folder.glob(f"*{_GRAPH}")):
             return
         import torch
@@ -216,6 +218,7 @@ class RunEvents(RunObserver):
 
         module, x = self._context.engine.without_hooks()
         trace: Any = torch.jit.trace  # it has no type annotations
+        temporary = self._folder / f"{TEMPORARY_PREFIX}graph"
         with torch.no_grad(), warnings.catch_warnings():
             # Tracing is deprecated and warns about everything that it cannot follow, which is
             # acceptable in a graph for viewing.
@@ -224,13 +227,17 @@ class RunEvents(RunObserver):
                 # add_graph itself would trace strictly, which refuses models that return a dict,
                 # run the model three more times, and print errors to stdout.
                 traced = trace(module, (x,), strict=False, check_trace=False)
-                with SummaryWriter(str(self._folder), filename_suffix=_GRAPH) as writer:
+                with SummaryWriter(str(temporary), filename_suffix=_GRAPH) as writer:
                     writer.add_graph(traced, (x,))
+                for path in list(temporary.iterdir()):
+                    path.rename(self._folder / path.name)
             except OSError:
                 raise
             except Exception as error:  # noqa: BLE001 - the user's module runs in it
                 reason = first_line(error)
                 log_message(f"tensorboard: no graph of this model, torch.jit.trace fails: {reason}")
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _run_number(session: StoreSession) -> int:

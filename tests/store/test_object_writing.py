@@ -451,7 +451,7 @@ def test_a_server_that_asks_for_patience_is_asked_again(
     from botocore.exceptions import ClientError
 
     root, made, slept = place(f"s3://{bucket}/run"), [], []
-    client = s3_client.client
+    clients = s3_client.clients
 
     class Conflicting:
         def __init__(self, real: Any) -> None:
@@ -467,7 +467,7 @@ def test_a_server_that_asks_for_patience_is_asked_again(
 
             return call
 
-    monkeypatch.setattr(s3_client, "client", lambda process: Conflicting(client(process)))
+    monkeypatch.setattr(s3_client, "clients", lambda process: [*map(Conflicting, clients(process))])
     monkeypatch.setattr(s3_client.time, "sleep", slept.append)
     finish(RUN, root)
     check_store_of(RUN, root)

@@ -497,6 +497,19 @@ def test_overwrite_waits_until_nobody_writes(
     check_store_of(other, finished)
 
 
+def test_what_workers_of_a_killed_driver_shared_is_deleted(finished: S3Path) -> None:
+    """Actors of Ray share it in the bucket; the folder of a driver that is alive stays."""
+    disk, jobs = S3Folder(finished), finished / layout.JOBS
+    claim, mine = jobs / "0123abcd" / "claims" / "3", jobs / "mine" / "notes"
+    for path in (claim, mine):
+        disk.create(path, "1")
+    with Heartbeat(disk, "driver"), RUN.session(finished).hold():
+        assert claim.exists()
+    with RUN.session(finished).hold():
+        assert not claim.exists()
+        assert mine.exists()
+
+
 @pytest.mark.slow
 def test_layers_are_added_by_one_at_a_time(
     finished: S3Path, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ A request is repeated if it gets no answer, one that breaks off, or one that ask
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 20.0
 """Shortest and longest pause in seconds between two attempts; each is twice the one before."""
 
-TIMEOUT_S, BEST_EFFORT_TIMEOUT_S = 60.0, 5.0
+TIMEOUT_S, BEST_EFFORT_TIMEOUT_S = 60.0, 10.0
 """Seconds without a byte of an answer until an attempt fails; the second for writes that are
 useless later, for which nobody waits."""
 
@@ -167,7 +167,7 @@ def clients(process: int) -> list[Any]:
             "s3",
             config=Config(
                 retries={"mode": "standard", "total_max_attempts": 1},  # `request` repeats
-                connect_timeout=min(10.0, timeout_s),
+                connect_timeout=10,
                 read_timeout=timeout_s,
                 max_pool_connections=CONNECTIONS,
             ),

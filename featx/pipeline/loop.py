@@ -20,6 +20,7 @@ from featx.pipeline.row_failures import Rows, refuse_failures
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunMetrics, StepTimer, bottleneck
 from featx.pipeline.stop_signals import stop_signals
+from featx.storage import s3_outage
 from featx.store import layout
 from featx.types import Array, Batch, Failure, Part
 
@@ -288,8 +289,9 @@ class _Commits:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # A complete part is committed even if the run has failed since.
-        self._thread.shutdown(wait=True)
+        # A complete part is committed even if the run has failed since. An object store that does
+        # not answer is not waited for when a run that was told to stop is cut short.
+        self._thread.shutdown(wait=not s3_outage.is_stopped())
 
     def begin(self, commit: Callable[[], object]) -> None:
         """Wait for the previous commit, then start this one."""

@@ -42,6 +42,10 @@ A request is repeated if it gets no answer, one that breaks off, or one that ask
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 20.0
 """Shortest and longest pause in seconds between two attempts; each is twice the one before."""
 
+TIMEOUT_S, BEST_EFFORT_TIMEOUT_S = 60.0, 10.0
+"""Seconds without a byte of an answer until an attempt fails; the second for writes that are
+useless later, for which nobody waits."""
+
 # Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
 # reports their HTTP status instead of a code.
 _NOT_FOUND = ("NoSuchKey", "404", "NotFound")
@@ -79,7 +83,8 @@ class ObjectMetadata:
 
 def request(operation: str, **parameters: Any) -> dict[str, Any]:
     """Perform one request; the `Body` of the answer is read completely, as bytes."""
-    s3 = client(os.getpid())  # raises an error with the name of a missing extra
+    patient, hasty = clients(os.getpid())  # raises an error with the name of a missing extra
+    s3 = patient if s3_outage.may_wait() else hasty
     from botocore.exceptions import BotoCoreError, ClientError
 
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
@@ -98,7 +103,7 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
                 since = since or time.monotonic()
                 # The jitter keeps the workers of a cluster from repeating their requests at once.
                 pause_s = min(FIRST_PAUSE_S * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1)
-                if attempt + 1 < ATTEMPTS:
+                if attempt + 1 < ATTEMPTS and not s3_outage.is_stopped():
                     time.sleep(pause_s)
                 elif not s3_outage.wait(described, since, pause_s):
                     raise described from error
@@ -148,18 +153,27 @@ def _error_of(error: Exception, url: str) -> OSError:
 
 
 @functools.lru_cache(maxsize=1)
-def client(process: int) -> Any:
-    """S3 client of botocore for a process; forked children do not share connections."""
-    session = import_extra("botocore.session", "stores in s3://...", "the extra remote", "remote")
+def clients(process: int) -> list[Any]:
+    """S3 clients of botocore for a process, with TIMEOUT_S and with BEST_EFFORT_TIMEOUT_S.
+
+    Forked children do not share connections.
+    """
+    module = import_extra("botocore.session", "stores in s3://...", "the extra remote", "remote")
     from botocore.config import Config
 
-    config = Config(
-        retries={"mode": "standard", "total_max_attempts": 1},  # `request` repeats
-        connect_timeout=10,
-        read_timeout=60,
-        max_pool_connections=CONNECTIONS,
-    )
-    return session.get_session().create_client("s3", config=config)
+    session = module.get_session()
+    return [
+        session.create_client(
+            "s3",
+            config=Config(
+                retries={"mode": "standard", "total_max_attempts": 1},  # `request` repeats
+                connect_timeout=10,
+                read_timeout=timeout_s,
+                max_pool_connections=CONNECTIONS,
+            ),
+        )
+        for timeout_s in (TIMEOUT_S, BEST_EFFORT_TIMEOUT_S)
+    ]
 
 
 @functools.lru_cache(maxsize=1)

@@ -67,7 +67,7 @@ def wait(error: ObjectStoreError, since: float, pause_s: float) -> bool:
     Return whether to repeat it; false as soon as the limit of `waiting_limit` is over.
     """
     outage, now = CURRENT, time.monotonic()
-    limit_s = (outage.limits or [0.0])[-1] if _waits.get() else 0.0
+    limit_s = (outage.limits or [0.0])[-1] if may_wait() else 0.0
     if not limit_s:
         return False
     with outage.lock:
@@ -118,6 +118,16 @@ def without_waiting() -> Iterator[None]:
         yield
     finally:
         _waits.reset(token)
+
+
+def may_wait() -> bool:
+    """Return whether requests of this thread may wait; false within `without_waiting`."""
+    return _waits.get()
+
+
+def is_stopped() -> bool:
+    """Return whether the run was told to stop: its requests are not repeated."""
+    return bool(CURRENT.limits) and CURRENT.is_stopped
 
 
 def stop_waiting() -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from featx.errors import StoreError
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, is_url, prefetch_files
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, S3Path, is_url, prefetch_files
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.chunk_table import table_header
 from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.heartbeat import read_heartbeats
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
 from featx.store.result_files import read_failures, read_result, result_json
@@ -316,9 +317,21 @@ def clear_leftovers(disk: AtomicFolder) -> None:
 
 
 def clear_job_folders(disk: AtomicFolder) -> None:
-    """Delete the folders of tasks whose driver was killed; those that still run end without it."""
-    if disk.has_locks:  # otherwise another driver may be running
-        for folder in disk.root.glob(f"{layout.JOBS}/{layout.JOB_GLOB}"):
+    """Delete the folders of workers whose driver was killed; tasks that still run end without it.
+
+    Without locks nothing is deleted while a process that writes the store is alive.
+    """
+    jobs = disk.root / layout.JOBS
+    folders: set[Path]
+    if isinstance(jobs, S3Path):
+        folders = {jobs / path.relative_to(jobs).parts[0] for path, _ in jobs.objects()}
+    else:
+        folders = {*jobs.glob(layout.JOB_GLOB)}
+    # A driver has a heartbeat before it has a folder, so this look has to come second.
+    if not disk.has_locks and any(record.is_alive for record in read_heartbeats(disk.root)):
+        return
+    for folder in folders:
+        if fnmatch.fnmatchcase(folder.name, layout.JOB_GLOB):
             disk.remove(folder)
             disk.remove_best_effort(folder)  # and `jobs`, if it is empty
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sysconfig
 from collections.abc import Iterator
@@ -72,6 +73,11 @@ class SeaweedServer:
             )
         eventually(lambda: answers(self.url), 120, self._process, (self._folder / "log").read_text)
 
+    def freeze(self) -> None:
+        """Stop it, so that it takes connections and answers none, until it is killed."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
     def kill(self) -> None:
         """Kill it in the middle of whatever it does."""
         if self._process is not None:
@@ -97,11 +103,11 @@ def bucket_on_seaweed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     with running_seaweed(folder) as server:
         for name, value in environment(server.url).items():
             monkeypatch.setenv(name, value)
-        s3_client.client.cache_clear()
+        s3_client.clients.cache_clear()
         with s3_outage.waiting_limit(60):
             s3_client.request("create_bucket", Bucket="bucket")
         yield server
-    s3_client.client.cache_clear()
+    s3_client.clients.cache_clear()
 
 
 def _identity(key: str, secret: str, *actions: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import time
 from pathlib import Path
 
@@ -91,6 +92,19 @@ def test_a_server_that_is_gone_for_good_ends_the_run_which_resumes_later(
     assert again.finish() == 0, again.output
     assert "rows are there already" in again.output
     is_whole(photos)
+
+
+@pytest.mark.parametrize("more", [(), ("executor.workers=2", "device=cpu")])
+def test_a_server_that_hangs_does_not_hold_up_ctrl_c(
+    photos: Path, server: SeaweedServer, more: tuple[str, ...]
+) -> None:
+    with running_driver(f"out={OUT}", *more, pause_s=1) as driver:
+        driver.wait_for_parts(1, OUT)
+        server.freeze()
+        time.sleep(3)
+        driver.process.send_signal(signal.SIGINT)
+        assert driver.finish(60) == 130, driver.output
+    assert "Traceback" not in driver.output
 
 
 def test_a_server_that_is_not_there_at_the_start_is_told_at_once(

@@ -78,11 +78,8 @@ class MadeRay:
     def nodes(self) -> list[dict[str, Any]]:
         """Room for three actors of one CPU."""
         sizes = {"CPU": 2.0}, {"CPU": 1.0}, {"memory": 1e9}
-        lost = {"Alive": False, "Resources": {"CPU": 64.0}}
+        lost = {"NodeID": "lost", "Alive": False, "Resources": {"CPU": 64.0}}
         return [*({"Alive": True, "Resources": size} for size in sizes), lost]
-
-    def put(self, value: Any) -> Any:
-        return value
 
     def remote(self, **asked: Any) -> Any:
         self.asked = asked

@@ -87,6 +87,15 @@ def test_a_head_that_answers_again_is_no_loss(clock: list[float], tmp_path: Path
     unknown.ended()
 
 
+def test_the_loss_of_the_node_of_the_driver_ends_the_run(tmp_path: Path) -> None:
+    """Ray starts no actor in place of those that died with it, and the run would wait for ever."""
+    context = SimpleNamespace(gcs_address="", get_node_id=lambda: "lost")
+    pool = pool_on(tmp_path, "auto", get_runtime_context=lambda: context)
+    pool.start([0])
+    with pytest.raises(RunError, match=r"the raylet, .* has ended.*Nothing committed"):
+        pool.ended()
+
+
 def test_auto_without_a_cluster_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would try for four minutes to reach a cluster that a file of /tmp/ray still names."""
     with socket.create_server(("127.0.0.1", 0)) as head:

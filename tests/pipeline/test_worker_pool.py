@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from object_server import MemoryServer, place
 from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
@@ -28,8 +29,9 @@ from featx.pipeline.executors.job_folder import (
     ready_path,
     result_path,
 )
+from featx.pipeline.executors.worker import run_worker
 from featx.pipeline.executors.worker_pool import MAX_DEATHS, WorkerPool
-from featx.storage import AtomicFolder
+from featx.storage import AtomicFolder, s3_client, s3_outage
 from featx.types import Failure, Part, Status
 
 PARTS = [Part(index, 4 * index, 4 * index + 4) for index in range(5)]
@@ -398,3 +400,40 @@ def test_a_worker_takes_the_current_folder_of_its_driver(
     folder.rmdir()
     pickle.loads(sent).open()  # on a machine that lacks the folder
     assert Path.cwd() == tmp_path
+
+
+def test_a_worker_that_begins_while_the_object_store_is_away_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a task that Slurm starts during an outage."""
+    exceptions = pytest.importorskip("botocore.exceptions")
+    answers: list[dict[str, Any]] = []
+
+    def list_objects_v2(**parameters: Any) -> dict[str, Any]:
+        answers.append({})
+        if len(answers) <= s3_client.ATTEMPTS:
+            raise exceptions.EndpointConnectionError(endpoint_url="http://nowhere")
+        return answers[-1]
+
+    client = SimpleNamespace(list_objects_v2=list_objects_v2)
+    monkeypatch.setattr(s3_client, "clients", lambda _: [client, client])
+    monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(s3_outage, "CURRENT", s3_outage.Outage())
+    root = place("s3://bucket/run")
+    spec = stub_spec(root, (), Config(), StubTask(SimpleNamespace(), root, tmp_path))  # type: ignore[arg-type]
+    object.__setattr__(spec, "folder", tmp_path)
+    report = run_worker(spec, 0, "cuda")
+    assert report.error is None, report.error
+    assert len(answers) > s3_client.ATTEMPTS
+
+
+def test_a_worker_that_outlives_its_run_leaves_nothing_in_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an actor that is alive on a node that Ray has lost."""
+    monkeypatch.setattr(s3_client, "request", MemoryServer())
+    root = place("s3://bucket/run")
+    spec = stub_spec(root, (), Config(), StubTask(SimpleNamespace(), root, tmp_path))  # type: ignore[arg-type]
+    object.__setattr__(spec, "folder", root / "jobs" / "0123abcd")
+    assert run_worker(spec, 0, "cuda").error is None
+    assert not list(root.objects())

@@ -68,9 +68,9 @@ def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     with faulty_proxy("http://nowhere", made.choose) as proxy:
         for name, value in environment(proxy.url).items():
             monkeypatch.setenv(name, value)
-        s3_client.client.cache_clear()
+        s3_client.clients.cache_clear()
         yield made
-        s3_client.client.cache_clear()
+        s3_client.clients.cache_clear()
 
 
 def size_of_object() -> int:
@@ -164,6 +164,32 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
     server.down = s3_client.ATTEMPTS + 1
     with s3_outage.waiting_limit(60):
         assert size_of_object() == 1
+
+
+def silence(exchange: Exchange) -> None:
+    time.sleep(0.5)
+    exchange.drop()
+
+
+@pytest.mark.parametrize("server", [silence], indirect=True)
+def test_a_server_that_is_silent_does_not_hold_up_the_end_of_a_run(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a network that drops packets, where an attempt takes a minute."""
+    monkeypatch.setattr(s3_client, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(s3_client, "BEST_EFFORT_TIMEOUT_S", 0.02)
+    root = place("s3://bucket/run")
+    assert size_of_object() == 1
+    server.down, server.made = True, 0
+    began = time.monotonic()
+    S3Folder(root).write_best_effort(root / "workers" / "host-1.json", "{}")
+    assert time.monotonic() - began < 0.4
+    assert server.made == s3_client.ATTEMPTS
+    with s3_outage.waiting_limit(60):
+        s3_outage.stop_waiting()
+        with pytest.raises(ObjectStoreError, match="ReadTimeoutError"):
+            size_of_object()
+    assert server.made == s3_client.ATTEMPTS + 1, "a run that was told to stop asks again"
 
 
 def test_a_server_that_comes_and_goes_is_no_flood_of_lines(

@@ -250,7 +250,7 @@ def test_what_is_no_store_is_reported(bucket: str, monkeypatch: pytest.MonkeyPat
         FeatureStore("s3://no-such-bucket/run")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(s3_client, "ATTEMPTS", 1)
-    s3_client.client.cache_clear()
+    s3_client.clients.cache_clear()
     with pytest.raises(StoreError, match=r"EndpointConnectionError.*127\.0\.0\.1:9"):
         FeatureStore(f"s3://{bucket}/run")
 
@@ -266,10 +266,10 @@ def test_without_credentials_it_says_so(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    s3_client.client.cache_clear()
+    s3_client.clients.cache_clear()
     with pytest.raises(StoreError, match=r"NoCredentialsError.*set AWS_ACCESS_KEY_ID and"):
         FeatureStore("s3://bucket/run")
-    s3_client.client.cache_clear()
+    s3_client.clients.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_what_a_server_answers_is_reported(
             error = {"Code": code, "Message": "why.", "AWSAccessKeyId": "the-id-of-somebody"}
             raise exceptions.ClientError({"Error": error}, "HeadObject")
 
-    monkeypatch.setattr(s3_client, "client", lambda process: Refusing())
+    monkeypatch.setattr(s3_client, "clients", lambda process: [Refusing()] * 2)
     with pytest.raises(kind, match=said) as output:
         s3_client.head("bucket", "some/key")
     assert output.value.errno is not None, "it would count as damage of a file"

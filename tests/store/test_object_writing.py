@@ -451,7 +451,7 @@ def test_a_server_that_asks_for_patience_is_asked_again(
     from botocore.exceptions import ClientError
 
     root, made, slept = place(f"s3://{bucket}/run"), [], []
-    client = s3_client.client
+    clients = s3_client.clients
 
     class Conflicting:
         def __init__(self, real: Any) -> None:
@@ -467,7 +467,7 @@ def test_a_server_that_asks_for_patience_is_asked_again(
 
             return call
 
-    monkeypatch.setattr(s3_client, "client", lambda process: Conflicting(client(process)))
+    monkeypatch.setattr(s3_client, "clients", lambda process: [*map(Conflicting, clients(process))])
     monkeypatch.setattr(s3_client.time, "sleep", slept.append)
     finish(RUN, root)
     check_store_of(RUN, root)
@@ -495,6 +495,19 @@ def test_overwrite_waits_until_nobody_writes(
         assert len(session.missing()) == 3
     finish(other, finished)
     check_store_of(other, finished)
+
+
+def test_what_workers_of_a_killed_driver_shared_is_deleted(finished: S3Path) -> None:
+    """Actors of Ray share it in the bucket; the folder of a driver that is alive stays."""
+    disk, jobs = S3Folder(finished), finished / layout.JOBS
+    claim, mine = jobs / "0123abcd" / "claims" / "3", jobs / "mine" / "notes"
+    for path in (claim, mine):
+        disk.create(path, "1")
+    with Heartbeat(disk, "driver"), RUN.session(finished).hold():
+        assert claim.exists()
+    with RUN.session(finished).hold():
+        assert not claim.exists()
+        assert mine.exists()
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ from types import ModuleType
 from featx.base import import_extra, log_message
 from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, FeatxError, RunError
-from featx.pipeline.executors.job_folder import PickledWorkerSpec, WorkerSpec, shared_folder
+from featx.pipeline.executors.job_folder import WorkerSpec, shared_folder
 from featx.pipeline.executors.registry import EXECUTORS, Executor
-from featx.pipeline.executors.worker import run_worker
-from featx.pipeline.executors.worker_pool import WorkerPool
+from featx.pipeline.executors.worker import read_spec, run_worker
+from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
 from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
+from featx.storage import parse_path, s3_outage
 
 CONNECT_S = 10.0
 """Seconds to wait for an answer at executor.address."""
@@ -112,9 +113,10 @@ def _resources_text(resources: Mapping[str, float]) -> str:
 class Actor:
     """Ray actor that computes parts until none is left."""
 
-    def run(self, spec: PickledWorkerSpec, number: int, device: str) -> None:
+    @s3_outage.waiting_limit()
+    def run(self, folder: str, number: int, device: str) -> None:
         """Compute and commit parts on a type of device, such as 'cuda'."""
-        run_worker(spec.open(), number, device)
+        run_worker(read_spec(parse_path(folder)), number, device)
 
 
 class ActorPool(WorkerPool):
@@ -142,13 +144,13 @@ class ActorPool(WorkerPool):
         self._ray = ray
         self._device = device
         self._actor_type = ray.remote(num_cpus=cpus, num_gpus=gpus)(Actor)
-        self._sent_spec = ray.put(PickledWorkerSpec(self.spec))
         self._actors: dict[int, tuple[object, object]] = {}  # with the reference to its result
-        self._head = options.address or ""
+        self._head, self._node = options.address or "", ""
         if not self._head.startswith("ray://"):
             # Without an address where the caller has connected as a client.
             with contextlib.suppress(AttributeError, RuntimeError):
                 self._head = str(ray.get_runtime_context().gcs_address)
+                self._node = str(ray.get_runtime_context().get_node_id())
         self._answered_at = self._checked_at = time.monotonic()
 
     def name(self, number: int) -> str:
@@ -158,7 +160,7 @@ class ActorPool(WorkerPool):
         """Start actors; they may have to wait for a node."""
         for number in numbers:
             actor = self._actor_type.remote()
-            call = actor.run.remote(self._sent_spec, number, self._device)
+            call = actor.run.remote(str(self.spec.folder), number, self._device)
             self._actors[number] = actor, call
 
     def ended(self) -> Mapping[int, str]:
@@ -178,6 +180,7 @@ class ActorPool(WorkerPool):
         try:
             self._ray.get(call)
         except self._ray.exceptions.RayError as error:
+            self._check_node()
             # A task error is an exception outside the work: featx is not installed, for example.
             is_raised = isinstance(error, self._ray.exceptions.RayTaskError)
             text = repr(error.cause) if is_raised else str(error).strip()
@@ -185,6 +188,14 @@ class ActorPool(WorkerPool):
         finally:
             self._ray.kill(actor)  # one that is unavailable may be alive
         return "has ended"
+
+    def _check_node(self) -> None:
+        """Raise RunError if the node of this process has died, as Ray starts no actor then."""
+        if self._node in [node["NodeID"] for node in self._ray.nodes() if not node["Alive"]]:
+            raise RunError(
+                "the raylet, Ray's process on this machine, has ended or does not answer; it may "
+                f"have been killed because memory was short. {RESUME_HINT}"
+            )
 
     def _check_head(self) -> None:
         """Ask the head of the cluster, at most every HEAD_CHECK_S seconds."""

@@ -59,6 +59,7 @@ TIME_LIMIT = "its time limit"
 """Value of `WorkerReport.ended_by` for a worker that its time limit ended."""
 
 
+@s3_outage.waiting_limit()  # the driver has written to the store, so an outage is temporary
 def run_worker(
     spec: WorkerSpec, number: int, device: str, left_s: float | None = None
 ) -> WorkerReport:
@@ -107,10 +108,10 @@ def run_worker(
 def _is_left_behind(spec: WorkerSpec) -> bool:
     """Return whether the run has ended without this worker, so that its folder is gone.
 
-    Slurm may lose a task that is still alive, on a node without network for instance.
+    Slurm and Ray may lose a worker that is still alive, on a node without network for instance.
     """
     with contextlib.suppress(OSError):  # the disk does not answer now
-        return spec.outlives_driver and not (spec.folder / SPEC).exists()
+        return not (spec.folder / SPEC).exists()
     return False
 
 
@@ -151,36 +152,32 @@ class _WorkerTarget:
 @contextlib.contextmanager
 def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
     """Build the run context of a worker on a device, such as 'cuda:1'."""
-    # The driver has written to the store already, so an outage of an object store is temporary.
-    with s3_outage.waiting_limit():
-        take_cpus(spec.cpus)
-        spec.output.check_unchanged(spec.fingerprint)
-        config = replace(spec.config, device=device)
-        source = spec.source
-        listing = spec.output.stored_listing(spec.num_rows, spec.fingerprint["listing"])
-        if listing is None:
-            raise RunError(f"{spec.root} has no listing of {spec.num_rows} rows that is readable.")
-        if source is None:
-            source = open_source(config.data)
-            # The data set may have changed while the worker waited for a machine, which the driver
-            # would refuse as well. From here on the source can tell if it changes.
-            listed = merge_listing(spec.root, listing, source.listing()).head(spec.num_rows)
-            if content_tags_digest(listed) != spec.content_tags:
-                raise RunError(
-                    f"images of {config.data.root} have changed since the run began. Nothing "
-                    "committed is lost; run the same command again, which compares them with "
-                    "those of the committed rows."
-                )
-        target = _WorkerTarget(spec, source, listing)
-        with build_run_context(config, spec.config_yaml, spec.engine_spec, target) as context:
-            if changed := differences(spec.fingerprint, context.header.fingerprint):
-                lines = [
-                    f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed
-                ]
-                raise RunError(
-                    "this worker would compute other values than the driver:\n" + "\n".join(lines)
-                )
-            yield context
+    take_cpus(spec.cpus)
+    spec.output.check_unchanged(spec.fingerprint)
+    config = replace(spec.config, device=device)
+    source = spec.source
+    listing = spec.output.stored_listing(spec.num_rows, spec.fingerprint["listing"])
+    if listing is None:
+        raise RunError(f"{spec.root} has no listing of {spec.num_rows} rows that is readable.")
+    if source is None:
+        source = open_source(config.data)
+        # The data set may have changed while the worker waited for a machine, which the driver
+        # would refuse as well. From here on the source can tell if it changes.
+        listed = merge_listing(spec.root, listing, source.listing()).head(spec.num_rows)
+        if content_tags_digest(listed) != spec.content_tags:
+            raise RunError(
+                f"images of {config.data.root} have changed since the run began. Nothing "
+                "committed is lost; run the same command again, which compares them with "
+                "those of the committed rows."
+            )
+    target = _WorkerTarget(spec, source, listing)
+    with build_run_context(config, spec.config_yaml, spec.engine_spec, target) as context:
+        if changed := differences(spec.fingerprint, context.header.fingerprint):
+            lines = [f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed]
+            raise RunError(
+                "this worker would compute other values than the driver:\n" + "\n".join(lines)
+            )
+        yield context
 
 
 class PartWorker:

@@ -37,7 +37,7 @@ from featx.pipeline.output import Session
 from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_metrics import RunMetrics, RunOutcome, bottleneck
 from featx.pipeline.stop_signals import GRACE_S, stop_signals
-from featx.storage import open_folder
+from featx.storage import open_folder, s3_outage
 from featx.store import DRIVER, Heartbeat, clear_heartbeats, read_heartbeats
 from featx.types import Part
 
@@ -168,9 +168,10 @@ class WorkerPool(ABC):
             self.end_workers(GRACE_S)
         finally:
             self.end_workers(0.0)
-            if not self.spec.outlives_driver:
-                clear_heartbeats(self.session.disk, self.spec.driver)
-            with contextlib.suppress(FeatxError):
+            # An object store may be why the run failed.
+            with s3_outage.without_waiting(), contextlib.suppress(FeatxError):
+                if not self.spec.outlives_driver:
+                    clear_heartbeats(self.session.disk, self.spec.driver)
                 self._find_committed()
 
     def _start(self, numbers: Sequence[int]) -> None:

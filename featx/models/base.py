@@ -132,11 +132,23 @@ class Backbone:
             self.weights_sha256 = state_sha256(self.module)
             for x in self.module.parameters() if self.is_users else ():
                 x.grad = None  # otherwise converted and moved with its parameter
-            self.module.eval().requires_grad_(False)
+            self._set_eval_mode()
+            self.module.requires_grad_(False)
             self._compute_in_float32()
         except BaseException:
             self.give_back()
             raise
+
+    def _set_eval_mode(self) -> None:
+        """Put the module in eval mode; modules of torch.export have no modes."""
+        try:
+            self.module.eval()
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.name}: the module cannot be put in eval mode: {error} The mode of a module "
+                "that torch.export has made is fixed. Give the module that was exported, or save "
+                "the program: model=export model.name=FILE.pt2."
+            ) from error
 
     def _compute_in_float32(self) -> None:
         """Convert a module of another floating-point dtype to float32, the dtype of the images.

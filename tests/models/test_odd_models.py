@@ -354,5 +354,5 @@ def test_a_compiled_module_runs_its_original_code() -> None:
 
 def test_a_module_without_modes_is_refused(photos: Path) -> None:
     program = torch.export.export(Net().eval(), (torch.randn(2, 3, 32, 32),))
-    with pytest.raises(ModelError, match="cannot be put in eval mode.*model=export"):
+    with pytest.raises(ModelError, match=r"cannot be put in eval mode.*model=export"):
         rows_of(program.module(), photos)

@@ -22,6 +22,7 @@ from featx.layers import (
     no_fast_path,
     plain_attention,
     trace_forward,
+    uncompiled,
     with_evidence,
     with_stages,
 )
@@ -55,6 +56,7 @@ class DeviceModel:
         if self.device.type == "cpu":
             self._settings.enter_context(kept_freed_memory)
         self._settings.enter_context(no_fast_path)
+        self._settings.enter_context(uncompiled(self.module))
         if self.device.type == "cuda":
             self._settings.enter_context(exact_cuda)
         return self

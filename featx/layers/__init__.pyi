@@ -5,6 +5,7 @@ from .call_hooks import Edge as Edge
 from .call_hooks import OpenCall as OpenCall
 from .call_hooks import every_call as every_call
 from .call_hooks import is_recomputed as is_recomputed
+from .call_hooks import uncompiled as uncompiled
 from .call_log import watch as watch
 from .capture_hooks import CaptureHooks as CaptureHooks
 from .capture_hooks import Expected as Expected

@@ -101,7 +101,9 @@ def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
     # On CUDA torch 2.14 copies the memory on the default stream, which does not wait for the
     # stream that computes the values, and `record_stream` has no effect on such a tensor
     # (`copy_data` and `recordStream` in c10/cuda/CUDACachingAllocator.cpp).
-    if not is_traced and type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+    is_plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    # The lazy copy of a quantised tensor has no scale, and reading it crashes torch 2.14.
+    if is_plain and not is_traced and not tensor.is_quantized:
         # Memory that torch's own allocator has not made cannot be shared in this way.
         with contextlib.suppress(RuntimeError):
             return tensor._lazy_clone()

@@ -99,6 +99,7 @@ def summarise(x: torch.Tensor) -> Values:
     """Summary of the values of a tensor of any dtype on any device."""
     dtype = str(x.dtype).removeprefix("torch.")
     x = x.detach().cpu()
+    x = x.dequantize() if x.is_quantized else x
     x = (torch.view_as_real(x) if x.is_complex() else x).double()
     finite = x[torch.isfinite(x)]
     has_values = finite.numel() > 0

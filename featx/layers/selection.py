@@ -287,6 +287,8 @@ def _every_point(
         stem = trace.call_name(call)
         tensors = call.tensors(capture)
         single = len(tensors) == 1
+        if not single and any(stem + element_name(path) in trace.names for path in tensors):
+            stem = f"{call.module}@{call.number}"  # an element that is named like a module inside
         if not tensors:
             left_out.append(f"{with_capture(stem, capture)} (no tensor)")
         for path, shape in tensors.items():

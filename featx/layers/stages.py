@@ -19,10 +19,9 @@ def find_stages(trace: Trace) -> list[str]:
     Raises:
         LayerError: the model has neither, or they are not certain.
     """
-    of_sizes = _stages_of_sizes(trace)
-    if len(of_sizes) > 1 and _are_whole(of_sizes, trace):
+    of_sizes, lists = _stages_of_sizes(trace), _lists_of_blocks(trace)
+    if len(of_sizes) > 1 and _are_whole(of_sizes, trace) and _hold_tokens(of_sizes, lists, trace):
         return of_sizes
-    lists = _lists_of_blocks(trace)
     blocks = _only_blocks(lists, trace)
     if blocks and _are_whole(blocks, trace):
         return blocks
@@ -132,6 +131,21 @@ def _are_whole(stages: Sequence[str], trace: Trace) -> bool:
     last = max(i for i, call in enumerate(trace.calls) if call.module in stages)
     weighted = [i for i, call in enumerate(trace.calls) if call.is_leaf and call.num_parameters]
     return 2 * sum(i > last for i in weighted) < len(weighted)
+
+
+def _hold_tokens(
+    stages: Sequence[str], lists: Mapping[tuple[str, str], list[str]], trace: Trace
+) -> bool:
+    """Return whether all repeated blocks of tokens, whose rows show no size, are inside stages.
+
+    Otherwise the map before or after them would stand for them.
+    """
+    return not any(
+        len(next(iter(trace.by_module[names[0]][0].outputs.values()))) == 3
+        and not any(_is_inside(names[0], stage) for stage in stages)
+        for names in lists.values()
+        if len(names) > 1
+    )
 
 
 def _list_of(block: str, trace: Trace) -> Iterator[str]:

@@ -120,19 +120,35 @@ class Backbone:
                     f"{kind.__name__}."
                 )
         _check_module(self.module, self.name)
-        self._modes = [(module, module.training) for module in self.module.modules()]
-        self._flags = [(x, x.requires_grad) for x in self.module.parameters()]
-        self._device = next((x.device for x, _ in self._flags), torch.device("cpu"))
-        self._buffers = _buffers_of(self.module) if self.is_users else []
-        self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.choices: dict[str, str] = {}
+        if self.is_users:
+            self._modes = [(module, module.training) for module in self.module.modules()]
+            self._parameters = [
+                (x, x.data, x.grad, x.requires_grad) for x in self.module.parameters()
+            ]
+            self._buffers = _buffers_of(self.module)
+            self._device = next((x.device for x, *_ in self._parameters), torch.device("cpu"))
         try:
             self.weights_sha256 = state_sha256(self.module)
-            self.module.eval().requires_grad_(False)
+            for x in self.module.parameters() if self.is_users else ():
+                x.grad = None  # otherwise converted and moved with its parameter
+            self._set_eval_mode()
+            self.module.requires_grad_(False)
             self._compute_in_float32()
         except BaseException:
             self.give_back()
             raise
+
+    def _set_eval_mode(self) -> None:
+        """Put the module in eval mode; modules of torch.export have no modes."""
+        try:
+            self.module.eval()
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.name}: the module cannot be put in eval mode: {error} The mode of a module "
+                "that torch.export has made is fixed. Give the module that was exported, or save "
+                "the program: model=export model.name=FILE.pt2."
+            ) from error
 
     def _compute_in_float32(self) -> None:
         """Convert a module of another floating-point dtype to float32, the dtype of the images.
@@ -141,27 +157,28 @@ class Backbone:
         bfloat16 is exact. A module with several dtypes converts between them itself and is left as
         it is.
         """
-        dtypes = {x.dtype for x, _ in self._flags if x.is_floating_point()}
+        dtypes = {x.dtype for x in self.module.parameters() if x.is_floating_point()}
         if len(dtypes) != 1 or dtypes <= {torch.float32}:
             return
         dtype = str(dtypes.pop()).removeprefix("torch.")
-        self._data = [(x, x.data) for x, _ in self._flags] if self.is_users else []
         self.module.float()
         self.choices["parameters"] = f"{dtype} in the module, float32 in the run"
 
     def give_back(self) -> None:
-        """Restore modes, gradient flags, buffers, dtypes and device of a user's module.
+        """Restore parameters, gradients, buffers and modes of a user's module.
 
-        Its memory format becomes contiguous. Modules that featx has built are left as they are.
+        The original tensors come back, and with them dtype, device, memory format, and memory that
+        is shared with other tensors. Modules that featx has built are left as they are.
         """
         if not self.is_users:
             return
-        # Parameters whose dtype was changed get their original tensors back, which also have the
-        # original device; only otherwise does the module need to move.
-        if not self._data:
-            self.module.to(self._device).to(memory_format=torch.contiguous_format)
-        for x, data in self._data:
-            x.data = data
+        if any(type(data) is not torch.Tensor for _, data, _, _ in self._parameters):
+            self.module.to(self._device)  # tensor subclasses, whose data cannot be replaced
+        for x, data, gradient, requires_grad in self._parameters:
+            if type(data) is torch.Tensor:
+                x.data = data
+            x.requires_grad_(requires_grad)
+            x.grad = gradient
         for module, name, buffer, values in self._buffers:
             module._buffers[name] = buffer
             if buffer is not None and not torch.equal(buffer, values):
@@ -169,8 +186,6 @@ class Backbone:
                     buffer.copy_(values)
         for module, training in self._modes:
             module.training = training
-        for parameter, requires_grad in self._flags:
-            parameter.requires_grad_(requires_grad)
 
 
 def _check_module(module: nn.Module, name: str) -> None:

@@ -412,6 +412,17 @@ def test_a_row_that_depends_on_its_neighbours_is_refused() -> None:
         attributed(net, images(), "gradcam", layer="2")
 
 
+def test_a_model_without_gradients_is_refused() -> None:
+    class Frozen(nn.Sequential):
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    net = Frozen(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
+    with pytest.raises(ModelError, match=r"has no gradient at the images.*method=occlusion"):
+        attributed(net, images(), "saliency")
+
+
 def test_a_model_without_logits_is_refused() -> None:
     with pytest.raises(ModelError, match="returns logits"):
         attributed(nn.Conv2d(3, 4, 3), images(), "saliency")

@@ -306,3 +306,20 @@ def test_operations_outside_a_call_of_the_model_belong_to_the_latest_call() -> N
             assert torch.equal(features["0.add_1"], x + 3)
         model(x)
         assert torch.equal(features["0.add_1"], x + 3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_tensors_are_read_as_the_layer_returned_them() -> None:
+    class Quantise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.quantize_per_tensor(x, 0.1, 7, torch.quint8)
+
+    model = nn.Sequential(Quantise(), nn.ReLU(inplace=True))
+    x = torch.linspace(-0.5, 2, 6).reshape(2, 3)
+    with featx.capture(model, ["0", "1:input", "1"]) as features:
+        model(x)
+        expected = model[0](x)
+    for layer in ("0", "1:input"):
+        assert torch.equal(features[layer].int_repr(), expected.int_repr())
+        assert features[layer].q_scale() == expected.q_scale()
+    assert torch.equal(features["1"].dequantize(), expected.dequantize().clamp(min=0))

@@ -85,6 +85,12 @@ def test_tensors_of_any_dtype(x: torch.Tensor, expected: tuple[Any, ...]) -> Non
     assert numbers == pytest.approx(expected[1:5], rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_values_of_a_quantised_tensor() -> None:
+    values = summarise(torch.quantize_per_tensor(torch.tensor([0, 0.5, 1]), 0.25, 3, torch.quint8))
+    assert (values.dtype, values.minimum, values.mean, values.maximum) == ("quint8", 0, 0.5, 1)
+
+
 class Poison(nn.Module):
     def __init__(self, value: float) -> None:
         super().__init__()

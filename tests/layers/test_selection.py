@@ -186,6 +186,20 @@ def test_every_capture_of_all_can_be_named_one_by_one() -> None:
         assert (again.call or 1) == (point.call or 1)
 
 
+def test_an_element_with_the_name_of_a_module_has_another_name_under_all() -> None:
+    """As in the backbones of torchvision's detection models."""
+
+    class Body(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"0": super().forward(x), "1": x}
+
+    trace = trace_forward(nn.Sequential(Body(nn.Flatten(), nn.Tanh())), torch.randn(2, 3, 8, 8))
+    chosen = select([("all", ReduceConfig("none"))], trace, None, None).chosen
+    assert [point.name for point, _ in chosen] == ["0.0", "0.1", "0@1.0", "0@1.1"]
+    for point, reduce in chosen:
+        assert select([(point.name, reduce)], trace, None, None).chosen[0][0].path == point.path
+
+
 def test_one_layer_with_two_reductions_is_refused() -> None:
     flat = ReduceConfig("flatten")
     with pytest.raises(ConfigError, match="fc with reduce=none and with reduce=flatten"):

@@ -178,3 +178,24 @@ class Pyramid(nn.Module):
 
 def test_the_last_block_of_each_list_of_a_pyramid() -> None:
     assert stages(Pyramid()) == ["block.0.1", "block.1.1", "block.2.1"]
+
+
+class Decoded(nn.Module):
+    """Maps of three sizes around a transformer: patches, blocks of tokens, a decoder."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.patch, self.up, self.head = nn.Conv2d(3, 8, 8, 8), nn.Upsample(8), nn.Conv2d(8, 2, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.decoder = nn.ConvTranspose2d(8, 8, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        maps = self.patch(x)
+        tokens = maps.flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.head(self.decoder(self.up(tokens.transpose(1, 2).reshape(maps.shape))))
+
+
+def test_patches_before_blocks_of_tokens_do_not_stand_for_them() -> None:
+    assert stages(Decoded(2)) == ["blocks.0", "blocks.1"]

@@ -59,10 +59,12 @@ def facts(module: nn.Module) -> dict[str, Any]:
     """All that a run might change."""
     return {
         "state": state_sha256(module),
-        "tensors": [(x.dtype, x.device, x.stride()) for x in _tensors(module)],
+        "tensors": [(x.dtype, x.device, x.stride(), x.data_ptr()) for x in _tensors(module)],
         "modes": [m.training for m in module.modules()],
         "flags": [p.requires_grad for p in module.parameters()],
-        "gradients": [p.grad is None for p in module.parameters()],
+        "gradients": [
+            (id(p.grad), p.grad is not None and p.grad.dtype) for p in module.parameters()
+        ],
         "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()),
     }
 
@@ -79,6 +81,20 @@ def test_extract_leaves_the_users_module_as_it_was(photos: Path, precision: str)
     store = extract(photos, **KEYS, precision=precision)
     assert store.complete
     assert facts(OWN) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_memory_format_and_shared_memory_stay(photos: Path, dtype: torch.dtype) -> None:
+    """As in a training loop: weights in channels-last, all in one vector, with gradients."""
+    module = Net().to(dtype).to(memory_format=torch.channels_last)
+    for x in module.parameters():
+        x.grad = torch.ones_like(x)
+    bn = torch.zeros(16, dtype=dtype)
+    module.bn.weight.data, module.bn.bias.data = bn[:8], bn[8:]
+    LIVING[:] = [module]
+    before = facts(module)
+    assert extract(photos, **KEYS).complete
+    assert facts(module) == before
 
 
 @pytest.mark.parametrize(("job", "keys"), [("layers", {"model": KEYS["model"]}), ("plan", KEYS)])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import slow_except
-from tiny_engine import backbone_of, bound, noise
+from tiny_engine import backbone_of, bound, hooked, noise
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -343,3 +343,28 @@ def test_a_module_is_given_back_whatever_fails_before_the_first_pass(photos: Pat
     assert module.training
     assert all(x.requires_grad for x in module.parameters())
     assert state_sha256(module) == before
+
+
+@pytest.mark.slow
+def test_a_compiled_module_runs_its_original_code() -> None:
+    """Compiled code calls no hooks that are added later."""
+    module, x, runs = Net().eval(), noise(side=32), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        return lambda *args: [runs.append(1), graph(*args)][1]
+
+    compiled = torch.compile(module, backend=backend)
+    compiled(x)
+    with bound(backbone_of(compiled, 32), "_orig_mod.conv", "_orig_mod.inner") as engine:
+        values = engine.run(x)
+    for layer in ("conv", "inner"):
+        assert torch.equal(values[f"_orig_mod.{layer}"], hooked(module, layer, x))
+    assert len(runs) == 1
+    compiled(x)
+    assert len(runs) == 2
+
+
+def test_a_module_without_modes_is_refused(photos: Path) -> None:
+    program = torch.export.export(Net().eval(), (torch.randn(2, 3, 32, 32),))
+    with pytest.raises(ModelError, match=r"cannot be put in eval mode.*model=export"):
+        rows_of(program.module(), photos)

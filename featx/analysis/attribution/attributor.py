@@ -47,7 +47,7 @@ from featx.engine import (
     check_row,
     spec_of,
 )
-from featx.errors import ConfigError, LayerError
+from featx.errors import ConfigError, LayerError, ModelError
 from featx.layers import (
     CapturePoint,
     ChosenLayers,
@@ -313,6 +313,12 @@ class Attributor(Engine):
         maps = {}
         if reads_input:
             gradient = gradients.pop(0)
+            if gradient is None:
+                raise ModelError(
+                    f"target={self._target} has no gradient at the images: the model computes "
+                    "without gradients, as in torch.no_grad() and with quantised layers. Use "
+                    "attribute.method=occlusion, which needs none."
+                )
             maps["saliency"] = gradient.abs().amax(1)
             maps["input_x_gradient"] = (gradient * x).sum(1)
         if outputs:

@@ -104,4 +104,9 @@ def of_speed(
 
     monkeypatch.setattr(Engine, "time_passes", measured)
     if in_bf16 is not None:
-        monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)
+        with_bf16(monkeypatch)
+
+
+def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU for one that has units for bf16."""
+    monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)

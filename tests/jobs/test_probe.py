@@ -140,7 +140,7 @@ def test_a_note_on_one_fold_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Noise wants the strongest penalty of the grid."""
-    write_store(Path("store"), Y, x=np.random.default_rng(1).normal(size=X.shape))
+    write_store(Path("store"), Y, x=np.random.default_rng(2).normal(size=X.shape))
     options = {"split": "kfold", "folds": 3, "shots": [2]}
     run_job("probe", store="store", device="cpu", probe=options)
     notes = json.loads(Path("store/probe.json").read_text())["notes"]

@@ -351,7 +351,7 @@ def test_every_choice_is_taken_from_what_is_there(
         take(photos, **AUTO)
     # A store beside them has choices of its own.
     extract(photos, batch_size=2, part_rows=2, pack=False)
-    of_speed(monkeypatch, 3000.0, in_bf16=1.0)
+    of_speed(monkeypatch, 3000.0, in_bf16=1.0, cpu_batch=2)
     capfd.readouterr()
     take(photos, **AUTO)
     assert "fp32 (as the statistics were started)" in capfd.readouterr().err

@@ -617,3 +617,4 @@ def test_a_part_that_goes_between_the_look_and_the_open_is_read_from_the_packed_
 
     on_open.append(packed_meanwhile)
     assert np.array_equal(store["flat"][:], FIRST.expected("flat"), equal_nan=True)
+    assert not on_open, "no part was opened"

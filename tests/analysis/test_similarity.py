@@ -46,7 +46,7 @@ FAILED = (3, 10, 20, 41)
 def blocks(request: pytest.FixtureRequest, set_block_sizes: Callable[..., None]) -> None:
     """A few rows at a time and read again for every block, or all in memory."""
     if request.param == "in pieces":
-        set_block_sizes(100, keep_bytes=0)
+        set_block_sizes(150, keep_bytes=0)
 
 
 def write(run: MadeRun, root: str = "store", packed: bool = True) -> featx.FeatureStore:

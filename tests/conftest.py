@@ -8,14 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
-from object_server import bucket, s3_server, watch  # noqa: F401 - fixtures
+from object_server import bucket, s3_requests, s3_server, watch  # noqa: F401 - fixtures
 from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -180,35 +183,189 @@ def stored(extracted_once: Path, in_tmp_path: None) -> Stored:
     return copy
 
 
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
-    """(layers, first row) of every batch that a run computes."""
-    from featx.pipeline import feature_output
+@dataclass
+class Batches:
+    """The batches that a run computes.
 
-    seen: list[tuple[frozenset[str], int]] = []
+    Attributes:
+        computed: (layers, first row) of each.
+        before: functions that are called with each batch before it is computed.
+    """
+
+    computed: list[tuple[frozenset[str], int]] = field(default_factory=list)
+    before: list[Callable[[Any], None]] = field(default_factory=list)
+
+
+@pytest.fixture
+def _batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
+    from featx.pipeline import feature_output, row_updates
+
+    batches = Batches()
     compute = feature_output.compute_rows
 
     def noted(context: Any, engine: Any, batch: Any) -> Any:
+        for function in batches.before:
+            function(batch)
         rows = compute(context, engine, batch)
-        seen.append((frozenset(rows.features), batch.start))
+        batches.computed.append((frozenset(rows.features), batch.start))
         return rows
 
-    monkeypatch.setattr(feature_output, "compute_rows", noted)
-    monkeypatch.setattr("featx.pipeline.row_updates.compute_rows", noted)
-    return seen
+    for module in (feature_output, row_updates):
+        monkeypatch.setattr(module, "compute_rows", noted)
+    return batches
 
 
 @pytest.fixture
-def without_retry_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def computed(_batches: Batches) -> list[tuple[frozenset[str], int]]:
+    """(layers, first row) of every batch that a run computes."""
+    return _batches.computed
+
+
+@pytest.fixture
+def on_batch(_batches: Batches) -> list[Callable[[Any], None]]:
+    """Functions that a run calls with each batch before it is computed."""
+    return _batches.before
+
+
+@pytest.fixture
+def on_begin_part(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Any], None]]:
+    """Functions that workers in this process call with each part that they begin."""
+    from featx.pipeline.executors.worker import PartWorker
+
+    functions: list[Callable[[Any], None]] = []
+    begin_part = PartWorker.begin_part
+
+    def noted(self: PartWorker, part: Any) -> Any:
+        for function in functions:
+            function(part)
+        return begin_part(self, part)
+
+    monkeypatch.setattr(PartWorker, "begin_part", noted)
+    return functions
+
+
+@pytest.fixture
+def fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread, in which a driver waits for its workers, sleeps in no time."""
+    skipped_s = 0.0
+    monotonic, sleep = time.monotonic, time.sleep
+
+    def skip(seconds: float) -> None:
+        nonlocal skipped_s
+        if threading.current_thread() is threading.main_thread():
+            skipped_s += seconds
+            seconds = min(seconds, 0.001)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", skip)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + skipped_s)
+
+
+@pytest.fixture
+def set_retries(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how often a write that fails is retried; nothing waits before it is tried again."""
+
+    def set_retries(count: int) -> None:
+        monkeypatch.setattr("featx.storage.durability.RETRY_WAITS_S", (0.0,) * count)
+        monkeypatch.setattr("featx.storage.s3_client.FIRST_PAUSE_S", 0.0)
+        monkeypatch.setattr("featx.storage.s3_outage.MAX_OUTAGE_S", 0.0)
+
+    return set_retries
+
+
+@pytest.fixture
+def without_retry_waits(set_retries: Callable[[int], None]) -> None:
     """A write to a disk or server that the test lets fail is not retried, and fails at once."""
-    monkeypatch.setattr("featx.storage.durability.RETRY_WAITS_S", ())
-    monkeypatch.setattr("featx.storage.s3_outage.MAX_OUTAGE_S", 0.0)
+    set_retries(0)
+
+
+_opened: list[Callable[[str], None]] = []
+
+
+@functools.cache
+def _watch_opened_files() -> None:
+    """Python cannot remove an audit hook, so there is one for all tests of this process."""
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if not _opened or event not in ("open", "os.listdir", "os.scandir"):
+            return
+        if isinstance(arguments[0], str | bytes | os.PathLike):  # and no descriptor
+            for function in tuple(_opened):
+                function(os.fsdecode(arguments[0]))
+
+    sys.addaudithook(audit)
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_open() -> Iterator[list[Callable[[str], None]]]:
+    """Functions that are called with the path of each file or folder before Python opens it."""
+    _watch_opened_files()
+    yield _opened
+    _opened.clear()
+
+
+@pytest.fixture
+def network_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All disks count as those of other machines, whose files are not mapped into memory."""
+    monkeypatch.setattr("featx.storage.local_file.is_local", lambda device: False)
+
+
+@pytest.fixture
+def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that write a store say every 20 ms what they do."""
+    monkeypatch.setattr("featx.store.heartbeat.BEAT_S", 0.02)
+
+
+@pytest.fixture
+def set_free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the bytes of memory that are free, at one look after the other; the last one stays."""
+
+    def set_free(*num_bytes: float | None) -> None:
+        looks = list(num_bytes)
+        monkeypatch.setattr(
+            "featx.base.machine.free_memory", lambda: looks.pop(0) if len(looks) > 1 else looks[0]
+        )
+
+    return set_free
+
+
+@pytest.fixture
+def set_free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the bytes that are free on every disk."""
+
+    def set_free(num_bytes: int) -> None:
+        usage = shutil.disk_usage("/")._replace(free=num_bytes)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+    return set_free
+
+
+@pytest.fixture
+def set_chunk_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the size of the chunks of stores that are written, compressed or not."""
+
+    def set_bytes(num_bytes: int) -> None:
+        for name in ("CHUNK_BYTES", "CHUNK_BYTES_COMPRESSED"):
+            monkeypatch.setattr(f"featx.store.layout.{name}", num_bytes)
+
+    return set_bytes
+
+
+@pytest.fixture
+def set_block_sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the bytes that are read or computed at a time, and those of a layer that is kept."""
+
+    def set_sizes(block_bytes: int, keep_bytes: int = 2 << 30) -> None:
+        monkeypatch.setattr("featx.base.block_sizes.BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr("featx.base.block_sizes.KEEP_BYTES", keep_bytes)
+
+    return set_sizes
+
+
+@pytest.fixture
+def small_blocks(set_block_sizes: Callable[..., None]) -> None:
     """An export reads three rows or so at a time, so that each format writes several blocks."""
-    monkeypatch.setattr("featx.export.selection.BLOCK_BYTES", 200)
+    set_block_sizes(400)
 
 
 @pytest.fixture(autouse=True)

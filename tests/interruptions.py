@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from featx.analysis.statistics.session import StatsSession
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, StoreSession
+from featx.types import Part
 
 
 def same_values(store: FeatureStore, other: FeatureStore) -> bool:
@@ -21,21 +26,43 @@ def same_values(store: FeatureStore, other: FeatureStore) -> bool:
     )
 
 
+def on_commit(patch: pytest.MonkeyPatch, function: Callable[[Part], object]) -> None:
+    """Call a function with each part of features or statistics that this process has committed."""
+
+    def noted(commit: Any) -> Any:
+        def call(self: Any, part: Any, *rest: Any) -> Any:
+            failures = commit(self, part, *rest)
+            function(getattr(part, "part", part))  # a builder knows its part
+            return failures
+
+        return call
+
+    for session, name in ((StoreSession, "commit"), (StatsSession, "record_commit")):
+        patch.setattr(session, name, noted(getattr(session, name)))
+
+
 def signal_after_commits(patch: pytest.MonkeyPatch, count: int, *signals: signal.Signals) -> None:
     """Send this process signals, SIGTERM unless some are given, when so many parts are there."""
-    commit = StoreSession.commit
-    done = 0
+    done: list[Part] = []
 
-    def signalled(self: StoreSession, builder: Any) -> Any:
-        nonlocal done
-        failures = commit(self, builder)
-        done += 1
-        if done == count:
+    def signalled(part: Part) -> None:
+        done.append(part)
+        if len(done) == count:
             for signum in signals or (signal.SIGTERM,):
                 os.kill(os.getpid(), signum)
-        return failures
 
-    patch.setattr(StoreSession, "commit", signalled)
+    on_commit(patch, signalled)
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Let files grow no further: as on a full disk the write fails; Python ignores SIGXFSZ."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Dies(BaseException):

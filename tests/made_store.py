@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import os
 import pickle
 import shutil
 import tempfile
@@ -407,3 +408,19 @@ def ok_vectors(store: FeatureStore, layer: str) -> npt.NDArray[np.float32]:
     """Features of all ok rows of a layer as (n, D) float32, with and without a label."""
     features = store[layer][store.ok]
     return features.reshape(len(features), -1).astype(np.float32)
+
+
+def flip_byte_of_row(path: Path, layer: str, row: int) -> None:
+    """One bit of one stored row, in the chunk's bytes on the disk."""
+    with h5py.File(path) as file:
+        dataset = file[f"features/{layer}"]
+        step = dataset.chunks[0]
+        chunk = dataset.id.get_chunk_info_by_coord(
+            (row // step * step,) + (0,) * (dataset.ndim - 1)
+        )
+        row_bytes = int(np.prod(dataset.shape[1:])) * dataset.dtype.itemsize
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset + row % step * row_bytes)
+        byte = raw.read(1)[0]
+        raw.seek(-1, os.SEEK_CUR)
+        raw.write(bytes([byte ^ 1]))

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def upload(folder: Path, where: str) -> S3Path:
 class MemoryServer:
     """What a server answers, without one: for tests of thousands of requests.
 
-    It stands for `s3.request`; test_object_writing compares its answers with the server's.
+    It is an answer of `S3Requests`; test_object_writing compares its answers with the server's.
     """
 
     def __init__(self) -> None:
@@ -187,6 +187,21 @@ def _date(seconds: float) -> datetime.datetime:
 
 
 @dataclass
+class S3Requests:
+    """Stands for `s3_client.request` in this process.
+
+    Attributes:
+        answer: called with the operation and the parameters of each request; at first, it asks the
+            server.
+    """
+
+    answer: Callable[..., dict[str, Any]]
+
+    def __call__(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        return self.answer(operation, **parameters)
+
+
+@dataclass
 class RequestLog:
     """The requests that were made, and how many bytes came."""
 
@@ -222,9 +237,17 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> RequestLog:
+def s3_requests(monkeypatch: pytest.MonkeyPatch) -> S3Requests:
+    """The requests of this process to object stores, whose answers a test may choose."""
+    requests = S3Requests(s3_client.request)
+    monkeypatch.setattr(s3_client, "request", requests)
+    return requests
+
+
+@pytest.fixture
+def watch(s3_requests: S3Requests) -> RequestLog:
     """Sees every request of this process."""
-    seen, request = RequestLog(), s3_client.request
+    seen, request = RequestLog(), s3_requests.answer
 
     def watched(operation: str, **parameters: Any) -> dict[str, Any]:
         seen.requests.append((operation, parameters))
@@ -232,5 +255,5 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> RequestLog:
         seen.bytes_read += len(answer.get("Body", b""))
         return answer
 
-    monkeypatch.setattr(s3_client, "request", watched)
+    s3_requests.answer = watched
     return seen

@@ -30,15 +30,9 @@ def proxy(bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield running
 
 
-@pytest.fixture
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is repeated at once."""
-    monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "delayed answer"])
-@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.usefixtures("without_retry_waits")
 def test_a_share_of_all_answers_is_spoilt_and_the_rows_are_the_same(
     tmp_path: Path, bucket: str, proxy: FaultyProxy, kind: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_store import make_run
@@ -121,10 +122,10 @@ def test_all_wrong_boxes_are_one_error() -> None:
 
 
 def test_random_weights_of_the_hub_are_no_advice_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve() -> None:
+    def unresolved(*args: Any) -> None:
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("featx.models.libraries.timm.resolve_hub", resolve)
+    monkeypatch.setattr("socket.getaddrinfo", unresolved)
     write_images(Path("photos"), 2)
     model = {"name": "hf-hub:facebook/dinov2-base", "weights": None}
     with pytest.raises(WeightsError) as caught:

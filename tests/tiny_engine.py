@@ -12,6 +12,7 @@ from torch import nn
 
 from featx.config import ReduceConfig, make_reduce
 from featx.engine import Compute, Engine, TimedRows
+from featx.engine.auto_settings import CPU_BATCH
 from featx.images import Preprocess
 from featx.layers import select
 from featx.models import Backbone
@@ -88,7 +89,10 @@ def noise(batch_size: int = 4, side: int = 8, seed: int = 3) -> torch.Tensor:
 
 
 def of_speed(
-    monkeypatch: pytest.MonkeyPatch, seconds_per_image: float, in_bf16: float | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    seconds_per_image: float,
+    in_bf16: float | None = None,
+    cpu_batch: int = CPU_BATCH,
 ) -> None:
     """Let every engine measure the same seconds per image.
 
@@ -96,6 +100,7 @@ def of_speed(
         monkeypatch: pytest's.
         seconds_per_image: what it measures.
         in_bf16: what it measures in bf16; the CPU is taken for one that has units for it.
+        cpu_batch: largest batch size that batch_size=auto chooses.
     """
 
     def measured(engine: Engine, images: torch.Tensor, **_: object) -> TimedRows:
@@ -103,5 +108,11 @@ def of_speed(
         return TimedRows(engine.run(images), seconds_per_image if in_fp32 else in_bf16)
 
     monkeypatch.setattr(Engine, "time_passes", measured)
+    monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", cpu_batch)
     if in_bf16 is not None:
-        monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)
+        with_bf16(monkeypatch)
+
+
+def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU for one that has units for bf16."""
+    monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)

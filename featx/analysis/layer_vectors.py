@@ -10,18 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.base import float64_device
+from featx.base import block_sizes, float64_device
 from featx.errors import ConfigError
 from featx.store import FeatureStore, check_rows_present
 from featx.types import Array
-
-BLOCK_BYTES = 128 << 20
-"""Maximum bytes of one block of float32 vectors, and of one block of dot products."""
-
-KEEP_BYTES = 2 << 30
-"""Size up to which a layer, as float32, is kept in memory. On CUDA the limit is half of the free
-memory."""
-
 
 _DOUBLES_BYTES = 8 << 20
 """Bytes of float32 vectors that are converted to float64 at a time."""
@@ -85,19 +77,19 @@ class LayerVectors:
             self._scaler = self._mean_and_deviation()  # of the values as they are stored
         self._unit = unit
         if centre:
-            count = min(len(self), 1024, self.rows_of(BLOCK_BYTES))
+            count = min(len(self), 1024, self.block_rows)
             first = self._read(0, count).to(float64_device(device), torch.float64)
             # Whole numbers stay whole numbers, so that equal distances stay equal.
             self._centre = first.median(dim=0).values
             largest = float((first - self._centre).abs().max())
             if largest and not unit:
                 self.scale = math.ldexp(1, math.frexp(largest)[1])
-        kept_bytes = KEEP_BYTES
+        kept_bytes = block_sizes.KEEP_BYTES
         if device.type == "cuda":
             kept_bytes = int(torch.cuda.mem_get_info(device)[0]) // 2
         if 4 * self.width * len(self) <= kept_bytes:
             all_vectors = torch.empty((len(self), self.width), device=device)
-            for start, block in self.blocks(self.rows_of(BLOCK_BYTES)):
+            for start, block in self.blocks(self.block_rows):
                 all_vectors[start : start + len(block)] = block
             self._all_vectors = all_vectors
 
@@ -115,6 +107,11 @@ class LayerVectors:
     def rows_of(self, num_bytes: int) -> int:
         """Return the number of vectors that take `num_bytes`, at least one."""
         return max(1, num_bytes // (4 * max(1, self.width)))
+
+    @property
+    def block_rows(self) -> int:
+        """Number of vectors that are read, or compared with others, at a time."""
+        return self.rows_of(2 * block_sizes.BLOCK_BYTES)
 
     def block(self, start: int, stop: int) -> torch.Tensor:
         """Return the vectors at the places [start, stop), (stop - start, width) float32."""

@@ -1,7 +1,10 @@
+from . import block_sizes as block_sizes
+from . import machine as machine
 from .allocator import is_kept_in_threads as is_kept_in_threads
 from .allocator import keep_freed_memory as keep_freed_memory
 from .allocator import kept_freed_memory as kept_freed_memory
 from .allocator import return_freed_memory as return_freed_memory
+from .block_sizes import rows_of_block as rows_of_block
 from .command_imports import paused_collection as paused_collection
 from .command_imports import speed_up_imports as speed_up_imports
 from .console import announce as announce

@@ -8,8 +8,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from featx.base import rows_of_block
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
-from featx.export.selection import BLOCK_BYTES, write_npy
+from featx.export.selection import write_npy
 
 
 class Npy(Format):
@@ -46,7 +47,7 @@ class Npy(Format):
     def _write_positions(self, file: BinaryIO, layer: str) -> None:
         selection, n = self.selection, len(self.selection)
         num_tokens = selection.row_shape(layer)[0]
-        step = max(1, BLOCK_BYTES // (8 * num_tokens))
+        step = rows_of_block(16 * num_tokens)
         starts = range(0, n, step)
         blocks = (selection.positions(layer, start, min(n, start + step)) for start in starts)
         write_npy(file, "<i4", (n, num_tokens), blocks)

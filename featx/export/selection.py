@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import as_utf8, name_text
+from featx.base import as_utf8, name_text, rows_of_block
 from featx.config import Config, DataConfig, data_of_saved, from_saved
 from featx.errors import ConfigError, DataError, StoreError
 from featx.sources import open_source
@@ -27,9 +27,6 @@ from featx.types import (
     image_checksum,
     with_features,
 )
-
-BLOCK_BYTES = 32 << 20
-"""Maximum bytes of features that are held at a time, unless a single row is larger."""
 
 BLOCK_ROWS = 1 << 16
 """Maximum number of rows that are held at a time; as objects of Python a row takes kilobytes."""
@@ -158,11 +155,11 @@ class ExportSelection:
         return sum(self.store[name].nbytes for name in layers) // max(1, len(self.store))
 
     def block_rows(self, layers: Sequence[str] | None = None) -> int:
-        """Return the number of rows whose keys and features take BLOCK_BYTES, from one to
+        """Return the number of rows whose keys and features take half a block, from one to
         BLOCK_ROWS.
         """
         row_bytes = self.row_bytes(layers) + self.keys.dtype.itemsize
-        return min(BLOCK_ROWS, max(1, BLOCK_BYTES // row_bytes))
+        return min(BLOCK_ROWS, rows_of_block(2 * row_bytes))
 
     def blocks(
         self,

@@ -102,6 +102,8 @@ def waiting_limit(limit_s: float | None = None) -> Iterator[None]:
     any order.
     """
     outage, limit_s = CURRENT, MAX_OUTAGE_S if limit_s is None else limit_s
+    if not outage.limits:  # an outage of an earlier run says nothing about this one
+        outage.first_failure, outage.last_report, outage.is_reported = None, None, False
     outage.limits.append(limit_s)
     outage.is_stopped = False
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 from made_store import make_run
 
 import featx
-from featx.analysis import layer_vectors
 from featx.errors import ConfigError, LayerError, MissingExtraError
 from featx.similarity import Neighbours, RowIndex, nearest_rows
 from featx.store import FeatureStore
@@ -43,11 +43,10 @@ class TestWithFaiss:
     @pytest.mark.slow
     @pytest.mark.parametrize(("metric", "kept"), [("cosine", True), ("euclidean", False)])
     def test_the_recall_it_tells_is_that_of_all_rows(
-        self, metric: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+        self, metric: str, kept: bool, set_block_sizes: Callable[..., None]
     ) -> None:
         if not kept:
-            monkeypatch.setattr(layer_vectors, "KEEP_BYTES", 3000 * 20)  # read block by block
-            monkeypatch.setattr(layer_vectors, "BLOCK_BYTES", 1 << 20)
+            set_block_sizes(1 << 19, keep_bytes=3000 * 20)  # read block by block
         store = clusters(4000)
         made = RowIndex(store, "flat", 0.9, 5, metric, device="cpu")
         found = made.nearest_rows()

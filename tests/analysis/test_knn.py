@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from probe_problem import blobs, features_of
 from sklearn.neighbors import KNeighborsClassifier
 
-from featx.analysis.probe import knn
 from featx.analysis.probe.knn import vote
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +46,7 @@ def test_a_query_never_counts_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [1, 1e-30, 1e30])
 def test_all_is_scikit_learns_in_blocks_of_any_size(
-    scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scale: float, tmp_path: Path, set_block_sizes: Callable[..., None]
 ) -> None:
     x, y = blobs(200)
     x = x * np.float32(scale)
@@ -56,7 +56,7 @@ def test_all_is_scikit_learns_in_blocks_of_any_size(
     ).fit(x[bank] / scale, y[bank])
     expected = oracle.predict_proba(x[queries] / scale)
     for numbers, memory_bytes in ((1 << 24, 1e9), (300, 1e9), (300, 0)):
-        monkeypatch.setattr(knn, "BLOCK_NUMBERS", numbers)
+        set_block_sizes(4 * numbers)
         features = features_of(tmp_path, x, y, memory_bytes)
         found = vote(features, bank, y, 3, queries, (7,))[7]
         assert np.allclose(found, expected, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from made_store import make_labelled, make_run
 from probe_problem import blobs, features_of, write_store
 
-from featx.analysis.probe import layer_rows, layer_vectors
+from featx.analysis.probe import layer_vectors
 from featx.analysis.probe.heads import fit_scaler
 from featx.analysis.probe.labelled_rows import labelled_rows, match_classes
 from featx.errors import DataError, ReduceError, StoreError
@@ -68,23 +69,20 @@ def test_an_incomplete_store_and_one_without_labels_are_refused(tmp_path: Path) 
         labelled_rows(FeatureStore(made.write(tmp_path / "failed")))
 
 
-def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_rows, "MAX_FLAT", 40)
+def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = {
-        "vector": rng.normal(size=(4, 50)),
-        "small": rng.normal(size=(4, 10, 2, 2)),
-        "map": rng.normal(size=(4, 5, 4, 4)),
-        "last": rng.normal(size=(4, 4, 4, 5)),
-        "tokens": rng.normal(size=(4, 9, 6)),
+        "vector": rng.normal(size=(4, 8200)),
+        "small": rng.normal(size=(4, 512, 4, 4)),
+        "map": rng.normal(size=(4, 513, 4, 4)),
+        "last": rng.normal(size=(4, 4, 4, 513)),
+        "tokens": rng.normal(size=(4, 9, 911)),
     }
     made = make_labelled(rows, [0, 1, 0, 1], ["a", "b"])
     labelled = labelled_rows(FeatureStore(made.write(tmp_path / "store", packed=True)))
     expected = {
         "vector": ("none", rows["vector"]),
-        "small": ("flatten", rows["small"].reshape(4, 40)),
+        "small": ("flatten", rows["small"].reshape(4, 8192)),
         "map": ("avg", rows["map"].mean((2, 3))),
         "last": ("avg", rows["last"].mean((1, 2))),
         "tokens": ("avg", rows["tokens"].mean(1)),
@@ -97,12 +95,11 @@ def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(
         assert np.allclose(read.numpy(), values[[2, 0]], atol=1e-6)
 
 
-def test_a_large_map_whose_channels_are_unknown_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_rows, "MAX_FLAT", 40)
+def test_a_large_map_whose_channels_are_unknown_is_refused(tmp_path: Path) -> None:
     made = make_labelled(
-        {"cube": np.ones((2, 4, 4, 4)), "four": np.ones((2, 3, 3, 3, 3))}, [0, 1], ["a", "b"]
+        {"cube": np.ones((2, 21, 21, 21)), "four": np.ones((2, 10, 10, 10, 10))},
+        [0, 1],
+        ["a", "b"],
     )
     labelled = labelled_rows(FeatureStore(made.write(tmp_path / "store")))
     with pytest.raises(ReduceError, match="could be"):
@@ -112,9 +109,9 @@ def test_a_large_map_whose_channels_are_unknown_is_refused(
 
 
 def test_the_scaler_is_numpys_mean_and_std_and_leaves_constants_at_zero(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, set_block_sizes: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(layer_rows, "BLOCK_BYTES", 4 * 20 * 7)
+    set_block_sizes(4 * 20 * 7)
     x, y = blobs(60)
     x[:, 4] = 0.1  # which float32 does not hold, so sums of it round
     x[:, 5] += 1e4

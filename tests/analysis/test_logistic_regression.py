@@ -13,7 +13,7 @@ from probe_problem import blobs, features_of, problem_of
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from featx.analysis.probe import logistic_regression, methods, minibatch_regression, ridge
+from featx.analysis.probe import logistic_regression, methods, minibatch_regression
 from featx.analysis.probe.heads import Scaler, fit_scaler, scaler_of
 from featx.analysis.probe.logistic_regression import Fit, fit_logistic, sweep
 from featx.analysis.probe.splits import Split, holdout
@@ -127,12 +127,14 @@ def test_a_sweep_stops_where_the_loss_has_risen_twice() -> None:
 @pytest.mark.parametrize("method", ["linear", "ridge"])
 @pytest.mark.parametrize(("l2", "output"), [(None, 1), (1.0, 0)])
 def test_a_choice_at_the_end_of_the_grid_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, l2: float | None, output: int
+    tmp_path: Path, method: str, l2: float | None, output: int
 ) -> None:
-    """A grid of two has ends only; a strength that was asked for is none."""
-    monkeypatch.setattr(logistic_regression, "L2_GRID", (10.0, 1.0))
-    monkeypatch.setattr(ridge, "STRENGTHS", (10.0, 1.0))
+    """Noise wants the strongest penalty, and copies of the labels the weakest one; a strength that
+    was asked for is no end.
+    """
     x, y = blobs(90)
+    noise = np.random.default_rng(1).normal(size=x.shape)
+    x = (noise if method == "linear" else np.eye(3)[y]).astype(np.float32)
     problem = problem_of(tmp_path, x, y, ProbeConfig(l2=l2))
     notes = methods.fit(problem, method, holdout(y, 0.3, 0.2, seed=0)).choice.notes
     assert sum("is the last one of the grid on that side" in note for note in notes) == output

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
 
-from featx.analysis.probe import class_metrics
 from featx.analysis.probe.class_metrics import (
     bootstrap_entry,
     prediction_metrics,
     weighted_metrics,
 )
-from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, wilson
+from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, drawn_units, wilson
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,30 +46,26 @@ def test_numbers_of_each_class_are_scikit_learns() -> None:
     assert found["correct"] == (predicted == y).sum()
 
 
-def test_many_classes_have_no_confusion_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    y, scores = made()
-    predictions = Predictions.of_scores(y, scores, True)
-    expected = prediction_metrics(predictions)
-    monkeypatch.setattr(class_metrics, "MAX_CONFUSION", 7)
-    assert prediction_metrics(predictions) == {**expected, "confusion": None}
+@pytest.mark.parametrize(("num_classes", "has_one"), [(1000, True), (1001, False)])
+def test_many_classes_have_no_confusion_matrix(num_classes: int, has_one: bool) -> None:
+    y, scores = made(num_classes=num_classes)
+    found = prediction_metrics(Predictions.of_scores(y, scores, True))
+    assert (found["confusion"] is not None) == has_one
+    assert found["correct"] == (scores.argmax(1) == y).sum()
 
 
 def test_resamples_of_many_classes_are_taken_a_few_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
+    set_block_sizes: Callable[..., None],
 ) -> None:
     y, scores = made(40, 200)
     predictions = Predictions.of_scores(y, scores, True)
     expected = bootstrap_entry(predictions, 30)
-    sizes = []
-
-    def counted(predictions: Predictions, weights: np.ndarray) -> dict[str, np.ndarray]:
-        sizes.append(len(weights))
-        return weighted_metrics(predictions, weights)
-
-    monkeypatch.setattr(class_metrics, "BLOCK_NUMBERS", 2000)
-    monkeypatch.setattr(class_metrics, "weighted_metrics", counted)
+    whole = [*drawn_units(np.arange(40), 30, 200)]
+    set_block_sizes(16 * 2000)
     assert bootstrap_entry(predictions, 30) == expected
-    assert sizes == [10, 10, 10, 1]  # and the metrics of the rows as they are
+    parts = [*drawn_units(np.arange(40), 30, 200)]
+    assert [len(part) for part in parts] == [10, 10, 10]
+    assert np.array_equal(np.concatenate(parts), np.concatenate(whole))
 
 
 def test_calibration_error_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
@@ -28,7 +29,6 @@ from hypothesis import strategies as st
 from made_store import make_header, make_spec
 
 from featx.analysis.statistics import Moments, gaussian_distance, part_moments, stats_file
-from featx.analysis.statistics import moments as moments_module
 from featx.analysis.statistics.covariance import principal_components, whitening
 from featx.analysis.statistics.moments import check_size
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
@@ -77,11 +77,11 @@ def assert_close(found: torch.Tensor, expected: np.ndarray, relative: float = 1e
 
 @pytest.mark.parametrize("kind", ["full", "diagonal"])
 def test_blocks_and_updates_and_merges_give_the_moments_of_all_rows(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, set_block_sizes: Callable[..., None]
 ) -> None:
     rows = made_rows(300, 5)
     x = rows.numpy()
-    monkeypatch.setattr(moments_module, "BLOCK_BYTES", 8 * 5 * 16)
+    set_block_sizes(8 * 5 * 16)
     updated = Moments.empty(5, kind)
     for batch in rows.split([1, 99, 0, 200]):
         updated.update(batch)
@@ -417,6 +417,14 @@ def test_any_batches_any_order_and_any_kill_give_the_same_bytes(
     check()
 
 
+@contextlib.contextmanager
+def leaves_of(num_rows: int) -> Iterator[None]:
+    """Let the tree of sums of a part begin with so few rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_moments, "LEAF_ROWS", num_rows)
+        yield
+
+
 def check_same_bytes(
     root: Path,
     num_rows: int,
@@ -427,8 +435,7 @@ def check_same_bytes(
     random: Any,
 ) -> None:
     run = Run(num_rows, 1 << log_part_rows, sorted(row for row in failed if row < num_rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part_moments, "LEAF_ROWS", 4)
+    with leaves_of(4):
         expected = sha256(run.whole(root / "whole"))
         for dies_at in [*deaths, 0]:
             try:
@@ -525,16 +532,15 @@ def test_parts_of_any_length_give_the_same_bits(
     failures = sorted(row for row in failed if row < num_rows)
     for part_rows in (8, 32, 512):
         root = tmp_path_factory.mktemp("run")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(part_moments, "LEAF_ROWS", 8)
+        with leaves_of(8):
             found.add(sha256(Run(num_rows, part_rows, failures).whole(root)))
     assert len(found) == 1
 
 
-def test_leaves_of_few_rows_where_rows_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_of_few_rows_where_rows_are_large(set_block_sizes: Callable[..., None]) -> None:
     run = Run(50, 64, failed=[7])
     expected = run.of(run.parts()[0], [50])
-    monkeypatch.setattr(moments_module, "BLOCK_BYTES", 1)
+    set_block_sizes(1)
     found = run.of(run.parts()[0], [50])
     for name, moments in found.items():
         assert moments.count == expected[name].count

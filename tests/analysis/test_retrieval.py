@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,7 @@ from sklearn.metrics import average_precision_score
 from sklearn.preprocessing import StandardScaler
 
 import featx
-from featx.analysis import layer_vectors
-from featx.analysis.similarity import retrieval, retrieval_metrics
+from featx.analysis.similarity import retrieval_metrics
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -80,15 +80,11 @@ def test_ties_count_against_the_class() -> None:
     [("cosine", 0, 3), ("cosine", 1000, None), ("euclidean", 0, None), ("euclidean", 1000, 3)],
 )
 def test_copies_are_ties_whatever_their_values(
-    metric: str, offset: float, rows_of_block: int | None, monkeypatch: pytest.MonkeyPatch
+    metric: str, offset: float, rows_of_block: int | None, set_block_sizes: Callable[..., None]
 ) -> None:
     """Copies of one vector in two classes, with values that have no finite binary fraction."""
     if rows_of_block:
-        monkeypatch.setattr(retrieval, "BLOCK_NUMBERS", 7 * 40)
-        monkeypatch.setattr(layer_vectors, "KEEP_BYTES", 0)
-        monkeypatch.setattr(
-            layer_vectors.LayerVectors, "rows_of", lambda self, num_bytes: rows_of_block
-        )
+        set_block_sizes(rows_of_block * 301 * 4, keep_bytes=0)
     rng = np.random.default_rng(0)
     groups = (rng.normal(size=(4, 1, 301)) / 3 + offset).astype(np.float32)
     y = np.arange(40) % 2

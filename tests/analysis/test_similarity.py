@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal, localcontext
 from pathlib import Path
@@ -18,12 +19,10 @@ from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import StandardScaler
 
 import featx
-from featx.analysis import LayerVectors, layer_vectors
+from featx.analysis import LayerVectors
 from featx.analysis.similarity import (
     cosines_to_first,
-    nearest_neighbours,
 )
-from featx.analysis.similarity import duplicates as groups_of
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.similarity import (
     data_set_distance,
@@ -44,13 +43,10 @@ FAILED = (3, 10, 20, 41)
 
 
 @pytest.fixture(params=["in pieces", "whole"])
-def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks(request: pytest.FixtureRequest, set_block_sizes: Callable[..., None]) -> None:
     """A few rows at a time and read again for every block, or all in memory."""
     if request.param == "in pieces":
-        monkeypatch.setattr(layer_vectors, "BLOCK_BYTES", 300)
-        monkeypatch.setattr(layer_vectors, "KEEP_BYTES", 0)
-        monkeypatch.setattr(nearest_neighbours, "QUERIES", 7)
-        monkeypatch.setattr(groups_of, "MAX_BLOCK_ROWS", 5)
+        set_block_sizes(150, keep_bytes=0)
 
 
 def write(run: MadeRun, root: str = "store", packed: bool = True) -> featx.FeatureStore:
@@ -505,12 +501,12 @@ class TestLayerSimilarity:
             assert found[name][0, 0] == pytest.approx(1, abs=1e-5)
 
     def test_matrices_that_do_not_fit_into_memory_are_refused(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, set_free_memory: Callable[..., None]
     ) -> None:
         store = write(make_run(30, 16, {"a": (5,), "b": (6,)}))
         needed = 2 * 4 * (30 * 30 + 30 * 29 // 2)
         for free in (needed, needed - 1):
-            monkeypatch.setattr("featx.base.machine.free_memory", lambda n=free: n)
+            set_free_memory(free)
             # What needs no such matrix needs no such memory.
             layer_similarity(store, num_rows=30, measures=["svcca"], device="cpu")
             if free == needed:

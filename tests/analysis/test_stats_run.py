@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import slow_except
+from interruptions import on_commit
 from made_store import make_spec, temporary_files
 from processes import killed_at_sync, outcome, running
 from tiny_engine import of_speed
@@ -31,7 +32,6 @@ from waiting import wait_until
 import featx
 from featx.analysis.statistics import Statistics
 from featx.analysis.statistics.part_moments import StatsLayer
-from featx.analysis.statistics.session import StatsSession
 from featx.config import StatsConfig
 from featx.errors import (
     ConfigError,
@@ -44,7 +44,7 @@ from featx.errors import (
 )
 from featx.pipeline import Interrupted
 from featx.storage import exclusive_lock
-from featx.types import LayerSpec, image_checksum
+from featx.types import LayerSpec, Part, image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -308,15 +308,13 @@ def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -
 @contextmanager
 def stopped_after(index: int, signum: signal.Signals) -> Iterator[None]:
     """A signal for this process, the moment that a part is committed."""
-    record_commit = StatsSession.record_commit
 
-    def record_and_signal(self: StatsSession, part: Any, *rest: Any) -> None:
-        record_commit(self, part, *rest)
+    def signalled(part: Part) -> None:
         if part.index == index:
             os.kill(os.getpid(), signum)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StatsSession, "record_commit", record_and_signal)
+        on_commit(patch, signalled)
         yield
 
 
@@ -353,8 +351,7 @@ def test_every_choice_is_taken_from_what_is_there(
         take(photos, **AUTO)
     # A store beside them has choices of its own.
     extract(photos, batch_size=2, part_rows=2, pack=False)
-    of_speed(monkeypatch, 3000.0, in_bf16=1.0)
-    monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
+    of_speed(monkeypatch, 3000.0, in_bf16=1.0, cpu_batch=2)
     capfd.readouterr()
     take(photos, **AUTO)
     assert "fp32 (as the statistics were started)" in capfd.readouterr().err
@@ -363,18 +360,17 @@ def test_every_choice_is_taken_from_what_is_there(
 
 @pytest.mark.slow
 def test_a_resume_keeps_the_threads_of_the_statistics(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import torch
 
-    monkeypatch.setattr("featx.pipeline.run_context.num_cpus", lambda: 3)
-    torch.set_num_threads(3)
+    torch.set_num_threads(2)
     with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):
         take(photos)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     capfd.readouterr()
-    assert take(photos).attributes["threads"] == 3
-    assert "3 threads (as the statistics were started; 2 here would give" in capfd.readouterr().err
+    assert take(photos).attributes["threads"] == 2
+    assert "2 threads (as the statistics were started; 1 here would give" in capfd.readouterr().err
 
 
 @pytest.mark.slow

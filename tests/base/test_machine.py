@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -201,8 +201,7 @@ def test_what_does_not_fit_into_memory_is_refused() -> None:
         check_memory(1 << 50, "The scores", "Give fewer.")
 
 
-def test_memory_that_malloc_keeps_is_no_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_malloc_keeps_is_no_lack(set_free_memory: Callable[..., None]) -> None:
     """A second fit in one process uses the memory that the first one has freed."""
-    free = iter([100.0, 2000.0])
-    monkeypatch.setattr(machine, "free_memory", lambda: next(free))
+    set_free_memory(100.0, 2000.0)
     check_memory(1000, "The scores", "Give fewer.")

@@ -2,12 +2,11 @@
 
 import sys
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from featx.base import Member, Registry, for_options, registry
+from featx.base import Member, Registry, for_options
 from featx.errors import ConfigError, FeatxError
 
 FAMILY = """
@@ -47,8 +46,11 @@ def with_entry_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str,
     """Make a module of another distribution known as an entry point."""
     module = f"plugin_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{module}.py").write_text(text)
-    entry = EntryPoint(name, f"{module}:MEMBER", "test.shapes")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    about = tmp_path / f"{module}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[test.shapes]\n{name} = {module}:MEMBER\n")
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 def test_one_member_is_imported_without_the_others(family: Family) -> None:

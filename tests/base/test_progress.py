@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import logging
 import math
 import os
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 
@@ -96,7 +98,8 @@ def as_json() -> Iterator[None]:
 def test_with_log_json_every_line_is_an_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", -1.0)
+    clock = itertools.count(0.0, 2 * progress.PLAIN_INTERVAL_S)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     announce([("data", "photos: 4 images"), ("layers", "a\nb"), ("device", "cpu")])
     log_message("")
     log_message("two\nlines")

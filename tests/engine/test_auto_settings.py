@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,9 +93,9 @@ def test_other_values_are_not_kept_however_fast(resolved: Any) -> None:
 
 @pytest.mark.parametrize(("device", "image_bytes"), [("cpu", 10**6), ("cuda", 0)])
 def test_a_batch_without_room_is_refused_before_it_is_made(
-    resolved: Any, monkeypatch: pytest.MonkeyPatch, device: str, image_bytes: int
+    resolved: Any, set_free_memory: Callable[..., None], device: str, image_bytes: int
 ) -> None:
-    monkeypatch.setattr("featx.engine.auto_settings.free_memory", lambda: 1e7)
+    set_free_memory(1e7)
     engine = Simulated({"fp32": 1e-6}, device=device, image_bytes=image_bytes)
     with pytest.raises(ConfigError, match=r"batch_size=1000000 needs at least") as raised:
         resolved(engine, batch_size=10**6)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,18 @@ GIB = float(1 << 30)
     [(None, 1, 4), (100 * GIB, GIB, 32), (5 * GIB, GIB, 3), (0.5 * GIB, GIB, 1), (GIB, -5, 32)],
 )
 def test_half_of_what_is_free_is_left(
-    monkeypatch: pytest.MonkeyPatch, free: float | None, each: float, batches: int
+    set_free_memory: Callable[..., None], free: float | None, each: float, batches: int
 ) -> None:
-    monkeypatch.setattr("featx.engine.batch_parallelism.free_memory", lambda: free)
+    set_free_memory(free)
     assert room_for_batches(int(GIB), int(GIB + each), 32) == batches
     assert room_for_batches(int(GIB), int(GIB + each), 1) == 1
+
+
+@pytest.fixture
+def set_kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Sets whether threads keep the memory that they have freed."""
+    place = "featx.engine.batch_parallelism.is_kept_in_threads"
+    return lambda kept: monkeypatch.setattr(place, lambda: kept)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +60,10 @@ def test_half_of_what_is_free_is_left(
     ],
 )
 def test_threads_of_a_batch_and_batches_at_once(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, can_be_replicated: bool, kept: bool,
+    set_kept: Callable[[bool], None], cpus: int, can_be_replicated: bool, kept: bool,
     threads: int, replicas: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: kept)
+    set_kept(kept)
     engine = types.SimpleNamespace(can_be_replicated=can_be_replicated)
     found = decide(engine, cpus, None, None, make_batch)
     parallel = f", and {replicas} parallel batches" if replicas > 1 else ""
@@ -68,9 +77,9 @@ def test_threads_of_a_batch_and_batches_at_once(
     [(8, 8, 1, 2), (8, 2, 4, None), (8, 1, 4, 2), (2, 4, 1, 1)],
 )
 def test_a_store_keeps_its_threads(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, stored: int, replicas: int, here: int | None
+    set_kept: Callable[[bool], None], cpus: int, stored: int, replicas: int, here: int | None
 ) -> None:
-    monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
+    set_kept(True)
     engine = types.SimpleNamespace(can_be_replicated=True)
     resume_state: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
     found = decide(engine, cpus, resume_state, None, make_batch)
@@ -148,7 +157,7 @@ class Cuda:
     device = CUDA
     compute = FP32
 
-    def __init__(self, patch: pytest.MonkeyPatch, free: float, host: float | None = None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, free: float) -> None:
         self.backbone = types.SimpleNamespace(reentrant=True)
         self.can_be_replicated = True
         self.same: bool | Exception = True
@@ -162,8 +171,6 @@ class Cuda:
         }.items():
             patch.setattr(torch.cuda, name, lambda device, value=value: value)
         patch.setattr(torch.cuda, "empty_cache", self._empty)
-        patch.setattr(batch_parallelism, "free_memory", lambda: host)
-        patch.setattr(batch_parallelism, "replicas_agree", self._same)
 
     def run(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"a": torch.zeros(64), "b": torch.zeros(64)}  # 512 bytes, of which there are four
@@ -171,10 +178,25 @@ class Cuda:
     def _empty(self) -> None:
         self.emptied += 1
 
-    def _same(self, *arguments: Any) -> bool:
-        if isinstance(self.same, Exception):
-            raise self.same
-        return self.same
+    @contextlib.contextmanager
+    def replicas(self, count: int) -> Iterator[list[Replica]]:
+        yield [Replica(self)] * count
+
+
+class Replica:
+    """A replica of `Cuda`, whose values are the same, others or an error."""
+
+    def __init__(self, engine: Cuda) -> None:
+        self._engine = engine
+
+    def own_stream(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def run(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        if isinstance(self._engine.same, Exception):
+            raise self._engine.same
+        values = self._engine.run(batch)
+        return values if self._engine.same else {name: 1 - x for name, x in values.items()}
 
 
 @pytest.mark.parametrize(
@@ -187,10 +209,11 @@ class Cuda:
     ],
 )
 def test_two_batches_where_there_is_memory_for_them(
-    monkeypatch: pytest.MonkeyPatch, free: float, host: float | None,
-    expected: tuple[int, bool, str],
+    monkeypatch: pytest.MonkeyPatch, set_free_memory: Callable[..., None], free: float,
+    host: float | None, expected: tuple[int, bool, str],
 ) -> None:  # fmt: skip
-    found = decide(Cuda(monkeypatch, free, host), None, None, None, make_batch)
+    set_free_memory(host)
+    found = decide(Cuda(monkeypatch, free), None, None, None, make_batch)
     assert found == BatchParallelism(None, *expected[:2], {"streams": expected[2]})
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from simulated_engine import Simulated
+from tiny_engine import with_bf16
 
 from featx.engine import Compute
 from featx.engine.precision_choice import ROUNDS, ChosenPrecision, choose_precision
@@ -27,7 +28,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChosenPrecisi
     ) -> tuple[ChosenPrecision, Simulated]:
         engine: Any = Simulated(**of_engine)
         monkeypatch.setattr("time.perf_counter", lambda: engine.now)
-        monkeypatch.setattr("featx.engine.precision_choice.may_have_bf16", lambda: True)
+        with_bf16(monkeypatch)
         compute = Compute("fp32", False, False, batch_size)
         return choose_precision(engine, compute, IMAGES, timed_images, exact), engine
 

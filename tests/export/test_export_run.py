@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import slow_except
+from interruptions import files_of_at_most
 from made_store import make_run, temporary_files
 from processes import killed_at_sync
 from tiny_model import run_job
 
 import featx
 from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
-from featx.export import ExportFolder, selection
-from featx.storage import AtomicFolder, exclusive_lock
+from featx.export import selection
+from featx.storage import exclusive_lock
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "small_blocks")
 
@@ -137,9 +138,9 @@ def test_killed_by_sigkill(kind: str, store: Path) -> None:
     export(kind, out="at-once")
     first = sorted(digests("at-once"))[0].split("/")[0].split(".")[0]
     code = f"""
-        from featx.export import selection
+        from featx.base import block_sizes
         from test_export_run import export
-        selection.BLOCK_BYTES = 200
+        block_sizes.BLOCK_BYTES = 400
         export({kind!r})
         """
     killed_at_sync(code, first)
@@ -249,37 +250,26 @@ def test_a_second_export_into_one_folder_is_refused(store: Path) -> None:
 
 
 def test_a_full_disk_is_told_before_or_leaves_nothing_half(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, set_free_disk: Callable[[int], None]
 ) -> None:
-    with monkeypatch.context() as full:
-        full.setattr(AtomicFolder, "free_bytes", lambda _: 100)
-        with pytest.raises(RunError, match=r"needs about .* and 100 B are free"):
-            export()
-    opened = ExportFolder.file
-
-    @contextlib.contextmanager
-    def fails(self: Any, name: str) -> Iterator[BinaryIO]:
-        with opened(self, name) as file:
-            yield file
-            if "-00001-" in name:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as full:
-        full.setattr(ExportFolder, "file", fails)
-        with pytest.raises(
-            RunError, match="Free some space and give the same command again"
-        ) as failed:
-            export("parquet")
+    free = shutil.disk_usage(".").free
+    set_free_disk(100)
+    with pytest.raises(RunError, match=r"needs about .* and 100 B are free"):
+        export()
+    set_free_disk(free)
+    with (
+        files_of_at_most(1000),
+        pytest.raises(RunError, match="Free some space and give the same command again") as failed,
+    ):
+        export("parquet")
     assert failed.value.exit_code == 1
     assert digests() == {}
     assert temporary_files(Path("out")) == []
     export("npy")
-    with monkeypatch.context() as full:
-        full.setattr(ExportFolder, "file", fails)
-        before = digests()
-        with pytest.raises(RunError, match="No space left"):
-            export("parquet", overwrite=True)
-        assert digests() == before, "the old export stays until the new one is complete"
+    before = digests()
+    with files_of_at_most(1000), pytest.raises(RunError, match="Free some space"):
+        export("parquet", overwrite=True)
+    assert digests() == before, "the old export stays until the new one is complete"
 
 
 def test_a_disk_that_fails_while_files_get_their_names_ends_with_one_line(
@@ -350,8 +340,8 @@ _MEASURED = """
 import importlib, sys, threading, time
 from featx.export.run import run_export
 from featx.config.schema import from_keywords, from_composed
-from featx.export import selection
-selection.BLOCK_BYTES = 4 << 20
+from featx.base import block_sizes
+block_sizes.BLOCK_BYTES = 8 << 20
 
 def anonymous():
     with open("/proc/self/status") as file:

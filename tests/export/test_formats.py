@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -375,15 +376,15 @@ def test_a_row_that_is_lost_meanwhile_is_never_written() -> None:
     assert not list(Path("out").rglob("*.npy"))
 
 
-def test_narrow_rows_are_not_taken_by_the_million(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_rows_are_not_taken_by_the_million(set_block_sizes: Callable[..., None]) -> None:
     """As objects of Python, rows of csv took 2 KB each, whatever their features."""
-    monkeypatch.setattr(selection, "BLOCK_BYTES", 32 << 20)
-    monkeypatch.setattr(selection, "BLOCK_ROWS", 5)
+    set_block_sizes(64 << 20)
     write_store()
-    rows = selection.ExportSelection(featx.open("store"), ("flat",), np.arange(2, 19))
-    spans = [(2, 7), (7, 12), (12, 17), (17, 19)]
-    assert [*rows.spans(2, 19)] == spans
-    assert [(start, stop) for start, stop, _ in rows.blocks(2, 17)] == spans[:3]
+    every = np.arange(150_000) % len(featx.open("store"))
+    rows = selection.ExportSelection(featx.open("store"), ("flat",), every)
+    spans = [(2, 65_538), (65_538, 131_074), (131_074, 150_000)]
+    assert [*rows.spans(2, 150_000)] == spans
+    assert [(start, stop) for start, stop, _ in rows.blocks(2, 131_074)] == spans[:2]
     assert [*rows.each_key()] == rows.keys.tolist()
 
 

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,12 @@ def store_of(features: dict[str, np.ndarray], labels: list[int]) -> featx.Featur
     return featx.open(make_labelled(features, labels, ("a", "b")).write(Path("store")))
 
 
-def test_statistics_of_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_a_map(set_block_sizes: Callable[..., None]) -> None:
     values = np.zeros((4, 3, 8, 8), np.float32)
     values[:, 0] = 2.0
     values[2, 1, 5, 5] = -3.0  # the third channel is dead
     store = store_of({"map": values}, [0, 1, 0, 1])
-    two_blocks = 2 * 3 * 64 * 4
-    monkeypatch.setattr("featx.analysis.statistics.tokens.BLOCK_BYTES", two_blocks)
+    set_block_sizes(2 * 3 * 64 * 4)  # two blocks
     found = layer_statistics(store, "map", np.arange(4))
     assert (found["channels"], found["dead"], found["what"]) == (3, 1, "channels")
     assert found["zeros"] == pytest.approx((values == 0).mean())
@@ -115,10 +115,10 @@ def test_a_plot_of_two_groups_keeps_them_apart() -> None:
     assert np.array_equal(again["tsne"], found["tsne"])
 
 
-def test_large_maps_are_averaged_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_maps_are_averaged_block_by_block(set_block_sizes: Callable[..., None]) -> None:
     values = np.random.default_rng(0).normal(size=(11, 9, 32, 32)).astype(np.float32)
     store = store_of({"map": values}, [0, 1] * 5 + [0])
-    monkeypatch.setattr("featx.export.report.layers.READ_BYTES", 4 * 4 * 9 * 32 * 32)
+    set_block_sizes(4 * 4 * 9 * 32 * 32)
     found = plot_of(store, "map", np.arange(11))
     expected, shares = principal_scores(values.mean((2, 3)), 2)
     assert found["pooled"]
@@ -133,7 +133,7 @@ def test_a_layer_without_a_plot_says_why() -> None:
     assert "a plot needs 4 rows" in plot_of(store, "flat", np.arange(3), tsne=True)["note"]
 
 
-def test_shares_of_the_same_class_among_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_the_same_class_among_the_nearest(set_block_sizes: Callable[..., None]) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(50, 4)).astype(np.float32)
     labels = rng.integers(0, 3, 50)
@@ -147,11 +147,11 @@ def test_shares_of_the_same_class_among_the_nearest(monkeypatch: pytest.MonkeyPa
         expected[row] = (labels[others] == labels[row]).mean()
     expected[7] = np.nan
     assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
-    monkeypatch.setattr("featx.export.report.layers.BLOCK_NUMBERS", 100)
+    set_block_sizes(4 * 100)
     assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
 
 
-def test_pairs_of_near_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_near_duplicates(set_block_sizes: Callable[..., None]) -> None:
     x = np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32) + 5
     x[31] = x[2] + 0.01
     x[9] = x[8]
@@ -160,11 +160,11 @@ def test_pairs_of_near_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [(i, j) for i, j, _ in pairs] == [(8, 9), (2, 31)]
         assert count == 2
         assert pairs[0][2] == pytest.approx(1)
-        monkeypatch.setattr("featx.export.report.similar_rows.BLOCK_NUMBERS", 120)
+        set_block_sizes(4 * 120)
     assert similar_pairs(x, 0.9, 1) == (pairs[:1], 2)
 
 
-def test_neighbours_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_are_exact_and_know_their_class(set_block_sizes: Callable[..., None]) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(30, 5)).astype(np.float32)
     x[7] = x[4]
@@ -181,7 +181,7 @@ def test_neighbours_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyPat
     assert [each["row"] for each in of_unlabelled] == order.tolist()
     assert all(each["same"] is None for each in of_unlabelled)
     assert (found["among"], found["whole"]) == (30, True)
-    monkeypatch.setattr("featx.export.report.similar_rows.KEEP_BYTES", 10 * 5 * 4)
+    set_block_sizes(64 << 20, keep_bytes=10 * 5 * 4)
     part = neighbours_of(store, "flat", np.arange(30), [4], [12], 0, "cpu")
     assert 10 <= part["among"] <= 12
     assert not part["whole"]

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,7 @@ import featx
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError
 from featx.export.tensorboard.events import Histogram
-from featx.pipeline import Interrupted, feature_output
-from featx.sources import FolderSource
-from featx.types import ImageFault, Status
+from featx.pipeline import Interrupted
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -151,20 +150,17 @@ def test_the_events_hold_every_value_and_the_timings_of_every_part(photos: Path)
 
 @pytest.mark.slow
 def test_a_resumed_run_continues_with_the_next_step(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
+    photos: Path, on_batch: list[Callable[[Any], None]]
 ) -> None:
-    compute = feature_output.compute_rows
-
-    def interrupted(context: Any, engine: Any, batch: Any) -> Any:
+    def interrupted(batch: Any) -> None:
         if batch.start == 8:
             os.kill(os.getpid(), signal.SIGTERM)
-        return compute(context, engine, batch)
 
-    monkeypatch.setattr(feature_output, "compute_rows", interrupted)
+    on_batch.append(interrupted)
     with pytest.raises(Interrupted):
         extract(photos, tensorboard=True)
     assert steps(read_back()) == [4, 8, 12]
-    monkeypatch.setattr(feature_output, "compute_rows", compute)
+    on_batch.clear()
     extract(photos, tensorboard=True)
     found = read_back()
     assert steps(found) == [4, 8, 12, 16, 20, 21]
@@ -228,21 +224,16 @@ def test_a_graph_that_was_interrupted_is_written_by_the_same_command(
 
 
 def test_a_finished_store_gets_a_projector_and_a_graph_and_no_row_again(
-    photos: Path, computed: list[Any], capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    extract(photos, layers=["pool"], pack=True)
+    photos: Path, computed: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = [path.relative_to(photos.parent) for path in sorted(photos.rglob("*.png"))]
+    lines = [f"{path},{path.parent.name}\n" for path in paths]
+    Path("t.csv").write_text("".join(["path,label\n", *lines]))
+    extract("t.csv", layers=["pool"], pack=True)
     before, manifest = stored_bytes(), Path("store/featx.json").read_bytes()
     computed.clear()
-    read = FolderSource.read
-
-    def read_others(source: FolderSource, key: bytes) -> bytes:
-        if key == b"cat/000.png":
-            raise ImageFault(Status.MISSING, "no such file")
-        return read(source, key)
-
-    monkeypatch.setattr(FolderSource, "read", read_others)
-    extract(photos, layers=["pool"], tensorboard=5)
+    (photos / "cat" / "000.png").unlink()
+    extract("t.csv", layers=["pool"], tensorboard=5)
     assert computed == []
     assert stored_bytes() == before
     assert Path("store/featx.json").read_bytes() == manifest
@@ -343,15 +334,26 @@ def test_a_store_without_an_ok_row_has_no_projector(
     assert not Path("store/tensorboard/projector_config.pbtxt").exists()
 
 
+class WideNet(TwoStageConvNet):
+    """With a layer of more numbers than a projector shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Linear(4, 8193)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(super().forward(x))
+
+
 def test_wide_layers_are_left_out_of_the_projector(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("featx.export.tensorboard.projector.MAX_WIDTH", 7)
-    extract(photos, layers=["conv", "deep"], tensorboard=True)
+    model = {**MODEL, "factory": "test_tensorboard:WideNet"}
+    extract(photos, model=model, layers=["deep", "wide"], tensorboard=True)
     config = Path("store/tensorboard/projector_config.pbtxt").read_text()
     assert '"deep"' in config
-    assert '"conv"' not in config
-    assert "conv is not in the projector, over 7 numbers" in capfd.readouterr().err
+    assert '"wide"' not in config
+    assert "wide is not in the projector, over 8192 numbers" in capfd.readouterr().err
 
 
 def test_without_the_package_the_error_names_the_extra(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +144,10 @@ def test_classes_of_one_row_are_left_out() -> None:
 
 @pytest.mark.parametrize("job", ["probe", "mislabelled"])
 def test_probabilities_that_do_not_fit_into_memory_are_refused(
-    job: str, monkeypatch: pytest.MonkeyPatch
+    job: str, set_free_memory: Callable[..., None]
 ) -> None:
     planted_store()
-    monkeypatch.setattr("featx.base.machine.free_memory", lambda: 10.0)
+    set_free_memory(10.0)
     with pytest.raises(ConfigError, match=r"The probabilities of 3 classes take .* 10 B of memory"):
         run_job(job, store="store", layers="x", device="cpu")
 

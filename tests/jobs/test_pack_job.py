@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,13 +75,16 @@ def test_an_unfinished_store_is_refused_and_keeps_its_parts(stored: Stored) -> N
     assert not PACKED.exists()
 
 
-def test_without_room_the_parts_are_kept(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_the_parts_are_kept(
+    stored: Stored, set_free_disk: Callable[[int], None]
+) -> None:
     stored(pack=False)
     before = featx.open("store")["conv"][:].tobytes()
-    with monkeypatch.context() as full:
-        full.setattr("featx.storage.local_folder.AtomicFolder.free_bytes", lambda _: 1000)
-        with pytest.raises(RunError, match=r"needs \d+ bytes, but 1000 are free") as no_room:
-            run_job("pack", out="store")
+    free = shutil.disk_usage(".").free
+    set_free_disk(1000)
+    with pytest.raises(RunError, match=r"needs \d+ bytes, but 1000 are free") as no_room:
+        run_job("pack", out="store")
+    set_free_disk(free)
     assert no_room.value.exit_code == 1
     assert not PACKED.exists()
     assert len(list(Path("store/parts").iterdir())) == 6

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from csv_rows import csv_rows
+from made_store import flip_byte_of_row
 from PIL import Image
 from safetensors.numpy import load_file
 from tiny_model import TRUSTED, extract, run_job, write_image, write_images
@@ -95,16 +97,17 @@ def test_a_probe_of_other_rows_is_said(
 
 
 def test_a_page_of_other_predictions_does_not_stay_beside_new_ones(
-    probed: featx.FeatureStore, photos: Path, monkeypatch: pytest.MonkeyPatch
+    probed: featx.FeatureStore, photos: Path, on_open: list[Callable[[str], None]]
 ) -> None:
     few = {"name": "folder", "root": str(photos), "limit": 2}
     predict_job(data=few)
     assert Path("new/predictions.html").exists()
 
-    def killed(*_: object) -> str:
-        raise KeyboardInterrupt
+    def killed(path: str) -> None:
+        if Path(path).name.startswith(".tmp-predictions.html"):
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("featx.export.report.render_predictions", killed)
+    on_open.append(killed)
     with pytest.raises(KeyboardInterrupt):
         predict_job(data=few)
     assert not Path("new/predictions.html").exists()
@@ -258,25 +261,22 @@ def test_an_overwritten_store_has_no_probe_of_the_old_one(
 
 
 @pytest.mark.parametrize(
-    ("job", "computation", "options"),
+    ("job", "options"),
     [
-        ("predict", "featx.analysis.run_prediction", {"data": "photos", "model": TRUSTED}),
-        ("probe", "featx.analysis.probe.run.ClassTask", {}),
-        ("neighbors", "featx.analysis.similarity.nearest_rows", {"layers": "pool"}),
-        ("mislabelled", "featx.analysis.probe.judge_labels", {"layers": "pool"}),
+        ("predict", {"data": "gone", "model": TRUSTED}),
+        ("probe", {}),
+        ("neighbors", {"layers": "pool"}),
+        ("mislabelled", {"layers": "pool"}),
     ],
 )
 def test_a_folder_without_the_right_to_write_is_refused_before_the_computation(
     probed: featx.FeatureStore,
     monkeypatch: pytest.MonkeyPatch,
     job: str,
-    computation: str,
     options: dict[str, Any],
 ) -> None:
-    def compute(*_: Any, **__: Any) -> None:
-        pytest.fail("it has computed")
-
-    monkeypatch.setattr(computation, compute)
+    """The computation would find that rows are damaged, or that there are no images."""
+    flip_byte_of_row(Path("store/features.h5"), "pool", 3)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(StoreError, match="this user may not, or the disk is read-only"):
         run_job(job, store="store", **options)
@@ -289,9 +289,9 @@ def test_a_mistyped_path_of_images_leaves_no_folder(probed: featx.FeatureStore) 
 
 
 def test_scores_that_do_not_fit_into_memory_are_refused(
-    probed: featx.FeatureStore, photos: Path, monkeypatch: pytest.MonkeyPatch
+    probed: featx.FeatureStore, photos: Path, set_free_memory: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("featx.base.machine.free_memory", lambda: 10.0)
+    set_free_memory(1e9, 1e9, 10.0)  # the batches fit
     message = r"The scores of \d+ images and 2 classes take .* Predict fewer images at a time"
     with pytest.raises(ConfigError, match=message):
         predict_job(data=str(photos))

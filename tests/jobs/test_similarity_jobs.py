@@ -17,7 +17,6 @@ from tiny_model import run_job
 
 import featx
 from featx.errors import ConfigError, RunError
-from featx.jobs import neighbors
 from featx.similarity import data_set_distance, nearest_rows
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -110,12 +109,12 @@ def test_scores_are_those_of_standardised_values(
 
 
 def test_many_pairs_are_in_the_npz_only(
-    store: featx.FeatureStore, monkeypatch: pytest.MonkeyPatch
+    store: featx.FeatureStore,
 ) -> None:
+    make_run(2000, 512, {"flat": (8,)}).write(Path("large"))
     ask("neighbors", k=4, out="found")
     assert Path("found/neighbors.csv").exists()
-    monkeypatch.setattr(neighbors, "CSV_PAIRS", 29 * 4)
-    ask("neighbors", k=5, out="found")
+    ask("neighbors", store="large", k=501, out="found")
     assert [path.name for path in Path("found").iterdir()] == ["neighbors.npz"]
 
 

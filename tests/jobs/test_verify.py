@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import Stored, slow_except
-from made_store import dataset_digests
+from made_store import dataset_digests, flip_byte_of_row
 from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image
 
 import featx
@@ -30,22 +31,6 @@ def look(capsys: pytest.CaptureFixture[str], **keys: Any) -> tuple[int, dict[str
     capsys.readouterr()
     code = run_job("verify", json=True, **{"out": "store", **keys})
     return code, json.loads(capsys.readouterr().out)
-
-
-def flip_byte_of_row(path: Path, layer: str, row: int) -> None:
-    """One bit of one stored row, in the chunk's bytes on the disk."""
-    with h5py.File(path) as file:
-        dataset = file[f"features/{layer}"]
-        step = dataset.chunks[0]
-        chunk = dataset.id.get_chunk_info_by_coord(
-            (row // step * step,) + (0,) * (dataset.ndim - 1)
-        )
-        row_bytes = int(np.prod(dataset.shape[1:])) * dataset.dtype.itemsize
-    with path.open("r+b") as raw:
-        raw.seek(chunk.byte_offset + row % step * row_bytes)
-        byte = raw.read(1)[0]
-        raw.seek(-1, os.SEEK_CUR)
-        raw.write(bytes([byte ^ 1]))
 
 
 def test_exit_codes_and_json_of_sound_incomplete_and_damaged(
@@ -183,13 +168,13 @@ def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
     photos: Path,
     capsys: pytest.CaptureFixture[str],
     computed: list[tuple[frozenset[str], int]],
-    monkeypatch: pytest.MonkeyPatch,
+    on_batch: list[Callable[[Any], None]],
+    set_chunk_bytes: Callable[[int], None],
     pack: bool,
     codec: str,
 ) -> None:
     """A part has 16 rows and a chunk of `conv` two; the repair fails before it computes them."""
-    for name in ("CHUNK_BYTES", "CHUNK_BYTES_COMPRESSED"):
-        monkeypatch.setattr(layout, name, 600)
+    set_chunk_bytes(600)
     keys: dict[str, Any] = {"part_rows": 16, "layers": ["conv", "pool"], "codec": codec}
     extract(photos, pack=pack, **keys)
     path = Path("store/features.h5" if pack else "store/parts/part-000000.h5")
@@ -198,10 +183,10 @@ def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
         assert file["features/conv"].chunks[0] == 2
         file["features/conv"][9] = 0
     computed.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr("featx.pipeline.row_updates.compute_rows", raises_runtime_error)
-        with pytest.raises(RuntimeError):
-            look(capsys, verify={"repair": True})
+    on_batch.append(raises_runtime_error)
+    with pytest.raises(RuntimeError):
+        look(capsys, verify={"repair": True})
+    on_batch.clear()
     conv = featx.open("store")["conv"]
     assert conv[:8].tobytes() == whole[:8].tobytes()
     assert conv[10:].tobytes() == whole[10:].tobytes()
@@ -433,7 +418,7 @@ def test_what_cannot_be_extracted_again_is_refused_before_anything_moves(
 def test_a_repair_that_was_killed_before_the_pack_packs_when_it_is_given_again(
     photos: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    on_open: list[Callable[[str], None]],
     is_packed: bool,
 ) -> None:
     extract(photos, pack=is_packed)
@@ -441,18 +426,18 @@ def test_a_repair_that_was_killed_before_the_pack_packs_when_it_is_given_again(
     before = dataset_digests(file)
     flip_byte_of_row(file, "conv", 0 if not is_packed else 9)
 
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
+    def killed_at_pack(path: str) -> None:
+        if Path(path).name.startswith(".tmp-features.h5"):
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("featx.pipeline.feature_output.pack_parts", killed)
-        patch.setattr("featx.jobs.verify.pack_store", killed)
-        if is_packed:
-            with pytest.raises(KeyboardInterrupt):
-                look(capsys, verify={"repair": True})
-            assert not file.exists()
-        else:
-            assert look(capsys, verify={"repair": True})[0] == 0
+    on_open.append(killed_at_pack)
+    if is_packed:
+        with pytest.raises(KeyboardInterrupt):
+            look(capsys, verify={"repair": True})
+        assert not file.exists()
+    else:
+        assert look(capsys, verify={"repair": True})[0] == 0
+    on_open.clear()
     for _ in range(2):
         code, found = look(capsys, verify={"repair": True})
         assert (code, found["damages"], found["missing"]) == (0, [], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -20,7 +21,6 @@ from tiny_model import write_image, write_images
 import featx
 from featx.errors import FeatxError, StoreMismatchError
 from featx.models import build_backbone
-from featx.pipeline import finished_run
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -311,9 +311,9 @@ def test_the_store_of_another_command_is_not_taken_for_its_own(extract: Extract)
 def test_other_versions_build_the_model(
     would_build: Extract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = finished_run.installed_version
+    real = importlib.metadata.version
     monkeypatch.setattr(
-        finished_run, "installed_version", lambda name: "0.1" if name == "pillow" else real(name)
+        importlib.metadata, "version", lambda name: "0.1" if name == "pillow" else real(name)
     )
     assert would_build()
 

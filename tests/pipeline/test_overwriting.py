@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interruptions import on_commit
 from made_store import dataset_digests
 from processes import outcome, running
 from tiny_model import COMMAND, MODEL, extract, write_image
@@ -16,26 +17,29 @@ from waiting import wait_until
 import featx
 from featx.errors import StoreLockedError
 from featx.pipeline import Interrupted
-from featx.store import StoreSession
+from featx.types import Part
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 MARK = Path("store/.overwriting")
 
 
+def interrupt_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Let the commit of the last of so many parts end with the exception of a signal."""
+    done: list[Part] = []
+
+    def interrupt(part: Part) -> None:
+        done.append(part)
+        if len(done) == count:
+            raise Interrupted(signal.SIGINT)
+
+    on_commit(patch, interrupt)
+
+
 def stopped_after(parts: int, monkeypatch: pytest.MonkeyPatch, photos: object, **keys: Any) -> None:
     """A run that a signal ends when so many parts are committed."""
-    commit, done = StoreSession.commit, []
-
-    def commit_and_stop(self: StoreSession, builder: Any) -> Any:
-        failures = commit(self, builder)
-        done.append(builder.part.index)
-        if len(done) == parts:
-            raise Interrupted(signal.SIGINT)
-        return failures
-
     with monkeypatch.context() as patch:
-        patch.setattr(StoreSession, "commit", commit_and_stop)
+        interrupt_after_commits(patch, parts)
         with pytest.raises(Interrupted):
             extract(photos, **keys)
 
@@ -144,20 +148,10 @@ def test_statistics_are_resumed_as_well(
 ) -> None:
     from tiny_model import KEYS
 
-    from featx.analysis.statistics.session import StatsSession
-
     keys = {**KEYS, "data": str(photos), "overwrite": True}
     featx.stats(**keys)
-    record_commit, done = StatsSession.record_commit, []
-
-    def record_and_stop(self: StatsSession, part: Any, *computed: Any) -> None:
-        record_commit(self, part, *computed)
-        done.append(part.index)
-        if len(done) == 2:
-            raise Interrupted(signal.SIGINT)
-
     with monkeypatch.context() as patch:
-        patch.setattr(StatsSession, "record_commit", record_and_stop)
+        interrupt_after_commits(patch, 2)
         with pytest.raises(Interrupted):
             featx.stats(**keys)
     assert Path("store/.stats-overwriting").exists()

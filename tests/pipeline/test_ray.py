@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +28,11 @@ from waiting import wait_until
 import featx as package
 from featx.base import take_cpus
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreMismatchError
-from featx.pipeline import FeatureOutput
 from featx.pipeline.executors import ray as ray_executor
-from featx.pipeline.executors import worker
 from featx.storage.s3_folder import S3Folder
 from featx.store import check_store, clear_heartbeats, layout, read_heartbeats
 from featx.store.heartbeat import pid_namespace
+from featx.types import Part
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -58,7 +57,8 @@ class MadeRay:
     Attributes:
         actors: numbers of those that were started.
         die_at: part -> how many actors die at it.
-        delay_s: how long it takes to wait for a result.
+        start_s: how long it takes to start an actor.
+        before_run: called in an actor that has been started.
         is_connected: whether the caller has connected.
     """
 
@@ -69,7 +69,8 @@ class MadeRay:
         self.killed: list[Any] = []
         self.asked: dict[str, Any] = {}
         self.die_at: dict[int, int] = {}
-        self.delay_s = 0.0
+        self.start_s = 0.0
+        self.before_run: Callable[[], None] = lambda: None
         self.is_connected = True
 
     def is_initialized(self) -> bool:
@@ -85,18 +86,19 @@ class MadeRay:
         self.asked = asked
 
         def started() -> Any:
+            time.sleep(self.start_s)
             real = ray_executor.Actor()
             return SimpleNamespace(run=SimpleNamespace(remote=lambda *given: Call(real.run, given)))
 
         return lambda kind: SimpleNamespace(remote=started)
 
     def wait(self, calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], Any]:
-        time.sleep(self.delay_s)
         return calls[:1], calls[1:]
 
     def get(self, call: Call) -> Any:
         self.actors.append(call.arguments[1])
         try:
+            self.before_run()
             return call.function(*pickle.loads(pickle.dumps(call.arguments)))
         except DeathError:
             raise RayError(
@@ -121,20 +123,20 @@ class Call:
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
+def ray(
+    monkeypatch: pytest.MonkeyPatch,
+    fast_clock: None,
+    on_begin_part: list[Callable[[Part], None]],
+) -> Iterator[MadeRay]:
     made = MadeRay()
-    monkeypatch.setattr(ray_executor, "ray_module", lambda: made)
-    monkeypatch.setattr(ray_executor.ActorPool, "poll_s", 0.01)
-    monkeypatch.setattr("featx.pipeline.executors.worker_pool.MAX_POLL_S", 0.01)
-    begin_part = worker.PartWorker.begin_part
+    monkeypatch.setitem(sys.modules, "ray", made)
 
-    def dying(self: Any, part: Any) -> Any:
+    def die(part: Part) -> None:
         if made.die_at.get(part.index, 0):
             made.die_at[part.index] -= 1
             raise DeathError
-        return begin_part(self, part)
 
-    monkeypatch.setattr(worker.PartWorker, "begin_part", dying)
+    on_begin_part.append(die)
     yield made
     take_cpus(None)
 
@@ -186,16 +188,13 @@ def test_the_part_of_an_actor_that_dies_is_done_by_another(
     )
 
 
-@pytest.mark.usefixtures("ray")
-def test_actors_that_cannot_begin_end_the_run_with_the_reason(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actors_that_cannot_begin_end_the_run_with_the_reason(photos: Path, ray: MadeRay) -> None:
     """As on a node without featx."""
 
-    def run(self: Any, spec: Any, number: int, device: str) -> None:
+    def fail() -> None:
         raise ModuleNotFoundError("No module named 'featx'")
 
-    monkeypatch.setattr(ray_executor.Actor, "run", run)
+    ray.before_run = fail
     with pytest.raises(RunError, match=r"No module named 'featx'\W+ before it had a part, the 3rd"):
         extract(photos, executor={"name": "ray", "workers": 1})
 
@@ -209,9 +208,7 @@ def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
         address = f"127.0.0.1:{head.getsockname()[1]}"
     context = SimpleNamespace(gcs_address=address)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context, raising=False)
-    monkeypatch.setattr("featx.pipeline.executors.ray.HEAD_LOST_S", 0.0)
-    monkeypatch.setattr("featx.pipeline.executors.ray.HEAD_CHECK_S", 0.01)
-    ray.delay_s = 0.02
+    ray.start_s = ray_executor.HEAD_LOST_S
     with pytest.raises(RunError, match=r"the head of the Ray cluster at .* start the cluster"):
         extract(photos, executor="ray")
     context.gcs_address = ""
@@ -221,42 +218,35 @@ def test_the_loss_of_the_head_ends_the_run_which_resumes_later(
 
 @pytest.mark.usefixtures("ray")
 def test_an_exception_in_an_actor_names_its_part(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
+    photos: Path, on_batch: list[Callable[[Any], None]]
 ) -> None:
-    compute = FeatureOutput.compute
-
-    def raising(self: Any, engine: Any, batch: Any) -> Any:
+    def fail(batch: Any) -> None:
         if batch.start >= 8:
             raise ValueError("a bug in the model")
-        return compute(self, engine, batch)
 
-    monkeypatch.setattr(FeatureOutput, "compute", raising)
+    on_batch.append(fail)
     with pytest.raises(RunError) as failed:
         extract(photos, executor={"name": "ray", "workers": 1})
     assert "actor 0, part 2 (rows 8 to 11): ValueError: a bug in the model" in str(failed.value)
 
 
-@pytest.mark.usefixtures("ray")
 def test_an_actor_refuses_a_data_set_that_has_changed_since_it_was_listed(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
+    photos: Path, ray: MadeRay
 ) -> None:
     """It opens the table by itself, as that cannot be pickled."""
     lines = [f"{path},{path.parent.name}\n" for path in sorted(photos.rglob("*.png"))]
     Path("t.csv").write_text("".join(["path,label\n", *lines]))
-    run = ray_executor.Actor.run
 
-    def run_later(self: Any, spec: Any, number: int, device: str) -> None:
+    def change() -> None:
         Path("t.csv").write_text("".join(["path,label\n", *lines]).replace(",cat", ",dog", 1))
-        run(self, spec, number, device)
 
-    monkeypatch.setattr(ray_executor.Actor, "run", run_later)
+    ray.before_run = change
     with pytest.raises(StoreMismatchError, match=r"actor 0.*other labels: .* was cat and is dog"):
         extract("t.csv", executor={"name": "ray", "workers": 1})
 
 
-@pytest.mark.usefixtures("ray")
 def test_an_actor_refuses_other_images_under_the_same_keys_and_labels(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
+    photos: Path, ray: MadeRay
 ) -> None:
     def write(value: int) -> None:
         with h5py.File("new.h5", "w") as file:
@@ -264,15 +254,9 @@ def test_an_actor_refuses_other_images_under_the_same_keys_and_labels(
         Path("new.h5").replace("images.h5")  # readers of the old file keep it
 
     write(1)
-    run = ray_executor.Actor.run
-
-    def run_later(self: Any, spec: Any, number: int, device: str) -> None:
-        write(2)
-        run(self, spec, number, device)
-
     data = {"name": "hdf5", "root": "images.h5", "dataset": "/images"}
     assert extract(data, executor={"name": "ray", "workers": 1}, out="unchanged").complete
-    monkeypatch.setattr(ray_executor.Actor, "run", run_later)
+    ray.before_run = lambda: write(2)
     with pytest.raises(RunError, match=r"actor 0.*images of images.h5 have changed since the run"):
         extract(data, executor={"name": "ray", "workers": 1})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,14 +38,14 @@ def check_auto(monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None) 
 
     services = SimpleNamespace(get_ray_address_from_environment=found)
     private = {} if answer is None else {"_private": SimpleNamespace(services=services)}
-    monkeypatch.setattr(module, "ray_module", lambda: made_ray(is_connected=False, **private))
+    monkeypatch.setitem(sys.modules, "ray", made_ray(is_connected=False, **private))
     module.check(Config(executor=RayOptions(address="auto")))
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 

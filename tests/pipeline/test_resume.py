@@ -51,9 +51,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     assert json.loads(manifest)["resolved"]["batch_size"] == 16
     assert json.loads(manifest)["part_rows"] == 16
     Path("store/parts/part-000001.h5").unlink()
-    of_speed(monkeypatch, 3000.0, in_bf16=1.0)
-    monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
-    monkeypatch.setattr("featx.pipeline.output.PART_SECONDS", 1.0)
+    of_speed(monkeypatch, 3000.0, in_bf16=1.0, cpu_batch=2)
     capfd.readouterr()
     assert extract(photos, **AUTO).complete
     printed = capfd.readouterr().err

@@ -11,7 +11,7 @@ from tiny_model import MODEL, extract
 from featx.config import Config
 from featx.pipeline import exit_code
 from featx.pipeline.row_failures import failures_text
-from featx.store import heartbeat, read_heartbeats
+from featx.store import read_heartbeats
 from featx.types import Failure, Status
 
 
@@ -52,10 +52,9 @@ def test_failures_are_grouped_by_their_message() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_tmp_path")
-def test_the_heartbeat_of_a_run_counts_them(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("in_tmp_path", "quick_heartbeats")
+def test_the_heartbeat_of_a_run_counts_them(photos: Path) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     seen, ended = {None}, threading.Event()
 
     def look() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +22,21 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
 from object_server import num_parts, place, rows_of, worker_pids
+from stub_worker import stub_spec
 from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
 from waiting import eventually, wait_until
 
 import featx as package
 from featx.base import take_cpus
+from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreLockedError
 from featx.pipeline.executors import slurm, slurm_task, worker
-from featx.pipeline.executors.job_folder import WorkerReport
+from featx.pipeline.executors.job_folder import (
+    SPEC,
+    PickledWorkerSpec,
+    WorkerReport,
+    result_path,
+)
 from featx.storage import AtomicFolder, open_folder
 from featx.store import Heartbeat, check_store, heartbeat_name, layout
 from featx.types import Part
@@ -47,6 +57,9 @@ class MadeSlurm:
         lose: number of tasks that fail before they begin.
         refusals: what sbatch prints on stderr the next times, instead of taking tasks.
         canceled: ids given to scancel.
+        left_s: seconds until the time limit of the first task, or None.
+        specs: what the tasks that ran have read.
+        reports: of the tasks that ran.
     """
 
     def __init__(self) -> None:
@@ -54,6 +67,9 @@ class MadeSlurm:
         self.num_tasks = self.lose = 0
         self.refusals: list[str] = []
         self.canceled: list[str] = []
+        self.left_s: float | None = None
+        self.specs: list[worker.WorkerSpec] = []
+        self.reports: list[WorkerReport] = []
         self._states: dict[str, str] = {}
         self._tasks: dict[str, list[str]] = {}
 
@@ -83,8 +99,9 @@ class MadeSlurm:
                 self._states[task] = "NODE_FAIL"
                 continue
             folder, number, device = self._tasks[task][-6:-3]
-            spec = worker.read_spec(Path(folder))
-            worker.run_worker(spec, int(number), device)
+            self.specs.append(worker.read_spec(Path(folder)))
+            left_s = None if self.reports else self.left_s
+            self.reports.append(worker.run_worker(self.specs[-1], int(number), device, left_s))
             self._states[task] = "COMPLETED"
         return 0, "".join(f"{task}|{state}|None\n" for task, state in self._states.items()), ""
 
@@ -97,15 +114,10 @@ class MadeSlurm:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeSlurm]:
+def cluster(monkeypatch: pytest.MonkeyPatch, fast_clock: None) -> Iterator[MadeSlurm]:
     made = MadeSlurm()
     monkeypatch.setattr(slurm, "run_command", made.run)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(slurm.JobArray, "poll_s", 0.01)
-    monkeypatch.setattr(slurm.JobArray, "report_s", 0.0)
-    monkeypatch.setattr(slurm, "ASK_S", 0.0)
-    # A task runs while the pool looks after it, so a look takes long.
-    monkeypatch.setattr("featx.pipeline.executors.worker_pool.MAX_POLL_S", 0.01)
     yield made
     take_cpus(None)
 
@@ -191,20 +203,10 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
     assert extract(photos).complete
 
 
-def test_a_task_that_ends_after_its_run_leaves_nothing(
-    photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_ends_after_its_run_leaves_nothing(photos: Path, cluster: MadeSlurm) -> None:
     """Slurm has lost it, another one has taken its place, and it was alive."""
-    specs: list[worker.WorkerSpec] = []
-    read = worker.read_spec
-
-    def read_and_keep(folder: Path) -> worker.WorkerSpec:
-        specs.append(read(folder))
-        return specs[-1]
-
-    monkeypatch.setattr(worker, "read_spec", read_and_keep)
     assert extract(photos, executor=SLURM).complete
-    worker.run_worker(specs[0], 0, "cpu")
+    worker.run_worker(cluster.specs[0], 0, "cpu")
     assert not Path("store/jobs").exists()
 
 
@@ -251,26 +253,21 @@ def test_in_mid_run_a_controller_is_waited_for(
 
 @pytest.fixture
 def interrupted_task(
-    photos: Path, cluster: MadeSlurm, monkeypatch: pytest.MonkeyPatch
+    photos: Path,
+    cluster: MadeSlurm,
+    on_begin_part: list[Callable[[Part], None]],
 ) -> Callable[..., list[WorkerReport]]:
     """Runs whose first task is interrupted when its third part is begun; the reports of all."""
-    reports: list[WorkerReport] = []
-    run_worker, begin_part = worker.run_worker, worker.PartWorker.begin_part
 
-    def do(event: Callable[[], None], left_s: float | None = None) -> list[WorkerReport]:
-        def beginning(self: Any, part: Part) -> Any:
-            if part.index == 2 and not reports:
+    def do(event: Callable[[], object], left_s: float | None = None) -> list[WorkerReport]:
+        def beginning(part: Part) -> None:
+            if part.index == 2 and not cluster.reports:
                 event()
-            return begin_part(self, part)
 
-        def reported(spec: Any, number: int, device: str) -> WorkerReport:
-            reports.append(run_worker(spec, number, device, None if reports else left_s))
-            return reports[-1]
-
-        monkeypatch.setattr(worker.PartWorker, "begin_part", beginning)
-        monkeypatch.setattr(worker, "run_worker", reported)
+        on_begin_part.append(beginning)
+        cluster.left_s = left_s
         assert extract(photos, executor={**SLURM, "workers": 1}).complete
-        return reports
+        return cluster.reports
 
     return do
 
@@ -300,38 +297,55 @@ def test_a_task_that_is_told_to_end_keeps_what_is_committed_and_another_does_the
 def test_a_task_ends_by_its_own_clock_before_its_time_limit(
     interrupted_task: Callable[..., list[WorkerReport]],
 ) -> None:
-    first, second = interrupted_task(lambda: time.sleep(20), left_s=15.0)
+    first, second = interrupted_task(lambda: threading.Event().wait(20), left_s=15.0)
     assert first.ended_by == worker.TIME_LIMIT
     assert first.num_parts + second.num_parts == 6
 
 
-def test_the_time_limit_of_a_task_begins_with_its_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The arguments of a command `scontrol`, a line for each call by the job 12."""
+    folder, arguments = tmp_path / "bin", tmp_path / "scontrol.args"
+    folder.mkdir()
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {arguments}\n')
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    return arguments
+
+
+@dataclass(frozen=True)
+class SlowOutput:
+    """An output that takes long to say which parts are missing."""
+
+    def uncommitted(self, parts: Sequence[Part]) -> list[Part]:
+        threading.Event().wait(20)
+        return list(parts)
+
+
+def test_the_time_limit_of_a_task_begins_with_its_script(tmp_path: Path, scontrol: Path) -> None:
     """A sixth of it is left for the end; what Python took to start is gone."""
-    left: list[float] = []
-
-    def run_worker(spec: Any, number: int, device: str, left_s: float) -> WorkerReport:
-        left.append(left_s)
-        return WorkerReport()
-
-    monkeypatch.setattr(slurm_task, "read_spec", lambda folder: SimpleNamespace(folder=folder))
-    monkeypatch.setattr(slurm_task, "run_worker", run_worker)
-    slurm_task.main(str(tmp_path), "3", "cuda", "240", str(int(time.time()) - 100))
-    assert left == [pytest.approx(100, abs=5)]
+    task: Any = SlowOutput()
+    spec = replace(stub_spec(tmp_path, [Part(0, 0, 4)], Config(), task), folder=tmp_path / "jobs")
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / SPEC).write_bytes(pickle.dumps(PickledWorkerSpec(spec)))
+    began = time.monotonic()
+    slurm_task.main(str(tmp_path / "jobs"), "3", "cuda", "12", str(time.time() - 9.5))
+    assert 0.3 < time.monotonic() - began < 2.4, "2 s before its limit, which is in 2.5 s"
+    report = WorkerReport.read(result_path(spec, 3))
+    assert report is not None
+    assert report.ended_by == worker.TIME_LIMIT
+    assert scontrol.read_text() == "requeue 12\n", "nobody else submits it again"
 
 
 @pytest.mark.parametrize(("num_parts", "runs"), [(0, 2), (1, 9)])
 def test_a_task_without_a_driver_is_queued_again_while_it_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, runs: int
+    tmp_path: Path, scontrol: Path, num_parts: int, runs: int
 ) -> None:
-    asked: list[Sequence[str]] = []
-    monkeypatch.setattr(slurm_task, "run_command", asked.append)
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
     spec: Any = SimpleNamespace(folder=tmp_path)
     for _ in range(9):
         slurm_task.requeue(spec, "3", WorkerReport(num_parts=num_parts))
-    assert asked == [["scontrol", "requeue", "12"]] * runs
+    assert scontrol.read_text() == "requeue 12\n" * runs
 
 
 def test_whether_the_driver_lives_is_read_from_its_heartbeat(tmp_path: Path) -> None:

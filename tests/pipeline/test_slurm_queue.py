@@ -55,7 +55,7 @@ class Queue:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now = time.monotonic()
-        monkeypatch.setattr(slurm.time, "monotonic", lambda: self._now)
+        monkeypatch.setattr(time, "monotonic", lambda: self._now)
         self.output: list[str] = []
         self.queue: list[Any] = []
         session: Any = SimpleNamespace(root=root, disk=AtomicFolder(root))

@@ -359,17 +359,15 @@ def test_whole_maps_of_several_sizes_are_refused_before_the_run(mixed: Path) -> 
     assert not Path("store/parts").exists()
 
 
-def test_a_later_image_of_another_size_fails_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write(tmp_path / "photos", (64, 64), (64, 48), (64, 64))
-    monkeypatch.setattr("featx.pipeline.run_context.FEWEST_TRIAL_IMAGES", 2)
+def test_a_later_image_of_another_size_fails_with_the_reason(tmp_path: Path) -> None:
+    """Of nine images that with the number 7 is not among the eight of the trial."""
+    folder = write(tmp_path / "photos", *[(64, 64)] * 7, (64, 48), (64, 64))
     store = extract(Stem(), folder, layers=["deep"], **WINDOWS, conformance_images=1)
     (failure,) = store.failures
-    assert failure["key"] == "1.png"
+    assert failure["key"] == "7.png"
     assert "64 x 48 pixels give deep a row of shape (4, 3, 4)" in failure["message"]
     assert "(4, 4, 4)" in failure["message"]
-    assert np.isfinite(store["deep"][[0, 2]]).all()
+    assert np.isfinite(store["deep"][[0, 8]]).all()
 
 
 def test_more_cells_than_positions_fail_the_image(tmp_path: Path) -> None:

@@ -357,10 +357,17 @@ def test_rows_count_that_were_computed_while_the_clock_ran(
 
 
 def test_too_many_failures_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featx.pipeline.row_failures.EARLY_STOP_S", 0.0)
+    """Where a part takes 100 s, so that minutes of work are left."""
+    now = [10.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     pool = FakePool(tmp_path, max_failures=0)
     failure = Failure(0, b"0", Status.EMPTY, "ImageFault", "empty")
-    pool.events.append(lambda: pool.store.found.update({0: [failure]}))
+
+    def commit() -> None:
+        now[0] += 100
+        pool.store.found.update({0: [failure]})
+
+    pool.events += [lambda: pool.is_ready(0), lambda: None, commit]
     with pytest.raises(TooManyFailuresError):
         pool.run()
     assert pool.store.committed_parts == [0], "the part is recorded before the run ends"

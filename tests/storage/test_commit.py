@@ -7,9 +7,10 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -394,19 +395,25 @@ def test_what_a_killed_writer_left_goes_and_a_living_one_keeps_its_file(
 
 
 @pytest.fixture
-def one_failed_sync(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def one_failed_sync(
+    set_retries: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
     """The first sync of a folder fails with EIO; those that follow are listed."""
-    monkeypatch.setattr("featx.storage.durability.RETRY_WAITS_S", (0.0,))
-    synced: list[Path] = []
-    has_failed: list[Path] = []
+    set_retries(1)
+    synced: list[int] = []
+    has_failed: list[int] = []
+    fsync = os.fsync
 
-    def sync(folder: Path) -> None:
-        if not has_failed:
-            has_failed.append(folder)
+    def sync(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        if is_folder and not has_failed:
+            has_failed.append(descriptor)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        synced.append(folder)
+        if is_folder:
+            synced.append(descriptor)
+        fsync(descriptor)
 
-    monkeypatch.setattr("featx.storage.durability.sync_folder", sync)
+    monkeypatch.setattr(os, "fsync", sync)
     return synced
 
 
@@ -416,7 +423,7 @@ def one_failed_sync(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
      "set_aside", "make_folder", "lock"],
 )  # fmt: skip
 def test_a_sync_of_a_folder_that_fails_once_is_repeated_and_changes_no_answer(
-    tmp_path: Path, one_failed_sync: list[Path], call: str
+    tmp_path: Path, one_failed_sync: list[int], call: str
 ) -> None:
     disk, path = AtomicFolder(tmp_path), tmp_path / "part.h5"
     if call == "set_aside":

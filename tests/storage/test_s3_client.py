@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from faulty_proxy import Exchange, Fault, drop_request, error, faulty_proxy
-from object_server import MemoryServer, environment, place
+from object_server import MemoryServer, S3Requests, environment, place
 
 from featx.errors import ObjectStoreError, StorageError
 from featx.storage import s3_client, s3_outage
@@ -61,10 +61,6 @@ def truncated(exchange: Exchange) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Server]:
     made = Server(getattr(request, "param", drop_request))
-    monkeypatch.setattr(s3_outage, "CURRENT", s3_outage.Outage())
-    monkeypatch.setattr(s3_outage, "CHECK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(s3_client, "MAX_PAUSE_S", 0.01)
     with faulty_proxy("http://nowhere", made.choose) as proxy:
         for name, value in environment(proxy.url).items():
             monkeypatch.setenv(name, value)
@@ -202,8 +198,8 @@ def test_a_server_that_comes_and_goes_is_no_flood_of_lines(
     assert len(caplog.records) == 2
 
 
-def test_in_mid_run_an_outage_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_client, "request", MemoryServer())
+def test_in_mid_run_an_outage_is_no_mistake_of_the_user(s3_requests: S3Requests) -> None:
+    s3_requests.answer = MemoryServer()
     root = place("s3://bucket/run")
     with (
         pytest.raises(StorageError, match="When the object store accepts the request") as output,

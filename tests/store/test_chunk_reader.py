@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featx.errors import StoreError
-from featx.storage import local_file
 from featx.store import chunk_cache, dtypes, layout
 from featx.store.chunk_reader import ChunkReader
 from featx.store.codecs import filters
@@ -76,10 +75,10 @@ def read(rows: ChunkReader, asked: list[int] | np.ndarray, shape: tuple[int, ...
 
 
 @pytest.fixture(params=["map", "file"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest) -> str:
     """Both ways of reading what is not compressed."""
     if request.param == "file":
-        monkeypatch.setattr(local_file, "is_local", lambda device: False)
+        request.getfixturevalue("network_disk")
     return request.param
 
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,16 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 from conftest import run_python, slow_except, with_path
+from interruptions import files_of_at_most, on_commit
 from made_store import MadeRun, dataset_digests, make_grown, make_run, temporary_files
 from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError
-from featx.store import FeatureStore, StoreSession, hdf5_files, read_manifest
+from featx.store import FeatureStore, read_manifest
 from featx.store.pack import pack
+from featx.types import Part
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
@@ -119,14 +119,12 @@ class Acknowledged:
 
     def __enter__(self) -> Acknowledged:
         self._patch = pytest.MonkeyPatch()
-        real = StoreSession.commit
 
-        def commit(session: StoreSession, builder: Any) -> None:
-            real(session, builder)
-            assert builder.part.start == self.rows
-            self.rows = builder.part.stop
+        def acknowledge(part: Part) -> None:
+            assert part.start == self.rows
+            self.rows = part.stop
 
-        self._patch.setattr(StoreSession, "commit", commit)
+        on_commit(self._patch, acknowledge)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,13 +173,8 @@ LARGE = {"num_rows": 64, "part_rows": 8, "shapes": {"flat": (16_384,)}, "failed"
 def test_files_that_may_not_grow_stop_the_run_with_a_message(tmp_path: Path, limit: int) -> None:
     """SIGXFSZ would end a process; Python ignores it, and so the write fails instead."""
     run = make_run(**LARGE)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with pytest.raises(RunError) as stopped:
-            run.finish(tmp_path / "store")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_of_at_most(limit), pytest.raises(RunError) as stopped:
+        run.finish(tmp_path / "store")
     assert_clear(str(stopped.value), tmp_path / "store", errno.EFBIG)
     assert "Raise the limit (ulimit -f), or copy the store" in str(stopped.value)
     assert temporary_files(tmp_path) == []
@@ -612,17 +605,16 @@ def test_a_disk_that_cannot_be_read_ends_the_process_with_a_message_not_a_signal
 
 
 def test_a_part_that_goes_between_the_look_and_the_open_is_read_from_the_packed_file(
-    quick: Path, monkeypatch: pytest.MonkeyPatch
+    quick: Path, on_open: list[Callable[[str], None]]
 ) -> None:
     root = FIRST.finish(quick / "store")
     store = FeatureStore(root)
-    real = hdf5_files.open_hdf5
 
-    def packed_meanwhile(path: Path, **options: Any) -> h5py.File:
-        if path.parent.name == "parts" and path.exists():
-            monkeypatch.setattr(hdf5_files, "open_hdf5", real)
+    def packed_meanwhile(path: str) -> None:
+        if "/parts/" in path:
+            on_open.clear()
             FIRST.finish(root, packed=True)
-        return real(path, **options)
 
-    monkeypatch.setattr(hdf5_files, "open_hdf5", packed_meanwhile)
+    on_open.append(packed_meanwhile)
     assert np.array_equal(store["flat"][:], FIRST.expected("flat"), equal_nan=True)
+    assert not on_open, "no part was opened"

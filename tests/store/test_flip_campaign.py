@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ import h5py
 import numpy as np
 import pytest
 from conftest import run_python
-
-from featx.store import layout
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -124,10 +123,9 @@ def problems_of(root: Path, flip: tuple[str, int, int], found: dict[str, Any]) -
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(set_chunk_bytes: Callable[[int], None]) -> None:
     """What the campaign sets in its own process is undone in this one."""
-    for name in ("CHUNK_BYTES", "CHUNK_BYTES_COMPRESSED"):
-        monkeypatch.setattr(layout, name, flip_campaign.CHUNK_BYTES)
+    set_chunk_bytes(flip_campaign.CHUNK_BYTES)
 
 
 def campaign(tmp_path: Path, kind: str, codec: str, count: int, seed: int) -> None:

@@ -172,14 +172,14 @@ class TestMapped:
         assert self.mapped(path, "big endian").tolist() == list(range(9))
 
     def test_files_of_other_file_systems_and_short_ones_are_left_out(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
+        self, path: Path, request: pytest.FixtureRequest
     ) -> None:
         with path.open("rb") as raw, h5py.File(path) as file:
             keys = file["key"]
             os.truncate(path, 4096)
             assert map_values(keys, raw.fileno(), 0) is None
         path.write_bytes(listing_file(make_listing(700)))
-        monkeypatch.setattr("featx.storage.local_file.is_local", lambda device: False)
+        request.getfixturevalue("network_disk")
         assert self.mapped(path, "key") is None
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty_proxy import Exchange, faulty_proxy
 from made_store import MadeRun, as_bfloat16, make_added, make_run
-from object_server import RequestLog, upload
+from object_server import RequestLog, S3Requests, environment, upload
 
 from featx.errors import ConfigError, ObjectStoreError, StoreError
 from featx.storage import S3Path, parse_path, s3_client
@@ -144,16 +145,16 @@ def test_other_processes_read_too(tmp_path: Path, bucket: str, method: Any) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("honours", [True, False])
 def test_an_object_that_was_replaced_is_refused(
-    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, honours: bool
+    tmp_path: Path, bucket: str, s3_requests: S3Requests, honours: bool
 ) -> None:
     if not honours:  # a server that ignores the condition of a GET returns the bytes that are there
-        request = s3_client.request
+        request = s3_requests.answer
 
         def careless(operation: str, **parameters: Any) -> dict[str, Any]:
             parameters.pop("IfMatch", None)
             return request(operation, **parameters)
 
-        monkeypatch.setattr(s3_client, "request", careless)
+        s3_requests.answer = careless
     run = make_run(8192, 1024, {"wide": (128,)}).identified()
     run.copied(tmp_path / "run", packed=True)
     root = upload(tmp_path / "run", f"s3://{bucket}/run")
@@ -168,14 +169,14 @@ def test_an_object_that_was_replaced_is_refused(
 
 @pytest.mark.slow
 def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
-    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: str, s3_requests: S3Requests
 ) -> None:
     run = make_run(400, 32, {"wide": (256,)}).identified()
     run.copied(tmp_path / "run")
     root = upload(tmp_path / "run", f"s3://{bucket}/run")
     assert check_store(root).complete
     # Answers that fail are no damage, whichever of them it is.
-    request, made, last = s3_client.request, [0], [10**6]
+    request, made, last = s3_requests.answer, [0], [10**6]
 
     def failing(operation: str, **parameters: Any) -> dict[str, Any]:
         made[0] += 1
@@ -183,7 +184,7 @@ def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
             raise OSError(5, "the server fails", "s3://there")
         return request(operation, **parameters)
 
-    monkeypatch.setattr(s3_client, "request", failing)
+    s3_requests.answer = failing
     assert check_store(root).complete
     count, made[0] = made[0], 0
     for last[0] in [*range(20), *range(20, count, 7)]:
@@ -217,12 +218,12 @@ def test_status_lists_parts_and_asks_for_none(
 
 @pytest.mark.slow
 def test_long_lists_come_in_pieces_and_names_may_be_odd(
-    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: str, s3_requests: S3Requests
 ) -> None:
     run = make_run(400, 8).identified()
     run.copied(tmp_path / "run")
     root = upload(tmp_path / "run", f"s3://{bucket}/rün 1 + 2%41")
-    request, pages = s3_client.request, []
+    request, pages = s3_requests.answer, []
 
     def short(operation: str, **parameters: Any) -> dict[str, Any]:
         if operation == "list_objects_v2":
@@ -230,7 +231,7 @@ def test_long_lists_come_in_pieces_and_names_may_be_odd(
             parameters.setdefault("MaxKeys", 7)
         return request(operation, **parameters)
 
-    monkeypatch.setattr(s3_client, "request", short)
+    s3_requests.answer = short
     check_rows(FeatureStore(str(root)), run)
     assert len(pages) >= 8
     assert len(list(root.objects())) == 50 + 4
@@ -249,7 +250,6 @@ def test_what_is_no_store_is_reported(bucket: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(StoreError, match="no such bucket"):
         FeatureStore("s3://no-such-bucket/run")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(s3_client, "ATTEMPTS", 1)
     s3_client.clients.cache_clear()
     with pytest.raises(StoreError, match=r"EndpointConnectionError.*127\.0\.0\.1:9"):
         FeatureStore(f"s3://{bucket}/run")
@@ -273,29 +273,35 @@ def test_without_credentials_it_says_so(
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "said"),
+    ("status", "code", "kind", "said"),
     [
-        ("NoSuchKey", FileNotFoundError, "No such file"),
-        ("PreconditionFailed", s3_client.PreconditionFailedError, "PreconditionFailed"),
-        ("AccessDenied", ObjectStoreError, r"the server refuses it \(AccessDenied: why\)"),
-        ("ExpiredToken", ObjectStoreError, r"the server refuses it \(ExpiredToken: why\)"),
-        ("NoSuchBucket", ObjectStoreError, r"there is no such bucket \(NoSuchBucket: why\)"),
-        ("InternalError", ObjectStoreError, "InternalError: why"),
+        (404, "NoSuchKey", FileNotFoundError, "No such file"),
+        (412, "PreconditionFailed", s3_client.PreconditionFailedError, "PreconditionFailed"),
+        (403, "AccessDenied", ObjectStoreError, r"the server refuses it \(AccessDenied: why\)"),
+        (400, "ExpiredToken", ObjectStoreError, r"the server refuses it \(ExpiredToken: why\)"),
+        (404, "NoSuchBucket", ObjectStoreError, r"there is no such bucket \(NoSuchBucket: why\)"),
+        (500, "InternalError", ObjectStoreError, "InternalError: why"),
     ],
 )
 def test_what_a_server_answers_is_reported(
-    monkeypatch: pytest.MonkeyPatch, code: str, kind: type[OSError], said: str
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str, kind: type[OSError], said: str
 ) -> None:
-    exceptions = pytest.importorskip("botocore.exceptions")
+    pytest.importorskip("botocore")
 
-    class Refusing:
-        def head_object(self, **parameters: Any) -> Any:
-            error = {"Code": code, "Message": "why.", "AWSAccessKeyId": "the-id-of-somebody"}
-            raise exceptions.ClientError({"Error": error}, "HeadObject")
+    def refuse(exchange: Exchange) -> None:
+        body = (
+            f"<Error><Code>{code}</Code><Message>why.</Message>"
+            "<AWSAccessKeyId>the-id-of-somebody</AWSAccessKeyId></Error>"
+        )
+        exchange.answer(status, [("Content-Type", "application/xml")], body.encode())
 
-    monkeypatch.setattr(s3_client, "clients", lambda process: [Refusing()] * 2)
-    with pytest.raises(kind, match=said) as output:
-        s3_client.head("bucket", "some/key")
+    with faulty_proxy("http://nowhere", lambda method, path: refuse) as server:
+        for name, value in environment(server.url).items():
+            monkeypatch.setenv(name, value)
+        s3_client.clients.cache_clear()
+        with pytest.raises(kind, match=said) as output:
+            s3_client.read("bucket", "some/key")
+        s3_client.clients.cache_clear()
     assert output.value.errno is not None, "it would count as damage of a file"
     assert "the-id-of-somebody" not in str(output.value)
 

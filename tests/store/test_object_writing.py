@@ -13,19 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty_proxy import Fault, error, faulty_proxy
 from made_store import MadeRun, make_added, make_run
-from object_server import MemoryServer, RequestLog, place, upload
+from object_server import MemoryServer, RequestLog, S3Requests, place, upload
 
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
-from featx.storage import (
-    S3Path,
-    durability,
-    parse_path,
-    prefetch_files,
-    s3_client,
-    s3_file,
-    s3_outage,
-)
+from featx.storage import S3Path, parse_path, prefetch_files, s3_client, s3_file
 from featx.storage.s3_folder import S3Folder
 from featx.store import (
     FeatureStore,
@@ -37,7 +30,7 @@ from featx.store import (
 )
 from featx.store.part_files import inspect_parts
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
+pytestmark = pytest.mark.usefixtures("two_retries")
 
 RUN = make_run(21, 8, failed=(4, 17)).identified()
 
@@ -76,10 +69,8 @@ class Faulty:
 
 
 @pytest.fixture
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failed writes are retried twice, at once; a server that does not answer is not waited for."""
-    monkeypatch.setattr(durability, "RETRY_WAITS_S", (0, 0))
-    monkeypatch.setattr(s3_outage, "MAX_OUTAGE_S", 0.0)
+def two_retries(set_retries: Callable[[int], None]) -> None:
+    set_retries(2)
 
 
 def check_store_of(run: MadeRun, root: Path) -> None:
@@ -104,9 +95,9 @@ def finish(run: MadeRun, root: Path) -> None:
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Path]:
+def places(s3_requests: S3Requests) -> Iterator[S3Path]:
     """Ever new places in a bucket."""
-    monkeypatch.setattr(s3_client, "request", MemoryServer())
+    s3_requests.answer = MemoryServer()
     return (place(f"s3://memory/run-{number}") for number in range(10**6))
 
 
@@ -193,19 +184,18 @@ def test_what_stands_for_a_server_answers_as_one(bucket: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "late kill", "refused", "unheard", "down"])
 def test_whatever_fails_at_any_request_the_same_command_resumes(
-    monkeypatch: pytest.MonkeyPatch, kind: str
+    s3_requests: S3Requests, kind: str
 ) -> None:
     for at in range(1, 200):
         root, request = parse_path("s3://memory/run"), MemoryServer()
-        faulty = Faulty(request, at, kind)
-        monkeypatch.setattr(s3_client, "request", faulty)
+        s3_requests.answer = faulty = Faulty(request, at, kind)
         ended = False
         try:
             finish(RUN, root)
             ended = True
         except (KilledError, StoreError, RunError):
             pass
-        monkeypatch.setattr(s3_client, "request", request)  # the same objects, and nothing fails
+        s3_requests.answer = request  # the same objects, and nothing fails
         if ended:
             check_store_of(RUN, root)
         elif root.is_dir():
@@ -253,14 +243,13 @@ class Counted:
 
 
 @pytest.mark.slow
-def test_a_resume_fetches_parts_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_fetches_parts_in_parallel(s3_requests: S3Requests) -> None:
     # Each part has several blocks, and its metadata at both ends.
     run = make_run(256, 4, failed=(9, 200), shapes={"flat": (9000,)}).identified()
     root, memory = parse_path("s3://memory/run"), MemoryServer()
-    monkeypatch.setattr(s3_client, "request", memory)
+    s3_requests.answer = memory
     finish(run, root)
-    counted = Counted(memory)
-    monkeypatch.setattr(s3_client, "request", counted)
+    s3_requests.answer = counted = Counted(memory)
     with run.session(root).hold() as session:
         assert session.is_complete
         assert session.failures == list(run.failures)
@@ -273,12 +262,11 @@ def test_a_resume_fetches_parts_in_parallel(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [(index, None) for index in range(64)]
 
 
-def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_fetched_than_is_soon_looked_at(s3_requests: S3Requests) -> None:
     memory = MemoryServer()
     for number in range(200):
         memory("put_object", Bucket="memory", Key=f"run/{number:03d}", Body=b"x" * 100)
-    counted = Counted(memory)
-    monkeypatch.setattr(s3_client, "request", counted)
+    s3_requests.answer = counted = Counted(memory)
     paths = [parse_path(f"s3://memory/run/{number:03d}") for number in range(200)]
     files = prefetch_files(paths)
     for number in range(3):
@@ -295,24 +283,22 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
-def test_what_cannot_be_fetched_now_is_no_damage(
-    monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_what_cannot_be_fetched_now_is_no_damage(s3_requests: S3Requests, number: int) -> None:
     run = make_run(160, 4, shapes={"flat": (9000,)}).identified()
     root, memory = parse_path("s3://memory/run"), MemoryServer()
-    monkeypatch.setattr(s3_client, "request", memory)
+    s3_requests.answer = memory
     finish(run, root)
 
     def failing(operation: str, **parameters: Any) -> dict[str, Any]:
         if "part-000020" in parameters.get("Key", ""):
-            raise ObjectStoreError(error, "the server fails", "s3://there")
+            raise ObjectStoreError(number, "the server fails", "s3://there")
         return memory(operation, **parameters)
 
-    monkeypatch.setattr(s3_client, "request", failing)
+    s3_requests.answer = failing
     with pytest.raises(StoreError, match=r"part-000020.h5: s3://there: the server fails"):
         finish(run, root)
-    monkeypatch.setattr(s3_client, "request", memory)
+    s3_requests.answer = memory
     assert not (root / layout.DAMAGED).exists()
     finish(run, root)
     check_store_of(run, root)
@@ -333,28 +319,30 @@ def test_two_writers_at_once_spoil_nothing(places: Iterator[S3Path]) -> None:
     check_store_of(RUN, root)
 
 
+def meanwhile(s3_requests: S3Requests, condition: str, other: Callable[[], object]) -> None:
+    """Let another process act just before the next conditional write of a manifest."""
+    request = s3_requests.answer
+
+    def overtaken(operation: str, **parameters: Any) -> dict[str, Any]:
+        if condition in parameters and parameters["Key"].endswith(f"/{layout.MANIFEST}"):
+            s3_requests.answer = request
+            other()
+        return request(operation, **parameters)
+
+    s3_requests.answer = overtaken
+
+
 @pytest.mark.slow
 def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_reported(
-    places: Iterator[S3Path], monkeypatch: pytest.MonkeyPatch
+    places: Iterator[S3Path], s3_requests: S3Requests
 ) -> None:
-    publish = S3Folder.publish
-
-    def late(run: MadeRun) -> Callable[..., bool]:
-        def published(self: S3Folder, path: Path, data: bytes) -> bool:
-            if path.name == layout.MANIFEST:
-                monkeypatch.setattr(S3Folder, "publish", publish)
-                run.write(root)
-            return publish(self, path, data)
-
-        return published
-
     root = next(places)
-    monkeypatch.setattr(S3Folder, "publish", late(RUN))
+    meanwhile(s3_requests, "IfNoneMatch", lambda: RUN.write(root))
     finish(RUN, root)
     check_store_of(RUN, root)
     root = next(places)
     other = RUN.changed(precision="bf16")
-    monkeypatch.setattr(S3Folder, "publish", late(other))
+    meanwhile(s3_requests, "IfNoneMatch", lambda: other.write(root))
     with pytest.raises(StoreError, match=r"(created|written) by another process"):
         finish(RUN, root)
     check_store_of(other, root)
@@ -409,15 +397,15 @@ def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:
 
 @pytest.mark.parametrize("condition", ["IfNoneMatch", "IfMatch"])
 def test_a_server_that_ignores_a_condition_is_refused(
-    places: Iterator[S3Path], monkeypatch: pytest.MonkeyPatch, condition: str
+    places: Iterator[S3Path], s3_requests: S3Requests, condition: str
 ) -> None:
-    request = s3_client.request
+    request = s3_requests.answer
 
     def careless(operation: str, **parameters: Any) -> dict[str, Any]:
         parameters.pop(condition, None)
         return request(operation, **parameters)
 
-    monkeypatch.setattr(s3_client, "request", careless)
+    s3_requests.answer = careless
     root = next(places)
     with pytest.raises(StoreError, match=f"ignores {condition} of a PUT"):
         finish(RUN, root)
@@ -426,17 +414,17 @@ def test_a_server_that_ignores_a_condition_is_refused(
 
 @pytest.mark.slow
 def test_layers_are_added_when_the_answer_to_the_change_is_lost(
-    finished: S3Path, monkeypatch: pytest.MonkeyPatch
+    finished: S3Path, s3_requests: S3Requests
 ) -> None:
     """botocore repeats such a request, and the server refuses the second one."""
-    request, lost = s3_client.request, []
+    request, lost = s3_requests.answer, []
 
     def unheard(operation: str, **parameters: Any) -> dict[str, Any]:
         if operation == "put_object" and "featx.json" in parameters["Key"]:
             lost.append(request(operation, **parameters))
         return request(operation, **parameters)
 
-    monkeypatch.setattr(s3_client, "request", unheard)
+    s3_requests.answer = unheard
     added = make_added(RUN, {"late": (7,)})
     finish(added, finished)
     assert len(lost) == 1
@@ -446,32 +434,26 @@ def test_layers_are_added_when_the_answer_to_the_change_is_lost(
 
 @pytest.mark.slow
 def test_a_server_that_asks_for_patience_is_asked_again(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
+    s3_server: str, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from botocore.exceptions import ClientError
+    root = place(f"s3://{bucket}/run")
+    puts: list[str] = []
+    slept: list[float] = []
 
-    root, made, slept = place(f"s3://{bucket}/run"), [], []
-    clients = s3_client.clients
+    def two_of_three(method: str, path: str) -> Fault | None:
+        puts.extend([path] if method == "PUT" else [])
+        is_refused = method == "PUT" and len(puts) % 3
+        return error(409, "ConditionalRequestConflict") if is_refused else None
 
-    class Conflicting:
-        def __init__(self, real: Any) -> None:
-            self._real = real
-
-        def __getattr__(self, name: str) -> Any:
-            def call(**parameters: Any) -> Any:
-                made.append(name)
-                if name == "put_object" and made.count(name) % 3:
-                    answer = {"Error": {"Code": "ConditionalRequestConflict", "Message": "wait"}}
-                    raise ClientError(answer, name)
-                return getattr(self._real, name)(**parameters)
-
-            return call
-
-    monkeypatch.setattr(s3_client, "clients", lambda process: [*map(Conflicting, clients(process))])
-    monkeypatch.setattr(s3_client.time, "sleep", slept.append)
-    finish(RUN, root)
-    check_store_of(RUN, root)
-    assert len(slept) == 2 * made.count("put_object") / 3
+    with faulty_proxy(s3_server, two_of_three) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        s3_client.clients.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "sleep", slept.append)
+            finish(RUN, root)
+        check_store_of(RUN, root)
+    assert len(puts) >= 3 * 9
+    assert len(slept) == 2 * len(puts) / 3
 
 
 @pytest.mark.slow
@@ -511,19 +493,10 @@ def test_what_workers_of_a_killed_driver_shared_is_deleted(finished: S3Path) -> 
 
 
 @pytest.mark.slow
-def test_layers_are_added_by_one_at_a_time(
-    finished: S3Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_added_by_one_at_a_time(finished: S3Path, s3_requests: S3Requests) -> None:
     first = make_added(RUN, {"late": (7,)})
     second = make_added(RUN, {"later": (3,)}, seed=2)
-    swap = S3Folder.compare_and_swap
-
-    def overtaken(*arguments: Any) -> bool:
-        monkeypatch.setattr(S3Folder, "compare_and_swap", swap)
-        finish(first, finished)
-        return swap(*arguments)
-
-    monkeypatch.setattr(S3Folder, "compare_and_swap", overtaken)
+    meanwhile(s3_requests, "IfMatch", lambda: finish(first, finished))
     with pytest.raises(StoreError, match="was changed by another process"):
         finish(second, finished)
     store = FeatureStore(finished)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -18,12 +17,12 @@ import h5py
 import numpy as np
 import pytest
 from conftest import slow_except
+from interruptions import files_of_at_most
 from made_store import MadeRun, dataset_digests, make_run, pack_alone, temporary_files
 from processes import killed_at_sync
 
 from featx.base import digest
 from featx.errors import RunError, StoreError
-from featx.storage import AtomicFolder
 from featx.store import (
     DamageRecord,
     FeatureStore,
@@ -34,7 +33,6 @@ from featx.store import (
     packed_size_bound,
     reason_to_keep_parts,
 )
-from featx.store.chunk_file import ChunkFile
 from featx.store.pack import check_chunks, pack
 
 CODECS = ["none", "gzip", "zstd"]
@@ -243,13 +241,9 @@ def test_a_disk_without_room_leaves_the_parts_and_says_so(
     """RLIMIT_FSIZE refuses a file's growth just as a full disk does."""
     run.write(tmp_path)
     before = part_files(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(RunError, match=r"features\.h5 failed.*featx\.open reads them") as full:
-            pack_parts(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = r"features\.h5 failed.*featx\.open reads them"
+    with files_of_at_most(1000), pytest.raises(RunError, match=message) as full:
+        pack_parts(tmp_path)
     assert os.strerror(errno.EFBIG) in str(full.value)
     assert part_files(tmp_path) == before
     assert not (tmp_path / "features.h5").exists()
@@ -299,14 +293,14 @@ def test_an_interrupt_ends_packing_and_leaves_the_parts(
 ) -> None:
     run.write(tmp_path)
     before = part_files(tmp_path)
-    real = ChunkFile.append_chunk
+    real = os.pwrite
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any) -> int:
         os.kill(os.getpid(), signal.SIGINT)  # comes to the main thread
         time.sleep(0.1)
-        real(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(ChunkFile, "append_chunk", interrupted)
+    monkeypatch.setattr(os, "pwrite", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pack_parts(tmp_path)
     assert part_files(tmp_path) == before
@@ -324,13 +318,13 @@ def test_many_chunks_of_maps_are_copied_to_their_own_rows(tmp_path: Path) -> Non
 def pack_and_watch(root: Path, leftover: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack; the leftover has to be gone before the free space is looked at."""
     there: list[bool] = []
-    real = AtomicFolder.free_bytes
+    real = shutil.disk_usage
 
-    def watched(self: AtomicFolder) -> int:
+    def watched(path: Path) -> Any:
         there.append(leftover.exists())
-        return real(self)
+        return real(path)
 
-    monkeypatch.setattr(AtomicFolder, "free_bytes", watched)
+    monkeypatch.setattr(shutil, "disk_usage", watched)
     assert leftover_bytes(root) >= leftover.stat().st_size > 0
     assert pack_store(root)
     assert there == [False]

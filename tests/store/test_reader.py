@@ -29,7 +29,7 @@ from made_store import MadeRun, make_run
 
 import featx
 from featx.errors import LayerError, StoreError
-from featx.store import FeatureStore, check_store, contents, open_hdf5
+from featx.store import FeatureStore, check_store, open_hdf5
 from featx.store.pack import pack
 from featx.types import Listing, Status
 
@@ -426,18 +426,19 @@ class TestWhilePacking:
         assert store.ok.all()
 
     def test_packed_between_two_looks_at_the_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, on_open: list[Callable[[str], None]]
     ) -> None:
         run = make_run(num_rows=20, part_rows=4)
         run.write(tmp_path)
-        real = contents.load_manifest
 
-        def late(root: Path) -> Any:
-            run.write(tmp_path, [], packed=True)
-            return real(root)
+        def packed_meanwhile(path: str) -> None:
+            if path.endswith("featx.json"):
+                on_open.clear()
+                run.write(tmp_path, [], packed=True)
 
-        monkeypatch.setattr(contents, "load_manifest", late)
+        on_open.append(packed_meanwhile)
         store = FeatureStore(tmp_path)
+        assert not on_open
         assert store.complete
         assert_same(store["flat"][:], run.expected("flat"))
 

@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import slow_except
+from interruptions import Dies, die_at_disk_change
 from made_store import (
     MadeRun,
     as_bfloat16,
@@ -23,7 +24,6 @@ from made_store import (
 )
 
 from featx.errors import RunError, StoreError, StoreLockedError
-from featx.storage import AtomicFolder
 from featx.store import (
     FeatureStore,
     check_store,
@@ -134,9 +134,9 @@ def test_of_several_runs_only_the_layers_with_bad_rows_are_lost(
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(set_chunk_bytes: Callable[[int], None]) -> None:
     """Two rows of `map` in a chunk, four of `flat`."""
-    monkeypatch.setattr(layout, "CHUNK_BYTES", 100)
+    set_chunk_bytes(100)
 
 
 def lost_rows(root: Path) -> list[int]:
@@ -235,23 +235,11 @@ def test_failures_that_are_not_counted_never_make_a_failed_row_ok(
 
 def interrupted(root: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Repair that is killed at its `at`-th step on the disk; False where it came to its end."""
-    left = [at]
-
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            return real(*args)
-
-        return step
-
     with monkeypatch.context() as patch:
-        for name in ("publish", "replace", "remove"):
-            patch.setattr(AtomicFolder, name, dying(getattr(AtomicFolder, name)))
+        die_at_disk_change(patch, at + 1)
         try:
             repair_files(check_store(root))
-        except KeyboardInterrupt:
+        except Dies:
             return True
     return False
 
@@ -366,10 +354,10 @@ def test_a_chunk_that_cannot_be_decoded_costs_its_rows_only(tmp_path: Path, code
     ("codec", "dtype"), [("gzip", "float32"), ("gzip", "bfloat16"), ("zstd", "bfloat16")]
 )
 def test_without_a_chunk_table_a_chunk_that_cannot_be_decoded_costs_its_rows_only(
-    tmp_path: Path, codec: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, codec: str, dtype: str, set_chunk_bytes: Callable[[int], None]
 ) -> None:
     """HDF5 alone then reads the part; it gives bfloat16 another type than the file has."""
-    monkeypatch.setattr(layout, "CHUNK_BYTES_COMPRESSED", 320)
+    set_chunk_bytes(320)
     made = make_run(29, 32, {"flat": (40,)}, codec=codec)
     made = as_bfloat16(made) if dtype == "bfloat16" else made
     made.identified().copied(tmp_path)

@@ -386,11 +386,17 @@ def test_a_part_that_appears_meanwhile_is_kept_only_if_it_is_ours(
 
 
 def test_a_manifest_that_appears_meanwhile_is_not_written_over(
-    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: MadeRun, tmp_path: Path, on_open: list[Callable[[str], None]]
 ) -> None:
     """Where locks do nothing: the process that linked featx.json first has the store."""
-    run.changed(model="other").write(tmp_path, [])
-    monkeypatch.setattr("featx.store.session.load_manifest", lambda _: (None, True))
+    run.changed(model="other").write(tmp_path / "other", [])
+
+    def appears(path: str) -> None:
+        if Path(path).name.startswith(".tmp-featx.json"):
+            on_open.clear()
+            (tmp_path / "other" / "featx.json").rename(tmp_path / "featx.json")
+
+    on_open.append(appears)
     with (
         pytest.raises(StoreError, match="created by another process"),
         run.session(tmp_path).hold(),

@@ -19,7 +19,7 @@ from tiny_model import run_job
 from featx.errors import StoreError
 from featx.jobs.status import statuses
 from featx.storage import AtomicFolder
-from featx.store import Heartbeat, QueueState, heartbeat, read_heartbeats, store_status
+from featx.store import Heartbeat, QueueState, read_heartbeats, store_status
 from featx.store.heartbeat import pid_namespace
 from featx.types import Part
 
@@ -148,9 +148,8 @@ def test_failures_that_only_the_driver_knows_are_counted(run: MadeRun, tmp_path:
 
 
 def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quick_heartbeats: None
 ) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     with Heartbeat(AtomicFolder(tmp_path), "cpu") as beat:
         beat.begin(Part(3, 24, 32))
         beat.record_commit(Part(2, 16, 24))

@@ -3,7 +3,6 @@ from .class_task import SCORE as SCORE
 from .description import probe_sections as probe_sections
 from .heads import output_folder as output_folder
 from .labelled_rows import LabelledRows as LabelledRows
-from .layer_rows import BLOCK_BYTES as BLOCK_BYTES
 from .layer_rows import crop_of as crop_of
 from .layer_rows import layer_vectors as layer_vectors
 from .leakage import MIN_FEATURES as MIN_FEATURES

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.metrics import (
-    BLOCK_NUMBERS,
     CLASS_METRICS,
     Ints,
     Matrix,
@@ -113,7 +112,7 @@ def _weights(predictions: Predictions, resamples: int) -> Iterator[Matrix]:
     """Yield weights of resamples in blocks, (b, n) each."""
     unit_of_row = units_of_rows(predictions.groups, len(predictions.y))
     numbers = max(predictions.class_scores.shape)  # the classes of a resample are counted as well
-    for drawn in drawn_units(unit_of_row, resamples, BLOCK_NUMBERS // numbers):
+    for drawn in drawn_units(unit_of_row, resamples, numbers):
         drawn += drawn.shape[1] * np.arange(len(drawn))[:, None]
         times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
         yield times[:, unit_of_row].astype(np.float64)

@@ -11,7 +11,7 @@ from featx.analysis.layer_vectors import unit_vectors
 from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
-from featx.base import float64_device
+from featx.base import float64_device, rows_of_block
 from featx.types import Array
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
@@ -19,9 +19,6 @@ K_GRID = (1, 5, 10, 20, 50, 100, 200)
 
 TEMPERATURE = 0.07
 """Default temperature T of the votes."""
-
-BLOCK_NUMBERS = 1 << 24
-"""Maximum number of similarities in memory at a time."""
 
 _OFFSET = 1e4
 """Ratio of the square of the median direction to the median squared distance from it above which
@@ -65,7 +62,7 @@ def vote(
     scores = {k: np.empty((len(queries), num_outputs)) for k in ks}
     dtype = _needed_dtype(features, bank)
     # As many queries as leave room for their similarities to one block of the bank.
-    step = max(1, min(4096, BLOCK_NUMBERS // max(1, largest)))
+    step = min(4096, rows_of_block(4 * largest))
     for start in range(0, len(queries), step):
         query_places = queries[start : start + step]
         cosines, places = _nearest(features, bank, query_places, largest, dtype)
@@ -88,7 +85,7 @@ def _nearest(
         return unit_vectors(rows.to(float64_device(features.device)).double()).to(home, dtype)
 
     query_vectors = unit(features.take(queries))
-    rows = max(1, BLOCK_NUMBERS // len(queries))
+    rows = rows_of_block(4 * len(queries))
 
     def scored_blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block of the bank, and their cosines to the queries."""

@@ -12,7 +12,7 @@ import torch
 
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import Ints
-from featx.base import check_memory
+from featx.base import check_memory, rows_of_block
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channels_last
 from featx.store import FeatureStore
@@ -22,9 +22,6 @@ MAX_FLAT = 8192
 
 MAX_VALUE = torch.finfo(torch.float32).max / 2
 """Largest absolute value of a feature; differences of larger ones may be infinite."""
-
-BLOCK_BYTES = 64 << 20
-"""Bytes of float32 values that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class Features:
     def blocks(self, places: Ints, num_outputs: int = 0) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield the places of a block in order, and their vectors, (n, D) float32 on the device.
 
-        (n, num_outputs) float64 values computed of a block take no more than BLOCK_BYTES either.
+        (n, num_outputs) float64 values computed of a block take no more than it either.
         """
         for span in self._spans(places, num_outputs):
             if self.whole is None:
@@ -187,8 +184,8 @@ class Features:
         return vectors
 
     def _spans(self, places: Ints, num_outputs: int = 0) -> Iterator[Ints]:
-        """Split places into blocks of BLOCK_BYTES."""
-        size = max(1, BLOCK_BYTES // max(4 * self.width, 8 * num_outputs))
+        """Split places into blocks."""
+        size = rows_of_block(max(4 * self.width, 8 * num_outputs))
         for start in range(0, len(places), size):
             yield places[start : start + size]
 

@@ -13,6 +13,7 @@ from featx.analysis.probe.heads import fit_scaler
 from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.probe.splits import Split
+from featx.base import rows_of_block
 
 NEAR_COSINE = 0.9
 """Cosine of standardised vectors from which rows count as near-duplicates. Among 287 copies of
@@ -24,9 +25,6 @@ MIN_FEATURES = 64
 
 MAX_PRODUCTS = 1 << 39
 """Maximum number of multiplications for the search, about 15 s on two cores."""
-
-_BLOCK_NUMBERS = 1 << 24
-"""Number of cosines in memory at a time."""
 
 
 def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
@@ -106,7 +104,7 @@ def _why_not_checked(features: Features, layer: str, splits: Sequence[Split]) ->
 def _most_similar(unit: torch.Tensor, test: Ints, train: Ints) -> tuple[Ints, Matrix]:
     """Find the training place with the largest cosine to each test place."""
     bank = unit[torch.from_numpy(train).to(unit.device)]
-    block_rows = max(1, _BLOCK_NUMBERS // len(train))
+    block_rows = rows_of_block(4 * len(train))
     places, cosines = [], []
     for start in range(0, len(test), block_rows):
         queries = unit[torch.from_numpy(test[start : start + block_rows]).to(unit.device)]

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from featx.analysis.probe.metrics import Ints, Matrix
-from featx.base import check_memory
+from featx.base import check_memory, rows_of_block
 
 L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Penalties to try, the strongest first, so that each fit starts close to its minimum."""
@@ -31,9 +31,6 @@ EXACT_NUMBERS = 1 << 23
 """Number of values of a matrix up to which the final fit is in float64."""
 
 MAX_ITERATIONS = 1000
-
-_BLOCK_NUMBERS = 1 << 22
-"""Number of logits in memory at a time."""
 
 _SEARCH_VECTORS = 25
 """Number of vectors of all weights that scipy's L-BFGS-B holds: 2 for each of 10 corrections, and
@@ -130,7 +127,7 @@ def fit_logistic(
     x = x.to(wide) if is_exact else x
     y = y.to(wide) if y.is_floating_point() else y
     total = float(y.sum()) if loss is class_loss and y.ndim == 2 else float(len(x))
-    block_rows = max(1, _BLOCK_NUMBERS // num_outputs)
+    block_rows = rows_of_block(16 * num_outputs)
     shape = (num_outputs, x.shape[1] + 1)  # the bias comes last
     check_memory(
         8 * _SEARCH_VECTORS * math.prod(shape),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import rows_of_block
 from featx.errors import MissingExtraError
 from featx.types import Array
 
@@ -72,9 +73,6 @@ def require_scikit_learn() -> None:
             'job=probe needs scikit-learn and scipy: pip install "featx[evaluation]".'
         ) from error
 
-
-BLOCK_NUMBERS = 1 << 22
-"""Largest number of weights of resamples that are held at a time: 32 MiB."""
 
 INTERVAL_RESAMPLES = 1000
 """Number of resamples of the interval of the first metric, in probes without probe.bootstrap."""
@@ -225,14 +223,16 @@ def units_of_rows(groups: Ints | None, num_rows: int) -> Ints:
     return units
 
 
-def drawn_units(unit_of_row: Ints, resamples: int, block: int) -> Iterator[Ints]:
-    """Yield the drawn units of some resamples at a time, (b, units).
+def drawn_units(unit_of_row: Ints, resamples: int, num_weights: int) -> Iterator[Ints]:
+    """Yield the drawn units of some resamples at a time, (b, units), which take half a block if a
+    resample has `num_weights` float64 weights.
 
     The same rows get the same resamples, whatever the number in a block.
     """
     rng, num_units = np.random.default_rng(0), int(unit_of_row.max()) + 1
-    for start in range(0, resamples, max(1, block)):
-        size = min(max(1, block), resamples - start)
+    block = rows_of_block(16 * num_weights)
+    for start in range(0, resamples, block):
+        size = min(block, resamples - start)
         yield rng.integers(num_units, size=(size, num_units))
 
 

@@ -11,10 +11,10 @@ import torch
 
 from featx.analysis.probe import methods
 from featx.analysis.probe.labelled_rows import SEPARATOR, LabelledRows, labelled_rows, task_kind
-from featx.analysis.probe.layer_rows import BLOCK_BYTES, Features, layer_vectors, threads_for
+from featx.analysis.probe.layer_rows import Features, layer_vectors, threads_for
 from featx.analysis.probe.metrics import Ints, Matrix, require_scikit_learn
 from featx.analysis.probe.splits import RowSplits, check_split, small_classes, split_rows
-from featx.base import check_memory, choose_device, exact_cuda
+from featx.base import check_memory, choose_device, exact_cuda, rows_of_block
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, counted
 from featx.store import FeatureStore
@@ -125,7 +125,7 @@ def judge_labels(
 
     def blocks() -> Iterator[tuple[Ints, Matrix]]:
         # The probabilities of all rows may not fit into memory.
-        step = max(1, BLOCK_BYTES // (8 * num_classes))
+        step = rows_of_block(8 * num_classes)
         for split, fitted in zip(splits.splits, fits, strict=True):
             for start in range(0, len(split.test), step):
                 places = split.test[start : start + step]

@@ -16,6 +16,7 @@ from featx.analysis.probe.masks import Masks
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.probe.records import Choice
 from featx.analysis.probe.splits import Split
+from featx.base import rows_of_block
 from featx.errors import ConfigError, LayerError
 from featx.store import FeatureStore
 
@@ -229,10 +230,6 @@ def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float)
         )
 
 
-_BLOCK_NUMBERS = 1 << 24
-"""Largest number of logits on the crop that are computed at a time: 64 MiB."""
-
-
 @dataclass(frozen=True)
 class PatchClassifier:
     """Linear classifier of patches, for the (C,) classes with a pixel in the training rows."""
@@ -248,7 +245,7 @@ class PatchClassifier:
         (align_corners=False), and the largest one is the class of a pixel.
         """
         height, width = patches.crop
-        step = max(1, _BLOCK_NUMBERS // (height * width * len(self.classes)))
+        step = rows_of_block(4 * height * width * len(self.classes))
         for span, block in patches.blocks(places):
             for start in range(0, len(span), step):
                 x = self.scaler(block[start : start + step])

@@ -12,7 +12,6 @@ from featx.analysis.probe.class_task import SCORE
 from featx.analysis.probe.labelled_rows import TaskKind, open_other_store, valued_rows
 from featx.analysis.probe.methods import FittedProbe, Problem
 from featx.analysis.probe.metrics import (
-    BLOCK_NUMBERS,
     INTERVAL_RESAMPLES,
     LABEL_THRESHOLD,
     Matrix,
@@ -94,7 +93,7 @@ class ValueTask(RowTask):
         order = np.argsort(unit_of_row, kind="stable")
         units = np.split(order, np.cumsum(np.bincount(unit_of_row))[:-1])
         values = []
-        for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, BLOCK_NUMBERS // len(units)):
+        for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, len(units)):
             for drawn in block:
                 rows = np.concatenate([units[unit] for unit in drawn])
                 sample = tested.y[rows], tested.predicted[rows]

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.gram_measures import SAME, Matrix, Rows, gram_products
+from featx.base import block_sizes, rows_of_block
 from featx.errors import ConfigError
 
 MAX_WIDTH = 8192
@@ -91,7 +91,7 @@ def centred_layer(vectors: LayerVectors) -> CentredRows:
             f"{MAX_WIDTH} are compared. Take fewer rows (cka.rows), or extract it with reduce=avg."
         )
     mean = torch.zeros(vectors.width, dtype=torch.float64, device=vectors.device)
-    for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES // 2)):
+    for _, block in vectors.blocks(vectors.rows_of(block_sizes.BLOCK_BYTES)):
         mean += block.double().sum(dim=0) / n
 
     def read(start: int, stop: int) -> torch.Tensor:
@@ -164,8 +164,8 @@ def _coordinates(gram: torch.Tensor) -> torch.Tensor:
 
 
 def _spans(*layers: CentredRows) -> Iterator[tuple[int, int]]:
-    """Yield the first and last row of blocks that fit into BLOCK_BYTES as float64."""
-    step = max(1, sizes.BLOCK_BYTES // (8 * max(rows.width for rows in layers)))
+    """Yield the first and last row of blocks of two layers, as float64."""
+    step = rows_of_block(4 * max(rows.width for rows in layers))
     for start in range(0, layers[0].num_rows, step):
         yield start, min(layers[0].num_rows, start + step)
 

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
 from featx.base import choose_device, float64_device
 from featx.config import DuplicatesConfig
@@ -66,7 +65,7 @@ def linked_groups(
 ) -> list[npt.NDArray[np.int64]]:
     """Find the groups of vectors of length 1; see `duplicate_groups`."""
     parents = np.arange(len(vectors))
-    step = min(MAX_BLOCK_ROWS, vectors.rows_of(sizes.BLOCK_BYTES))
+    step = min(MAX_BLOCK_ROWS, vectors.block_rows)
     for start, block in vectors.blocks(step):
         for other_start in range(start, len(vectors), step):
             other_block = vectors.block(other_start, min(len(vectors), other_start + step))
@@ -98,7 +97,7 @@ def cosines_to_first(vectors: LayerVectors, rows: npt.NDArray[np.int64]) -> npt.
     group = vectors.subset(np.searchsorted(vectors.rows, rows))
     first = group.block(0, 1)
     cosines = []
-    for _, block in group.blocks(group.rows_of(sizes.BLOCK_BYTES)):
+    for _, block in group.blocks(group.block_rows):
         pairs = np.stack([np.arange(len(block)), np.zeros(len(block), dtype=np.int64)], axis=1)
         cosines.append(exact_cosines(block, first, pairs))
     return np.concatenate(cosines).clip(-1, 1).astype(np.float32)

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis import layer_vectors as sizes
 from featx.analysis.similarity.nearest_neighbours import (
     QUERIES,
     Neighbours,
@@ -26,7 +25,7 @@ from featx.analysis.similarity.nearest_neighbours import (
     nearest_among,
     sort_neighbours,
 )
-from featx.base import import_extra
+from featx.base import block_sizes, import_extra
 from featx.config import NeighborsConfig
 from featx.errors import ConfigError
 from featx.store import FeatureStore
@@ -92,7 +91,7 @@ class RowIndex:
             raise ConfigError(f"{store.root} has one ok row only: it has no neighbours.")
         self._k = min(k, len(self._vectors) - 1)
         rng = np.random.default_rng([seed, 4])
-        num_kept = min(len(self._vectors), self._vectors.rows_of(sizes.KEEP_BYTES))
+        num_kept = min(len(self._vectors), self._vectors.rows_of(block_sizes.KEEP_BYTES))
         max_lists = num_kept // TRAINING_ROWS_PER_LIST
         num_lists = min(round(4 * math.sqrt(len(self._vectors))), max_lists)
         self.num_lists, self.num_probed_lists = max(1, num_lists), 1
@@ -109,7 +108,7 @@ class RowIndex:
         places = np.arange(len(self._vectors))
         neighbours = [np.empty((0, self._k), np.int64)]
         scores = [np.empty((0, self._k), np.float32)]
-        step = min(QUERIES, self._vectors.rows_of(sizes.BLOCK_BYTES))
+        step = min(QUERIES, self._vectors.block_rows)
         for start in range(0, len(places), step):
             part = self._search(places[start : start + step])
             neighbours.append(part.neighbours)
@@ -157,7 +156,7 @@ class RowIndex:
             )
             rows = vectors.at(torch.from_numpy(places).to(vectors.device))
             index.train(rows.cpu().numpy())
-        for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):
+        for _, block in vectors.blocks(vectors.block_rows):
             index.add(block.cpu().numpy())
         return index
 

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
 
 Matrix = npt.NDArray[np.float64]
@@ -53,7 +52,7 @@ class Rows:
     @classmethod
     def of_layer(cls, vectors: LayerVectors) -> Rows:
         """Rows of a layer."""
-        return cls(len(vectors), max(1, vectors.rows_of(sizes.BLOCK_BYTES) // 2), vectors.block)
+        return cls(len(vectors), max(1, vectors.block_rows // 2), vectors.block)
 
     @classmethod
     def of_matrix(cls, x: Matrix) -> Rows:

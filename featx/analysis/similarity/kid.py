@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from featx.analysis import layer_vectors as sizes
 from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.statistics import (
     MAX_SPECTRUM,
@@ -138,7 +137,7 @@ def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | 
     moments_of_both = []
     for vectors in (one, two):
         moments = Moments.empty(vectors.width)
-        for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES)):
+        for _, block in vectors.blocks(vectors.block_rows):
             moments.update(block.cpu())
         moments_of_both.append(moments)
     return gaussian_distance(*moments_of_both), None

@@ -10,17 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis import layer_vectors as sizes
-from featx.analysis.layer_vectors import LayerVectors
-from featx.base import choose_device, float64_device
+from featx.analysis.layer_vectors import FAR, LayerVectors
+from featx.base import block_sizes, choose_device, float64_device
 from featx.config import METRICS, NeighborsConfig, OutliersConfig, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 from featx.types import Array, Status
 
-FAR_SQUARE = (sizes.FAR / 2) ** 2
+FAR_SQUARE = (FAR / 2) ** 2
 """Squared length above which a centred vector stands for a vector of zeros; see
-`layer_vectors.FAR`."""
+`FAR`."""
 
 QUERIES = 8192
 """Maximum number of rows whose neighbours are searched at a time."""
@@ -119,7 +118,7 @@ def nearest_among(
     cosine = metric == "cosine"
     k = min(k, len(vectors) - 1)
     best_places, scores = [], []
-    step = min(QUERIES, vectors.rows_of(sizes.BLOCK_BYTES))
+    step = min(QUERIES, vectors.block_rows)
     for start in range(0, len(places), step):
         queries = torch.from_numpy(places[start : start + step]).to(vectors.device)
         best, best_scores = _nearest(vectors, vectors.at(queries), queries, k, cosine)
@@ -289,9 +288,9 @@ def _nearest(
     vectors: LayerVectors, x: torch.Tensor, query_places: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors."""
-    num_scores = sizes.BLOCK_BYTES // 4  # of a block, in float32
+    num_scores = block_sizes.BLOCK_BYTES // 2  # of two blocks, in float32
     home = float64_device(x.device)
-    block_rows = min(vectors.rows_of(sizes.BLOCK_BYTES), max(1, num_scores // max(1, len(x))))
+    block_rows = min(vectors.block_rows, max(1, num_scores // max(1, len(x))))
 
     def scored_blocks(
         queries: torch.Tensor, in_float64: bool
@@ -329,7 +328,7 @@ def sort_neighbours(
     """
     scores = distances = _distances(vectors, x, places)
     if cosine:
-        is_zero = (distances > sizes.FAR / 2) | ((x * x).sum(1, keepdim=True) > FAR_SQUARE)
+        is_zero = (distances > FAR / 2) | ((x * x).sum(1, keepdim=True) > FAR_SQUARE)
         distances[is_zero] = math.sqrt(2)  # a cosine of 0
         scores = (1 - distances * distances / 2).clamp(-1, 1).masked_fill(is_zero, 0)
     places, order = places.sort(dim=1)
@@ -342,7 +341,7 @@ def sort_neighbours(
 def _distances(vectors: LayerVectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Compute the distances between (q, D) vectors and the vectors at (q, k) places, as (q, k)."""
     distances = torch.empty(places.shape, dtype=torch.float32, device=x.device)
-    step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // places.shape[1])
+    step = max(1, vectors.block_rows // places.shape[1])
     for start in range(0, len(x), step):
         part = places[start : start + step]
         neighbours = vectors.at(part.reshape(-1)).reshape(*part.shape, vectors.width)

@@ -10,7 +10,7 @@ import torch
 
 from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors
-from featx.base import float64_device
+from featx.base import float64_device, rows_of_block
 from featx.store import FeatureStore
 
 RECALL_AT = (1, 5, 10)
@@ -22,9 +22,6 @@ MAX_RANKED = 10_000
 _BITS = 32
 """Bits of a squared distance |a - b|^2, relative to |a|^2 + |b|^2, that decide which row is nearer.
 The bits behind them are rounding errors of sums in float64, which differ between copies."""
-
-BLOCK_NUMBERS = 1 << 22
-"""Number of scores in memory at a time."""
 
 
 def retrieval_metrics(
@@ -55,7 +52,7 @@ def retrieval_metrics(
     vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
     reason = _why_no_map(len(rows))
     num_nearer, precisions = [], []
-    block_rows = max(1, BLOCK_NUMBERS // len(rows))
+    block_rows = rows_of_block(16 * len(rows))  # scores, and what is compared of them
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
         scores = _nearness(vectors, places, metric == "cosine")
@@ -97,7 +94,7 @@ def _nearness(
     wide = vectors.at(torch.from_numpy(places).to(vectors.device)).to(home).double()
     squares = wide.square().sum(1, keepdim=True)
     nearness = np.empty((len(places), len(vectors)))
-    for start, block in vectors.blocks(vectors.rows_of(64 << 20)):
+    for start, block in vectors.blocks(rows_of_block(4 * vectors.width)):
         others = block.to(home).double()
         sums = squares + others.square().sum(1)
         # A power of two: it is the same for copies, whose sums may differ in the last bit.

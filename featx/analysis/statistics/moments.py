@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.statistics.tokens import FENCES
-from featx.base import float64_device, plain_tensors
+from featx.base import float64_device, plain_tensors, rows_of_block
 from featx.errors import ConfigError, NonFiniteError
 from featx.store import layout
 from featx.types import TokenGeometry
@@ -26,9 +26,6 @@ KINDS = ("full", "diagonal")
 
 MAX_FULL = 1 << 14
 """Maximum number of features of a full scatter matrix: 2 GiB of float64."""
-
-BLOCK_BYTES = 64 << 20
-"""Bytes of float64 values that are summed at a time."""
 
 BINS_PER_OCTAVE = 64
 """Bins between a norm and twice as much; each is 1.1 % wide."""
@@ -263,8 +260,8 @@ def float64_on(device: torch.device) -> dict[str, Any]:
 
 
 def rows_that_fit(width: int) -> int:
-    """Return how many rows of a width fit into BLOCK_BYTES as float64: a power of two."""
-    return layout.power_of_two_at_most(BLOCK_BYTES / (8 * width))
+    """Return how many rows of a width fit into a block as float64: a power of two."""
+    return layout.power_of_two_at_most(rows_of_block(8 * width))
 
 
 def _outer_product(vector: torch.Tensor, kind: str) -> torch.Tensor:

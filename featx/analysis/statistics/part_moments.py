@@ -141,7 +141,7 @@ class StatsLayer:
 class PartMoments:
     """Moments of one layer over the rows of one part, which arrive in order in batches of any size.
 
-    On the device it holds one leaf of at most BLOCK_BYTES, and one scatter matrix for each level of
+    On the device it holds one leaf of at most a block, and one scatter matrix for each level of
     the tree below the part. `part_rows` are the rows per part of a run whose tree is followed, if
     `part` is longer.
     """

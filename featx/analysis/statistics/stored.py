@@ -15,7 +15,7 @@ from featx.analysis.statistics.part_moments import PartMoments, PartNorms, Stats
 from featx.analysis.statistics.reader import Statistics, summary_of
 from featx.analysis.statistics.session import StatsSession, clear_files
 from featx.analysis.statistics.stats_file import Contents, DamagedError
-from featx.base import CountProgress, choose_device
+from featx.base import CountProgress, choose_device, rows_of_block
 from featx.config import GRADIENTS, Config, from_saved
 from featx.errors import ConfigError, StoreError, StoreMismatchError
 from featx.storage import AtomicFolder, exclusive_lock, is_url
@@ -29,9 +29,6 @@ from featx.store import (
     matching_layers,
 )
 from featx.types import Failure, Part, Status
-
-_BLOCK_BYTES = 64 << 20
-"""Bytes of float32 values that are read at a time."""
 
 
 def stats_of_store(config: Config) -> dict[str, object]:
@@ -135,7 +132,7 @@ def _sum(
     name, part = layer.spec.name, Part(0, 0, len(store))
     moments = PartMoments(part, layer, part_rows)
     norms = None if layer.tokens is None else PartNorms(part, layer, part_rows)
-    step = max(1, _BLOCK_BYTES // (4 * math.prod(layer.captured)))
+    step = rows_of_block(4 * math.prod(layer.captured))
     for start in range(0, len(store), step):
         stop = min(len(store), start + step)
         read = store[name][start:stop]

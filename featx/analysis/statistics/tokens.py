@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import rows_of_block
 from featx.store import FeatureStore, check_rows_present
 from featx.types import TokenGeometry
-
-BLOCK_BYTES = 64 << 20
-"""Bytes of float32 values that are read at a time."""
 
 _CAPTURES = ("output", "input", "grad_output", "grad_input")
 """Captures whose rows may be tokens or maps."""
@@ -146,7 +144,7 @@ def float_blocks(
     """Yield the values of some rows in blocks, (m, ...) float32, of which none may be missing."""
     features = store[layer]
     width = int(np.prod(features.shape[1:], dtype=np.int64))
-    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+    step = rows_of_block(4 * width)
     for start in range(0, len(rows), step):
         block_rows = rows[start : start + step]
         read = features[block_rows]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import BLOCK_BYTES as READ_BYTES
 from featx.analysis.probe import LabelledRows, crop_of, layer_vectors
 from featx.analysis.similarity import layer_similarity
 from featx.analysis.statistics import float_blocks
+from featx.base import rows_of_block
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channel_axis
 from featx.store import FeatureStore
@@ -28,9 +28,6 @@ NEAREST = 10
 
 CKA_ROWS = 1000
 """Maximum number of images of which layers are compared; the work grows with its square."""
-
-BLOCK_NUMBERS = 1 << 24
-"""Number of cosines in memory at a time."""
 
 Matrix = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
@@ -131,7 +128,7 @@ def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
             LabelledRows(store, rows, store.labels[rows], store.classes, ()), layer
         )
         # Blocks are limited by the size of stored rows, which may be much larger than the vectors.
-        step = max(1, READ_BYTES // (4 * max(1, width)))
+        step = rows_of_block(4 * width)
         blocks = np.array_split(np.arange(len(rows)), -(-len(rows) // step))
         x = np.concatenate([vectors.read(places).numpy() for places in blocks])
     except (ReduceError, StoreError) as error:
@@ -193,7 +190,7 @@ def same_class_shares(
         return shares
     unit = standardised_units(x[labelled].astype(np.float64))
     classes = labels[labelled]
-    step = max(1, BLOCK_NUMBERS // len(labelled))
+    step = rows_of_block(4 * len(labelled))
     for start in range(0, len(labelled), step):
         cosines = unit[start : start + step] @ unit.T
         places = np.arange(len(cosines))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis import KEEP_BYTES, read_texts, search
+from featx.analysis import read_texts, search
 from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
 from featx.analysis.similarity import metric_vectors, nearest_among
+from featx.base import block_sizes, rows_of_block
 from featx.config import Config
 from featx.export.report.layers import Rows, RowVectors, row_vectors, standardised_units
 from featx.export.report.probe_results import TEST, Probes
@@ -25,9 +26,6 @@ RANDOM_QUERIES = 3
 
 NEAREST = 6
 """Number of neighbours per query."""
-
-BLOCK_NUMBERS = 1 << 24
-"""Number of cosines in memory at a time."""
 
 
 def find_duplicates(
@@ -85,7 +83,7 @@ def similar_pairs(
     """
     unit = standardised_units(x)
     pairs: list[tuple[int, int, float]] = []
-    count, step = 0, max(1, BLOCK_NUMBERS // len(x))
+    count, step = 0, rows_of_block(4 * len(x))
     for start in range(0, len(x), step):
         cosines = unit[start : start + step] @ unit.T
         i, j = np.nonzero(cosines >= cosine)
@@ -142,7 +140,7 @@ def neighbours_of(
     """
     rows = [*hard, *random]
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
-    room = max(len(rows) + 1, KEEP_BYTES // (4 * max(1, width)))
+    room = max(len(rows) + 1, block_sizes.KEEP_BYTES // (4 * max(1, width)))
     among = ok
     if len(ok) > room:
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)

@@ -473,8 +473,7 @@ for error in (
 
 
 def test_an_exhausted_limit_is_named() -> None:
-    command = [sys.executable, "-c", EXHAUSTED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python("-c", EXHAUSTED)
     found = re.findall(r"can get no more (.*?):", done.stderr)
     memory = "memory (ulimit -v)"
     assert found == [memory] * 4 + ["open files (ulimit -n)", "threads (ulimit -u)"]

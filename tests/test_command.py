@@ -479,8 +479,7 @@ for error in (
 
 
 def test_an_exhausted_limit_or_a_failing_disk_is_named() -> None:
-    command = [sys.executable, "-c", EXHAUSTED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python("-c", EXHAUSTED)
     found = re.findall(r"can get no more (.*?):", done.stderr)
     memory = "memory (ulimit -v)"
     assert found == [memory] * 4 + [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,20 @@ def run_job(job: str, *, json: bool = False, show: str | None = None, **keys: An
     config = from_composed(node)
     jobs.check(config)
     return jobs.run(config, saved_yaml(node))
+
+
+def job_output(job: str, **keys: Any) -> tuple[int, Any]:
+    """The exit code of a job, and what it prints with job.json=true, which is all of its stdout."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = run_job(job, json=True, **keys)
+    return code, json.loads(printed.getvalue())
+
+
+def job_result(job: str, **keys: Any) -> Any:
+    """What a job that succeeds prints with job.json=true."""
+    code, found = job_output(job, **keys)
+    assert code == 0
+    return found
 
 
 def job_options(

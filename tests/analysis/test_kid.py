@@ -105,10 +105,6 @@ def test_what_cannot_be_compared_is_refused() -> None:
         data_set_distance(store, write(other, "other"), "flat")
     with pytest.raises(LayerError, match="no layer 'flt'"):
         data_set_distance(store, store, "flt")
-    (spec,) = run.specs
-    pooled = replace(run, specs=(replace(spec, reduce_args={"p": 4.0}),))
-    with pytest.raises(StoreMismatchError, match=r"reduce_p: 3\.0 and 4\.0"):
-        data_set_distance(store, write(pooled, "pooled"), "flat")
     packed = featx.open(run.write(Path("packed"), packed=True))
     assert data_set_distance(store, packed, "flat", subsets=1, device="cpu").rows == 9
     few = write(make_run(3, 4, {"flat": (5,)}, failed=[0, 1]), "few")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +12,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_python
+from csv_rows import csv_rows
 from PIL import Image
-from tiny_model import MODEL, TRUSTED, extract, extract_in_steps, run_job, write_image, write_images
+from tiny_model import (
+    MODEL,
+    TRUSTED,
+    extract,
+    extract_in_steps,
+    job_result,
+    run_job,
+    write_image,
+    write_images,
+)
 from zoo import TwoStageConvNet
 
 import featx
@@ -111,8 +119,7 @@ def test_large_jpegs_are_decoded_as_those_of_the_store(
     run_job("probe", store="store", layers=["pool"], probe={"test_share": 0.5})
     head = "store/probe/pool.safetensors"
     run_job("predict", store=head, model=TRUSTED, data="photos", out="new")
-    with Path("new/predictions.csv").open() as file:
-        assert [row["key"] for row in csv.DictReader(file)] == keys
+    assert [row["key"] for row in csv_rows("new/predictions.csv")] == keys
 
 
 @pytest.mark.slow
@@ -184,18 +191,18 @@ def test_an_open_embedder_ends_with_its_program(store: featx.FeatureStore) -> No
     assert "Traceback" not in run_python("-c", code, path=[Path(__file__).parents[1]]).stderr
 
 
+ASKED = {"store": "store", "device": "cpu", "layers": "pool", "model": TRUSTED}
+
+
 def ask(**options: Any) -> int:
-    keys = {"store": "store", "device": "cpu", "layers": "pool", "model": TRUSTED}
-    json_too = options.pop("json", False)
-    return run_job("neighbors", json=json_too, **keys, neighbors=options)
+    return run_job("neighbors", **ASKED, neighbors=options)
 
 
 def test_neighbours_of_an_image(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file,) = files_of(store, [5])
-    ask(json=True, image=file, k=4)
-    found = json.loads(capsys.readouterr().out)
+    found = job_result("neighbors", **ASKED, neighbors={"image": file, "k": 4})
     expected = nearest_rows(
         store, "pool", 3, key=str(store.keys[5]), device="cpu", standardise=True
     )

@@ -1,9 +1,8 @@
-"""Norms of tokens in job=stats, against numpy on the whole matrix, in any order of the work."""
+"""Norms of tokens, of rows and in job=stats: against numpy, by hand, in any order of the work."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from made_store import make_spec
+from made_store import make_run, make_spec
 from PIL import Image
-from tiny_model import KEYS, MODEL, extract, run_job
+from tiny_model import KEYS, MODEL, extract, job_result, run_job
 
 import featx
 from featx.analysis.statistics import Statistics, token_norms
@@ -193,8 +192,7 @@ def test_tokens_of_unknown_places_have_a_reason(capsys: pytest.CaptureFixture[st
         "tokens: no norms of tokens, as it is unknown which of its 66 tokens are patches" in words
     )
     assert words.count("no norms of tokens") == 1  # maps need no prefix tokens
-    assert run_job("stats", **keys, **given, json=True) == 0
-    layers = json.loads(capsys.readouterr().out)["layers"]
+    layers = job_result("stats", **keys, **given)["layers"]
     assert layers["tokens"]["token_norms"] is None
     assert "num_prefix_tokens" in layers["tokens"]["no_token_norms"]
     assert layers["maps"]["no_token_norms"] is None
@@ -206,3 +204,58 @@ def test_pooled_tokens_have_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no norms" not in capsys.readouterr().out
     with h5py.File("pooled/stats.h5") as file:
         assert "norms" not in file["layers/tokens"]
+
+
+def store_of(shape: tuple[int, ...], values: np.ndarray) -> featx.FeatureStore:
+    run = make_run(len(values), 8, {"x": shape}, failed=[2])
+    made = replace(run, features={"x": values.astype(np.float32)}, tokens={"x": PLACES})
+    return featx.open(made.write(Path("store")))
+
+
+def test_prefix_and_patch_tokens_apart() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(12, 23, 6))
+    values[:, 0] *= 20  # the class token
+    values[4:8, 3 + 7] *= 40  # the patch in the second row and third column, in four images
+    values[5, 3 + 19] *= 40
+    store = store_of((23, 6), values)
+    rows = np.flatnonzero(store.ok)
+    found = token_norms(store, "x", rows)
+    assert found is not None
+    norms = np.linalg.norm(store["x"][rows].astype(np.float64), axis=2)
+    expected = np.quantile(norms[:, 3:], [0, 0.25, 0.5, 0.75, 0.99, 1])
+    assert found.quantiles == pytest.approx(tuple(expected))
+    assert found.prefix == pytest.approx(np.median(norms[:, :3], axis=0).tolist())
+    assert found.threshold == pytest.approx(expected[3] + 3 * (expected[3] - expected[1]))
+    assert (found.num_images, found.grid, found.has_class_token) == (11, (4, 5), True)
+    assert found.share == pytest.approx(5 / (11 * 20))
+    assert found.images == pytest.approx(4 / 11)
+    assert found.most_frequent == (2, 3)
+    assert found.by_position[1, 2] == pytest.approx(4 / 11)
+    assert found.by_position.sum() == pytest.approx(5 / 11)
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 5), (4, 5, 6)])
+def test_maps_of_either_layout(shape: tuple[int, ...]) -> None:
+    axis = 1 + shape.index(6)
+    values = np.random.default_rng(0).normal(size=(9, *shape))
+    store = store_of(shape, values)
+    rows = np.flatnonzero(store.ok)
+    found = token_norms(store, "x", rows)
+    assert found is not None
+    norms = np.linalg.norm(store["x"][rows].astype(np.float64), axis=axis)
+    assert found.quantiles[2] == pytest.approx(np.median(norms))
+    assert found.prefix == ()
+    assert not found.has_class_token
+
+
+def test_equal_norms_have_no_outliers() -> None:
+    found = token_norms(store_of((23, 6), np.ones((5, 23, 6))), "x", np.array([0, 1, 3]))
+    assert found is not None
+    assert found.quantiles == pytest.approx((6**0.5,) * 6)
+    assert (found.share, found.images) == (0, 0)
+
+
+def test_without_all_tokens_there_are_no_norms() -> None:
+    values = np.ones((5, 6))
+    assert token_norms(store_of((6,), values), "x", np.array([0])) is None

@@ -14,7 +14,7 @@ import torch
 from made_store import make_header, make_spec
 from sklearn.decomposition import PCA
 from test_stats_run import files, matrix, take
-from tiny_model import MODEL, extract, run_job
+from tiny_model import MODEL, extract, job_result, run_job
 
 import featx
 from featx.analysis.statistics import Moments
@@ -313,17 +313,15 @@ def test_keys_of_a_projection_are_checked(reduce: dict[str, Any], message: str) 
 # Extracted again
 
 
-def sample(capsys: pytest.CaptureFixture[str], **keys: Any) -> dict[str, Any]:
-    capsys.readouterr()
-    run_job("verify", json=True, **{"out": "store", "verify": {"reextract_rows": 21}, **keys})
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)["reextracted"]
-    return found
+def sample(**keys: Any) -> Any:
+    options = {"out": "store", "verify": {"reextract_rows": 21}, **keys}
+    return job_result("verify", **options)["reextracted"]
 
 
 @pytest.mark.parametrize("mapping", [False, True])
 @pytest.mark.slow
 def test_rows_are_extracted_again_also_when_the_statistics_moved(
-    photos: Path, capsys: pytest.CaptureFixture[str], mapping: bool
+    photos: Path, mapping: bool
 ) -> None:
     take(photos, out="stats", layers=["conv", "deep"])
     whiten = {"name": "whiten", "stats": "stats", "k": 4, "epsilon": 0.01}
@@ -332,15 +330,15 @@ def test_rows_are_extracted_again_also_when_the_statistics_moved(
         keys = {"layers": {"conv": whiten, "deep": {"name": "pca", "stats": "stats", "k": 3}}}
     stored(photos, **keys)
     untouched = {"rows": 21, "identical": 21, "close": 0, "different": []}
-    assert sample(capsys) == untouched
+    assert sample() == untouched
     Path("stats").rename("elsewhere")
     with pytest.raises(StoreError, match=r"sha256 .*no statistics file stats.*Put that file back"):
-        sample(capsys)
+        sample()
     moved = {"name": "whiten", "stats": "elsewhere"}
-    assert sample(capsys, reduce=moved) == untouched
+    assert sample(reduce=moved) == untouched
     take({"name": "folder", "root": str(photos), "limit": 9}, out="fewer", layers=["conv", "deep"])
     with pytest.raises(StoreError, match="fewer has other numbers"):
-        sample(capsys, reduce={**moved, "stats": "fewer"})
+        sample(reduce={**moved, "stats": "fewer"})
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from made_store import stored_sums
-from tiny_model import MODEL, extract_in_steps, run_job, write_image
+from tiny_model import MODEL, extract_in_steps, job_output, run_job, write_image
 from tiny_model import extract as extract_and_pack
 
 from featx.analysis.reproducibility import MIN_AGREEMENT, agreement
@@ -30,21 +29,17 @@ extract = partial(extract_and_pack, pack=False)
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-def reextract(
-    capsys: pytest.CaptureFixture[str], count: int = 21, **keys: Any
-) -> tuple[int, dict[str, Any]]:
+def reextract(count: int = 21, **keys: Any) -> tuple[int, dict[str, Any]]:
     """Exit code and findings of verify.reextract_rows over `count` rows, all of them as a rule."""
-    capsys.readouterr()
-    code = run_job(
-        "verify", json=True, **{"store": "store", "verify": {"reextract_rows": count}, **keys}
-    )
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)["reextracted"]
+    options = {"store": "store", "verify": {"reextract_rows": count}, **keys}
+    code, output = job_output("verify", **options)
+    found: dict[str, Any] = output["reextracted"]
     assert found["identical"] + found["close"] + len(found["different"]) == found["rows"]
     return code, found
 
 
-def assert_untouched(capsys: pytest.CaptureFixture[str], rows: int = 21, **keys: Any) -> None:
-    assert reextract(capsys, **keys) == (
+def assert_untouched(rows: int = 21, **keys: Any) -> None:
+    assert reextract(**keys) == (
         0,
         {"rows": rows, "identical": rows, "close": 0, "different": []},
     )
@@ -65,36 +60,30 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("keys", slow_except(SETTINGS, UNEVEN), ids=str)
-def test_an_untouched_store_is_identical_in_every_row(
-    photos: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any]
-) -> None:
+def test_an_untouched_store_is_identical_in_every_row(photos: Path, keys: dict[str, Any]) -> None:
     extract(photos, **keys)
-    assert_untouched(capsys)
+    assert_untouched()
 
 
 @pytest.mark.slow
-def test_no_more_rows_are_drawn_than_asked_for_and_the_seed_chooses_them(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_more_rows_are_drawn_than_asked_for_and_the_seed_chooses_them(photos: Path) -> None:
     extract(photos)
-    assert_untouched(capsys, 5, count=5)
+    assert_untouched(5, count=5)
     for path in (photos / "cat").iterdir():
         write_image(path, 1000 + int(path.stem))
-    found = [reextract(capsys, 6, seed=seed)[1]["different"] for seed in (0, 0, 1)]
+    found = [reextract(6, seed=seed)[1]["different"] for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
 
 
-def test_failed_rows_are_identical_while_they_fail_in_the_same_way(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_rows_are_identical_while_they_fail_in_the_same_way(photos: Path) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no image")
     (photos / "dog" / "003.png").write_bytes(b"")
     extract(photos)
-    assert_untouched(capsys)
+    assert_untouched()
     (photos / "dog" / "003.png").write_bytes(b"no image")
     (photos / "dog" / "009.png").write_bytes(b"no image")
     write_image(photos / "cat" / "000.png", 0)
-    code, found = reextract(capsys)
+    code, found = reextract()
     assert code == verify.EXIT_DAMAGED
     assert found["different"] == [
         "row 0 (cat/000.png): was unsupported, is ok now",
@@ -105,9 +94,7 @@ def test_failed_rows_are_identical_while_they_fail_in_the_same_way(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_replaced_image_and_two_swapped_ones_are_found(
-    photos: Path, capsys: pytest.CaptureFixture[str], dtype: str
-) -> None:
+def test_a_replaced_image_and_two_swapped_ones_are_found(photos: Path, dtype: str) -> None:
     store = extract(photos, dtype=dtype)
     rows = [3, 8, 19]
     replaced, first, second = (photos / str(store.keys[row]) for row in rows)
@@ -115,7 +102,7 @@ def test_a_replaced_image_and_two_swapped_ones_are_found(
     first.rename("x.png")
     second.rename(first)
     Path("x.png").rename(second)
-    code, found = reextract(capsys)
+    code, found = reextract()
     assert code == verify.EXIT_DAMAGED
     # Their batches are computed again as well, and no neighbour has changed.
     assert found["identical"] == 18
@@ -131,126 +118,108 @@ def write_rows(rows: np.ndarray) -> None:
         file["checksums/features/conv"][:] = stored_sums(data)
 
 
-def test_rows_in_each_others_places_and_rows_twice_as_long_are_found(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_in_each_others_places_and_rows_twice_as_long_are_found(photos: Path) -> None:
     """What no checksum finds: they were changed before the file was written."""
     rows = extract_and_pack(photos, batch_size=8, part_rows=8, dtype="float32")["conv"][:]
     swapped = rows.copy()
     swapped[[2, 5]] = rows[[5, 2]]
     write_rows(swapped)
     assert run_job("verify", out="store") == 0
-    code, found = reextract(capsys)
+    code, found = reextract()
     assert code == verify.EXIT_DAMAGED
     assert [int(line.split()[1]) for line in found["different"]] == [2, 5]
     write_rows(2 * rows)  # the cosine is 1
-    assert len(reextract(capsys)[1]["different"]) == 21
+    assert len(reextract()[1]["different"]) == 21
 
 
 @pytest.mark.slow
-def test_a_store_of_several_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_of_several_runs(photos: Path) -> None:
     extract(photos)
     extract(photos, layers=["pool"], dtype="float32")
     extract_and_pack(photos, layers=["deep"], part_rows=8, batch_size=4)
-    assert_untouched(capsys)
+    assert_untouched()
     key = str(extract(photos).keys[7])
     write_image(photos / key, 4711)
-    assert [line.split()[1] for line in reextract(capsys)[1]["different"]] == ["7"]
+    assert [line.split()[1] for line in reextract()[1]["different"]] == ["7"]
 
 
 @pytest.mark.slow
-def test_a_store_that_grew_by_a_higher_limit_and_by_new_images(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_grew_by_a_higher_limit_and_by_new_images(photos: Path) -> None:
     """Its first run saw ten rows only, and the order of its rows is not that of their names."""
     limited = {"name": "folder", "root": str(photos), "limit": 10}
     extract(limited)
     extract(limited, layers=["pool"])
-    assert_untouched(capsys, 10)
+    assert_untouched(10)
     extract(photos, layers=["conv", "pool"], grow=True)
     for i in range(3):
         write_image(photos / "ant" / f"{i}.png", 50 + i)
     store = extract(photos, layers=["conv", "pool"], grow=True)
     assert str(store.keys[21]) == "ant/0.png"
-    assert_untouched(capsys, 24, count=100)
+    assert_untouched(24, count=100)
 
 
-def test_images_that_are_new_do_not_matter_and_one_that_is_gone_is_named(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_that_are_new_do_not_matter_and_one_that_is_gone_is_named(photos: Path) -> None:
     key = str(extract(photos).keys[20])
     write_image(photos / "ant" / "0.png", 50)
     write_image(photos / "dog" / "004.png", 51)
-    assert_untouched(capsys)
+    assert_untouched()
     (photos / key).unlink()
     with pytest.raises(StoreMismatchError, match=f"1 row whose image.*{key}"):
-        reextract(capsys)
+        reextract()
 
 
 @pytest.mark.slow
-def test_images_and_store_that_moved(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_and_store_that_moved(photos: Path, tmp_path: Path) -> None:
     extract(photos)
     Path("store").rename("elsewhere")
-    assert_untouched(capsys, store="elsewhere")
+    assert_untouched(store="elsewhere")
     photos.rename(tmp_path / "moved")
     with pytest.raises(ValueError, match="photos does not exist"):
-        reextract(capsys, store="elsewhere")
+        reextract(store="elsewhere")
     moved = {"name": "folder", "root": str(tmp_path / "moved")}
-    assert_untouched(capsys, store="elsewhere", data=moved)
+    assert_untouched(store="elsewhere", data=moved)
     # Images of other names are another data set.
     shutil.copytree(tmp_path / "moved" / "cat", tmp_path / "other")
     with pytest.raises(StoreMismatchError, match="21 rows whose images are no longer"):
-        reextract(
-            capsys, store="elsewhere", data={"name": "folder", "root": str(tmp_path / "other")}
-        )
+        reextract(store="elsewhere", data={"name": "folder", "root": str(tmp_path / "other")})
 
 
-def test_an_unfinished_store_is_compared_where_it_is_there(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unfinished_store_is_compared_where_it_is_there(photos: Path) -> None:
     extract(photos)
     for index in (1, 3, 4):
         Path(f"store/parts/part-{index:06d}.h5").unlink()
     for row in (0, 4):  # the second one is not there
         write_image(photos / "cat" / f"{6 * row:03d}.png", 4711)
-    code, found = reextract(capsys)
+    code, found = reextract()
     assert code == verify.EXIT_DAMAGED
     assert (found["rows"], found["identical"]) == (9, 8)
 
 
 @pytest.mark.slow
-def test_a_part_lost_of_the_first_of_two_runs(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_lost_of_the_first_of_two_runs(photos: Path) -> None:
     """Rows that one run lacks are not taken for identical."""
     extract(photos)
     extract(photos, layers=["conv", "pool"])
     Path("store/parts/part-000001.h5").unlink()
-    code, found = reextract(capsys)
+    code, found = reextract()
     assert code == verify.EXIT_INCOMPLETE
     assert (found["rows"], found["identical"]) == (17, 17)
     write_image(photos / "cat" / "000.png", 4711)
-    assert [line.split()[1] for line in reextract(capsys)[1]["different"]] == ["0"]
+    assert [line.split()[1] for line in reextract()[1]["different"]] == ["0"]
 
 
 @pytest.mark.slow
-def test_a_part_lost_of_a_store_that_grew_in_layers_and_rows(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_lost_of_a_store_that_grew_in_layers_and_rows(photos: Path) -> None:
     """The last run made a layer that is finished and one that is not."""
     extract_in_steps(photos, pack=False)
     Path("store/parts/part-000001.h5").unlink()
-    code, found = reextract(capsys)
+    code, found = reextract()
     assert code == verify.EXIT_INCOMPLETE
     assert (found["rows"], found["identical"]) == (17, 17)
 
 
 @pytest.mark.slow
-def test_a_row_not_finite_in_one_layer_is_compared_in_the_other(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_not_finite_in_one_layer_is_compared_in_the_other(photos: Path) -> None:
     """The status of a row is that of all its layers; a run may know better of its own."""
     clean = extract(photos, layers=["deep"], out="clean", dtype="float32")["deep"][:]
     means = np.sort(clean.mean((1, 2, 3)))
@@ -259,10 +228,10 @@ def test_a_row_not_finite_in_one_layer_is_compared_in_the_other(
     assert (~extract(photos, layers=["pool"], **keys).ok).sum() == 10
     store = extract(photos, layers=["pool", "conv"], **keys)
     assert np.isfinite(store["conv"][:]).all()
-    assert_untouched(capsys)
+    assert_untouched()
     key = str(store.keys[np.flatnonzero(~store.ok)[3]])
     write_image(photos / key, 4711)
-    assert len(reextract(capsys)[1]["different"]) == 1
+    assert len(reextract()[1]["different"]) == 1
 
 
 FLOATS = arrays(np.float64, st.integers(1, 6), elements=st.floats(-1e3, 1e3))

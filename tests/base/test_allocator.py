@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from conftest import run_python
 
 SCRIPT = """
 import threading
@@ -33,8 +33,7 @@ glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc i
     ],
 )
 def test_threads_share_the_memory_of_the_first_one(steps: str, kept: str) -> None:
-    script = SCRIPT.format(steps=steps)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_python("-c", SCRIPT.format(steps=steps))
     assert (done.stdout.strip(), done.stderr) == (kept, "")
 
 
@@ -72,7 +71,6 @@ print(use())
 )
 def test_a_process_of_a_user_returns_its_memory(steps: str, is_kept: bool) -> None:
     """Of blocks above 32 MiB, below which glibc itself may keep them after torch was used."""
-    script = RESIDENT.format(steps=steps, size=40)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_python("-c", RESIDENT.format(steps=steps, size=40))
     assert done.stderr == ""
     assert (int(done.stdout) > 200) == is_kept

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 from tiny_model import write_images
 
 from featx.base import paused_collection
@@ -54,45 +53,29 @@ assert torch.isfinite(first).all()
 """
 
 
-def run(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COMMON + code], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [TORCHVISION, TIMM], ids=["torchvision", "timm"])
 def test_packages_work_and_import_it_when_they_use_it(code: str) -> None:
-    run(code)
+    run_python("-c", COMMON + code)
 
 
 @pytest.mark.slow
 def test_packages_that_are_imported_after_it_find_it() -> None:
-    run(
-        """
+    code = """
 import torch._dynamo.utils as real
 import torchvision
 assert sys.modules["torchvision.ops.roi_align"].is_compile_supported is real.is_compile_supported
 """
-    )
+    run_python("-c", COMMON + code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet18", "vit_b_32", "test_vit", "test_resnet"])
 def test_a_run_that_compiles_nothing_does_not_import_it(tmp_path: Path, model: str) -> None:
     write_images(tmp_path / "photos", 3)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-X", "importtime", "-m", "featx", f"model={model}"),
-            *("model.weights=null", "data=folder", "data.root=photos", "out=store"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = ("model.weights=null", "data=folder", "data.root=photos", "out=store")
+    command = ("-X", "importtime", "-m", "featx", f"model={model}", *arguments)
+    done = run_python(*command, cwd=tmp_path)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "torchvision" in imported, "the modules of the process that computes are listed"
     assert {name for name in imported if name.startswith(("torch._dynamo", "sympy"))} == set()
@@ -100,12 +83,8 @@ def test_a_run_that_compiles_nothing_does_not_import_it(tmp_path: Path, model: s
 
 @pytest.mark.slow
 def test_torch_is_imported_without_garbage_collection() -> None:
-    run(
-        """
-import gc
-assert gc.isenabled() and gc.get_freeze_count() > 100_000
-"""
-    )
+    code = "import gc; assert gc.isenabled() and gc.get_freeze_count() > 100_000"
+    run_python("-c", COMMON + code)
 
 
 def test_the_collector_is_on_again_after_an_error() -> None:

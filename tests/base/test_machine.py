@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 
 from featx.base import (
     check_memory,
@@ -115,8 +114,7 @@ run_command()
 import torch
 print(torch.get_num_threads())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "1"
+    assert run_python("-c", code).stdout.split()[-1] == "1"
 
 
 MEMINFO = "MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:  1000 kB\n"

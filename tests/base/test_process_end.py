@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 
 AT_WORK = """
 import threading, time
@@ -26,10 +27,8 @@ end_process(3)
 @pytest.mark.slow
 def test_threads_at_work_do_not_abort_the_end_of_the_process() -> None:
     """A daemon thread inside torch, when the interpreter ends, is 'terminate called', SIGABRT."""
-    done = subprocess.run(
-        [sys.executable, "-c", AT_WORK], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (3, "left\n", "")
+    done = run_python("-c", AT_WORK, code=3, timeout=120)
+    assert (done.stdout, done.stderr) == ("left\n", "")
 
 
 def test_a_result_that_cannot_be_written_is_no_success() -> None:

@@ -1,4 +1,4 @@
-"""Keys, defaults and checks, without a model."""
+"""Keys, defaults and checks, and the config that a store keeps, without a model."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from featx.config import (
     described_options,
     from_composed,
     from_keywords,
+    from_saved,
     given_keywords,
     known_keys,
     layer_requests,
@@ -104,33 +105,6 @@ def test_a_key_without_effect_is_an_error() -> None:
         DataConfig(name="textiles", root="photos")
     with pytest.raises(ConfigError, match=r"model\.args has an effect with model\.library="):
         model_options(args={"depth": 20})
-
-
-@pytest.mark.parametrize("job", ["probe", "report"])
-@pytest.mark.parametrize(
-    "keys",
-    [
-        *({"capture": "input"}, {"reduce": "avg"}, {"decode": "reference"}),
-        *({"precision": "bf16"}, {"compile": True}, {"fold_batchnorm": False}, {"batch_size": 8}),
-        *(
-            {"part_rows": 64},
-            {"part_mib": 64},
-            {"dtype": "float32"},
-            {"codec": "gzip"},
-            {"nonfinite": "record"},
-        ),
-        *({"max_failures": 3}, {"grow": True}),
-    ],
-    ids=lambda keys: next(iter(keys)),
-)
-def test_jobs_that_read_a_store_refuse_the_keys_of_making_one(
-    job: str, keys: dict[str, object]
-) -> None:
-    node = from_keywords({"store": "store", **keys})
-    node["job"]["name"] = job
-    config = from_composed(node)
-    with pytest.raises(ConfigError, match=rf"^{next(iter(keys))} has no effect with job={job}: "):
-        jobs.check(config)
 
 
 @pytest.mark.parametrize("value", [0, -1, 4097, 1 << 40, 0.5, True, "large", None])
@@ -225,6 +199,12 @@ def test_an_unknown_key_names_the_nearest() -> None:
         config(model={"nane": "resnet50"})
 
 
+@pytest.mark.parametrize("option", ["retry_failed", "refresh", "grow"])
+def test_what_changes_a_store_and_overwrite_exclude_each_other(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}=true .* overwrite=true deletes it; give one"):
+        Config(overwrite=True, **{option: True})
+
+
 def test_two_sizes_of_a_part_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="part_mib=512 has no effect with part_rows=64"):
         Config(part_mib=512, part_rows=64)
@@ -304,3 +284,51 @@ def test_the_default_of_out_has_the_name_of_the_images(
 def test_without_a_root_out_has_the_name_of_the_source() -> None:
     assert config(data="sample", model="resnet18").out == "runs/sample/resnet18"
     assert config(data="sample", model="resnet18", out="there").out == "there"
+
+
+@pytest.mark.parametrize("text", ["a", "[1, 2]", "- a", "3"])
+def test_anything_but_a_mapping_is_refused(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot be read: it is a .*, and a mapping was expected"
+    ):
+        from_saved(text)
+
+
+@pytest.mark.parametrize("unit", ["[", "{a: ", "- "])
+def test_deeply_nested_text_is_refused(unit: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: it is nested too deeply"):
+        from_saved("out: " * (unit != "- ") + unit * 20_000)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_failures", 1),
+        ("max_failures", 1.0),
+        ("tensorboard", 1),
+        ("tensorboard", True),
+        ("layers", {"conv": {"name": "avg"}}),
+        ("capture", ["output", "input"]),
+    ],
+)
+def test_values_that_resemble_a_default_keep_their_type(key: str, value: object) -> None:
+    found = getattr(from_saved(saved_yaml(from_keywords({key: value}))), key)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_it_keeps_what_makes_values_and_what_was_given() -> None:
+    text = saved_yaml(from_keywords({"data": "photos", "probe": {"k": 5, "method": "knn"}}))
+    assert "probe:\n  method: knn\n  k: 5\n" in text
+    assert "neighbors" not in text
+    assert "columns" not in text, "data=folder has no columns"
+    assert "  exif: apply\n" in text
+    assert "reduce:\n  name: none\n" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["off", "Y", "1e5", "0x10", "1_000", "2024-01-01", "1:30", ".inf", "=", "<<", "null", "é"],
+)
+def test_texts_that_resemble_other_values_stay_texts(text: str) -> None:
+    found = from_saved(saved_yaml(from_keywords({"out": text, "layers": [text]})))
+    assert (found.out, found.layers) == (text, [text])

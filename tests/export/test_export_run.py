@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import slow_except
+from conftest import run_python, slow_except
 from interruptions import files_of_at_most
 from made_store import make_run, temporary_files
 from processes import killed_at_sync
-from tiny_model import run_job
+from tiny_model import job_result, run_job
 
 import featx
 from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
@@ -307,9 +306,8 @@ def test_without_out_it_lies_next_to_the_store(store: Path) -> None:
     )
 
 
-def test_the_result_as_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_job("export", json=True, store="store", out="out")
-    found = json.loads(capsys.readouterr().out)
+def test_the_result_as_json(store: Path) -> None:
+    found = job_result("export", store="store", out="out")
     assert (found["rows"], found["failures"], found["already"]) == (21, 2, False)
     assert found["bytes"] == sum(
         path.stat().st_size
@@ -373,10 +371,7 @@ def test_memory_does_not_grow_with_the_store() -> None:
     """192 MiB of features in blocks of 4 MiB; safetensors holds shards, here of 16 MiB."""
     make_run(8, 8, {"x": (16,)}).write(Path("small"))
     make_run(12288, 4096, {"x": (4096,)}).write(Path("large"))
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURED, *KINDS],
-        stdout=subprocess.PIPE, text=True, check=True, timeout=600,
-    )  # fmt: skip
+    done = run_python("-c", _MEASURED, *KINDS)
     grown = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}
     assert set(grown) == set(KINDS)
     assert all(mib < 96 for mib in grown.values()), grown

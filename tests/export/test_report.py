@@ -17,7 +17,7 @@ from csv_rows import csv_rows
 from made_store import make_added, make_labelled, make_run, temporary_files
 from PIL import Image
 from processes import killed_at_sync
-from tiny_model import MODEL, extract, run_job, write_image, write_images
+from tiny_model import MODEL, extract, job_result, run_job, write_image, write_images
 
 import featx
 from featx.errors import ConfigError, LayerError, MissingExtraError, StoreError
@@ -443,15 +443,13 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_from_python_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_python_and_as_json() -> None:
     make_run(12).write(Path("store"))
     assert (
         featx.write_report(store="store", out="p.html", device="cpu", report={"tsne": False})
         == Path("p.html").absolute()
     )
-    capsys.readouterr()
-    run_job("report", json=True, store="store", device="cpu", report={"tsne": False})
-    found = json.loads(capsys.readouterr().out)
+    found = job_result("report", store="store", device="cpu", report={"tsne": False})
     assert found["rows_used"] == 12
     assert found["complete"] is True
     assert found["bytes"] == Path("store/report.html").stat().st_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from encoded_images import encode
 from made_store import make_labelled, make_run
 from PIL import Image
 from probe_problem import blobs, write_store
@@ -312,19 +312,16 @@ def test_absolute_paths_in_yaml_are_shortened() -> None:
 
 def test_the_readable_part_of_a_truncated_image() -> None:
     image = Image.fromarray(np.full((64, 48, 3), (200, 60, 20), np.uint8))
-    buffer = io.BytesIO()
-    image.save(buffer, "BMP")
-    found = np.array(readable_part(buffer.getvalue()[: 54 + 48 * 3 * 16], 10_000))
+    found = np.array(readable_part(encode(image, "BMP")[: 54 + 48 * 3 * 16], 10_000))
     assert found.shape == (64, 48, 3)
     # A BMP begins with its last line.
     assert (found[-16:] == (200, 60, 20)).all()
     noise = np.random.default_rng(0).integers(1, 256, (64, 48, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(noise).save(buffer, "JPEG", quality=95)
-    found = np.array(readable_part(buffer.getvalue()[: len(buffer.getvalue()) // 2], 10_000))
+    data = encode(Image.fromarray(noise), "JPEG", quality=95)
+    found = np.array(readable_part(data[: len(data) // 2], 10_000))
     assert (found[-8:] == 128).all()
     assert not (found[:8] == 128).all()
     with pytest.raises(ImageFault, match="48 x 64 pixels"):
-        readable_part(buffer.getvalue(), 100)
+        readable_part(data, 100)
     with pytest.raises(ImageFault):
         readable_part(b"no image", 100)

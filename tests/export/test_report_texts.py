@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY
 from probe_problem import blobs, write_store
-from tiny_model import run_job, write_images
+from tiny_model import job_result, run_job, write_images
 
 import featx
 from featx.errors import ConfigError, DataError, FeatxError, StoreError
@@ -35,9 +34,7 @@ def words_of(text: str) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", text)).replace("\u202f", " ").split())
 
 
-def test_rows_of_images_are_those_of_the_search(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_images_are_those_of_the_search(tmp_path: Path) -> None:
     photos, folder = write_images(tmp_path / "photos", 9), write_folder(tmp_path / "vit", "vit")
     model = {"library": "open_clip", "name": str(folder)}
     run_job("extract", model=model, layers=["embedding"], data=str(photos), precision="fp32",
@@ -75,18 +72,14 @@ def test_texts_are_refused_as_in_a_search(
     assert not Path("store/report.html").exists()
 
 
-def test_the_table_of_other_stores_is_that_of_job_compare(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_table_of_other_stores_is_that_of_job_compare(tmp_path: Path) -> None:
     x, y = blobs(60)
     write_store(Path("store"), y, x=x)
     write_store(Path("other/store"), y, x=x[:, :4], wide=x)
     write_store(Path("few"), y[:40], x=x[:40])
     for store in ("store", "other/store"):
         run_job("probe", store=store, device="cpu")
-    capsys.readouterr()
-    run_job("compare", json=True, store="[store,few,other/store]")
-    compared = json.loads(capsys.readouterr().out)
+    compared = job_result("compare", store="[store,few,other/store]")
     found = section("stores", compare_stores=["few", "store", "other/*"])
     rows = [words_of(row) for row in re.findall(r"(?s)<tr.*?</tr>", found)[1:]]
     assert [row.split()[0] for row in rows] == ["store", "few", "other/store"]

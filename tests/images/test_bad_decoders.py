@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from broken_decoders import ABORT, CRASH, HANG, gif
 from conftest import Completed, run_featx
+from csv_rows import csv_rows
 from PIL import Image
 from tiny_model import COMMAND, extract, run_job
 
@@ -51,8 +51,8 @@ def assert_only_the_bad_ones_failed(photos: Path, out: Path) -> None:
     assert np.array_equal(store["conv"][good], harmless["conv"][good])
     assert np.isnan(store["conv"][:][~store.ok]).all()
     assert np.flatnonzero(store.ok).tolist() == good
-    with (out / "failures.csv").open(newline="") as file:
-        rows = {row["key"]: (row["status"], row["error"]) for row in csv.DictReader(file)}
+    failed = csv_rows(out / "failures.csv")
+    rows = {row["key"]: (row["status"], row["error"]) for row in failed}
     assert rows == {name: kind[1:] for name, kind in BAD.items()}
 
 
@@ -101,10 +101,9 @@ def test_jobs_that_write_to_no_store_run_on_as_well(
     done = run_command(tmp_path, f"job={job}", "data=folder", f"data.root={probed}", *options)
     assert done.returncode == 0, done.stderr
     if job == "predict":
-        with Path("predicted/predictions.csv").open(newline="") as file:
-            rows = {row["key"]: row["status"] for row in csv.DictReader(file)}
-        failed = {key: status for key, status in rows.items() if status != "ok"}
-        assert failed == dict.fromkeys(("cat/012.gif", "dog/005.gif"), "crashes decoder")
+        failed = csv_rows("predicted/predictions.csv", status="crashes decoder")
+        assert [row["key"] for row in failed] == ["cat/012.gif", "dog/005.gif"]
+        assert len(csv_rows("predicted/predictions.csv", status="ok")) == 19
     assert not list((tmp_path / "temporary").iterdir())
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from encoded_images import encode
 from PIL import Image
 from tiny_model import extract, run_job
 
@@ -16,10 +16,8 @@ from featx.images.decoder_warnings import MAX_REASONS, OTHER, DecoderWarnings
 
 def tiff() -> bytes:
     """LZW, which libtiff decodes."""
-    file = io.BytesIO()
     pixels = np.random.default_rng(0).integers(0, 256, (48, 48, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "TIFF", compression="tiff_lzw")
-    return file.getvalue()
+    return encode(Image.fromarray(pixels), "TIFF", compression="tiff_lzw")
 
 
 def damaged(data: bytes) -> bytes:

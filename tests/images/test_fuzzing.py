@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,20 +10,11 @@ import fuzzing
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from conftest import run_python
+from test_loader import PREPROCESS, SIDE
 
-from featx.images import DecodeSettings, ImagePolicy, Loader, Preprocess
+from featx.images import DecodeSettings, ImagePolicy, Loader
 from featx.types import ImageFault, Listing, Part, Status
-
-SIDE = 16
-
-
-def to_tensor(image: Image.Image) -> torch.Tensor:
-    resized = np.array(image.resize((SIDE, SIDE)), dtype=np.float32)
-    return torch.from_numpy(resized).permute(2, 0, 1) / 255
-
-
-PREPROCESS = Preprocess(to_tensor, (SIDE, SIDE), SIDE, "bilinear", (0, 0, 0), (1, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -36,10 +25,7 @@ def test_mutants_neither_crash_nor_hang_nor_fill_the_memory(
     tmp_path: Path, count: int, seed: int
 ) -> None:
     last = tmp_path / "last"
-    done = subprocess.run(
-        [sys.executable, fuzzing.__file__, str(count), str(seed), str(last)],
-        capture_output=True, text=True, check=False, timeout=120 + count / 5,
-    )  # fmt: skip
+    done = run_python(fuzzing.__file__, count, seed, last, code=None, timeout=120 + count / 5)
     kept = f"the mutant is in {last}"
     assert done.returncode == 0, f"exit code {done.returncode}; {kept}\n{done.stderr[-4000:]}"
     found = json.loads(done.stdout)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -14,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_image
+from conftest import make_image, run_python
 from encoded_images import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -248,10 +246,8 @@ def test_a_transform_of_another_shape_is_recorded_not_stretched(shape: tuple[int
 
 def test_an_image_that_resizing_makes_too_large_is_recorded() -> None:
     """One pixel by 3000: within the limit as it is, 48 times over it when 16 pixels wide."""
-    file = io.BytesIO()
-    Image.new("RGB", (1, 3000), "red").save(file, "PNG")
     policy = ImagePolicy("apply", (0, 0, 0), 16_000)
-    source = MemorySource([file.getvalue(), GOOD[0]])
+    source = MemorySource([encode(Image.new("RGB", (1, 3000), "red"), "PNG"), GOOD[0]])
     [(_, batch)] = load_all(source, [Part(0, 0, 2)], policy=policy)
     assert [(f.row, f.status) for f in batch.failures] == [(0, Status.TOO_LARGE)]
     assert torch.equal(batch.images[1], expected_row(GOOD[0]))
@@ -397,9 +393,9 @@ def test_loading_starts_no_threads_of_openmp(tmp_path: Path) -> None:
     """Otherwise there are as many as CPUs for each thread that calls torch."""
     for seed in range(8):
         make_image(300, 400, seed=seed).save(tmp_path / f"{seed}.jpg")
-    command = [sys.executable, "-c", COUNT_THREADS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert all(int(number) <= 0 for number in done.stdout.split())
+    numbers = run_python("-c", COUNT_THREADS, tmp_path).stdout.split()
+    assert numbers
+    assert all(int(number) <= 0 for number in numbers)
 
 
 def test_threads_are_gone_after_an_exception_of_the_consumer() -> None:

@@ -14,7 +14,9 @@ import numpy as np
 import pillow_heif
 import pytest
 from conftest import make_image
+from encoded_images import encode
 from PIL import AvifImagePlugin, Image
+from test_decode import BACKGROUND, ORIENTATION, POLICY, fault_of
 from tiny_model import extract
 
 from featx.errors import ConfigError, StoreMismatchError
@@ -22,17 +24,11 @@ from featx.images import ImagePolicy, decode_pillow
 from featx.images.decode import decode_array
 from featx.images.decode_settings import heif_version
 from featx.sources import FolderSource
-from featx.types import ImageFault, Status
-
-BACKGROUND = (10, 20, 30)
-POLICY = ImagePolicy("apply", BACKGROUND, 89_478_485)
-ORIENTATION = 0x0112
+from featx.types import Status
 
 
 def avif(image: Image.Image, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "AVIF", **{"quality": 95, "subsampling": "4:4:4", "speed": 9, **options})
-    return file.getvalue()
+    return encode(image, "AVIF", **{"quality": 95, "subsampling": "4:4:4", "speed": 9, **options})
 
 
 def heic(*images: Image.Image, **options: Any) -> bytes:
@@ -46,12 +42,6 @@ def heic(*images: Image.Image, **options: Any) -> bytes:
 
 def pixels(data: bytes, policy: ImagePolicy = POLICY) -> np.ndarray:
     return decode_array(data, policy, None).astype(int)
-
-
-def fault_of(data: bytes, policy: ImagePolicy = POLICY) -> ImageFault:
-    with pytest.raises(ImageFault) as caught:
-        decode_pillow(data, policy)
-    return caught.value
 
 
 WRITERS = {"avif": avif, "heic": heic}

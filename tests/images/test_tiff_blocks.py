@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_faults import image_fault
 
 from featx.images import ImagePolicy, cut_view
 from featx.images.decode import decode_image
@@ -156,9 +157,8 @@ def test_a_cut_file_has_no_tiles(compression: str) -> None:
         last = max(file.pages[0].dataoffsets)
     if last < len(data) - 3000:
         pytest.skip("the tags come after the tiles")
-    with pytest.raises(ImageFault) as caught:
+    with image_fault(Status.TRUNCATED):
         opened(data[: last + 3])
-    assert caught.value.status == Status.TRUNCATED
 
 
 def test_a_tile_that_is_a_damaged_or_larger_jpeg_is_refused() -> None:

@@ -22,7 +22,8 @@ import numpy.typing as npt
 import pytest
 import tiff_writer
 import tifffile
-from conftest import slow_except
+from conftest import run_python, slow_except
+from encoded_images import encode
 from PIL import Image
 from tiff_writer import Kind, write_tiff
 from tiny_model import extract
@@ -353,15 +354,11 @@ def bombs() -> dict[str, bytes]:
     files["second page"] = bytes(second + bytes(4)).ljust((4 << 20) + 16, b"\0")
     image = Image.new("RGB", (64, 64))
     for kind in ("PNG", "WEBP"):
-        file = io.BytesIO()
-        image.save(file, kind, exif=b"Exif\0\0" + bomb())
-        files[kind] = file.getvalue()
-    file = io.BytesIO()
-    image.save(file, "JPEG")
-    exif = bomb()
+        files[kind] = encode(image, kind, exif=b"Exif\0\0" + bomb())
+    jpeg, exif = encode(image, "JPEG"), bomb()
     parts = [b"Exif\0\0" + exif[i : i + 65_000] for i in range(0, len(exif), 65_000)]
     segments = b"".join(b"\xff\xe1" + struct.pack(">H", len(part) + 2) + part for part in parts)
-    files["JPEG"] = file.getvalue()[:2] + segments + file.getvalue()[2:]
+    files["JPEG"] = jpeg[:2] + segments + jpeg[2:]
     return files
 
 
@@ -382,9 +379,7 @@ def test_overlapping_tags_take_no_memory(tmp_path: Path) -> None:
         "            try: decode(path.read_bytes(), policy, None)\n"
         "            except ImageFault as fault: print(path.name, fault, sep=': ')"
     )
-    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_python("-W", "ignore", "-c", program, tmp_path)
     # EXIF data are left out by Pillow, with a warning; those images are sound.
     refused = [f"{name}: its tags overlap, to more bytes than it has"
                for name in ("second page", "tiff")]  # fmt: skip
@@ -394,10 +389,8 @@ def test_overlapping_tags_take_no_memory(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P"])
 def test_a_file_that_ends_within_its_tags_is_no_other_image(mode: str) -> None:
-    file = io.BytesIO()
     pixels = Image.fromarray((SHARES * 255).astype(np.uint8)).convert(mode)
-    pixels.save(file, "TIFF", compression="tiff_lzw", tiffinfo={274: 2})
-    data = file.getvalue()
+    data = encode(pixels, "TIFF", compression="tiff_lzw", tiffinfo={274: 2})
     for channels in (None, len(pixels.getbands())):
         policy = replace(POLICY, channels=channels)
         whole = decode_array(data, policy, None) if mode != "P" or channels is None else None

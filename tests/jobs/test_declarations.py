@@ -242,6 +242,7 @@ def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
         ("export", {"store": "store", "data": "photos"}, "data has no effect with job=export"),
         ("export", {"store": "store", "seed": 0}, "seed has no effect with job=export"),
         ("predict", {"store": "store", "batch_size": "auto"}, "batch_size has no effect"),
+        ("report", {"store": "store", "dtype": "float32"}, "dtype has no effect with job=report"),
         ("layers", {"reduce": "avg"}, "reduce has no effect with job=layers"),
         ("extract", {"probe": {"k": None}}, r"probe\.k has an effect with job=probe only"),
         ("extract", {"store": "photos"}, "job=extract writes its store to out=DIR"),

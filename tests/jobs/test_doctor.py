@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import sys
+from typing import Any
 
 import pytest
-from tiny_model import run_job
+from tiny_model import job_result, run_job
 
 from featx.base import num_cpus
 
@@ -17,18 +17,14 @@ LINES = (
 )
 
 
-def doctor(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+def doctor() -> Any:
     """The result as JSON."""
-    assert run_job("doctor", json=True, device="cpu") == 0
-    found: dict[str, dict[str, str]] = json.loads(capsys.readouterr().out)
-    return found
+    return job_result("doctor", device="cpu")
 
 
-def test_every_line_is_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_line_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = doctor(capsys)
+    found = doctor()
     assert tuple(found) == LINES
     assert all(finding["found"] for finding in found.values())
     assert found["device"]["found"].startswith("cpu: ")
@@ -41,9 +37,7 @@ def test_every_line_is_there(
     assert "GiB" in found["disk"]["found"]
 
 
-def test_what_is_missing_or_broken_comes_with_advice(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_or_broken_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
 
     def without(package: str) -> str:
@@ -54,7 +48,7 @@ def test_what_is_missing_or_broken_comes_with_advice(
     monkeypatch.setattr(importlib.metadata, "version", without)
     monkeypatch.setitem(sys.modules, "timm", None)  # its import fails
     monkeypatch.setenv("OMP_NUM_THREADS", "0")
-    found = doctor(capsys)
+    found = doctor()
     installed, missing = found["extras"]["found"].split("; not installed: ")
     assert {"ray"} <= set(missing.split(", "))
     assert "ray" not in installed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import threading
 import types
@@ -17,7 +16,7 @@ from tiny_model import run_job
 from zoo import TwoStageConvNet
 
 import featx
-from featx.errors import NonFiniteError, RunError, StoreMismatchError
+from featx.errors import NonFiniteError, RunError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -94,18 +93,6 @@ def test_a_notebook_gets_the_store_and_no_text_unless_it_asks(
         assert ("precision  fp32" in text.out) is ("Done: " in text.out) is bool(verbose)
 
 
-@pytest.mark.slow
-def test_every_way_to_cut_the_rows_gives_the_same_features(photo_folder: Path) -> None:
-    reference = extract(photo_folder, out="a", dtype="float32", batch_size=32)
-    for batch_size, part_rows in ((1, 1), (3, 8), (4, 4), (5, 16), (64, "auto")):
-        out = f"b{batch_size}-{part_rows}"
-        cut = extract(
-            photo_folder, out=out, dtype="float32", batch_size=batch_size, part_rows=part_rows
-        )
-        assert cut.complete
-        np.testing.assert_allclose(cut["pool"][:], reference["pool"][:], rtol=1e-5, atol=1e-6)
-
-
 def test_a_value_too_large_for_float16_stops_the_run(photo_folder: Path) -> None:
     model = {**MODEL, "factory": "test_extract:scaled", "args": {"scale": 1e4}}
     with pytest.raises(NonFiniteError, match=r"layer pool, row 0 \(.*over 65504.*dtype=float32"):
@@ -157,20 +144,6 @@ def test_every_image_failing_is_not_success_and_comes_with_a_warning(
     assert warned in capfd.readouterr().err
     keys = {"model": MODEL, "data": "bad", "layers": ["pool"], "max_failures": 5, "out": "s"}
     assert run_job("extract", **keys) == 3
-
-
-@pytest.mark.slow
-def test_resolved_choices_are_reused_on_resume(photo_folder: Path, tmp_path: Path) -> None:
-    extract(photo_folder, precision="auto", batch_size="auto")
-    resolved = json.loads((tmp_path / "store" / "featx.json").read_text())["resolved"]
-    shutil.rmtree(tmp_path / "store" / "parts", ignore_errors=True)
-    (tmp_path / "store" / "features.h5").unlink()
-    # bf16 is what this store was started with, whatever new trials would give.
-    again = extract(photo_folder, precision="auto", batch_size="auto")
-    assert json.loads((tmp_path / "store" / "featx.json").read_text())["resolved"] == resolved
-    assert again.complete
-    with pytest.raises(StoreMismatchError, match=r"batch_size: the store has \d+, now 2"):
-        extract(photo_folder, batch_size=2)
 
 
 def test_a_model_that_changes_its_mind_is_stopped(photo_folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from csv_rows import csv_rows
 from made_store import make_labelled
 from probe_problem import blobs, write_store
-from tiny_model import run_job
+from tiny_model import job_result, run_job
 
 import featx
 from featx.analysis.probe.mislabelled import confident_labels
@@ -35,15 +34,14 @@ def planted_store(**options: Any) -> np.ndarray:
     return given
 
 
-def ask(**options: Any) -> None:
+def ask(**options: Any) -> Any:
     keys: dict[str, Any] = {"layers": "x", "device": "cpu"}
-    assert run_job("mislabelled", json=True, store="store", **keys, **options) == 0
+    return job_result("mislabelled", store="store", **keys, **options)
 
 
 def test_planted_labels_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     planted_store()
-    ask(mislabelled={"show": 6})
-    summary = json.loads(capsys.readouterr().out)
+    summary = ask(mislabelled={"show": 6})
     first = {one["row"] for one in summary["least_credible"]}
     assert first == set(PLANTED)
     lines = csv_rows("store/mislabelled/mislabelled.csv")
@@ -178,11 +176,10 @@ def test_a_folder_named_by_two_words_is_one_class() -> None:
 
 
 @pytest.mark.slow
-def test_labels_of_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_of_a_column() -> None:
     x, y = blobs(num_rows=60, signal=2.0)
     write_store(Path("store"), y[::-1].copy(), {"column": y}, x=x)
-    ask(mislabelled={"label_column": "column"})
-    assert json.loads(capsys.readouterr().out)["accuracy"] > 0.9
+    assert ask(mislabelled={"label_column": "column"})["accuracy"] > 0.9
 
 
 def test_too_many_folds() -> None:
@@ -198,7 +195,7 @@ def page_of() -> str:
 
 
 @pytest.mark.slow
-def test_the_report_shows_both_rankings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_shows_both_rankings() -> None:
     planted_store()
     assert "Odd images and labels" not in page_of()
     ask(mislabelled={"show": 6})

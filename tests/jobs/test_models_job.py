@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import timm
-from tiny_model import run_job
+from tiny_model import job_result, run_job
 
 from featx.base import WIDTH
 from featx.errors import ConfigError
@@ -15,11 +14,9 @@ from featx.models import RECOMMENDED
 from featx.models.transformers.families import FAMILIES
 
 
-def result(capsys: pytest.CaptureFixture[str], **asked: Any) -> dict[str, Any]:
+def result(**asked: Any) -> Any:
     """The result as JSON."""
-    assert run_job("models", json=True, models=asked) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return job_result("models", models=asked)
 
 
 def text(capsys: pytest.CaptureFixture[str], **asked: Any) -> str:
@@ -29,7 +26,7 @@ def text(capsys: pytest.CaptureFixture[str], **asked: Any) -> str:
 
 
 def test_without_a_query_it_recommends(capsys: pytest.CaptureFixture[str]) -> None:
-    found = result(capsys)
+    found = result()
     assert [entry["model"] for entry in found["recommended"]] == list(RECOMMENDED)
     assert {"packaged", "torchvision", "timm", "open_clip", "transformers"} <= set(
         found["libraries"]
@@ -41,7 +38,7 @@ def test_without_a_query_it_recommends(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_query_lists_matches_with_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    found = result(capsys, query="dinov2 small lvd142m")["models"]
+    found = result(query="dinov2 small lvd142m")["models"]
     assert found[0] == {
         "model": "vit_small_patch14_dinov2.lvd142m",
         "library": "timm",
@@ -63,7 +60,7 @@ def test_a_query_lists_matches_with_their_figures(capsys: pytest.CaptureFixture[
 
 
 def test_the_limit_is_said_and_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    count = len(result(capsys, query="vit", limit=3)["models"])
+    count = len(result(query="vit", limit=3)["models"])
     lines = text(capsys, query="vit", limit=3).splitlines()
     assert count > 300
     assert lines[0].startswith(f"{count} models match 'vit'; the first 3 of them")
@@ -74,7 +71,7 @@ def test_the_limit_is_said_and_json_has_everything(capsys: pytest.CaptureFixture
 def test_a_name_of_another_program_leads_to_the_right_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = result(capsys, query="facebook/dinov2-base")
+    found = result(query="facebook/dinov2-base")
     assert "model=transformers model.name=facebook/dinov2-base" in found["hint"]
     assert [e["model"] for e in found["models"]] == ["vit_base_patch14_dinov2.lvd142m"]
     shown = " ".join(text(capsys, query="facebook/dinov2-base").split())
@@ -83,16 +80,16 @@ def test_a_name_of_another_program_leads_to_the_right_one(
 
 def test_families_of_transformers_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     """Their models are in folders, so that there is no line for each of them."""
-    assert result(capsys, query="siglip")["families"] == ["siglip", "siglip_vision_model"]
+    assert result(query="siglip")["families"] == ["siglip", "siglip_vision_model"]
     shown = " ".join(text(capsys, query="siglip").split())
     assert "families siglip, siglip_vision_model: model=transformers model.name=FOLDER" in shown
     assert text(capsys, query="MLCD").startswith("No listed model matches 'MLCD'.\n\n")
-    assert result(capsys, query="transformers")["families"] == sorted(FAMILIES)
-    assert result(capsys, query="siglip 384")["families"] == []
+    assert result(query="transformers")["families"] == sorted(FAMILIES)
+    assert result(query="siglip 384")["families"] == []
 
 
 def test_no_match_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert result(capsys, query="resnettt50")["models"] == []
+    assert result(query="resnettt50")["models"] == []
     assert text(capsys, query="resnettt50").startswith("No model matches 'resnettt50'. Nearest: ")
 
 

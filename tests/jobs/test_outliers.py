@@ -17,7 +17,7 @@ from made_store import make_run
 from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import StandardScaler
 from tiny_model import extract as tiny_extract
-from tiny_model import run_job, write_image, write_images
+from tiny_model import job_result, run_job, write_image, write_images
 
 import featx
 from featx.errors import StoreError
@@ -39,9 +39,9 @@ def store() -> featx.FeatureStore:
     return featx.open(replace(run, features={**run.features, "flat": flat}).write(Path("store")))
 
 
-def ask(job: str, layers: str | None = "flat", **options: Any) -> None:
+def ask(job: str, layers: str | None = "flat", **options: Any) -> Any:
     asked = {job: options} if options else {}
-    assert run_job(job, json=True, store="store", layers=layers, device="cpu", **asked) == 0
+    return job_result(job, store="store", layers=layers, device="cpu", **asked)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
@@ -74,8 +74,7 @@ def test_distances_are_those_of_scikit_learn(
 def test_the_job_ranks_all_rows(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ask("outliers", k=5, show=3)
-    summary = json.loads(capsys.readouterr().out)
+    summary = ask("outliers", k=5, show=3)
     assert summary["farthest"][0]["row"] == 9
     assert [len(summary[name]) for name in ("farthest", "farthest_in_class")] == [3, 3]
     lines = csv_rows("store/outliers/outliers.csv")
@@ -90,23 +89,17 @@ def test_the_job_ranks_all_rows(
     assert "far from their class" in capsys.readouterr().out
 
 
-def test_without_layers_it_is_the_layer_of_the_probe(
-    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_layers_it_is_the_layer_of_the_probe(store: featx.FeatureStore) -> None:
     Path("store", layout.PROBE).write_bytes(result_json({"layer": "map"}, 1))
     for job in ("outliers", "duplicates", "neighbors"):
-        ask(job, layers=None)
-        assert json.loads(capsys.readouterr().out)["layer"] == "map"
+        assert ask(job, layers=None)["layer"] == "map"
 
 
-def test_duplicates_of_standardised_values(
-    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_duplicates_of_standardised_values(store: featx.FeatureStore) -> None:
     """Cosines of plain values link every row here; standardised ones those of a copy only."""
     plain = duplicate_groups(store, "flat", 0.98, "cpu")
     assert max(map(len, plain)) > 30
-    ask("duplicates", threshold=0.999)
-    assert json.loads(capsys.readouterr().out)["groups"] == 1
+    assert ask("duplicates", threshold=0.999)["groups"] == 1
     assert [line["row"] for line in csv_rows("store/duplicates/duplicates.csv")] == ["5", "20"]
     rows = np.flatnonzero(store.ok)
     x = StandardScaler().fit_transform(store["flat"][rows].astype(np.float64))
@@ -115,8 +108,7 @@ def test_duplicates_of_standardised_values(
     linked = {int(rows[i]) for pair in pairs for i in pair}
     groups = duplicate_groups(store, "flat", 0.9, "cpu", standardise=True)
     assert {row for group in groups for row in group.tolist()} == linked
-    ask("duplicates", standardise=False)
-    assert json.loads(capsys.readouterr().out)["threshold"] == 0.98
+    assert ask("duplicates", standardise=False)["threshold"] == 0.98
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import KEYS, extract, run_job, write_image, write_images
+from tiny_model import KEYS, extract, job_result, run_job, write_image, write_images
 
 from featx.errors import StoreMismatchError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Any:
-    """A function that returns the plan of a run with some options."""
-
-    def plan(**keys: Any) -> dict[str, Any]:
-        capsys.readouterr()
-        assert run_job("plan", json=True, **{**KEYS, "data": "photos", **keys}) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    return plan
+def plan(**keys: Any) -> Any:
+    return job_result("plan", **{**KEYS, "data": "photos", **keys})
 
 
-def test_rows_that_are_there_are_not_counted(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_are_there_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     photos = write_images(Path("photos"), 10)
     of_row = 8 * 4 * 4 * 2
     new = plan()
@@ -50,7 +40,7 @@ def test_rows_that_are_there_are_not_counted(plan: Any, capsys: pytest.CaptureFi
     assert (grown["rows"], grown["rows_left"], grown["disk_needed"]) == (11, 1, of_row)
 
 
-def test_a_run_that_would_be_refused_is_refused(plan: Any) -> None:
+def test_a_run_that_would_be_refused_is_refused() -> None:
     extract(write_images(Path("photos"), 5))
     assert plan(layers=["pool"], dtype="float32")["rows_left"] == 5
     for keys in ({"dtype": "float32"}, {"codec": "zstd"}, {"layers": ["pool"], "seed": 1}):

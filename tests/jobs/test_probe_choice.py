@@ -46,14 +46,6 @@ def test_with_folds_the_top_is_nested_and_layers_are_their_own() -> None:
     assert single["accuracy"] == single["layers"][single["layer"]]["ridge"]["accuracy"]
 
 
-def test_one_draw_has_no_deviation(capsys: pytest.CaptureFixture[str]) -> None:
-    x, y = blobs(90)
-    write_store(Path("store"), y, x=x)
-    assert probe(shots=[2], draws=1)["few_shot"]["2"]["std"] is None
-    few_shot = capsys.readouterr().out.partition("Few-shot")[2].splitlines()[2]
-    assert "±" not in few_shot
-
-
 def test_knn_with_fewer_than_five_neighbours_has_no_top_five() -> None:
     x, y = blobs(160, num_classes=8)
     write_store(Path("store"), y, x=x)

@@ -107,18 +107,6 @@ def test_features_whose_differences_are_infinite_are_refused() -> None:
     assert not Path("store/probe").exists()
 
 
-def test_two_classes() -> None:
-    x, y = blobs(120, num_classes=2, signal=0.3)
-    write_store(Path("store"), y, x=x)
-    found = probe()
-    check_reasons(found)
-    rows = lines("linear")
-    true = [row["true"] for row in rows]
-    scores = [float(row["score:c1"]) for row in rows]
-    assert found["auroc"] == pytest.approx(oracle.roc_auc_score(true, scores))
-    assert found["log_loss"] == pytest.approx(oracle.log_loss(true, scores, labels=["c0", "c1"]))
-
-
 def test_classes_of_one_row_are_trained_on_and_never_tested() -> None:
     x, y = blobs(90, num_classes=3, signal=0.5)
     y[[4, 9]] = [3, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_shots_that_the_classes_do_not_have_are_named(capsys: pytest.CaptureFixt
         [2, 2], [8, 10], [8, 24],
     ]  # fmt: skip
     out = " ".join(capsys.readouterr().out.split())
+    assert len(re.findall(r"\d ± \d", out)) == 2, "100 a class are one draw"
     assert "\n2 a class:" not in out
     assert "10 a class: some classes have fewer training rows, 8 at least." in out
     assert (

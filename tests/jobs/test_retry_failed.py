@@ -195,13 +195,6 @@ def test_layers_that_were_computed_together_are_retried_together(photos: Path) -
     assert featx.open("store").status[2] == Status.TRUNCATED
 
 
-def test_keys_that_contradict_each_other(photos: Path) -> None:
-    with pytest.raises(ConfigError, match="retry_failed=true mends a store"):
-        extract(photos, retry_failed=True, overwrite=True)
-    with pytest.raises(ConfigError, match="retry_failed has an effect with job=attribute and"):
-        run_job("plan", data=str(photos), retry_failed=True)
-
-
 @pytest.mark.slow
 def test_too_many_failures_stop_a_long_run_early_and_resumably(
     photos: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from csv_rows import csv_rows
 from PIL import Image, ImageOps
 from safetensors.numpy import load_file
 from tiny_model import MODEL, TRUSTED, extract, run_job, write_images
@@ -112,8 +112,7 @@ def test_a_prediction_is_the_mean_over_the_views_of_an_image(photos: Path) -> No
     data = {"name": "folder", "root": str(photos), **views}
     keys = {"store": "store", "out": "new", "device": "cpu", "max_failures": 9}
     assert run_job("predict", model=TRUSTED, data=data, **keys) == 0
-    with Path("new/predictions.csv").open(encoding="utf-8", newline="") as file:
-        lines = list(csv.DictReader(file))
+    lines = csv_rows("new/predictions.csv")
     assert [line["key"] for line in lines] == names
     assert [i for i, line in enumerate(lines) if line["status"] != "ok"] == [2]
     assert lines[2]["class"] == lines[2]["score:cat"] == ""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from csv_rows import csv_rows
 from made_store import make_run
-from tiny_model import run_job
+from tiny_model import job_result, run_job
 
 import featx
 from featx.errors import ConfigError, RunError
@@ -31,13 +31,18 @@ def store() -> featx.FeatureStore:
     return featx.open(replace(run, features={**run.features, "flat": flat}).write(Path("store")))
 
 
-def ask(
-    job: str, json: bool = False, out: str | None = None, store: str = "store", **options: Any
-) -> int:
-    keys: dict[str, Any] = {"store": store, "device": "cpu"}
-    keys["layers"] = options.pop("layers", "flat")
-    keys |= {job: options} if options else {}
-    return run_job(job, json=json, **keys, **({"out": out} if out else {}))
+def keys_of(job: str, store: str = "store", layers: Any = "flat", **options: Any) -> dict[str, Any]:
+    own = {job: options} if options else {}
+    return {"store": store, "device": "cpu", "layers": layers, **own}
+
+
+def ask(job: str, **options: Any) -> int:
+    out = {"out": options.pop("out")} if "out" in options else {}
+    return run_job(job, **out, **keys_of(job, **options))
+
+
+def result(job: str, **options: Any) -> Any:
+    return job_result(job, **keys_of(job, **options))
 
 
 def test_of_one_image(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,17 +53,15 @@ def test_of_one_image(store: featx.FeatureStore, capsys: pytest.CaptureFixture[s
     assert lines[2].split() == ["metric", "cosine", "of", "standardised", "values"]
     assert lines[5].split() == [str(store.keys[11]), "dög", "11", "1.000"]
     assert len(lines) == 8
-    ask("neighbors", json=True, key=key, k=3, metric="euclidean")
-    found = json.loads(capsys.readouterr().out)
+    found = result("neighbors", key=key, k=3, metric="euclidean")
     assert found["row"] == 4
     assert found["nearest"][0]["row"] == 11
     assert found["nearest"][0]["euclidean"] == 0
     assert not Path("store/neighbors").exists(), "it is printed only"
 
 
-def test_of_every_row(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
-    ask("neighbors", json=True, k=4)
-    summary = json.loads(capsys.readouterr().out)
+def test_of_every_row(store: featx.FeatureStore) -> None:
+    summary = result("neighbors", k=4)
     expected = nearest_rows(store, "flat", 4, device="cpu", standardise=True)
     with np.load("store/neighbors/neighbors.npz") as found:
         assert np.array_equal(found["row"], expected.rows)
@@ -93,17 +96,14 @@ def test_a_full_disk_leaves_both_files_of_an_earlier_search(
     assert sorted(before) == ["neighbors.csv", "neighbors.npz"]
 
 
-def test_scores_are_those_of_standardised_values(
-    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_are_those_of_standardised_values(store: featx.FeatureStore) -> None:
     key, x = str(store.keys[6]), store["flat"][store.ok].astype(np.float64)
     for standardise in (True, False):
         values = (x - x.mean(0)) / x.std(0) if standardise else x
         unit = values / np.linalg.norm(values, axis=1, keepdims=True)
         place = int(np.flatnonzero(np.flatnonzero(store.ok) == 6)[0])
         expected = np.sort(np.delete(unit @ unit[place], place))[::-1][:3]
-        ask("neighbors", json=True, key=key, k=3, standardise=standardise)
-        found = json.loads(capsys.readouterr().out)
+        found = result("neighbors", key=key, k=3, standardise=standardise)
         assert found["standardised"] == standardise
         assert [one["cosine"] for one in found["nearest"]] == pytest.approx(expected, abs=1e-5)
 
@@ -127,18 +127,16 @@ def test_duplicates(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
     assert [row["key"] for row in rows] == store.keys[[4, 11, 5, 20]].tolist()
     assert {row["cosine_to_first"] for row in rows} == {"1.000000"}
-    ask("duplicates", json=True, threshold=0.99999)
-    assert json.loads(capsys.readouterr().out)["groups_of_several_classes"] == 1
+    assert result("duplicates", threshold=0.99999)["groups_of_several_classes"] == 1
 
 
-def test_rows_without_a_label_are_of_no_class(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_without_a_label_are_of_no_class() -> None:
     run = make_run(30, 8)
     flat = run.features["flat"].copy()
     flat[9] = flat[4]
     assert [int(run.listing.labels[row]) for row in (4, 9)] == [0, -1]
     replace(run, features={**run.features, "flat": flat}).write(Path("store"))
-    ask("duplicates", json=True, threshold=0.99999)
-    found = json.loads(capsys.readouterr().out)
+    found = result("duplicates", threshold=0.99999)
     assert (found["groups"], found["groups_of_several_classes"]) == (1, 0)
 
 
@@ -150,10 +148,13 @@ def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -
     found = json.loads(Path("store/cka/layers.json").read_text())
     assert found["layers"] == found["others"] == ["flat", "map"]
     assert np.diag(found["rsa"]) == pytest.approx(1, abs=1e-5)
-    ask("cka", json=True, layers="flat", other_store="store")
-    assert json.loads(capsys.readouterr().out)["cka"][0][0] == pytest.approx(1, abs=1e-5)
-    ask("cka", json=True, layers={"map": "avg", "fl*": "none"})  # as a run is given them
-    assert json.loads(capsys.readouterr().out)["layers"] == ["map", "flat"]
+    assert result("cka", layers="flat", other_store="store")["cka"][0][0] == pytest.approx(
+        1, abs=1e-5
+    )
+    assert result("cka", layers={"map": "avg", "fl*": "none"})["layers"] == [
+        "map",
+        "flat",
+    ]  # as a run is given them
 
 
 def test_scores_of_wide_and_constant_layers_are_explained(
@@ -163,45 +164,41 @@ def test_scores_of_wide_and_constant_layers_are_explained(
     constant = replace(run, features={**run.features, "flat": np.ones_like(run.features["flat"])})
     constant.write(Path("store"))
     run.write(Path("other"))
-    ask("cka", json=True, layers=["flat", "map"], rows=11)
-    wide, equal = json.loads(capsys.readouterr().out)["notes"]
+    wide, equal = result("cka", layers=["flat", "map"], rows=11)["notes"]
     assert wide.startswith("linear CKA: near 1 for any two layers, even noise, where one has more ")
     assert "numbers than the 11 images: map." in wide
     assert equal == "nan, because all images have the same features: flat."
     ask("cka", layers=["flat", "map"], rows=11)
     assert equal in capsys.readouterr().out
     for store, other in (("store", "other"), ("other", "store")):
-        ask("cka", json=True, store=store, layers=["flat", "map"], rows=11, other_store=other)
-        wide, equal = json.loads(capsys.readouterr().out)["notes"]
+        wide, equal = result(
+            "cka", store=store, layers=["flat", "map"], rows=11, other_store=other
+        )["notes"]
         assert f"11 images: map of {store}, map of {other}. Use" in wide
         assert equal == "nan, because all images have the same features: flat of store."
-    ask("cka", json=True, layers="flat", other_store="other", measures=["cka"])
-    (equal,) = json.loads(capsys.readouterr().out)["notes"]
+    (equal,) = result("cka", layers="flat", other_store="other", measures=["cka"])["notes"]
     assert equal.endswith("have the same features: all layers of one of the stores.")
 
 
-def test_layers_without_an_order_of_distances_are_explained(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_layers_without_an_order_of_distances_are_explained() -> None:
     """Rows of one number are constant rows, whose correlation distances are all 1."""
     run = make_run(30, 8, {"one": (1,), "flat": (5,)})
     run.write(Path("store"))
-    ask("cka", json=True, layers=None)
-    found = json.loads(capsys.readouterr().out)
+    found = result("cka", layers=None)
     assert found["notes"] == ["RSA: nan where all pairs of images have the same distance: one."]
     assert found["rsa"][found["layers"].index("one")] == [None, None]
     assert found["cka"][0][0] == pytest.approx(1, abs=1e-5)
 
 
-def test_few_rows_of_data_sets_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_rows_of_data_sets_are_explained() -> None:
     for name, num_rows in (("store", 30), ("other", 11)):
         make_run(num_rows, 8).write(Path(name))
-    ask("distance", json=True, layers=None, other_store="other")
-    biased, subsets = json.loads(capsys.readouterr().out)["notes"]
+    biased, subsets = result("distance", layers=None, other_store="other")["notes"]
     assert "more numbers than the smaller store rows (11): map." in " ".join(biased.split())
     assert "Each subset has all 11 rows of the smaller store" in subsets
-    ask("distance", json=True, layers="flat", other_store="other", subset_rows=5)
-    assert "Each subset" not in str(json.loads(capsys.readouterr().out)["notes"])
+    assert "Each subset" not in str(
+        result("distance", layers="flat", other_store="other", subset_rows=5)["notes"]
+    )
 
 
 def test_measures_of_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,8 +219,7 @@ def test_distance_of_two_stores(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(20, 8).write(Path("other"))
-    ask("distance", json=True, layers=None, other_store="other", subsets=2)
-    summary = json.loads(capsys.readouterr().out)
+    summary = result("distance", layers=None, other_store="other", subsets=2)
     assert [each["layer"] for each in summary["layers"]] == ["flat", "map"]
     for each in summary["layers"]:
         found = data_set_distance(
@@ -240,13 +236,11 @@ def test_an_index_says_what_it_found(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("faiss", reason="no faiss: featx[faiss] has it")
-    ask("neighbors", json=True, k=4, recall=0.9)
-    shown = capsys.readouterr()
-    summary = json.loads(shown.out)
+    summary = result("neighbors", k=4, recall=0.9)
     # Of 29 rows there is one list only.
     assert not summary["exact"]
     assert summary["index"] == {"recall": 1.0, "measured_on": 15, "lists": 1, "probed_lists": 1}
-    assert "searches 1 of its 1 lists" in shown.err
+    assert "searches 1 of its 1 lists" in capsys.readouterr().err
     with np.load("store/neighbors/neighbors.npz") as found:
         assert found["recall"] == 1
         # Rows that are copies of each other may change places.
@@ -254,8 +248,7 @@ def test_an_index_says_what_it_found(
         assert np.allclose(found["score"], expected.scores, atol=1e-6)
     ask("neighbors", k=4, recall=0.9)
     assert "100.00% of the nearest rows, measured on 15 rows" in capsys.readouterr().out
-    ask("neighbors", json=True, k=4)
-    assert json.loads(capsys.readouterr().out)["exact"]
+    assert result("neighbors", k=4)["exact"]
 
 
 def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None:

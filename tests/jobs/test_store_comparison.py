@@ -14,7 +14,7 @@ from csv_rows import csv_rows
 from made_store import make_run
 from probe_job import probe
 from probe_problem import blobs, write_store
-from tiny_model import run_job
+from tiny_model import job_result, run_job
 
 import featx
 from featx.errors import ConfigError, StoreError, nearest
@@ -23,11 +23,8 @@ from featx.store import read_result, result_json
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-def ask(capsys: pytest.CaptureFixture[str], store: str, **keys: Any) -> dict[str, Any]:
-    capsys.readouterr()
-    assert run_job("compare", json=True, store=store, **keys) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def ask(store: str, **keys: Any) -> Any:
+    return job_result("compare", store=store, **keys)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +50,7 @@ def entry(made: Path, in_tmp_path: None) -> dict[str, Any]:
 def test_a_probed_store_and_one_without(
     entry: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = ask(capsys, "[runs/a, runs/b]")
+    found = ask("[runs/a, runs/b]")
     assert found["notes"] == []
     a, b = csv_rows("runs/compare.csv")
     assert (a["layers"], b["layers"]) == ("half x", "x")
@@ -73,8 +70,8 @@ def test_a_probed_store_and_one_without(
 
 
 @pytest.mark.usefixtures("entry")
-def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
-    found = ask(capsys, "[runs/a,runs/b]")
+def test_the_same_from_python() -> None:
+    found = ask("[runs/a,runs/b]")
     from featx.similarity import compare_stores
 
     for stores in (["runs/a", Path("runs/b")], [featx.open("runs/a"), "runs/b"], "runs/*"):
@@ -85,12 +82,12 @@ def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("entry")
-def test_probes_of_the_same_rows_and_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_probes_of_the_same_rows_and_of_others() -> None:
     probe(store="runs/b")
-    (note,) = ask(capsys, "[runs/a,runs/b]")["notes"]
+    (note,) = ask("[runs/a,runs/b]")["notes"]
     assert note.startswith("job=probe store=runs/b probe.compare_store=runs/a tests whether")
     probe(store="runs/b", split="kfold")
-    (note,) = ask(capsys, "[runs/a,runs/b]")["notes"]
+    (note,) = ask("[runs/a,runs/b]")["notes"]
     assert "different splits" in note
 
 
@@ -99,43 +96,43 @@ def test_numbers_have_their_own_metric(capsys: pytest.CaptureFixture[str]) -> No
     x, y = blobs(num_rows=90, width=6)
     write_store(Path("store"), y, {"age": x[:, 0].astype("f8")}, x=x)
     entry = probe(label_column="age", l2=0.1)
-    (line,) = csv_rows(ask(capsys, "store")["file"])
+    (line,) = csv_rows(ask("store")["file"])
     assert (line["metric"], float(line["value"])) == ("r2", entry["r2"])
     run_job("compare", store="store")
     assert f"{entry['r2']:.3f}" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("entry")
-def test_a_pattern_takes_what_is_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_takes_what_is_a_store() -> None:
     Path("runs/notes").mkdir()
     Path("runs/broken").mkdir()
     Path("runs/broken/featx.json").write_text("{")
-    found = ask(capsys, "runs/*", out="table")
+    found = ask("runs/*", out="table")
     assert [Path(each["store"]).name for each in found["stores"]] == ["a", "b"]
     assert found["file"].endswith("table/compare.csv")
     (note,) = found["notes"]
     assert note.startswith("left out: ")
     with pytest.raises(ConfigError, match="no store has such a path"):
-        ask(capsys, "nothing/*")
+        ask("nothing/*")
     with pytest.raises(StoreError):
-        ask(capsys, "[runs/a,runs/missing]")
+        ask("[runs/a,runs/missing]")
 
 
 @pytest.mark.usefixtures("entry")
-def test_a_pattern_says_which_stores_are_deeper(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_says_which_stores_are_deeper() -> None:
     make_run(40, 8).write(Path("runs/photos/toy"))
-    found = ask(capsys, "runs/*")
+    found = ask("runs/*")
     assert len(found["stores"]) == 2
     (note,) = (note for note in found["notes"] if "deeper" in note)
     assert note.startswith(
         "left out: 1 store one folder deeper than the pattern, such as runs/phot"
     )
-    both = ask(capsys, "[runs/*,runs/*/*]")
+    both = ask("[runs/*,runs/*/*]")
     assert len(both["stores"]) == 3
     assert not any("deeper" in note for note in both["notes"])
 
 
-def test_other_images_and_labels_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_images_and_labels_are_said() -> None:
     make_run(40, 8).write(Path("runs/a"))
     make_run(30, 8).write(Path("runs/b"))
     run = make_run(40, 8)
@@ -143,13 +140,13 @@ def test_other_images_and_labels_are_said(capsys: pytest.CaptureFixture[str]) ->
     labels[4] = 1 - labels[4]
     replace(run, listing=replace(run.listing, labels=labels)).write(Path("runs/c"))
     keys = [set(each.listing.keys.tolist()) for each in (make_run(40, 8), make_run(30, 8))]
-    first, second = ask(capsys, "[runs/a,runs/b,runs/c]")["notes"]
+    first, second = ask("[runs/a,runs/b,runs/c]")["notes"]
     assert first.startswith("runs/b is of other images than runs/a: ")
     assert f"{len(keys[0] & keys[1])} of its 30 keys" in first
     assert second == "runs/c has other labels than runs/a"
 
 
-def test_images_and_labels_are_compared_by_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_and_labels_are_compared_by_key() -> None:
     """A store that grew has its rows in another order, and classes may be numbered otherwise."""
     run = make_run(40, 8)
     run.write(Path("runs/a"))
@@ -159,14 +156,14 @@ def test_images_and_labels_are_compared_by_key(capsys: pytest.CaptureFixture[str
     same = replace(listing, keys=keys, labels=other_labels, classes=listing.classes[::-1])
     replace(run, listing=same).write(Path("runs/b"))
     replace(run, listing=replace(same, classes=listing.classes)).write(Path("runs/c"))
-    assert ask(capsys, "[runs/a,runs/b,runs/c]")["notes"] == ["runs/c has other labels than runs/a"]
+    assert ask("[runs/a,runs/b,runs/c]")["notes"] == ["runs/c has other labels than runs/a"]
 
 
 @pytest.mark.usefixtures("entry")
-def test_a_probe_of_another_state_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_of_another_state_is_left_out() -> None:
     path = Path("runs/a/probe.json")
     path.write_bytes(result_json({**read_result(path), "rows_sha256": "other"}, 1))
-    found = ask(capsys, "[runs/a,runs/b]")
+    found = ask("[runs/a,runs/b]")
     assert found["stores"][0]["probe"] is None
     assert "another state" in found["notes"][0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,15 @@ import numpy as np
 import pytest
 from conftest import Stored, slow_except
 from made_store import dataset_digests, flip_byte_of_row
-from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image
+from tiny_model import (
+    MODEL,
+    extract,
+    extract_in_steps,
+    job_output,
+    job_result,
+    run_job,
+    write_image,
+)
 
 import featx
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
@@ -26,27 +33,25 @@ from featx.types import Status
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-def look(capsys: pytest.CaptureFixture[str], **keys: Any) -> tuple[int, dict[str, Any]]:
-    """Exit code and JSON of job=verify; its whole stdout has to be JSON."""
-    capsys.readouterr()
-    code = run_job("verify", json=True, **{"out": "store", **keys})
-    return code, json.loads(capsys.readouterr().out)
+def look(**keys: Any) -> tuple[int, Any]:
+    """Exit code and JSON of job=verify."""
+    return job_output("verify", **{"out": "store", **keys})
 
 
 def test_exit_codes_and_json_of_sound_incomplete_and_damaged(
     stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored(pack=False)
-    code, found = look(capsys)
+    code, found = look()
     assert code == 0
     assert found["complete"] is True
     assert (found["rows"], found["files"], found["missing"], found["damages"]) == (21, 6, [], [])
     Path("store/parts/part-000002.h5").unlink()
-    code, found = look(capsys)
+    code, found = look()
     assert code == verify.EXIT_INCOMPLETE
     assert found["missing"] == ["part-000002.h5"]
     flip_byte_of_row(Path("store/parts/part-000003.h5"), "conv", 2)
-    code, found = look(capsys)
+    code, found = look()
     assert code == verify.EXIT_DAMAGED
     assert found["complete"] is False
     assert found["damages"] == [
@@ -64,9 +69,7 @@ def test_exit_codes_and_json_of_sound_incomplete_and_damaged(
 
 
 @pytest.mark.slow
-def test_verify_and_the_repair_of_a_sound_store_write_nothing(
-    stored: Stored, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_and_the_repair_of_a_sound_store_write_nothing(stored: Stored) -> None:
     stored()
 
     def state() -> dict[str, tuple[int, bytes]]:
@@ -75,7 +78,7 @@ def test_verify_and_the_repair_of_a_sound_store_write_nothing(
 
     before = state()
     assert run_job("verify", out="store", verify={"reextract_rows": 21}) == 0
-    code, found = look(capsys, verify={"repair": True})
+    code, found = look(verify={"repair": True})
     assert code == 0
     assert "repaired" not in found
     assert state() == before
@@ -93,16 +96,14 @@ def test_no_store_and_a_file_for_a_sample_are_clear_errors(stored: Stored) -> No
 
 
 @pytest.mark.slow
-def test_a_truncated_packed_file_is_damage_and_is_computed_again(
-    stored: Stored, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_truncated_packed_file_is_damage_and_is_computed_again(stored: Stored) -> None:
     stored()
     before = dataset_digests("store")
     os.truncate("store/features.h5", 3000)
-    code, found = look(capsys)
+    code, found = look()
     assert code == verify.EXIT_DAMAGED
     assert "features.h5: it cannot be read" in "{file}: {what}".format(**found["damages"][0])
-    code, found = look(capsys, verify={"repair": True})
+    code, found = look(verify={"repair": True})
     assert code == 0
     assert found["repaired"]["rows"] == 21
     assert dataset_digests("store") == before
@@ -110,7 +111,7 @@ def test_a_truncated_packed_file_is_damage_and_is_computed_again(
 
 @pytest.mark.slow
 def test_a_flipped_byte_costs_one_part_of_one_layer(
-    photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]]
+    photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
     """Two runs made the store; the damage in the second one's layer leaves the first one alone."""
     extract(photos)
@@ -118,7 +119,7 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
     before = dataset_digests("store")
     flip_byte_of_row(Path("store/features.h5"), "pool", 13)
     computed.clear()
-    code, found = look(capsys, verify={"repair": True})
+    code, found = look(verify={"repair": True})
     assert code == 0
     assert {layers for layers, _ in computed} == {frozenset({"pool"})}
     # A chunk of the packed file is a part at the most.
@@ -127,14 +128,13 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
     assert found["damages"] == []
     assert dataset_digests("store") == before
     assert not Path("store/parts").exists()
-    assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
+    assert look(verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["flipped", "truncated", "swapped", "gone"])
 def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
     stored: Stored,
-    capsys: pytest.CaptureFixture[str],
     computed: list[tuple[frozenset[str], int]],
     how: str,
 ) -> None:
@@ -150,9 +150,9 @@ def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
         shutil.copy(parts[1], part)
     else:
         part.unlink()
-    assert look(capsys)[0] == (verify.EXIT_INCOMPLETE if how == "gone" else verify.EXIT_DAMAGED)
+    assert look()[0] == (verify.EXIT_INCOMPLETE if how == "gone" else verify.EXIT_DAMAGED)
     computed.clear()
-    code, found = look(capsys, verify={"repair": True})
+    code, found = look(verify={"repair": True})
     assert code == 0
     assert [start for _, start in computed] == [8]
     assert found["repaired"]["rows"] == 4
@@ -166,7 +166,6 @@ def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
 )
 def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
     photos: Path,
-    capsys: pytest.CaptureFixture[str],
     computed: list[tuple[frozenset[str], int]],
     on_batch: list[Callable[[Any], None]],
     set_chunk_bytes: Callable[[int], None],
@@ -185,22 +184,20 @@ def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
     computed.clear()
     on_batch.append(raises_runtime_error)
     with pytest.raises(RuntimeError):
-        look(capsys, verify={"repair": True})
+        look(verify={"repair": True})
     on_batch.clear()
     conv = featx.open("store")["conv"]
     assert conv[:8].tobytes() == whole[:8].tobytes()
     assert conv[10:].tobytes() == whole[10:].tobytes()
     with pytest.raises(StoreError, match="rows 8 to 9"):
         conv[8:10]
-    assert look(capsys)[0] == verify.EXIT_DAMAGED
-    capsys.readouterr()
-    assert run_job("status", json=True, out="store") == 0
-    output = json.loads(capsys.readouterr().out)
+    assert look()[0] == verify.EXIT_DAMAGED
+    output = job_result("status", out="store")
     assert (output["rows"] - output["rows_done"], output["parts"] - output["parts_done"]) == (2, 1)
     extract(photos, pack=pack, **keys)
     assert computed == [(frozenset({"conv", "pool"}), 8)]
     assert dataset_digests(path) == before
-    assert look(capsys)[0] == 0
+    assert look()[0] == 0
 
 
 def raises_runtime_error(*args: Any) -> None:
@@ -211,7 +208,7 @@ def raises_runtime_error(*args: Any) -> None:
 @pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
 @pytest.mark.parametrize("how", slow_except(["lost", "damaged", "other"], "lost", "other"))
 def test_a_lost_manifest_or_listing_is_restored(
-    stored: Stored, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]],
+    stored: Stored, computed: list[tuple[frozenset[str], int]],
     name: str, pack: bool, how: str,
 ) -> None:  # fmt: skip
     """A manifest is restored without the images, which are elsewhere meanwhile."""
@@ -228,11 +225,11 @@ def test_a_lost_manifest_or_listing_is_restored(
         with h5py.File(path, "r+") as file:
             file["label"][4] = 1 - file["label"][4]
     assert not path.exists() or path.read_bytes() != before
-    assert look(capsys)[0] == verify.EXIT_DAMAGED
+    assert look()[0] == verify.EXIT_DAMAGED
     computed.clear()
     if name == "featx.json":
         photos.rename("elsewhere")
-    code, found = look(capsys, verify={"repair": True})
+    code, found = look(verify={"repair": True})
     assert code == 0, found
     assert found["repaired"]["rows"] == 0
     assert computed == []
@@ -240,19 +237,19 @@ def test_a_lost_manifest_or_listing_is_restored(
     if name == "featx.json":
         assert path.read_bytes() == before
         Path("elsewhere").rename(photos)
-    assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
+    assert look(verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
 def test_other_files_of_a_store_are_restored_without_the_model(
-    stored: Stored, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]]
+    stored: Stored, computed: list[tuple[frozenset[str], int]]
 ) -> None:
     stored()
     before = dataset_digests("store")
     with h5py.File("store/features.h5", "r+") as file:
         file["label"][3] = 77
-    assert look(capsys)[0] == verify.EXIT_DAMAGED
+    assert look()[0] == verify.EXIT_DAMAGED
     computed.clear()
-    assert look(capsys, verify={"repair": True})[0] == 0
+    assert look(verify={"repair": True})[0] == 0
     assert computed == []
     assert dataset_digests("store") == before
 
@@ -267,19 +264,19 @@ def test_a_probe_that_was_killed_is_no_damage_of_rows(
     (root / "probe/predictions.csv").write_bytes(b"of the second probe")
     entry = {"file": "probe/predictions.csv", "sha256": "of the first probe"}
     (root / "probe.json").write_bytes(result_json({"predictions": entry}, indent=1))
-    code, found = look(capsys)
+    code, found = look()
     assert (code, found["images"]["compared"]) == (verify.EXIT_DAMAGED, 21)
     assert run_job("verify", out="store") == verify.EXIT_DAMAGED
     text = " ".join(capsys.readouterr().out.split())
     assert "predictions.csv differs from the sha256 in it" in text
     assert "The rows are sound. The job that made a damaged result, such as job=probe" in text
     assert "extracts the rows" not in text
-    assert look(capsys, verify={"repair": True})[0] == 0
+    assert look(verify={"repair": True})[0] == 0
     assert (root / "probe.json.damaged").exists()
 
 
 def test_a_repair_that_was_killed_after_the_last_row_ends_when_it_is_given_again(
-    stored: Stored, capsys: pytest.CaptureFixture[str]
+    stored: Stored,
 ) -> None:
     """It had replaced the damaged part, and not yet brought the files beside it up to date."""
     stored(pack=False)
@@ -288,26 +285,22 @@ def test_a_repair_that_was_killed_after_the_last_row_ends_when_it_is_given_again
     record.write(AtomicFolder(Path("store")), DamageRecord())
     Path("store/failures.csv").write_text("of the damaged store")
     assert store_status(Path("store")).rows_done == 17
-    assert look(capsys, verify={"repair": True})[0] == 0
+    assert look(verify={"repair": True})[0] == 0
     assert store_status(Path("store")).complete
     assert not Path("store/damaged.json").exists()
     assert Path("store/failures.csv").read_bytes() == failures
 
 
-def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(
-    stored: Stored, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(stored: Stored) -> None:
     stored(pack=False)
     shutil.copy("store/parts/part-000001.h5", "store/parts/part-000099.h5")
-    assert look(capsys)[0] == verify.EXIT_DAMAGED
-    assert look(capsys, verify={"repair": True})[0] == 0
+    assert look()[0] == verify.EXIT_DAMAGED
+    assert look(verify={"repair": True})[0] == 0
     assert len(list(Path("store/parts").iterdir())) == 6
     assert not Path("store/features.h5").exists()
 
 
-def test_repair_without_the_image_records_the_row_and_keeps_the_others(
-    stored: Stored, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repair_without_the_image_records_the_row_and_keeps_the_others(stored: Stored) -> None:
     """With the image back, retry_failed=true makes the store that it was."""
     photos = stored()
     before = dataset_digests("store")
@@ -315,7 +308,7 @@ def test_repair_without_the_image_records_the_row_and_keeps_the_others(
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
     key = str(featx.open("store").keys[9])
     (photos / key).rename("elsewhere.png")
-    code, found = look(capsys, verify={"repair": True})
+    code, found = look(verify={"repair": True})
     assert code == 0, found
     store = featx.open("store")
     assert store.status.tolist() == [0] * 9 + [Status.DAMAGED_AND_IMAGE_GONE] + [0] * 11
@@ -328,58 +321,50 @@ def test_repair_without_the_image_records_the_row_and_keeps_the_others(
     assert dataset_digests("store") == before
 
 
-def test_other_weights_are_refused(
-    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_weights_are_refused(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extract(photos, model={**MODEL, "weights": "default"}, seed=3)
     monkeypatch.setattr("zoo.TwoStageConvNet.__init__.__defaults__", (None, 2.0, 0.0, ""))
     with pytest.raises(StoreMismatchError, match=r"cannot be compared.*\n +weights_sha256: the"):
-        look(capsys, verify={"reextract_rows": 3})
+        look(verify={"reextract_rows": 3})
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
     with pytest.raises(StoreMismatchError, match="weights_sha256: the store has"):
-        look(capsys, verify={"repair": True})
+        look(verify={"repair": True})
 
 
 @pytest.mark.slow
-def test_repair_of_a_store_that_grew_by_rows_and_layers(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repair_of_a_store_that_grew_by_rows_and_layers(photos: Path) -> None:
     extract_in_steps(photos)
     before = dataset_digests("store")
     flip_byte_of_row(Path("store/features.h5"), "conv", 2)
     flip_byte_of_row(Path("store/features.h5"), "pool", 6)
     flip_byte_of_row(Path("store/features.h5"), "pool", 15)
-    code, found = look(capsys, verify={"repair": True})
+    code, found = look(verify={"repair": True})
     assert code == 0, found
     assert dataset_digests("store") == before
-    assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
+    assert look(verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
 @pytest.mark.slow
-def test_a_lost_file_of_weights_is_named(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_file_of_weights_is_named(photos: Path, tmp_path: Path) -> None:
     import torch
     from zoo import TwoStageConvNet
 
     torch.save(TwoStageConvNet().state_dict(), tmp_path / "weights.pth")
     extract(photos, model={**MODEL, "weights": str(tmp_path / "weights.pth")})
-    assert look(capsys, verify={"reextract_rows": 5})[0] == 0
+    assert look(verify={"reextract_rows": 5})[0] == 0
     (tmp_path / "weights.pth").unlink()
     with pytest.raises(ModelError, match=r"weights\.pth"):
-        look(capsys, verify={"reextract_rows": 5})
-    assert look(capsys)[0] == 0
+        look(verify={"reextract_rows": 5})
+    assert look()[0] == 0
 
 
 @pytest.mark.slow
-def test_new_images_do_not_keep_a_store_from_being_repaired(
-    stored: Stored, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_images_do_not_keep_a_store_from_being_repaired(stored: Stored) -> None:
     photos = stored()
     before = dataset_digests("store")
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
     write_image(photos / "cat" / "001.png", 99)
-    code, found = look(capsys, verify={"repair": True})
+    code, found = look(verify={"repair": True})
     assert code == 0, found
     assert dataset_digests("store") == before
 
@@ -417,7 +402,6 @@ def test_what_cannot_be_extracted_again_is_refused_before_anything_moves(
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_a_repair_that_was_killed_before_the_pack_packs_when_it_is_given_again(
     photos: Path,
-    capsys: pytest.CaptureFixture[str],
     on_open: list[Callable[[str], None]],
     is_packed: bool,
 ) -> None:
@@ -433,12 +417,12 @@ def test_a_repair_that_was_killed_before_the_pack_packs_when_it_is_given_again(
     on_open.append(killed_at_pack)
     if is_packed:
         with pytest.raises(KeyboardInterrupt):
-            look(capsys, verify={"repair": True})
+            look(verify={"repair": True})
         assert not file.exists()
     else:
-        assert look(capsys, verify={"repair": True})[0] == 0
+        assert look(verify={"repair": True})[0] == 0
     on_open.clear()
     for _ in range(2):
-        code, found = look(capsys, verify={"repair": True})
+        code, found = look(verify={"repair": True})
         assert (code, found["damages"], found["missing"]) == (0, [], [])
         assert dataset_digests(file) == before

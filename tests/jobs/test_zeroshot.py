@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import sys
@@ -13,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, make_image
+from csv_rows import csv_rows
 from made_store import make_run
 from safetensors.torch import load_file, save_file
-from tiny_model import run_job
+from tiny_model import job_result, run_job
 
 import featx
 from featx.base import shown_path
@@ -122,7 +122,7 @@ def test_a_head_predicts_what_open_clip_predicts(
     assert result["accuracy"] == pytest.approx(accuracy, abs=1e-6)
 
     run_job("predict", store=str(head), data=str(made / "images"), out=str(tmp_path / "new"))
-    rows = csv.DictReader((tmp_path / "new" / "predictions.csv").read_text().splitlines())
+    rows = csv_rows(tmp_path / "new" / "predictions.csv")
     assert [row["class"] for row in rows] == [found.classes[i] for i in expected.argmax(1)]
     with pytest.raises(StoreError, match=r"has no probe\.json.* For its zero-shot head give store"):
         run_job("predict", store=str(store), data=str(made / "images"))
@@ -269,8 +269,7 @@ def test_rows_nearest_to_texts_are_those_of_open_clip(
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n", "utf-8-sig")
     for given in (texts, str(tmp_path / "texts.txt")):
         asked = {"text": given, "k": 4}
-        assert run_job("neighbors", json=True, store=str(store.root), neighbors=asked) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = job_result("neighbors", store=str(store.root), neighbors=asked)
         assert [each["text"] for each in found["texts"]] == texts
         assert [[one["row"] for one in each["nearest"]] for each in found["texts"]] == rows.tolist()
     assert run_job("neighbors", store=str(store.root), neighbors={"text": texts[0], "k": 1}) == 0

@@ -22,7 +22,7 @@ from torchvision.transforms import v2
 
 import featx
 from featx.config import TransformConfig, model_options
-from featx.errors import ConfigError, LayerError, ModelError, StoreMismatchError
+from featx.errors import ConfigError, LayerError, ModelError
 from featx.jobs import base as jobs
 from featx.models import Backbone, build_backbone
 
@@ -352,25 +352,6 @@ def test_weights_of_a_program_cannot_be_replaced(values: dict[str, Any]) -> None
         model_options(library="export", name="x.pt2", **values)
     with pytest.raises(ConfigError, match="needs model"):
         model_options(library="export", name="")
-
-
-@pytest.mark.slow
-def test_a_resume_with_another_program_is_refused(
-    programs: Path, photos: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "net.pt2"
-    path.write_bytes((programs / "net.pt2").read_bytes())
-    extract(path, photos)
-
-    class Louder(Net):
-        """The same names and weights, another computation."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
-
-    export(path, Louder().eval())
-    with pytest.raises(StoreMismatchError, match="program_sha256"):
-        extract(path, photos)
 
 
 def test_a_store_does_not_lead_to_a_program(programs: Path, photos: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import make_image
+from conftest import make_image, run_python
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_data_config
 from transformers_zoo import write_folder
@@ -215,8 +214,4 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     make_image(80, 60).save(tmp_path / "photos" / "a.png")
     for line in lines:
-        done = subprocess.run(
-            [sys.executable, *shlex.split(line)[1:]],
-            cwd=tmp_path, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        run_python(*shlex.split(line)[1:], cwd=tmp_path)

@@ -9,7 +9,6 @@ from urllib.parse import urlparse
 import pytest
 import torch
 from conftest import make_image, slow_except
-from safetensors.torch import save_file
 from torchvision import models
 from torchvision.models import MobileNet_V3_Small_Weights
 
@@ -117,17 +116,6 @@ def test_torchvisions_googlenet_file_by_path_rescales_its_input(tmp_path: Path) 
     assert build("googlenet", str(path)).module.transform_input
     torch.save(state, tmp_path / "mine.pth")
     assert not build("googlenet", str(tmp_path / "mine.pth")).module.transform_input
-
-
-def test_a_local_file_in_either_format(tmp_path: Path) -> None:
-    state = random_state("squeezenet1_1")
-    save_file(state, tmp_path / "w.safetensors")
-    torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, tmp_path / "w.pth")
-    for end in ("safetensors", "pth"):
-        own = build("squeezenet1_1", str(tmp_path / f"w.{end}")).module.state_dict()
-        assert all(torch.equal(own[name], x) for name, x in state.items())
-    with pytest.raises(WeightsError, match="not fit this model"):
-        build("squeezenet1_0", str(tmp_path / "w.pth"))
 
 
 @pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "r3d_18", "raft_large"])

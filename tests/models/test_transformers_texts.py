@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_image
-from tiny_model import run_job
+from tiny_model import job_result, run_job
 from transformers_zoo import quiet, tf, write_folder, write_tokenizer
 
 import featx
@@ -66,9 +66,7 @@ def library_features(folder: Path, images: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("model_type", ["clip", "siglip"])
-def test_rows_nearest_to_texts_are_those_of_transformers(
-    model_type: str, root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_nearest_to_texts_are_those_of_transformers(model_type: str, root: Path) -> None:
     texts, images = library_features(root / model_type, root / "images")
     cosines = (texts @ images.T).numpy()
     order = np.argsort(-cosines, axis=1)[:, :5]
@@ -76,8 +74,8 @@ def test_rows_nearest_to_texts_are_those_of_transformers(
     rows, scores = featx.similarity.search(store, TEXTS, k=5)
     np.testing.assert_allclose(scores, np.take_along_axis(cosines, order, 1), atol=2e-5)
     assert rows.tolist() == order.tolist()
-    run_job("neighbors", json=True, store=str(store.root), neighbors={"text": TEXTS, "k": 5})
-    found = json.loads(capsys.readouterr().out)["texts"]
+    asked = {"text": TEXTS, "k": 5}
+    found = job_result("neighbors", store=str(store.root), neighbors=asked)["texts"]
     assert [[one["row"] for one in each["nearest"]] for each in found] == order.tolist()
 
 

@@ -170,12 +170,6 @@ def test_the_hash_sees_names_shapes_types_and_single_bits() -> None:
     assert hash_of(a=strided) == hash_of(a=zeros)
 
 
-def test_the_hash_is_the_same_in_another_memory_format() -> None:
-    module = net()
-    before = state_sha256(module)
-    assert state_sha256(module.to(memory_format=torch.channels_last)) == before
-
-
 def test_a_prefix_that_no_name_has_is_refused(state: State) -> None:
     with pytest.raises(WeightsError, match=r"no tensor .* begins so\. Its names begin with 0, 1\."):
         load_weights(net(), state, "w.pth", "teacher.")

@@ -10,6 +10,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from encoded_images import encode
+from image_faults import image_fault
 from PIL import Image
 
 from featx.config import DataConfig
@@ -63,9 +65,7 @@ def test_encoded_bytes_of_both_kinds_end_in_their_own_zeros(tmp_path: Path) -> N
     for pixels in PIXELS:
         pixels = pixels.copy()
         pixels[0] = 0  # a BMP ends with its first line: zeros that belong to it
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "BMP")
-        encoded.append(file.getvalue())
+        encoded.append(encode(Image.fromarray(pixels), "BMP"))
     assert encoded[0].endswith(b"\0")
     with h5py.File(tmp_path / "x.h5", "w") as file:
         rows = file.create_dataset("vlen", (5,), h5py.vlen_dtype(np.uint8))
@@ -87,32 +87,26 @@ def test_rows_without_bytes_are_failures(tmp_path: Path) -> None:
     for name in ("vlen", "fixed"):
         source = hdf5(tmp_path / "x.h5", name)
         source.listing()
-        with pytest.raises(ImageFault) as caught:
+        with image_fault(Status.EMPTY):
             source.read(b"000001")
-        assert caught.value.status == Status.EMPTY
 
 
-def test_labels_are_numbers_or_text(tmp_path: Path) -> None:
+def test_labels_are_one_number_or_text_a_row(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["images"] = PIXELS
-        file["numbers"] = np.array([2, 0, 1, 2, -1], np.int8)
         file["text"] = ["dog", "cat", "dog", "", "cat"]
         file["fixed"] = np.array([b"dog", b"cat", b"dog", b"", b"cat"])
         file["short"] = [1, 2]
-        file["fractions"] = np.array([0, 1, 0, 1.5, 1])
         file["onehot"] = np.eye(5, dtype=np.int8)
         file["matlab"] = np.array([[2.0, 0, 1, 2, np.nan]])
         file["char"] = np.arange(5, dtype=np.uint16)
         file["char"].attrs["MATLAB_class"] = np.bytes_(b"char")
-    numbers = hdf5(tmp_path / "x.h5", labels="/numbers").listing()
-    assert (numbers.labels.tolist(), numbers.classes) == ([2, 0, 1, 2, -1], ("0", "1", "2"))
     for name in ("text", "fixed"):
         named = hdf5(tmp_path / "x.h5", labels=name).listing()
         assert (named.labels.tolist(), named.classes) == ([1, 0, 1, -1, 0], ("cat", "dog"))
     refused(tmp_path / "x.h5", r"/short is \(2,\); expected \(5,\)", labels="/short")
     vector = hdf5(tmp_path / "x.h5", labels="/matlab").listing()
     assert (vector.labels.tolist(), vector.classes) == ([2, 0, 1, 2, -1], ("0", "1", "2"))
-    refused(tmp_path / "x.h5", r"/fractions: 1\.5 in row 3 is no class index", labels="/fractions")
     refused(tmp_path / "x.h5", r"/onehot is \(5, 5\); expected \(5,\)", labels="/onehot")
     refused(tmp_path / "x.h5", "/char is no dataset of whole numbers or text", labels="/char")
     refused(tmp_path / "x.h5", "has no /none", labels="/none")
@@ -214,9 +208,8 @@ def test_a_damaged_chunk_fails_its_own_rows_only(tmp_path: Path) -> None:
     source = hdf5(tmp_path / "x.h5")
     for i, key in enumerate(source.listing().keys.tolist()):
         if i == 2:
-            with pytest.raises(ImageFault, match="row 2 cannot be read") as caught:
+            with image_fault(Status.DECODE_ERROR, "row 2 cannot be read"):
                 source.read(key)
-            assert caught.value.status == Status.DECODE_ERROR
         else:
             np.testing.assert_array_equal(
                 np.asarray(decode_pillow(source.read(key), POLICY)), PIXELS[i]

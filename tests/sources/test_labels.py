@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
+from encoded_images import encode
 from made_shards import write_tar
 from PIL import Image
 from pyarrow import parquet
@@ -29,9 +29,7 @@ pytestmark = pytest.mark.usefixtures("cache_folder")
 
 
 def png(value: int = 0) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4), (value % 256, 9, 9)).save(file, "PNG")
-    return file.getvalue()
+    return encode(Image.new("RGB", (4, 4), (value % 256, 9, 9)), "PNG")
 
 
 def listed(config: DataConfig) -> Listing:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_faults import fault_of
 from PIL import Image
-from read_faults import fault_of
 from tiny_model import KEYS, extract, run_job, write_image
 
 import featx
@@ -176,7 +176,11 @@ def test_images_in_memory_and_opened_files_have_states(tmp_path: Path) -> None:
         assert found is not None
         return found
 
-    images = [Image.open(tmp_path / f"{i}.png") for i in range(3)]
+    paths = sorted(tmp_path.iterdir())
+    for data in (paths, [path.read_bytes() for path in paths]):
+        assert states(data).tolist() == states(data).tolist()
+        assert len({state.tobytes() for state in states(data)}) == 3
+    images = [Image.open(path) for path in paths]
     array = np.stack([np.asarray(image) for image in images])
     expected = states(list(array))
     for data in (images, array, torch.from_numpy(array)):

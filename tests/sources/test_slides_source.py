@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from image_faults import fault_of
 from PIL import Image
-from read_faults import fault_of
 
 import featx
 from featx.errors import ConfigError, MissingExtraError

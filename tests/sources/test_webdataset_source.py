@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from image_faults import fault_of
 from made_shards import header_of_size, write_shards, write_tar
-from read_faults import fault_of
 
 from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.sources import open_source, tar_index

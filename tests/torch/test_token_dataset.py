@@ -6,8 +6,6 @@ import json
 import math
 import pickle
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import slow_except, with_path
+from conftest import REPOSITORY, run_python, slow_except
 from made_store import MadeRun, as_bfloat16, make_run, pack_alone
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -277,10 +275,8 @@ def test_the_rest_of_an_epoch_in_a_new_process(root: Path) -> None:
     batches = iter(data)
     for _ in range(20):
         next(batches)
-    command = [sys.executable, "-W", "ignore", "-c", IN_A_NEW_PROCESS, str(root)]
-    done = subprocess.run(
-        [*command, json.dumps(data.state_dict())], capture_output=True, text=True, check=True
-    )
+    state = json.dumps(data.state_dict())
+    done = run_python("-W", "ignore", "-c", IN_A_NEW_PROCESS, root, state)
     rest = [[batch["row"].tolist(), batch["position"].tolist()] for batch in batches]
     assert json.loads(done.stdout) == rest
 
@@ -566,11 +562,7 @@ print(peak_mib() - before)
 def test_an_epoch_of_a_million_tokens_holds_what_it_may(tmp_path: Path, memory_mib: int) -> None:
     run = make_run(5076, 512, {"layer": (197, 768)}, "float16")
     root = run.finish(tmp_path / "store")
-    command = [sys.executable, "-c", EPOCH_OF_A_STORE, str(root), str(memory_mib)]
-    repository = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, cwd=repository, env=with_path(repository), stdout=subprocess.PIPE, check=True
-    )
+    done = run_python("-c", EPOCH_OF_A_STORE, root, memory_mib, path=[REPOSITORY])
     assert float(done.stdout) < 1.25 * memory_mib + 64
 
 

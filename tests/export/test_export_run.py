@@ -258,7 +258,7 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_half(
     set_free_disk(free)
     with (
         files_of_at_most(1000),
-        pytest.raises(RunError, match="Free some space and give the same command again") as failed,
+        pytest.raises(RunError, match=r"Raise the limit \(ulimit -f\)") as failed,
     ):
         export("parquet")
     assert failed.value.exit_code == 1
@@ -266,7 +266,7 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_half(
     assert temporary_files(Path("out")) == []
     export("npy")
     before = digests()
-    with files_of_at_most(1000), pytest.raises(RunError, match="Free some space"):
+    with files_of_at_most(1000), pytest.raises(RunError, match="Raise the limit"):
         export("parquet", overwrite=True)
     assert digests() == before, "the old export stays until the new one is complete"
 

@@ -245,7 +245,7 @@ def test_a_finished_store_gets_a_projector_and_a_graph_and_no_row_again(
     assert sheet[:32, 32:64].std() > 20
     assert read_back().Graph().node
     graphs = list(Path("store/tensorboard/run-0").glob("*.graph"))
-    extract(photos, layers=["pool"], tensorboard=True)
+    extract("t.csv", layers=["pool"], tensorboard=True)
     assert list(Path("store/tensorboard/run-0").glob("*.graph")) == graphs
     assert len(metadata(Path("store/tensorboard"))) == 22
 

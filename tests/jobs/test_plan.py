@@ -48,7 +48,7 @@ def test_a_run_that_would_be_refused_is_refused() -> None:
             plan(**keys)
 
 
-def test_the_values_of_a_batch_are_counted_as_memory(plan: Any) -> None:
+def test_the_values_of_a_batch_are_counted_as_memory() -> None:
     write_images(Path("photos"), 10)
     few, many = (plan(layers=[name], batch_size=1024, part_rows=1024) for name in ("pool", "conv"))
     values = [

@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
 
 
 def silence(exchange: Exchange) -> None:
-    time.sleep(0.5)
+    time.sleep(1)
     exchange.drop()
 
 
@@ -172,14 +172,14 @@ def test_a_server_that_is_silent_does_not_hold_up_the_end_of_a_run(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a network that drops packets, where an attempt takes a minute."""
-    monkeypatch.setattr(s3_client, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(s3_client, "TIMEOUT_S", 0.4)
     monkeypatch.setattr(s3_client, "BEST_EFFORT_TIMEOUT_S", 0.02)
     root = place("s3://bucket/run")
     assert size_of_object() == 1
     server.down, server.made = True, 0
     began = time.monotonic()
     S3Folder(root).write_best_effort(root / "workers" / "host-1.json", "{}")
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 1, "without a byte it waits as long as other requests"
     assert server.made == s3_client.ATTEMPTS
     with s3_outage.waiting_limit(60):
         s3_outage.stop_waiting()

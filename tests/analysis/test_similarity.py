@@ -134,6 +134,8 @@ class TestNeighbours:
         distances, places = search.kneighbors(n_neighbors=39)
         assert np.array_equal(found.neighbours[:, :9], places[:, :9])
         assert np.allclose(found.scores, distances, rtol=1e-3, atol=0)
+        nearest = nearest_rows(store, "flat", 3, "euclidean", device="cpu")
+        assert np.array_equal(nearest.neighbours, places[:, :3])
 
     @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
     def test_standardised_values_behind_an_offset(self, metric: str) -> None:

@@ -56,7 +56,7 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
             f"{gone_images_text(keys, changes.gone)}. Their rows stay as they are.", level="warning"
         )
     if config.refresh and (config.refresh is True or len(changes.rows)):
-        log_message(f"{changed_text(len(changes.rows))} since their rows were computed")
+        log_message(f"{changed_text(len(changes.rows))} since the rows were computed")
         pairs = zip(session.manifest.runs, changes.changed, strict=True)
         of_runs = [rows.tolist() for run, rows in pairs if session.has_requested_layers(run)]
         rows = sorted(set().union(*of_runs))

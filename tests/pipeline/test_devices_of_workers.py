@@ -194,6 +194,7 @@ def test_an_object_that_cannot_travel_is_refused_by_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")  # which gives the number of before back
 def test_a_resume_keeps_the_number_of_threads(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

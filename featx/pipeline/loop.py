@@ -20,7 +20,7 @@ from featx.pipeline.row_failures import Rows, refuse_failures
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunMetrics, StepTimer, bottleneck
 from featx.pipeline.stop_signals import stop_signals
-from featx.storage import s3_outage
+from featx.storage import is_url, s3_outage
 from featx.store import layout
 from featx.types import Array, Batch, Failure, Part
 
@@ -155,7 +155,7 @@ def run_parts(
     # signal handlers stay in place until then.
     with (
         stop_signals() as stop,
-        _Commits() as commits,
+        _Commits(is_url(config.out)) as commits,
         trace as timeline,
         progress,
         Passes(context, sink.compute) as passes,
@@ -280,8 +280,9 @@ class _Commits:
     committed and the one that is being filled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_remote: bool) -> None:
         self.seconds = 0.0
+        self._is_remote = is_remote
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="featx-commit")
         self._pending: Future[None] | None = None
 
@@ -289,9 +290,10 @@ class _Commits:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # A complete part is committed even if the run has failed since. An object store that does
-        # not answer is not waited for when a run that was told to stop is cut short.
-        self._thread.shutdown(wait=not s3_outage.is_stopped())
+        # A complete part is committed even if the run has failed since. Only an object store, which
+        # may not answer for minutes, is not waited for when a run that was told to stop is cut
+        # short.
+        self._thread.shutdown(wait=not (self._is_remote and s3_outage.is_stopped()))
 
     def begin(self, commit: Callable[[], object]) -> None:
         """Wait for the previous commit, then start this one."""

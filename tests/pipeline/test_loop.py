@@ -24,6 +24,7 @@ from featx.engine import BatchParallelism
 from featx.errors import ConfigError, RunError
 from featx.images.decoder_channels import LoaderTimes
 from featx.pipeline import Interrupted, Rows, RunObserver, run_parts
+from featx.storage import s3_outage
 from featx.types import Batch, Part
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -141,6 +142,26 @@ def test_parts_are_committed_in_order_and_never_two_at_once() -> None:
     figures = run_parts(context(), work, DISK)
     assert work.committed == [0, 1, 2]
     assert figures.seconds["write"] >= 0.06
+
+
+def test_a_worker_on_a_disk_that_is_cut_short_commits_the_part_that_is_whole() -> None:
+    begun = threading.Event()
+
+    def commit(index: int) -> None:
+        begun.set()
+        time.sleep(0.5)
+
+    def interrupt_twice(start: int) -> None:
+        if start == 4:
+            _wait(begun)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    work = NotingSink(commit, interrupt_twice)
+    with s3_outage.waiting_limit(), pytest.raises(Interrupted):
+        run_parts(context(), work, DISK)
+    assert work.committed == [0]
 
 
 def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> None:

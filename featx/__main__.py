@@ -297,7 +297,9 @@ def _exhausted(error: Exception) -> str | None:
         return "open files (ulimit -n)"
     if number == errno.EFBIG:
         return "bytes in one file (ulimit -f)"
-    if number == errno.EAGAIN or "can't start new thread" in text:
+    # That of a fork; a pipe that does not take a message now, or a server, gives EAGAIN as well.
+    is_fork = number == errno.EAGAIN and text.endswith(os.strerror(errno.EAGAIN))
+    if is_fork or "can't start new thread" in text:
         return "processes or threads (ulimit -u)"
     return None
 

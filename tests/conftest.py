@@ -322,9 +322,10 @@ def set_free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def set_free(*num_bytes: float | None) -> None:
         looks = list(num_bytes)
-        monkeypatch.setattr(
-            "featx.base.machine.free_memory", lambda: looks.pop(0) if len(looks) > 1 else looks[0]
-        )
+        for module in ("base.machine", "engine.auto_settings", "engine.batch_parallelism"):
+            monkeypatch.setattr(
+                f"featx.{module}.free_memory", lambda: looks.pop(0) if len(looks) > 1 else looks[0]
+            )
 
     return set_free
 

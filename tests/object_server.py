@@ -228,10 +228,10 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a bucket that is empty at first; the environment leads to its server."""
     for name, value in environment(s3_server).items():
         monkeypatch.setenv(name, value)
-    s3_client.clients.cache_clear()
+    s3_client.client.cache_clear()
     name = f"bucket-{time.monotonic_ns()}"
     s3_client.request("create_bucket", Bucket=name)
-    client = s3_client.clients
+    client = s3_client.client
     yield name
     client.cache_clear()
 

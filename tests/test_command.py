@@ -469,12 +469,20 @@ for error in (
     OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/torchinductor_me"),
     *(OSError(number, os.strerror(number), DISK) for number in (errno.EIO, errno.ENOTCONN)),
 ):
-    def run(*arguments, error=error):
+    def run(*arguments):
         raise error
 
     featx.jobs.run = run
     sys.argv = ["featx", "job=models"]
     assert run_command() == (2 if getattr(error, "filename", None) == DISK else 1), error
+
+error = BlockingIOError(errno.EAGAIN, "write could not complete without blocking")
+try:
+    run_command()
+except BlockingIOError:
+    pass  # a pipe is no limit of processes
+else:
+    raise AssertionError
 """
 
 

@@ -426,7 +426,7 @@ def test_the_tutorial_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with running_server(tmp_path / "moto.log") as url:
         for name, value in environment(url).items():
             monkeypatch.setenv(name, value)
-        s3_client.clients.cache_clear()  # of a server that an earlier test used
+        s3_client.client.cache_clear()  # of a server that an earlier test used
         s3_client.request("create_bucket", Bucket="bucket")
         upload(Path("shards"), "s3://bucket/train")
         for line in lines:
@@ -435,7 +435,7 @@ def test_the_tutorial_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             run_python(*shlex.split(line)[1:], path=[REPOSITORY])
         printed: list[str] = []
         exec(reading, {"print": lambda value: printed.append(str(value))})
-    s3_client.clients.cache_clear()
+    s3_client.client.cache_clear()
     assert "48 rows, 48 ok, 3 classes, complete" in printed[0]
     local, slurm = (rows_of(featx.open(f"runs/{name}")) for name in ("shards", "slurm"))
     assert local == slurm

@@ -26,7 +26,7 @@ def proxy(bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     """A proxy in front of the server of `bucket`; the environment leads to it."""
     with faulty_proxy(s3_server) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
-        s3_client.clients.cache_clear()
+        s3_client.client.cache_clear()
         yield running
 
 

@@ -1,5 +1,4 @@
 from . import block_sizes as block_sizes
-from . import machine as machine
 from .allocator import is_kept_in_threads as is_kept_in_threads
 from .allocator import keep_freed_memory as keep_freed_memory
 from .allocator import kept_freed_memory as kept_freed_memory

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from featx.base import machine, size_text
+from featx.base import free_memory, size_text
 from featx.config import Config
 from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute, TimedRows
 from featx.engine.engine import Engine
@@ -251,7 +251,7 @@ class AutoSettings:
         The estimate counts the batches that are loaded ahead and, on a CPU, the least that a
         forward pass takes. The memory of other devices is tried by `_largest_fitting`.
         """
-        free = machine.free_memory()
+        free = free_memory()
         if free is None:
             return
         engine = self._engine

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from featx.base import is_kept_in_threads, machine, resident_memory
+from featx.base import free_memory, is_kept_in_threads, resident_memory
 from featx.engine.row_checks import same_bits
 from featx.types import ResumeState
 
@@ -53,7 +53,7 @@ def trial_threads(cpus: int | None, resume_state: ResumeState | None) -> int | N
 
 def room_for_batches(bytes_before: int | None, bytes_after: int | None, limit: int) -> int:
     """Largest number of parallel batches that half of the free memory allows."""
-    free = machine.free_memory()
+    free = free_memory()
     if bytes_before is None or bytes_after is None or free is None:
         return min(limit, USUAL_REPLICAS)
     batch_bytes = max(1, bytes_after - bytes_before)
@@ -161,7 +161,7 @@ def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
         return False
     # In addition to the batches being computed, one waits and one is read by the batch sink.
     host_bytes = (CUDA_STREAMS + 2) * sum(value.nbytes for value in values.values())
-    free_host_bytes = machine.free_memory()
+    free_host_bytes = free_memory()
     return free_host_bytes is None or 2 * host_bytes <= free_host_bytes
 
 

@@ -43,8 +43,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 20.0
 """Shortest and longest pause in seconds between two attempts; each is twice the one before."""
 
 TIMEOUT_S, BEST_EFFORT_TIMEOUT_S = 60.0, 10.0
-"""Seconds without a byte of an answer until an attempt fails; the second for writes that are
-useless later, for which nobody waits."""
+"""Seconds without a byte of an answer until an attempt fails; the second for requests inside
+`s3_outage.without_waiting`."""
 
 # Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
 # reports their HTTP status instead of a code.
@@ -83,8 +83,8 @@ class ObjectMetadata:
 
 def request(operation: str, **parameters: Any) -> dict[str, Any]:
     """Perform one request; the `Body` of the answer is read completely, as bytes."""
-    patient, hasty = clients(os.getpid())  # raises an error with the name of a missing extra
-    s3 = patient if s3_outage.may_wait() else hasty
+    timeout_s = TIMEOUT_S if s3_outage.may_wait() else BEST_EFFORT_TIMEOUT_S
+    s3 = client(os.getpid(), timeout_s)  # raises an error with the name of a missing extra
     from botocore.exceptions import BotoCoreError, ClientError
 
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
@@ -152,28 +152,19 @@ def _error_of(error: Exception, url: str) -> OSError:
     return ObjectStoreError(errno.EIO, text, url)
 
 
-@functools.lru_cache(maxsize=1)
-def clients(process: int) -> list[Any]:
-    """S3 clients of botocore for a process, with TIMEOUT_S and with BEST_EFFORT_TIMEOUT_S.
-
-    Forked children do not share connections.
-    """
-    module = import_extra("botocore.session", "stores in s3://...", "the extra remote", "remote")
+@functools.lru_cache(maxsize=2)  # one for each timeout
+def client(process: int, timeout_s: float) -> Any:
+    """S3 client of botocore for a process; forked children do not share connections."""
+    session = import_extra("botocore.session", "stores in s3://...", "the extra remote", "remote")
     from botocore.config import Config
 
-    session = module.get_session()
-    return [
-        session.create_client(
-            "s3",
-            config=Config(
-                retries={"mode": "standard", "total_max_attempts": 1},  # `request` repeats
-                connect_timeout=10,
-                read_timeout=timeout_s,
-                max_pool_connections=CONNECTIONS,
-            ),
-        )
-        for timeout_s in (TIMEOUT_S, BEST_EFFORT_TIMEOUT_S)
-    ]
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": 1},  # `request` repeats
+        connect_timeout=10,
+        read_timeout=timeout_s,
+        max_pool_connections=CONNECTIONS,
+    )
+    return session.get_session().create_client("s3", config=config)
 
 
 @functools.lru_cache(maxsize=1)

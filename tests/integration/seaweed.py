@@ -103,11 +103,11 @@ def bucket_on_seaweed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     with running_seaweed(folder) as server:
         for name, value in environment(server.url).items():
             monkeypatch.setenv(name, value)
-        s3_client.clients.cache_clear()
+        s3_client.client.cache_clear()
         with s3_outage.waiting_limit(60):
             s3_client.request("create_bucket", Bucket="bucket")
         yield server
-    s3_client.clients.cache_clear()
+    s3_client.client.cache_clear()
 
 
 def _identity(key: str, secret: str, *actions: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_a_key_that_may_only_read_opens_a_store(
     extract(photos, out=OUT)
     for name, value in READER.items():
         monkeypatch.setenv(name, value)
-    s3_client.clients.cache_clear()
+    s3_client.client.cache_clear()
     assert rows_of(featx.open(OUT)) == rows_of(near)
 
 
@@ -130,11 +130,11 @@ def test_a_server_that_ignores_conditions_is_refused_and_nothing_is_left_there(
     with running_s3rver(tmp_path / "s3rver") as url:
         for name, value in {**environment(url), **CREDENTIALS}.items():
             monkeypatch.setenv(name, value)
-        s3_client.clients.cache_clear()
+        s3_client.client.cache_clear()
         for more in ((), ("executor.workers=2",), ("overwrite=true",)):
             with running_driver(f"out={OUT}", *more, pause_s=0) as driver:
                 assert driver.finish() == 2, driver.output
             assert "ignores IfNoneMatch of a PUT request" in last_line(driver)
             assert "Nothing was written" in last_line(driver)
         assert not list(place("s3://bucket/run").objects())
-    s3_client.clients.cache_clear()
+    s3_client.client.cache_clear()

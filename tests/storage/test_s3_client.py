@@ -64,9 +64,9 @@ def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     with faulty_proxy("http://nowhere", made.choose) as proxy:
         for name, value in environment(proxy.url).items():
             monkeypatch.setenv(name, value)
-        s3_client.clients.cache_clear()
+        s3_client.client.cache_clear()
         yield made
-        s3_client.clients.cache_clear()
+        s3_client.client.cache_clear()
 
 
 def size_of_object() -> int:

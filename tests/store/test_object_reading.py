@@ -250,7 +250,7 @@ def test_what_is_no_store_is_reported(bucket: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(StoreError, match="no such bucket"):
         FeatureStore("s3://no-such-bucket/run")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    s3_client.clients.cache_clear()
+    s3_client.client.cache_clear()
     with pytest.raises(StoreError, match=r"EndpointConnectionError.*127\.0\.0\.1:9"):
         FeatureStore(f"s3://{bucket}/run")
 
@@ -266,10 +266,10 @@ def test_without_credentials_it_says_so(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    s3_client.clients.cache_clear()
+    s3_client.client.cache_clear()
     with pytest.raises(StoreError, match=r"NoCredentialsError.*set AWS_ACCESS_KEY_ID and"):
         FeatureStore("s3://bucket/run")
-    s3_client.clients.cache_clear()
+    s3_client.client.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ def test_what_a_server_answers_is_reported(
     with faulty_proxy("http://nowhere", lambda method, path: refuse) as server:
         for name, value in environment(server.url).items():
             monkeypatch.setenv(name, value)
-        s3_client.clients.cache_clear()
+        s3_client.client.cache_clear()
         with pytest.raises(kind, match=said) as output:
             s3_client.read("bucket", "some/key")
-        s3_client.clients.cache_clear()
+        s3_client.client.cache_clear()
     assert output.value.errno is not None, "it would count as damage of a file"
     assert "the-id-of-somebody" not in str(output.value)
 

@@ -447,7 +447,7 @@ def test_a_server_that_asks_for_patience_is_asked_again(
 
     with faulty_proxy(s3_server, two_of_three) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        s3_client.clients.cache_clear()
+        s3_client.client.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "sleep", slept.append)
             finish(RUN, root)

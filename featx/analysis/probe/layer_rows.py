@@ -151,6 +151,7 @@ class Features:
         num_bytes = 2 * 4 * len(self) * self.width
         if num_bytes <= memory_bytes:
             check_memory(
+                # On a GPU, which has the standardised copy, half of it is in this memory.
                 num_bytes if device.type == "cpu" else num_bytes // 2,
                 f"The {len(self)} vectors of {self.width} numbers",
                 "Lower probe.memory_gib, so that they are streamed.",
@@ -166,7 +167,7 @@ class Features:
     def blocks(self, places: Ints, num_outputs: int = 0) -> Iterator[tuple[Ints, torch.Tensor]]:
         """Yield the places of a block in order, and their vectors, (n, D) float32 on the device.
 
-        (n, num_outputs) float64 values computed of a block take no more than it either.
+        A block has as many rows as also fit into it with `num_outputs` float64 values each.
         """
         for span in self._spans(places, num_outputs):
             if self.whole is None:

@@ -127,7 +127,7 @@ def fit_logistic(
     x = x.to(wide) if is_exact else x
     y = y.to(wide) if y.is_floating_point() else y
     total = float(y.sum()) if loss is class_loss and y.ndim == 2 else float(len(x))
-    block_rows = rows_of_block(16 * num_outputs)
+    block_rows = rows_of_block(16 * num_outputs)  # logits and their gradients in float64
     shape = (num_outputs, x.shape[1] + 1)  # the bias comes last
     check_memory(
         8 * _SEARCH_VECTORS * math.prod(shape),

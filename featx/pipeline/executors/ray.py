@@ -113,7 +113,7 @@ def _resources_text(resources: Mapping[str, float]) -> str:
 class Actor:
     """Ray actor that computes parts until none is left."""
 
-    @s3_outage.waiting_limit()
+    @s3_outage.waiting_limit()  # for the folder, which may be in a bucket
     def run(self, folder: str, number: int, device: str) -> None:
         """Compute and commit parts on a type of device, such as 'cuda'."""
         run_worker(read_spec(parse_path(folder)), number, device)

@@ -201,7 +201,7 @@ def _write_files(
             recall=np.array(1.0 if index is None else index.recall),
         )
         file.flush()
-        disk.remove(csv_file)  # of an earlier search, which must not stay if this process ends here
+        disk.remove(csv_file)  # of an earlier search: this process may end here
     if found.neighbours.size > CSV_PAIRS:
         return [table_file]
     pairs = (

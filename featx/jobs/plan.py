@@ -54,9 +54,9 @@ def _plan(
     height, width = context.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
     maps = 0 if context.windows is None else context.windows.map_bytes
-    # Measured on a CPU with layers of 10^6 values: the values of a batch in float32 and in the dtype
-    # of the store, their magnitudes, and the batches that wait to be written take ten times the
-    # float32 values of a batch.
+    # Measured on a CPU with layers of 10^6 values: the values of a batch in float32 and in the
+    # dtype of the store, their magnitudes, and the batches that wait to be written take ten times
+    # the float32 values of a batch.
     outputs = 10 * 4 * context.batch_rows * sum(math.prod(spec.shape) for spec in context.specs)
     memory = context.engine.weight_bytes + context.listing_bytes + held + 6 * batch + maps + outputs
     is_small = store_bytes <= LARGEST_PACKED_BYTES

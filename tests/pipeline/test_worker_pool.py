@@ -423,7 +423,7 @@ def test_a_worker_that_begins_while_the_object_store_is_away_waits_for_it(
         return answers[-1]
 
     client = SimpleNamespace(list_objects_v2=list_objects_v2)
-    monkeypatch.setattr(s3_client, "clients", lambda _: [client, client])
+    monkeypatch.setattr(s3_client, "client", lambda *_: client)
     monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(s3_outage, "CURRENT", s3_outage.Outage())
     root = place("s3://bucket/run")

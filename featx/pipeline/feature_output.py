@@ -24,6 +24,7 @@ from featx.pipeline.row_failures import Rows, compute_rows
 from featx.pipeline.row_updates import (
     check_images,
     check_images_before_adding,
+    check_model,
     compute_lost_rows,
     has_mixed_rows,
     retry_failed_rows,
@@ -213,10 +214,14 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         config, requested = self.config, context.as_run()
         recompute = bool(config.refresh) or config.retry_failed
         self.session = StoreSession(self.root, requested, context.listing, config.grow, recompute)
-        check = functools.partial(check_images_before_adding, context, self.session)
-        with self.session.hold(self.config.overwrite, check):
+        with self.session.hold(self.config.overwrite, self._check_before_adding):
             self.session.write_config(self._config_yaml)
             yield
+
+    def _check_before_adding(self) -> None:
+        """Refuse to add to a store what does not fit the rows that it has."""
+        check_model(self.context, self.write_session)
+        check_images_before_adding(self.context, self.write_session)
 
     def _check_room(self, context: RunContext) -> None:
         """Refuse a new store for which the disk has no room."""
@@ -247,6 +252,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""
         arguments = self.context, self.write_session
+        check_model(*arguments)
         self._num_recomputed += compute_lost_rows(*arguments)
         self._num_recomputed += check_images(*arguments, only_warn=self._known_rows_only)
         if self.config.retry_failed:

@@ -87,12 +87,15 @@ class CommittedParts:
 
     def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows | None:
         """Rows of a part that are there, compared with their checksums; None if none is."""
-        path = self._sources.get(part.index, part_path(self._root, part.index))
+        run = manifest.run_of(part)
+        is_packed = run in manifest.runs[: self.num_packed_runs]
+        own = self._root / layout.PACKED if is_packed else part_path(self._root, part.index)
+        path = self._sources.get(part.index, own)
         if path.name != layout.PACKED:
             return sound_rows_of_part(path, manifest, part, listing)
         with open_damaged(path) as file:
             reasons = Reasons(file, self._root)
-            return sound_rows(file, manifest.run_of(part), part, listing, reasons)
+            return sound_rows(file, run, part, listing, reasons)
 
     def set_committed(self, part: Part) -> None:
         """Record that a file with all rows of a part exists."""

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from interruptions import signal_after_commits
 from made_store import dataset_digests, make_spec, temporary_files
 from processes import ended, outcome, running
 from tiny_engine import of_speed
-from tiny_model import COMMAND, KEYS, MODEL, extract, write_images
+from tiny_model import COMMAND, KEYS, MODEL, extract, write_image, write_images
 from waiting import wait_until
 from zoo import TwoStageConvNet
 
@@ -199,6 +200,57 @@ def test_an_unfinished_store_is_as_strict(photos: Path) -> None:
     with pytest.raises(StoreMismatchError, match="nonfinite: the store has 'error', now 'record'"):
         extract(photos, nonfinite="record")
     assert len(list(Path("store/parts").iterdir())) == 5
+
+
+class Scaled(TwoStageConvNet):
+    """A module that another constant changes: neither a weight, nor in the printed module."""
+
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale)
+
+
+def scaled(scale: float) -> Scaled:
+    """The module of one seed with a constant."""
+    torch.manual_seed(0)
+    net = Scaled()
+    net.scale = scale
+    return net
+
+
+@pytest.mark.parametrize("state", ["packed", "parts", "a part less", "another image", "changed"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_module_that_computes_other_features_is_refused(
+    photos: Path, state: str, dtype: str
+) -> None:
+    given: dict[str, Any] = {"dtype": dtype, "pack": state == "packed", "max_failures": 5}
+    (photos / "cat" / "000.png").write_bytes(b"no image: the first row fails")
+
+    def run(scale: float, **keys: Any) -> None:
+        model = {"factory": scaled(scale), "transform": MODEL["transform"]}
+        extract(photos, model=model, **{**given, **keys})
+
+    run(1.0)
+    if state == "a part less":
+        Path("store/parts/part-000001.h5").unlink()
+    elif state == "another image":
+        write_image(photos / "cat" / "001.png", 99)
+        given["grow"] = True
+    elif state == "changed":
+        write_image(photos / "cat" / "006.png", 99)
+        given["refresh"] = True
+    before = files_of("store")
+    with pytest.raises(StoreMismatchError, match=r"another model .* rows of conv differ by 0\.0"):
+        run(1.02)
+    after = files_of("store")
+    assert {path for path in after if after[path] != before.get(path)} <= {
+        Path("store/.hydra/config.yaml")
+    }
+    run(1.0, pack=True)
+    if state != "another image":  # a store that grew has the rows in another order
+        run(1.0, pack=True, out="whole")
+        assert dataset_digests("store") == dataset_digests("whole")
 
 
 # What stops it

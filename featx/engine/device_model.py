@@ -12,11 +12,12 @@ from torch import nn
 
 from featx.base import exact_cuda, is_memory_exhausted, kept_freed_memory
 from featx.engine.compute import COMPUTE_DTYPES
-from featx.errors import FeatxError, ModelError
+from featx.errors import FeatxError, ModelError, RunError
 from featx.layers import (
     CapturePoint,
     RowLayout,
     Trace,
+    are_weights,
     is_exposed,
     needs_plain_attention,
     no_fast_path,
@@ -30,6 +31,10 @@ from featx.models import Backbone
 
 # The two sizes differ, so a dimension that follows the batch differs in both passes.
 _TRACE_BATCH, ATTACH_BATCH = 2, 3
+
+
+_DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "HIP error")
+"""Beginnings of the messages of a RuntimeError of torch about a device."""
 
 
 class DeviceModel:
@@ -87,7 +92,10 @@ class DeviceModel:
 
     @contextlib.contextmanager
     def named_failure(self, x: torch.Tensor) -> Iterator[None]:
-        """Turn any exception of the model into a ModelError that describes the batch `x`."""
+        """Turn any exception of the model into a ModelError that describes the batch `x`.
+
+        Errors of the device become a RunError.
+        """
         try:
             yield
         except (FeatxError, torch.OutOfMemoryError):
@@ -96,10 +104,22 @@ class DeviceModel:
             if is_memory_exhausted(error):
                 raise
             reason = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
-            raise ModelError(
+            failure = (
                 f"{self.backbone.name}: a forward pass over a batch of images {tuple(x.shape)} "
                 f"{str(x.dtype).removeprefix('torch.')} fails with {type(error).__name__}: "
-                f"{reason[:300]}. The model has to take such a batch as its only argument, in eval "
+                f"{reason[:300]}."
+            )
+            if isinstance(error, torch.AcceleratorError) or reason.startswith(_DEVICE_ERRORS):
+                # It may come from any call before, as the device computes later than it is asked.
+                raise RunError(
+                    f"{failure} This is an error of {self.device}, which this process cannot use "
+                    "any more. Nothing committed is lost, and the same command resumes. If it "
+                    "comes again, CUDA_LAUNCH_BLOCKING=1 and FEATX_DEBUG=1 show the call that "
+                    "fails, and device=cpu whether the model is the cause; if it is not, see what "
+                    "nvidia-smi and the log of the kernel (dmesg) say about the device."
+                ) from error
+            raise ModelError(
+                f"{failure} The model has to take such a batch as its only argument, in eval "
                 "mode on one device. job=layers job.show=watch shows how far it comes, and "
                 "FEATX_DEBUG=1 the traceback."
             ) from error
@@ -123,13 +143,16 @@ class DeviceModel:
 
     def row_layout(self, point: CapturePoint, value: torch.Tensor) -> RowLayout:
         """Return the layout of the rows of a tensor (B, ...) that is captured at a point."""
-        backbone = self.backbone
+        backbone, is_attention = self.backbone, None
+        if value.ndim == 4 and value.is_floating_point() and not point.is_gradient:
+            is_attention = value.shape[3] > 1 and are_weights(value)
         return RowLayout(
             point.name,
             tuple(value.shape[1:]),
             backbone.preprocess.crop,
             backbone.num_prefix_tokens,
             backbone.has_class_token,
+            is_attention=is_attention,
         )
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:

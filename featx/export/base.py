@@ -32,7 +32,7 @@ class ExportFolder:
         """File of any size at a path below the folder, with '/', that the block fills from start to
         end.
         """
-        return self._disk.stream_file(self._path(name))
+        return self._disk.stream_file(self._path(name), has_lock=True)
 
     @contextlib.contextmanager
     def hdf5_file(

@@ -1,6 +1,7 @@
 """job=export: writes all files of an export into a temporary folder, then renames them.
 
-An export is complete or not there: the command that was killed starts again.
+The record lists the files before they get their names, so that an export that lacks any of them is
+known to be incomplete: the command that was killed starts again.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
 """Metadata file that zarr keeps in each folder."""
+_ROW = "row"
+"""Name of the first dimension of all arrays, which xarray needs, and of the array of row numbers.
+Other dimensions have the name of their layer, as one name has one size in xarray."""
 _COLUMN_ROWS = 1 << 14
 """Rows per chunk of an array with one value per row."""
 
@@ -59,6 +62,7 @@ class Zarr(Format):
                 chunks=(max(1, min(rows, n)), *shape),
                 dtype=selection.dtype(name),
                 fill_value=float("nan"),
+                dimension_names=(_ROW, *(f"{name}.axis{i}" for i in range(1, len(shape) + 1))),
             )
             # Whole chunks are written at a time: a partial chunk would be read and written again.
             rows_per_block = max(rows, selection.block_rows([name]) // rows * rows)
@@ -67,14 +71,16 @@ class Zarr(Format):
         columns: dict[str, Array] = {
             "label": selection.labels,
             "status": selection.status,
-            "row": selection.rows,
+            _ROW: selection.rows,
             **{f"columns/{name}": values for name, values in selection.columns.items()},
         }
         for name, column in columns.items():
             if column.dtype.kind == "U":
                 self._write_texts(group, name, column)
                 continue
-            array = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=column.dtype)
+            array = group.create_array(
+                name, shape=(n,), chunks=_chunks(n), dtype=column.dtype, dimension_names=(_ROW,)
+            )
             array[:] = column
         self._write_texts(group, "key", None)
 
@@ -83,7 +89,9 @@ class Zarr(Format):
     ) -> None:
         """Write an array of texts block by block; None writes the keys."""
         n = len(self.selection)
-        array = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=str)
+        array = group.create_array(
+            name, shape=(n,), chunks=_chunks(n), dtype=str, dimension_names=(_ROW,)
+        )
         for start in range(0, n, _COLUMN_ROWS):
             stop = min(n, start + _COLUMN_ROWS)
             block = self.selection.key_texts(start, stop) if texts is None else texts[start:stop]

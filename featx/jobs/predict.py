@@ -54,8 +54,10 @@ def run(config: Config, config_yaml: str) -> int:
     predictions = run_prediction(config, head)
     disk.make_folder(disk.root)
     path, page = disk.root / PREDICTIONS_CSV, disk.root / PREDICTIONS_HTML
-    disk.remove(page)  # of an earlier run, which a kill would leave beside these predictions
-    disk.replace_unlocked(path, image_predictions_csv(predictions))
+    with disk.stream_file(path) as file:
+        file.write(image_predictions_csv(predictions))
+        file.flush()  # a full disk leaves both files of an earlier run
+        disk.remove(page)  # of an earlier run, which a kill would leave beside these predictions
     has_page = predictions.task == "classification"
     if has_page:
         whole = replace(config.data, views=None, crops=None, crop_scale=None, crop_ratio=None)

@@ -170,10 +170,16 @@ def _hook_multihead(
     hooks.add(module, after=after, first=True)
 
 
+def are_weights(values: torch.Tensor) -> bool:
+    """Return whether values are at least 0, and sum to 1 in the last dimension."""
+    sums = values.sum(-1)
+    return bool(values.min() >= 0) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+
+
 def check_weights(name: str, weights: torch.Tensor) -> None:
     """Raise LayerError for weights that are below 0, or do not sum to 1 in the last dimension."""
-    sums = weights.sum(-1)
-    if weights.min() < 0 or not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+    if not are_weights(weights):
+        sums = weights.sum(-1)
         raise LayerError(
             f"{name}: the tensor that the module returns as attention weights has rows whose sums "
             f"are not 1, but {sums.min():.3g} to {sums.max():.3g}. Name an operation or a layer "

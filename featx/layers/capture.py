@@ -29,10 +29,11 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
             features["layer4"]          # (B, 2048, 7, 7), as the layer returned it
 
     Any call is a pass: `model(x)`, `model.forward_features(x)`, `model.encode_image(x)`. A call of
-    the model itself replaces all tensors of the calls before it, and counts the calls of a layer
-    that is called several times. Outside of one, each layer has the tensor of its latest call.
-    Reading returns the tensors of the reading thread: several threads may use one model, and each
-    reads its own features. Passes of a deep copy of the model are not captured.
+    the model itself, also one in its own forward, replaces all tensors of the calls before it, and
+    counts the calls of a layer that is called several times. Outside of one, each layer has the
+    tensor of its latest call. Reading returns the tensors of the reading thread: several threads
+    may use one model, and each reads its own features. Passes of a deep copy of the model are not
+    captured.
 
     A tensor is the layer's own output, part of the graph: `retain_grad`, `register_hook` and
     `torch.autograd.grad` work on it. If something has changed it in place since, a copy of what the

@@ -6,6 +6,7 @@ follows from the proportions of the input. If they do not tell, the reduction is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -33,6 +34,8 @@ class RowLayout:
         num_prefix_tokens: number of class and register tokens of the backbone.
         has_class_token: whether the first of them is a class token.
         is_map: whether the rows are known to be (C, H, W), whatever their proportions.
+        is_attention: whether the values are attention weights (heads, T, S); None if not known,
+            then the name tells.
     """
 
     layer: str
@@ -41,6 +44,7 @@ class RowLayout:
     num_prefix_tokens: int = 0
     has_class_token: bool = True
     is_map: bool = False
+    is_attention: bool | None = None
 
 
 def channels_last(option: str, rows: RowLayout) -> bool:
@@ -54,7 +58,7 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     height, width = rows.input_size
     first = rows.shape[0] * width == rows.shape[1] * height
     last = rows.shape[1] * width == rows.shape[2] * height
-    is_attention = rows.layer.endswith(":attention")
+    is_attention = _is_attention(rows)
     if first != last and not is_attention:
         return first
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
@@ -65,6 +69,21 @@ def channels_last(option: str, rows: RowLayout) -> bool:
         "are unknown. Use its rows unreduced (reduce=none or flatten, "
         "stats.observation=image), or leave it out with layers=."
     )
+
+
+def _is_attention(rows: RowLayout) -> bool:
+    """Return whether rows are attention weights, or the products before their softmax.
+
+    The latter show by a number of tokens that is no size of a map: 197 at an input of 224 pixels.
+    """
+    _, height, width = rows.shape
+    prefix, size = rows.num_prefix_tokens, rows.input_size
+    is_of_tokens = prefix > 0 and height == width and token_grid(height, size, prefix) is not None
+    if is_of_tokens and size[0] % height:
+        return True
+    if rows.is_attention is None:
+        return re.search(r":attention$|\bsoftmax(_\d+)?(:\w+)?$", rows.layer) is not None
+    return rows.is_attention
 
 
 def positions_last(x: torch.Tensor, axis: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ the lists of modules that may be meant.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -118,8 +119,8 @@ def _num_weighted(blocks: Sequence[str], trace: Trace) -> int:
 def _are_whole(stages: Sequence[str], trace: Trace) -> bool:
     """Return whether stages are no insides of blocks, and few layers come after the last one.
 
-    A stage is inside of a block if a module around it is one of a list of which another module of
-    the same class holds no stage.
+    Nor do their maps grow, as those of the decoder of a U-Net do. A stage is inside of a block if a
+    module around it is one of a list of which another module of the same class holds no stage.
     """
     if any(_is_inside(one, other) for one in stages for other in stages):
         return False
@@ -128,7 +129,11 @@ def _are_whole(stages: Sequence[str], trace: Trace) -> bool:
             for other in _list_of(block, trace):
                 if not any(_is_inside(each, other) or each == other for each in stages):
                     return False
-    last = max(i for i, call in enumerate(trace.calls) if call.module in stages)
+    found = [(i, call) for i, call in enumerate(trace.calls) if call.module in stages]
+    sizes = [size for _, call in found if (size := _map_size(call, trace))]
+    if any(after > before for before, after in itertools.pairwise(sizes)):
+        return False
+    last = max(i for i, _ in found)
     weighted = [i for i, call in enumerate(trace.calls) if call.is_leaf and call.num_parameters]
     return 2 * sum(i > last for i in weighted) < len(weighted)
 

@@ -21,6 +21,7 @@ from PIL import Image
 
 from featx.errors import ConfigError
 from featx.models.base import eval_mode
+from featx.storage import AtomicFolder
 
 _FORMAT = "featx golden 1"
 
@@ -84,7 +85,7 @@ def write_golden(
     if not torch.isfinite(expected).all():
         raise ConfigError("write_golden: the module returned values that are not finite.")
     arrays: dict[str, Any] = {f"image_{i}": np.asarray(x) for i, x in enumerate(opened)}
-    with Path(path).open("wb") as file:
+    with AtomicFolder(Path(path).parent).stream_file(Path(path)) as file:
         np.savez_compressed(
             file,
             format=np.array(_FORMAT),

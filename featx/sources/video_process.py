@@ -12,14 +12,16 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import struct
 import sys
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from featx.sources.pixel_encoding import encode_pixels
 from featx.types import ImageFault, Status
@@ -35,6 +37,14 @@ _DECODED_EARLIER = 16
 """Maximum number of frames that are stored before a frame and shown after it, in H.264 and HEVC."""
 
 _MPEG, _AVI, _MATROSKA = b"\x00\x00\x01\xba", b"RIFF", b"\x1aE\xdf\xa3"
+
+_DAMAGE = re.compile(
+    rb"(error while decoding MB|Error at MB|Invalid NAL unit size|\S+ damaged at|illegal .c vlc|"
+    rb"marker does not match f_code|concealing|corrupt)[^\n]*"
+)
+"""Messages of FFmpeg's decoders, of H.264 and MPEG-4 above all, for damaged frames and those that
+depend on them, which it returns like others. Undamaged files cause other messages, such as 'mmco:
+unref short failure' of H.264 with open groups of pictures; those of HEVC and VP9 cause none."""
 
 _MATRIX = {b"mvhd": 36, b"tkhd": 40}
 """Boxes of an MP4 with a matrix by which frames are turned -> its first byte."""
@@ -62,10 +72,13 @@ class _OpenVideo(NamedTuple):
 
 
 class Videos:
-    """Open videos, with a cache of the last ones."""
+    """Open videos, with a cache of the last ones.
 
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
+    `messages` is a file of what FFmpeg prints, which is emptied before each frame.
+    """
+
+    def __init__(self, decoder: Any, messages: IO[bytes]) -> None:
+        self._decoder, self._messages = decoder, messages
         self._open: OrderedDict[tuple[str, tuple[int, int]], _OpenVideo | ImageFault] = (
             OrderedDict()
         )
@@ -95,6 +108,8 @@ class Videos:
         time_s += begin  # which is not 0 in recordings, and where sound begins first
         if time_s >= end + _BEHIND_THE_END_S:
             raise ImageFault(Status.TRUNCATED, f"the video ends at {end - begin:.3f} s")
+        self._messages.seek(0)
+        self._messages.truncate()
         try:
             if time_s >= end:
                 found = video.get_frames_at([metadata.num_frames - 1])
@@ -105,6 +120,11 @@ class Videos:
         except (RuntimeError, IndexError, ValueError) as error:
             self._open.popitem()  # this one, whose position in the file is unknown now
             raise _fault(error) from error
+        self._messages.seek(0)
+        if damage := _DAMAGE.search(self._messages.read()):
+            # The next request decodes from a key frame again, so that it meets the damage too.
+            self._open.popitem()
+            raise ImageFault(Status.DECODE_ERROR, f"FFmpeg finds damage: {damage[0].decode()}")
         if found.pts_seconds.item() >= sound_until_s:
             raise ImageFault(
                 Status.TRUNCATED, "the file ends early, so that its last frames may be damaged"
@@ -295,20 +315,23 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     requests = Connection(os.dup(0), writable=False)
     answers = Connection(os.dup(1), readable=False)
+    os.environ["TORCHCODEC_FFMPEG_LOG_LEVEL"] = "ERROR"  # usually QUIET
     try:
         decoder = _decoder()
     except (ImportError, RuntimeError, OSError) as error:
         answers.send_bytes(json.dumps({"lacks": str(error).strip()[:300]}).encode())
         return
     answers.send_bytes(b"{}")
-    videos = Videos(decoder)
-    while True:
-        try:
-            request = json.loads(requests.recv_bytes())
-        except EOFError:
-            return
-        header, frame = _answer(videos, request)
-        answers.send_bytes(json.dumps(header).encode() + b"\n" + frame)
+    with tempfile.TemporaryFile(buffering=0) as messages:
+        os.dup2(messages.fileno(), 2)
+        videos = Videos(decoder, messages)
+        while True:
+            try:
+                request = json.loads(requests.recv_bytes())
+            except EOFError:
+                return
+            header, frame = _answer(videos, request)
+            answers.send_bytes(json.dumps(header).encode() + b"\n" + frame)
 
 
 if __name__ == "__main__":

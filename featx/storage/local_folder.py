@@ -176,14 +176,15 @@ class AtomicFolder:
         return with_retries(path, lambda: UnfinishedFile(path, replace, reserved_bytes))
 
     @contextlib.contextmanager
-    def stream_file(self, path: Path) -> Iterator[BufferedRandom]:
+    def stream_file(self, path: Path, has_lock: bool = False) -> Iterator[BufferedRandom]:
         """File of any size, written sequentially; it replaces `path` when the block succeeds.
 
-        The block may read back what it wrote. Raises RunError if the disk is full or fails; the old
-        content is still there.
+        The block may read back what it wrote. With `has_lock` the folder is not searched for what
+        killed processes have left for this path. Raises RunError if the disk is full or fails; the
+        old content is still there.
         """
         with (
-            self._new_file(path, replace=True, has_lock=False) as temporary,
+            self._new_file(path, replace=True, has_lock=has_lock) as temporary,
             open(temporary.descriptor, "w+b", closefd=False) as file,
         ):
             yield file

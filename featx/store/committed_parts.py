@@ -101,7 +101,9 @@ class CommittedParts:
         """Record that a file with all rows of a part exists."""
         self.indices.add(part.index)
         if self._lost.pop(part.index, None) is not None:
-            self._sources.pop(part.index)  # the next survey brings damaged.json up to date
+            self._sources.pop(part.index)
+            # The next survey would say that this part is damaged.
+            self._write_record(self._record.files - {layout.part_name(part.index)})
 
     def set_packed(self, num_runs: int) -> None:
         """Record that a new features.h5 holds all runs, and delete the parts."""

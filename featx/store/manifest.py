@@ -18,7 +18,7 @@ import h5py
 
 from featx.base import digest
 from featx.errors import StoreError
-from featx.storage import paths_in
+from featx.storage import is_url, paths_in
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
 from featx.store.layout import geometry_of, geometry_values
@@ -261,9 +261,18 @@ class Manifest:
 def read_manifest(root: Path) -> Manifest | None:
     """Read featx.json of a store; None if there is no such file.
 
-    Raises StoreError if the file cannot be read, is damaged, or has a newer format.
+    Raises StoreError if the file cannot be read, is damaged, or has a newer format, or files of the
+    store are links to where there is nothing now: a run would begin anew beside them.
     """
     path = root / layout.MANIFEST
+    for name in (layout.MANIFEST, layout.LISTING, layout.PACKED, layout.PARTS):
+        link = root / name
+        if not is_url(link) and link.is_symlink() and not link.exists():
+            raise StoreError(
+                f"{link} is a link to {link.readlink()}, which is not there now. If it is on "
+                "another disk, mount that first; delete the link if its rows are to be computed "
+                "again."
+            )
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

@@ -22,7 +22,7 @@ from tiny_model import job_result, run_job
 
 import featx
 from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
-from featx.export import selection
+from featx.export import ExportFolder, selection
 from featx.storage import exclusive_lock
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "small_blocks")
@@ -120,6 +120,26 @@ def test_killed_after_the_old_export_was_deleted(store: Path) -> None:
     export("npy", layers="flat", overwrite=True)
     assert temporary_files(Path("out")) == []
     assert digests() == digests("at-once")
+
+
+def test_files_are_written_without_listing_their_folder_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 10,000 files a list of them for each would take most of the time."""
+    listed, scandir = [], os.scandir
+
+    def counting(path: Any = ".") -> Any:
+        listed.append(os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", counting)
+    folder = ExportFolder(tmp_path)
+    for number in range(20):
+        with folder.file(f"{number}.csv") as file:
+            file.write(b"%d" % number)
+    assert listed == []
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted(f"{number}.csv" for number in range(20))
 
 
 def test_a_truncated_file_is_written_again(store: Path) -> None:

@@ -183,6 +183,24 @@ def test_zarr_has_the_chunks_of_the_store() -> None:
     check_rows("zarr", run, np.arange(17), ["flat", "wide"])
 
 
+def test_zarr_names_the_dimensions_as_xarray_needs_it() -> None:
+    import zarr
+
+    write_store()
+    export("zarr")
+    group = zarr.open_group("out/features.zarr", mode="r")
+    sizes: dict[str, int] = {}
+    for name, array in [*group.arrays(), *group["features"].arrays()]:
+        names = array.metadata.dimension_names
+        assert names is not None, name
+        assert names[0] == "row"
+        for dimension, size in zip(names, array.shape, strict=True):
+            assert sizes.setdefault(dimension, size) == size, "one size for each name"
+    xarray = pytest.importorskip("xarray")
+    with xarray.open_zarr("out/features.zarr", group="features", consolidated=False) as layers:
+        assert {"row"} < set(layers.sizes)
+
+
 def test_every_format_says_where_its_rows_come_from() -> None:
     import pyarrow.parquet as pq
     import zarr

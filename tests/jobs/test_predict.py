@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 from csv_rows import csv_rows
-from made_store import flip_byte_of_row
+from made_store import flip_byte_of_row, temporary_files
 from PIL import Image
 from safetensors.numpy import load_file
 from tiny_model import TRUSTED, extract, run_job, write_image, write_images
 
 import featx
 from featx.analysis.probe.heads import head_bytes, read_head
-from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.errors import ConfigError, DataError, RunError, StoreError, StoreMismatchError
 from featx.export.report.prediction_page import most_doubtful
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -111,6 +112,25 @@ def test_a_page_of_other_predictions_does_not_stay_beside_new_ones(
     with pytest.raises(KeyboardInterrupt):
         predict_job(data=few)
     assert not Path("new/predictions.html").exists()
+
+
+def test_a_full_disk_leaves_the_files_of_an_earlier_run(
+    probed: featx.FeatureStore, photos: Path, on_open: list[Callable[[str], None]]
+) -> None:
+    few = {"name": "folder", "root": str(photos), "limit": 2}
+    predict_job(data=few)
+    files = [Path("new/predictions.csv"), Path("new/predictions.html")]
+    before = [path.read_bytes() for path in files]
+
+    def full(path: str) -> None:
+        if Path(path).name.startswith(".tmp-predictions.csv"):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    on_open.append(full)
+    with pytest.raises(RunError, match="No space left"):
+        predict_job(data={**few, "limit": 3})
+    assert [path.read_bytes() for path in files] == before
+    assert temporary_files(Path("new")) == []
 
 
 @pytest.mark.slow

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from made_store import make_labelled
 from probe_job import given_split, predictions
 from probe_problem import blobs, write_store
 from safetensors.numpy import load_file
 from tiny_model import job_result, run_job
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import featx
 from featx.errors import ConfigError, DataError, LayerError, StoreError, StoreMismatchError
@@ -225,6 +229,43 @@ def test_a_layer_over_the_memory_is_streamed() -> None:
     for method in ("knn", "ridge"):
         assert streamed[method]["confusion"] == inside[method]["confusion"]
     assert streamed["linear"]["accuracy"] == pytest.approx(inside["linear"]["accuracy"], abs=0.08)
+
+
+class LargeTensors(TorchDispatchMode):
+    """Largest number of elements of float tensors of half a matrix or more that live together."""
+
+    def __init__(self, matrix: int) -> None:
+        super().__init__()
+        self.matrix, self.most = matrix, 0
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            if 2 * result.numel() >= self.matrix:
+                self._made.append(weakref.ref(result))
+            living = [each for ref in self._made if (each := ref()) is not None]
+            # In-place results and views share memory.
+            sizes = {each.untyped_storage().data_ptr(): each.numel() for each in living}
+            self.most = max(self.most, sum(sizes.values()))
+        return result
+
+
+@pytest.mark.parametrize("method", ["knn", "ridge"])
+def test_vectors_and_one_copy_of_them_are_in_memory(
+    method: str, set_block_sizes: Callable[..., None]
+) -> None:
+    """What the check of free memory counts, also while near-duplicates are searched.
+
+    The linear probe has another copy, of at most 64 MiB.
+    """
+    x, y = blobs(2500, width=64)
+    write_store(Path("store"), y, x=x.astype("float32"))
+    set_block_sizes(1 << 15)
+    with LargeTensors(x.size) as tensors:
+        found = probe(method=method)
+    assert found["near_duplicates"]["not_checked"] is None
+    assert x.size <= tensors.most <= 2 * x.size
 
 
 def test_options_of_steps_without_effect_are_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from tiny_engine import CPU, backbone_of, bound, noise
+from tiny_engine import CPU, assert_refused, backbone_of, bound, noise
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from zoo import PatchTransformer, vision_transformer
@@ -170,6 +170,27 @@ def test_what_the_fused_kernel_hides_has_names_too() -> None:
     assert (values[fused[0]].shape, plain) == ((4, 2, 17, 4), [])
     with pytest.raises(LayerError, match="no layer"):
         choose(model, *asked, *fused)  # one module runs in one way
+
+
+@pytest.mark.parametrize("reduce", ["avg", "max", "gem", "map", "grid", "align"])
+@pytest.mark.parametrize("name", ["softmax", "softmax:grad_output", "matmul"])
+def test_weights_are_no_map_however_they_are_named(name: str, reduce: str) -> None:
+    """(heads, T, T) has the proportions of a square image."""
+    backbone = backbone_of(vision_transformer(), SIDE, num_prefix_tokens=1)
+    said = r"attention weights \(heads, T, S\), no map"
+    assert_refused(ReduceError, said, backbone, (f"blocks.0.attn.{name}", reduce))
+
+
+def test_a_softmax_over_the_channels_of_a_map_is_a_map() -> None:
+    class Segmentation(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).softmax(1)
+
+    x = noise(4, SIDE)
+    model = Segmentation(nn.Conv2d(3, 5, 4, 4)).eval()
+    with bound(backbone_of(model, SIDE), ("softmax", "avg")) as engine:
+        found = engine.run(x)["softmax"]
+    torch.testing.assert_close(found, model(x).mean((2, 3)), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_at_the_weights() -> None:

@@ -199,3 +199,38 @@ class Decoded(nn.Module):
 
 def test_patches_before_blocks_of_tokens_do_not_stand_for_them() -> None:
     assert stages(Decoded(2)) == ["blocks.0", "blocks.1"]
+
+
+class UNet(nn.Module):
+    """Maps become smaller in the encoder, and as large as before in the decoder."""
+
+    def __init__(self, has_encoder_blocks: bool) -> None:
+        super().__init__()
+        sizes = [4, 8, 16, 32]
+        self.encoder = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())
+            if has_encoder_blocks
+            else nn.Conv2d(a, b, 3, 2, 1)
+            for a, b in zip([3, *sizes], sizes, strict=False)
+        )
+        self.decoder = nn.ModuleList(
+            nn.Sequential(nn.ConvTranspose2d(b, a, 2, 2), nn.ReLU())
+            for a, b in zip(sizes[-2::-1], sizes[::-1], strict=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        maps = []
+        for block in self.encoder:
+            x = block(x)
+            maps.append(x)
+        for block, skipped in zip(self.decoder, maps[-2::-1], strict=True):
+            x = block(x) + skipped
+        return x
+
+
+@pytest.mark.parametrize("has_encoder_blocks", [False, True])
+def test_blocks_of_a_decoder_are_no_stages(has_encoder_blocks: bool) -> None:
+    """segmentation_models_pytorch's Unet has both, and with VGG the encoder has no blocks."""
+    with pytest.raises(LayerError, match=r"not certain.*'decoder\.\*' \(3 Sequential\)") as caught:
+        stages(UNet(has_encoder_blocks))
+    assert ("'encoder.*' (4 Sequential)" in str(caught.value)) == has_encoder_blocks

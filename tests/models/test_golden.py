@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import timm
 import torch
+from interruptions import files_of_at_most
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from tiny_model import extract
 
 import featx
-from featx.errors import ConfigError, ModelError
+from featx.errors import ConfigError, ModelError, RunError
 
 
 def photo(size: tuple[int, int], seed: int) -> Image.Image:
@@ -131,6 +132,18 @@ def test_what_cannot_be_compared_is_not_written(tmp_path: Path) -> None:
         featx.write_golden(tmp_path / "g.npz", images, lambda x: x / 0, transform)
     with pytest.raises(ConfigError, match="was given 0 images"):
         featx.write_golden(tmp_path / "g.npz", [], lambda x: x, transform)
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    def transform(image: Image.Image) -> torch.Tensor:
+        return torch.zeros(3, 8, 8)
+
+    path = tmp_path / "golden.npz"
+    path.write_bytes(b"of another model")
+    with files_of_at_most(1000), pytest.raises(RunError, match="Raise the limit"):
+        featx.write_golden(path, [photo((200, 180), 0)], lambda x: x, transform)
+    assert path.read_bytes() == b"of another model"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_example_of_the_documentation(tmp_path: Path, photos: Path) -> None:

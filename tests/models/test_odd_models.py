@@ -20,7 +20,7 @@ from zoo import LIVING
 
 import featx
 from featx.engine import Compute
-from featx.errors import ConfigError, FeatxError, LayerError, ModelError
+from featx.errors import ConfigError, FeatxError, LayerError, ModelError, RunError
 from featx.models import state_sha256
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -137,6 +137,32 @@ class NeedsMemory(nn.Module):
 def test_a_lack_of_memory_is_no_fault_of_the_model(photos: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator: can't allocate memory"):
         rows_of(with_part(NeedsMemory)(), photos, "head")
+
+
+class LosesDevice(nn.Module):
+    """As torch fails on a GPU, where the call before it may be the cause."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    ],
+)
+def test_an_error_of_the_device_is_no_fault_of_the_model(error: Exception, photos: Path) -> None:
+    said = rf"fails with {type(error).__name__}: cu.* is an error of cpu, .*same command resumes"
+    with pytest.raises(RunError, match=rf"(?i){said}") as caught:
+        rows_of(with_part(lambda: LosesDevice(error))(), photos, "head")
+    assert "as its only argument" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

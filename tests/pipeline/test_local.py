@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +16,13 @@ from typing import Any
 
 import pytest
 from made_store import MadeRun, dataset_digests, make_run, temporary_files
-from processes import ended
+from processes import ended, running
 from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
 from featx.errors import RunError, StoreMismatchError
 from featx.pipeline import Interrupted, RunOutcome
-from featx.pipeline.executors.process_pool import ProcessPool
+from featx.pipeline.executors.process_pool import ProcessPool, temporary_worker_folder
 from featx.store.pack import pack
 
 HERE = Path(__file__).resolve().parent
@@ -175,3 +178,36 @@ def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
     with pytest.raises(Interrupted):
         work(2, faults={0: ("hang", 1)}, pause_s=0.4)
     assert time.monotonic() - started_at < 8
+
+
+def test_folders_of_killed_drivers_are_deleted_and_those_of_living_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        import os, time
+        from featx.pipeline.executors.process_pool import temporary_worker_folder
+        with temporary_worker_folder() as folder:
+            (folder / "worker-spec.pkl").write_bytes(b"x")
+            os.utime(folder / "worker-spec.pkl", (1e9, 1e9))
+            print(folder, flush=True)
+            time.sleep(600)
+        """
+    drivers = [[sys.executable, "-c", textwrap.dedent(code)] for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        killed, living = (
+            stack.enter_context(running(driver, TMPDIR=str(tmp_path))) for driver in drivers
+        )
+        folders = [Path(str(each.stdout.readline()).strip()) for each in (killed, living)]
+        killed.kill()
+        killed.wait()
+        foreign = tmp_path / "featx-workers-mine"
+        foreign.mkdir()
+        assert sorted(tmp_path.iterdir()) == sorted([*folders, foreign])
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with temporary_worker_folder() as folder:
+            assert sorted(tmp_path.iterdir()) == sorted([folders[1], foreign, folder])
+        assert sorted(tmp_path.iterdir()) == sorted([folders[1], foreign])
+        living.kill()
+        living.wait()
+    with temporary_worker_folder():
+        assert not folders[1].exists()

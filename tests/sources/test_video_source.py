@@ -153,7 +153,7 @@ class LateDecoder:
 
 
 def test_a_frame_that_ffmpeg_misses_is_not_another_one(tmp_path: Path) -> None:
-    videos, path = Videos(LateDecoder), tmp_path / "clip.mkv"
+    videos, path = Videos(LateDecoder, io.BytesIO()), tmp_path / "clip.mkv"
     path.write_bytes(b"\x1aE\xdf\xa3" + bytes(100))
     with image_fault(Status.DECODE_ERROR, "finds only a later frame"):
         videos.frame(str(path), 0.5, 100)
@@ -164,7 +164,7 @@ def test_mpeg_is_refused_with_what_makes_another_container(tmp_path: Path) -> No
     path = tmp_path / "disc.mpg"
     path.write_bytes(b"\0\0\1\xba" + bytes(100))
     with image_fault(Status.UNSUPPORTED, r"ffmpeg -i IN -c copy OUT\.mp4"):
-        Videos(LateDecoder).duration_s(str(path))
+        Videos(LateDecoder, io.BytesIO()).duration_s(str(path))
 
 
 class ExactDecoder(LateDecoder):
@@ -207,7 +207,7 @@ def test_an_avi_that_ends_early_or_has_no_index_is_refused(
     tmp_path: Path, chunks: bytes, is_whole: bool
 ) -> None:
     """FFmpeg decodes it from frames that are no key frames, to other pixels."""
-    path, videos = tmp_path / "clip.avi", Videos(ExactDecoder)
+    path, videos = tmp_path / "clip.avi", Videos(ExactDecoder, io.BytesIO())
     path.write_bytes(struct.pack("<4sI4s", b"RIFF", 4 + len(chunks), b"AVI ") + chunks)
     if is_whole:
         assert videos.duration_s(str(path)) == 9
@@ -226,14 +226,66 @@ def test_the_last_frames_of_an_mp4_that_ends_early_are_refused(
     head = struct.pack(">I4s", 16, b"ftyp") + bytes(8) + struct.pack(">I4s", 8, b"moov")
     size = struct.pack(">I4sQ", 1, b"mdat", 1016) if is_long else struct.pack(">I4s", 1008, b"mdat")
     path.write_bytes(head + size + bytes(1000))
-    whole = Videos(ExactDecoder)
+    whole = Videos(ExactDecoder, io.BytesIO())
     assert whole.frame(str(path), 8.9, 100) == whole.frame(str(path), 9.4, 100)
     path.write_bytes(head + size + bytes(999))
-    cut = Videos(ExactDecoder)
+    cut = Videos(ExactDecoder, io.BytesIO())
     assert cut.frame(str(path), 7.29, 100).startswith(b"P6")
     for time_s in (7.3, 8.9, 9.4):
         with image_fault(Status.TRUNCATED, "ends early"):
             cut.frame(str(path), time_s, 100)
+
+
+def test_frames_that_depend_on_damage_fail(tmp_path: Path) -> None:
+    """Frames from 2 s to the key frame at 4 s depend on damage that FFmpeg meets before them."""
+    path, messages = tmp_path / "clip.mkv", io.BytesIO()
+    path.write_bytes(b"\x1aE\xdf\xa3" + bytes(100))
+
+    class DamagedDecoder(ExactDecoder):
+        def __init__(self, path: str, **options: object) -> None:
+            self.position = 0.0
+
+        def get_frames_played_at(self, seconds: list[float]) -> SimpleNamespace:
+            key_frame = seconds[0] // 4 * 4
+            # Frames between the last one and this are decoded, from the key frame at least.
+            first = self.position if key_frame <= self.position <= seconds[0] else key_frame
+            if first <= 2 <= seconds[0] < 4:
+                messages.write(b"[h264 @ 0x55] error while decoding MB 0 12, bytestream -7\n")
+            messages.write(b"[h264 @ 0x55] mmco: unref short failure\n")  # also of sound files
+            self.position = seconds[0] + 0.1
+            return super().get_frames_played_at(seconds)
+
+    videos = Videos(DamagedDecoder, messages)
+    for time_s in (0.5, 1.9, 2.0, 2.1, 3.9, 4.0, 3.0, 8.0, 1.0):
+        if 2 <= time_s < 4:
+            with image_fault(Status.DECODE_ERROR, "finds damage: error while decoding MB 0 12"):
+                videos.frame(str(path), time_s, 100)
+        else:
+            assert videos.frame(str(path), time_s, 100).startswith(b"P6")
+
+
+@needs_ffmpeg
+@pytest.mark.slow
+def test_damage_in_the_middle_of_a_video(tmp_path: Path) -> None:
+    """Each frame is that of the undamaged video, or fails."""
+    write_video(tmp_path / "whole" / "clip.mp4", 36)
+    data = bytearray((tmp_path / "whole" / "clip.mp4").read_bytes())
+    (tmp_path / "cut").mkdir()
+    begin, end = data.index(b"mdat"), data.index(b"moov")
+    last = end - (end - begin) // 4
+    data[last : last + 20] = np.random.default_rng(0).bytes(20)
+    (tmp_path / "cut" / "clip.mp4").write_bytes(data)
+    whole, cut = (
+        open_source(VideoOptions(root=str(tmp_path / name), every_s=1 / FPS))
+        for name in ("whole", "cut")
+    )
+    failed = []
+    for key in whole.listing().keys.tolist():
+        try:
+            assert cut.read(key) == whole.read(key)
+        except ImageFault:
+            failed.append(key)
+    assert 0 < len(failed) < 36
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -253,10 +305,10 @@ def test_an_mp4_that_is_shown_mirrored_is_refused(
     path = tmp_path / "clip.mov"
     path.write_bytes(struct.pack(">I4s", 16, b"ftyp") + bytes(8) + content)
     if not is_mirrored:
-        assert Videos(ExactDecoder).duration_s(str(path)) == 9
+        assert Videos(ExactDecoder, io.BytesIO()).duration_s(str(path)) == 9
         return
     with image_fault(Status.UNSUPPORTED, r"mirrors the frames; ffmpeg"):
-        Videos(ExactDecoder).duration_s(str(path))
+        Videos(ExactDecoder, io.BytesIO()).duration_s(str(path))
 
 
 def test_a_header_that_states_another_duration(
@@ -273,14 +325,14 @@ def test_a_header_that_states_another_duration(
         opened.append(path)
         return ExactDecoder(path)
 
-    videos = Videos(decoder)
+    videos = Videos(decoder, io.BytesIO())
     for _ in range(2):
         with pytest.raises(ImageFault, match=r"last 9\.000 s, .* header says 8\.400 s; ffmpeg"):
             videos.frame(str(path), 0, 100)
     assert len(opened) == 1, "all its packets are read once"
     metadata.begin_stream_seconds_from_header = 5.0
     metadata.duration_seconds_from_header = 14.0
-    assert Videos(ExactDecoder).duration_s(str(path)) == 9
+    assert Videos(ExactDecoder, io.BytesIO()).duration_s(str(path)) == 9
 
 
 @pytest.mark.slow

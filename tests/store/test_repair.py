@@ -87,6 +87,24 @@ def test_of_parts_only_the_bad_one_goes(run: MadeRun, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in parts} == before
 
 
+def test_a_part_that_was_computed_again_is_not_called_damaged(
+    run: MadeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.copied(tmp_path)
+    for part in ("part-000000.h5", "part-000002.h5"):
+        spoil(tmp_path / "parts" / part, "features/map", 3)
+    repaired(tmp_path)
+    with run.session(tmp_path).hold() as session:
+        assert caplog.text.count("is not valid") >= 2
+        caplog.clear()
+        assert run.compute_lost(session)
+    with run.session(tmp_path).hold():
+        pass
+    assert caplog.text == ""
+    assert not (tmp_path / "damaged.json").exists()
+    assert check_store(tmp_path).complete
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row", "left"),

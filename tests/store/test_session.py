@@ -317,6 +317,27 @@ def test_another_layout_is_refused_even_under_the_same_fingerprint(
         pytest.fail("parts of two layouts in one store")
 
 
+@pytest.mark.parametrize("name", ["features.h5", "featx.json", "samples.h5", "parts"])
+def test_a_link_to_a_disk_that_is_not_there_is_no_missing_file(
+    run: MadeRun, tmp_path: Path, name: str
+) -> None:
+    """features.h5 is moved to a large disk and linked; then the disk is not mounted."""
+    root, disk = tmp_path / "store", tmp_path / "disk"
+    run.copied(root, packed=name == "features.h5")
+    disk.mkdir()
+    (root / name).rename(disk / name)
+    (root / name).symlink_to(disk / name)
+    assert_whole(run, root)
+    disk.rename(tmp_path / "unmounted")
+    said = rf"{name} is a link to .*disk/{name}, which is not there now"
+    with pytest.raises(StoreError, match=said), run.session(root).hold():
+        pass
+    with pytest.raises(StoreError, match=said):
+        FeatureStore(root)
+    (tmp_path / "unmounted").rename(disk)
+    assert_whole(run, root)
+
+
 def test_overwrite_clears_the_store(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, packed=True)
     changed = make_run(num_rows=10, part_rows=4, seed=7)

@@ -64,6 +64,10 @@ class Scaler:
         """Standardise (n, D) features into a new tensor."""
         return (x - self.mean).div_(self.scale)
 
+    def standardise(self, x: torch.Tensor) -> torch.Tensor:
+        """Standardise (n, D) features in place, as a copy of all rows may not fit into memory."""
+        return x.sub_(self.mean).div_(self.scale)
+
 
 def fit_scaler(features: Features | Tokens, places: Ints) -> Scaler:
     """Compute mean and standard deviation of each feature over some places."""

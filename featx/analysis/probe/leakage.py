@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,8 @@ def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> 
         none = np.empty(0, np.int64)
         return NearDuplicates(layer, reason, none, none, np.empty(0))
     scaler = fit_scaler(features, np.arange(len(features)))
-    unit = torch.nn.functional.normalize(scaler(whole), dim=1)
+    unit = scaler(whole)
+    unit.div_(unit.norm(dim=1, keepdim=True).clamp_min_(1e-12))  # as F.normalize, in place
     # All features of a row that equals the mean of all rows are 0. Such rows are equal: with a
     # number of their own, their cosine is 1, and 0 with all others.
     is_zero = (unit == 0).all(1, keepdim=True)
@@ -103,12 +105,15 @@ def _why_not_checked(features: Features, layer: str, splits: Sequence[Split]) ->
 
 def _most_similar(unit: torch.Tensor, test: Ints, train: Ints) -> tuple[Ints, Matrix]:
     """Find the training place with the largest cosine to each test place."""
-    bank = unit[torch.from_numpy(train).to(unit.device)]
-    block_rows = rows_of_block(4 * len(train))
+    # A copy of the training rows would be another matrix in memory.
+    is_other = torch.ones(len(unit), dtype=torch.bool)
+    is_other[torch.from_numpy(train)] = False
+    is_other = is_other.to(unit.device)
+    block_rows = rows_of_block(4 * len(unit))
     places, cosines = [], []
     for start in range(0, len(test), block_rows):
         queries = unit[torch.from_numpy(test[start : start + block_rows]).to(unit.device)]
-        best = (queries @ bank.T).max(1)
-        places.append(train[best.indices.cpu().numpy()])
+        best = (queries @ unit.T).masked_fill_(is_other, -math.inf).max(1)
+        places.append(best.indices.cpu().numpy())
         cosines.append(best.values.cpu().double().numpy())
     return np.concatenate(places), np.concatenate(cosines)

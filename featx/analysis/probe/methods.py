@@ -284,7 +284,7 @@ def _sweep_logistic(
         return logistic_regression.accuracy_and_loss(y, log_p)
 
     if features.whole is not None:
-        x, targets = scaler(features.take(split.fit)), _targets(problem, split.fit)
+        x, targets = scaler.standardise(features.take(split.fit)), _targets(problem, split.fit)
         trials = logistic_regression.sweep(
             x, targets, problem.num_outputs, grid, judge, _logistic_loss(problem)
         )
@@ -306,7 +306,7 @@ def _fit_logistic(problem: Problem, places: Ints, l2: float, start: Fit | None) 
     features, solver = problem.features, "lbfgs"
     scaler = fit_scaler(features, places)
     if features.whole is not None or len(places) * 4 * features.width <= SMALL_BYTES:
-        x, targets = scaler(features.take(places)), _targets(problem, places)
+        x, targets = scaler.standardise(features.take(places)), _targets(problem, places)
         fit = logistic_regression.fit_logistic(
             x, targets, problem.num_outputs, l2, start, True, _logistic_loss(problem)
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Annotated
 
 from annotated_types import MinLen
@@ -12,7 +10,7 @@ from featx.base import log_message, num_cpus
 from featx.config import ExecutorConfig, NaturalNumber, options
 from featx.errors import ConfigError, counted
 from featx.pipeline.executors.job_folder import WorkerSpec
-from featx.pipeline.executors.process_pool import ProcessPool
+from featx.pipeline.executors.process_pool import ProcessPool, temporary_worker_folder
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
@@ -45,8 +43,8 @@ class LocalOptions(ExecutorConfig):
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     devices = [str(device) for device in context.devices]
     _warn(context, len(devices))
-    with tempfile.TemporaryDirectory(prefix="featx-") as folder:
-        return ProcessPool(spec, session, Path(folder), devices).run()
+    with temporary_worker_folder() as folder:
+        return ProcessPool(spec, session, folder, devices).run()
 
 
 EXECUTORS.register(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from featx.base import module_command, module_environment
-from featx.pipeline.executors.job_folder import WorkerSpec
+from featx.pipeline.executors.job_folder import SPEC, WorkerSpec
 from featx.pipeline.executors.worker_pool import WorkerPool
 from featx.pipeline.output import Session
 from featx.storage import open_folder
@@ -19,6 +22,42 @@ from featx.types import Part
 
 _NUM_LAST_LINES = 20
 """Number of lines of a worker's output that are repeated if it dies."""
+
+
+_FOLDER_PREFIX = "featx-workers-"
+
+_STARTS_WITHIN_S = 60.0
+"""Seconds after which a folder of workers that is not locked is one of a driver that was killed."""
+
+
+@contextlib.contextmanager
+def temporary_worker_folder() -> Iterator[Path]:
+    """Temporary folder for workers; those that killed drivers of this user have left are deleted.
+
+    The driver holds a lock on its folder, which the kernel releases when it dies.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*/{SPEC}"):
+        with contextlib.suppress(OSError):  # of another user, or locked
+            if time.time() - left.stat().st_mtime > _STARTS_WITHIN_S:
+                with _locked(left.parent):
+                    shutil.rmtree(left.parent)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as name:
+        folder = Path(name)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a file system without locks: no one deletes it
+                stack.enter_context(_locked(folder))
+            yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; raises OSError if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def worker_command(folder: Path, number: int, device: str) -> list[str]:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from featx.base import (
-    SilentProgress,
     differences,
     end_with_parent,
     keep_freed_memory,
@@ -215,9 +214,7 @@ class PartWorker:
         """Compute and commit parts as the iterable yields them, and add their measurements."""
         self._parts = parts
         self.seconds = self._output.seconds = dict.fromkeys(self._output.seconds, 0.0)
-        figures = run_parts(
-            self._context, self, heartbeat=self._heartbeat, progress=SilentProgress()
-        )
+        figures = run_parts(self._context, self, heartbeat=self._heartbeat, shows_progress=False)
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
         self._report.add(
             WorkerReport(

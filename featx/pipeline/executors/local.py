@@ -42,7 +42,7 @@ class LocalOptions(ExecutorConfig):
         return self.devices
 
 
-def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
+def run(options: object, context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     devices = [str(device) for device in context.devices]
     _warn(context, len(devices))
     with tempfile.TemporaryDirectory(prefix="featx-") as folder:

@@ -153,23 +153,6 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     assert len(cluster.arrays) == 1, "a finished store was submitted again"
 
 
-@pytest.mark.parametrize("job", distributed_jobs.JOBS)
-@pytest.mark.slow
-def test_other_jobs_give_the_same_as_one_process(
-    photos: Path, cluster: MadeSlurm, job: str
-) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no image")
-    distributed_jobs.run(job, photos, "reference", max_failures=5)
-    cluster.lose = 1
-    keys = {"executor": {**SLURM, "workers": 2}, "max_failures": 5}
-    assert distributed_jobs.run(job, photos, **keys) == 0
-    count = cluster.num_tasks
-    assert count in (2, 3)
-    assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
-    assert distributed_jobs.run(job, photos, **keys) == 0
-    assert cluster.num_tasks == count, "what was whole was submitted again"
-
-
 def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Path) -> None:
     Path("store").mkdir()
     with (

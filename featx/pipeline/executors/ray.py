@@ -12,9 +12,9 @@ from types import ModuleType
 from featx.base import for_options, import_extra, log_message
 from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, RunError
-from featx.pipeline.executors.job_folder import WorkerSpec, shared_folder
+from featx.pipeline.executors.job_folder import WorkerSpec, read_spec, shared_folder
 from featx.pipeline.executors.registry import EXECUTORS, Executor
-from featx.pipeline.executors.worker import read_spec, run_worker
+from featx.pipeline.executors.worker import run_worker
 from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
 from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext

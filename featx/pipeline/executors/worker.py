@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -32,11 +31,11 @@ from featx.errors import RunError
 from featx.pipeline.executors.job_folder import (
     SPEC,
     PartClaims,
-    PickledWorkerSpec,
     WorkerError,
     WorkerReport,
     WorkerSpec,
     inherited_parts,
+    read_spec,
     ready_path,
     result_path,
 )
@@ -291,12 +290,6 @@ def _interrupted_at_end(left_s: float | None) -> Iterator[list[str]]:
             yield ended_by
     finally:
         timer.cancel()
-
-
-def read_spec(folder: Path) -> WorkerSpec:
-    """Read the worker spec that the driver has written to the folder of the workers."""
-    pickled: PickledWorkerSpec = pickle.loads((folder / SPEC).read_bytes())
-    return pickled.open()
 
 
 def main(folder: str, number: str, device: str, parent: str = "") -> None:

@@ -8,7 +8,6 @@ says how workers start, which of them have ended, and how they are ended.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -23,10 +22,10 @@ from featx.errors import FeatxError, RunError, counted
 from featx.pipeline.executors.job_folder import (
     CLAIMS,
     SPEC,
-    PickledWorkerSpec,
     WorkerError,
     WorkerReport,
     WorkerSpec,
+    dump_spec,
     inherited_parts,
     ready_path,
     release_parts,
@@ -144,7 +143,7 @@ class WorkerPool(ABC):
             Progress(session.num_rows, session.num_committed) as self.progress,
         ):
             disk.make_folder(self.spec.folder / CLAIMS)
-            disk.replace(self.spec.folder / SPEC, pickle.dumps(PickledWorkerSpec(self.spec)))
+            disk.replace(self.spec.folder / SPEC, dump_spec(self.spec))
             try:
                 if self._missing:
                     self._start(range(self.spec.num_workers))

@@ -24,7 +24,6 @@ from .devices import exact_cuda as exact_cuda
 from .devices import explained_memory as explained_memory
 from .devices import float64_device as float64_device
 from .devices import may_have_bf16 as may_have_bf16
-from .devices import moved_to_cpu as moved_to_cpu
 from .devices import plain_tensors as plain_tensors
 from .devices import record_use as record_use
 from .devices import synchronise as synchronise
@@ -49,7 +48,6 @@ from .module_hooks import After as After
 from .module_hooks import ModuleHooks as ModuleHooks
 from .module_hooks import ObservingMode as ObservingMode
 from .module_hooks import TensorHooks as TensorHooks
-from .module_hooks import may_fire as may_fire
 from .module_hooks import refuse_scripted as refuse_scripted
 from .module_hooks import refuse_transformed as refuse_transformed
 from .nested_tensors import ElementPath as ElementPath
@@ -72,7 +70,6 @@ from .progress import WAITING_SHARE as WAITING_SHARE
 from .progress import CountProgress as CountProgress
 from .progress import Progress as Progress
 from .progress import RunProgress as RunProgress
-from .progress import SilentProgress as SilentProgress
 from .progress import progress_listener as progress_listener
 from .registry import Member as Member
 from .registry import Registry as Registry

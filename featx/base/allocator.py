@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from featx.base.process import ProcessSetting, is_own_process
 
@@ -39,10 +40,9 @@ def return_freed_memory() -> None:
 
     For the moments at which memory is short, as `keep_freed_memory` keeps all below 1 GiB.
     """
-    if sys.platform.startswith("linux"):
-        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if malloc_trim is not None:
-            malloc_trim(0)
+    malloc_trim = _glibc_function("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def _keep(is_kept: bool) -> None:
@@ -61,12 +61,15 @@ limit of arenas, which glibc fixes for good, is left alone there."""
 
 
 def _configure(parameters: Mapping[int, int]) -> None:
-    mallopt = None
-    if sys.platform.startswith("linux"):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _glibc_function("mallopt")
     if mallopt is not None:
         for parameter, value in parameters.items():
             mallopt(parameter, value)
+
+
+def _glibc_function(name: str) -> Any:
+    """Function of the C library; None outside Linux, and in a library that lacks it."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def is_kept_in_threads() -> bool:
@@ -79,8 +82,7 @@ def is_kept_in_threads() -> bool:
         return True
     if not is_own_process():
         return False
-    libc = ctypes.CDLL(None)
-    malloc_info = getattr(libc, "malloc_info", None)
+    malloc_info, libc = _glibc_function("malloc_info"), ctypes.CDLL(None)
     if malloc_info is None:
         return True
     descriptor = os.memfd_create("malloc_info")

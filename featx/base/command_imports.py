@@ -56,26 +56,6 @@ def speed_up_imports() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _PausedLoader(SourceFileLoader):
-    """Executes a package, and so everything that it imports, without garbage collection."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        with paused_collection():
-            super().exec_module(module)
-
-
-class _WithoutDynamo(SourceFileLoader):
-    """Executes a package, and so everything that it imports, without torch._dynamo."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        with _deferred_dynamo():
-            super().exec_module(module)
-
-
-_LOADERS = {"torch": _PausedLoader, "torchvision": _WithoutDynamo, "timm": _WithoutDynamo}
-"""Package -> its loader."""
-
-
 class _Finder(MetaPathFinder):
     """Finds modules as Python does, and gives three packages another loader."""
 
@@ -83,12 +63,20 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a package with another loader; None for all other modules."""
-        if fullname not in _LOADERS:
+        if fullname not in _CONTEXTS:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = _LOADERS[fullname](fullname, spec.loader.path)
+            spec.loader = _Loader(fullname, spec.loader.path)
         return spec
+
+
+class _Loader(SourceFileLoader):
+    """Executes a package, and so everything that it imports, in its context."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        with _CONTEXTS[self.name]():
+            super().exec_module(module)
 
 
 @contextlib.contextmanager
@@ -122,6 +110,10 @@ def _deferred_dynamo() -> Iterator[None]:
         torch.compiler.disable = disable
         if sys.modules.get(_DYNAMO_UTILS) is stand_in:
             del sys.modules[_DYNAMO_UTILS]
+
+
+_CONTEXTS = {"torch": paused_collection, "torchvision": _deferred_dynamo, "timm": _deferred_dynamo}
+"""Package -> context in which it is executed."""
 
 
 def _at_first_call(fn: Callable[P, R], decorate: Callable[..., Callable[P, R]]) -> Callable[P, R]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,18 +61,6 @@ def choose_devices(
             f"executor.workers={count}, or device=cuda:0 for {workers} processes on one device."
         )
     return [torch.device("cuda", number) for number in range(workers)]
-
-
-@contextlib.contextmanager
-def moved_to_cpu(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a module off its CUDA device inside the block, to free the memory of the device."""
-    if device.type == "cuda":
-        module.cpu()
-        torch.cuda.empty_cache()
-    try:
-        yield
-    finally:
-        module.to(device)
 
 
 @contextlib.contextmanager
@@ -212,88 +198,48 @@ def cpu_threads(count: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-@dataclass(frozen=True)
-class CudaSettings:
-    """Settings of torch for computations on CUDA, for the whole process.
-
-    torch has two sets of names for TF32: `allow_tf32`, and `fp32_precision`. If a value is set by
-    the second one only, reading the first raises an error, and so does `cudnn.flags`, which models
-    and inductor use. So both are set.
-
-    Attributes:
-        allow_tf32: of cuDNN and of matrix products, by the first names; None if torch cannot say.
-        fp32_precision: of cuDNN's convolutions, its recurrent networks and matrix products, by the
-            second names; None leaves what the first names have set.
-        benchmark: whether cuDNN chooses algorithms by timing them.
-        reduced_sums: whether products in fp16 and in bf16 may add partial sums in that precision.
-    """
-
-    allow_tf32: tuple[bool | None, bool | None]
-    fp32_precision: tuple[str, str, str] | None
-    deterministic: bool
-    benchmark: bool
-    reduced_sums: tuple[bool, bool]
-
-
 # Attributes of torch.backends are made in ways that mypy cannot follow.
 _cudnn: Any = torch.backends.cudnn
 _matmul: Any = torch.backends.cuda.matmul
 
-
-def _cuda_now() -> CudaSettings:
-    owners = _cudnn.conv, _cudnn.rnn, _matmul
-    return CudaSettings(
-        (_allows_tf32(_cudnn), _allows_tf32(_matmul)),
-        tuple(owner.fp32_precision for owner in owners),
-        _cudnn.deterministic,
-        _cudnn.benchmark,
-        (
-            _matmul.allow_fp16_reduced_precision_reduction,
-            _matmul.allow_bf16_reduced_precision_reduction,
-        ),
-    )
-
-
-def _allows_tf32(owner: Any) -> bool | None:
-    """The value of `allow_tf32`, or None if the two sets of names contradict each other."""
-    try:
-        return bool(owner.allow_tf32)
-    except RuntimeError:
-        return None
-
-
-def _set_cuda(settings: CudaSettings) -> None:
-    owners = _cudnn.conv, _cudnn.rnn, _matmul
-    with warnings.catch_warnings():
-        # torch 2.9 and 2.10 call the first names deprecated.
-        warnings.filterwarnings("ignore", message=".*new API settings.*")
-        for owner, allowed in zip((_cudnn, _matmul), settings.allow_tf32, strict=True):
-            if allowed is not None:
-                owner.allow_tf32 = allowed
-    if settings.fp32_precision is not None:
-        for owner, precision in zip(owners, settings.fp32_precision, strict=True):
-            if owner.fp32_precision != precision:
-                owner.fp32_precision = precision
-    else:
-        # "none" takes the value of torch.backends.fp32_precision, which may be TF32.
-        for owner in owners:
-            if owner.fp32_precision not in ("none", "ieee"):
-                owner.fp32_precision = "ieee"
-    _cudnn.deterministic, _cudnn.benchmark = settings.deterministic, settings.benchmark
-    _matmul.allow_fp16_reduced_precision_reduction = settings.reduced_sums[0]
-    _matmul.allow_bf16_reduced_precision_reduction = settings.reduced_sums[1]
-
-
 # fp32 computes in fp32 on CUDA as well, without TF32, and products add partial sums in fp32.
 # Algorithms are not chosen by timing them (benchmark), which other streams could influence, so
-# results are reproducible.
-exact_cuda = ProcessSetting(
-    _cuda_now,
-    _set_cuda,
-    CudaSettings(
-        (False, False), None, deterministic=True, benchmark=False, reduced_sums=(False,) * 2
-    ),
+# results are reproducible. torch has two sets of names for TF32: `allow_tf32`, and
+# `fp32_precision`. If a value is set by the second one only, reading the first raises an error, and
+# so does `cudnn.flags`, which models and inductor use. So both are set, the first one first.
+_EXACT: Sequence[tuple[Any, str, object]] = (
+    (_cudnn, "allow_tf32", False),
+    (_matmul, "allow_tf32", False),
+    (_cudnn.conv, "fp32_precision", "ieee"),
+    (_cudnn.rnn, "fp32_precision", "ieee"),
+    (_matmul, "fp32_precision", "ieee"),
+    (_cudnn, "deterministic", True),
+    (_cudnn, "benchmark", False),
+    (_matmul, "allow_fp16_reduced_precision_reduction", False),
+    (_matmul, "allow_bf16_reduced_precision_reduction", False),
 )
+"""Owner and name of a setting of torch for computations on CUDA -> its exact value."""
+
+
+def _cuda_now() -> list[object]:
+    """Values of these settings; None if the two sets of names for TF32 contradict each other."""
+    values: list[object] = []
+    for owner, name, _ in _EXACT:
+        try:
+            values.append(getattr(owner, name))
+        except RuntimeError:
+            values.append(None)
+    return values
+
+
+def _set_cuda(values: Sequence[object]) -> None:
+    for (owner, name, _), value in zip(_EXACT, values, strict=True):
+        # A precision that is right is left alone: it may follow torch.backends.fp32_precision.
+        if value is not None and (name != "fp32_precision" or getattr(owner, name) != value):
+            setattr(owner, name, value)
+
+
+exact_cuda = ProcessSetting(_cuda_now, _set_cuda, [value for *_, value in _EXACT])
 """Context manager with exact and deterministic settings of CUDA."""
 
 

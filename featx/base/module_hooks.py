@@ -165,7 +165,10 @@ class TensorHooks:
         with self._lock:
             self._handles.append(handle)
             if len(self._handles) >= self._prune_at:
-                self._handles = [each for each in self._handles if may_fire(each)]
+                # A handle refers weakly to the hooks of its tensor, which exist as long as its
+                # graph.
+                kept = [each for each in self._handles if each.hooks_dict_ref() is not None]
+                self._handles = kept
                 self._prune_at = 2 * len(self._handles) + 1024
         return handle
 
@@ -177,12 +180,6 @@ class TensorHooks:
 
     def __len__(self) -> int:
         return len(self._handles)
-
-
-def may_fire(handle: RemovableHandle) -> bool:
-    """Return whether a gradient may still come to a tensor hook, because its graph exists."""
-    # The handle refers weakly to the hooks of the tensor, which exist as long as its graph.
-    return handle.hooks_dict_ref() is not None
 
 
 def refuse_scripted(modules: Mapping[str, nn.Module]) -> None:

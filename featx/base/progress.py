@@ -52,8 +52,8 @@ _listener: ContextVar[Callable[[RunProgress], None] | None] = ContextVar("listen
 
 
 @contextlib.contextmanager
-def progress_listener(listener: Callable[[RunProgress], None] | None) -> Iterator[None]:
-    """Call a function after each batch of the runs in this block; None calls none."""
+def progress_listener(listener: Callable[[RunProgress], None]) -> Iterator[None]:
+    """Call a function after each batch of the runs in this block."""
     token = _listener.set(listener)
     try:
         yield
@@ -158,19 +158,6 @@ class Progress:
             f"{now.done} of {now.total} images, {now.images_per_second:.1f} images/s, "
             f"{time_text(now.seconds_left)} left, {now.failures} failed{limit}"
         )
-
-
-class SilentProgress:
-    """Progress of a worker, which shows nothing."""
-
-    def __enter__(self) -> SilentProgress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def step(self, images: int, failures: int, waited_s: float) -> None:
-        """Do nothing, unlike `Progress.step`."""
 
 
 class CountProgress:

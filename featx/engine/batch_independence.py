@@ -35,20 +35,6 @@ _READERS = frozenset({"tolist", "numpy", "__array__"})
 """Methods of a tensor that read its values without an operation that a dispatch mode sees."""
 
 
-def moved_batch(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Make a batch that holds two of the images at other positions, among other images.
-
-    It has the same size. The pairs are (position in `images`, position in the batch) of the images
-    in both.
-    """
-    num = len(images)
-    positions = list(range(0, num, max(2, num // 2)))[:2]
-    # The other images are inverted, which changes the statistics of the batch.
-    moved = 255 - images if images.dtype == torch.uint8 else -images
-    moved[positions] = images[positions]
-    return moved.roll(1, 0), [(position, (position + 1) % num) for position in positions]
-
-
 def check_regrouped(
     forward: Forward, batches: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor]
 ) -> None:
@@ -93,27 +79,29 @@ def check_row(
 
 
 class MovedRows:
-    """Compares the rows of a batch with those of the batch that `moved_batch` makes of it.
+    """Compares the rows of two images of a batch with those at other positions of another batch.
 
-    `precision` is that of the forward passes; `positions` are pairs (position in the first batch,
-    position in every later batch).
+    `images` are the other batch, of the same size; `precision` is that of the forward passes.
     """
 
-    def __init__(self, precision: str, positions: list[tuple[int, int]]) -> None:
+    def __init__(self, images: torch.Tensor, precision: str) -> None:
+        num = len(images)
+        self._positions = list(range(0, num, max(2, num // 2)))[:2]
+        # The other images are inverted, which changes the statistics of the batch.
+        moved = 255 - images if images.dtype == torch.uint8 else -images
+        moved[self._positions] = images[self._positions]
+        self.images = moved.roll(1, 0)
         self._scale = _TOLERANCE[precision]
-        self._positions = positions
         self._rows: dict[str, torch.Tensor] | None = None
 
     def check(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Record the rows of the first pass, and compare those of every later pass with them."""
-        first = self._rows is None
-        positions = [pair[0 if first else 1] for pair in self._positions]
-        rows = {name: value[positions].clone() for name, value in values.items()}
+        """Record rows of the first batch, at the first call; later compare the other batch."""
         if self._rows is None:
-            self._rows = rows
+            self._rows = {name: value[self._positions].clone() for name, value in values.items()}
             return
         for name, first_rows in self._rows.items():
-            for row, other in zip(first_rows, rows[name], strict=True):
+            for position, row in zip(self._positions, first_rows, strict=True):
+                other = values[name][(position + 1) % len(self.images)]
                 check_row(name, row, other, scale=self._scale)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base import DeviceTimer, OwnStream, moved_to_cpu, synchronise, to_cpu
+from featx.base import DeviceTimer, OwnStream, synchronise, to_cpu
 from featx.engine.attached_captures import AttachedCaptures, attach_captures
-from featx.engine.batch_independence import MovedRows, moved_batch
+from featx.engine.batch_independence import MovedRows
 from featx.engine.compute import COMPUTE_DTYPES, BatchRows, Compute, Formats, TimedRows, spec_of
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.engine.row_checks import describe_nonfinite, finite_rows, row_tolerance
@@ -161,8 +161,13 @@ class Engine(DeviceModel):
     def off_device(self) -> Iterator[None]:
         """Move the module to the CPU in its original state, to free its device inside the block."""
         self._stack.close()
-        with moved_to_cpu(self.module, self.device):
+        if self.device.type == "cuda":
+            self.module.cpu()
+            torch.cuda.empty_cache()
+        try:
             yield
+        finally:
+            self.module.to(self.device)
         self.configure_compute(self.compute)
 
     @property
@@ -440,13 +445,12 @@ class Engine(DeviceModel):
             ModelError: the row of an image depends on its position or on other images.
         """
         fastest, rows = float("inf"), known_rows
-        moved_images, positions = moved_batch(images)
-        compared = MovedRows(self.compute.precision, positions)
+        compared = MovedRows(images, self.compute.precision)
         if known_rows is not None:
             compared.check(known_rows)
         for _ in range(repeats):
             started_at = time.perf_counter()
-            values = self.run(images if rows is None else moved_images)
+            values = self.run(images if rows is None else compared.images)
             fastest = min(fastest, pass_s := time.perf_counter() - started_at)
             compared.check(values)
             if rows is None:

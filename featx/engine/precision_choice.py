@@ -100,20 +100,16 @@ class _Measurement:
     ) -> None:
         """Compute rows of the trial images and time passes at one precision."""
         self._configure(precision)
-        # More images than a batch of the run may not fit into memory, or into an exported program.
-        passes = [known_rows] if known_rows else self._run_in_batches()
+        passes = [known_rows] if known_rows else []
+        if not passes:
+            # More images than a batch of the run may not fit into memory, or into an exported
+            # program. The next pass may write to the rows of this one.
+            for batch in torch.split(self._images, self._compute.batch_size):
+                rows = self._engine.run(batch)
+                passes.append({name: value.clone() for name, value in rows.items()})
         rows = {name: torch.cat([each[name].cpu() for each in passes]) for name in passes[0]}
         self._measured[precision] = TimedRows(rows, math.inf)
         self._measure_again(precision)
-
-    def _run_in_batches(self) -> list[Mapping[str, torch.Tensor]]:
-        """Compute rows of the trial images in batches that are no larger than those of the run."""
-        batches = torch.split(self._images, self._compute.batch_size)
-        # The next pass may write to the rows of this one.
-        return [
-            {name: value.clone() for name, value in self._engine.run(batch).items()}
-            for batch in batches
-        ]
 
     def _repeat_unless_faster(self, precision: str) -> None:
         """Measure fp32 and a precision in turns until the precision is faster, or often enough."""

@@ -15,7 +15,7 @@ look-alike, shows in none of them: for that there is `model.golden`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -104,12 +104,6 @@ class Conformance:
     line: str
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-    def with_golden(self, comparison: Mapping[str, object]) -> Conformance:
-        """Return the judgement with the differences to a golden file, as JSON types."""
-        text = f"{comparison['compared']} of model.golden within {comparison['error']:.1e}"
-        line = f"{self.line}\n{text}" if self.line else text
-        return replace(self, differences={**self.differences, "golden": comparison}, line=line)
 
 
 def pixel_differences(

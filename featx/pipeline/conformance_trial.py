@@ -9,7 +9,7 @@ and `embedding.compute`, if the library defines the embedding.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -168,7 +168,10 @@ def compare_with_plain_path(
         judged = judge(_compared(engine, plain, trial, trial_rows, specs))
         enforce(judged, mode)
     if golden is not None:
-        judged = (judged or Conformance({}, "")).with_golden(golden)
+        judged = judged or Conformance({}, "")
+        text = f"{golden['compared']} of model.golden within {golden['error']:.1e}"
+        line = f"{judged.line}\n{text}" if judged.line else text
+        judged = replace(judged, differences={**judged.differences, "golden": golden}, line=line)
     return judged
 
 

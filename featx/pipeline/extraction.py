@@ -164,7 +164,7 @@ def _run(
     """Run once: open the output, compute and commit what is missing, and finish it."""
     config = output.config
     if config.is_distributed:
-        EXECUTORS.get(config.executor.name).check(config)
+        EXECUTORS.get(config.executor.name).check(config.executor, config)
     if (summary := output.begin()) is not None:
         return summary
     with (

@@ -46,18 +46,16 @@ class FinishedRun:
     def __init__(self, config: Config) -> None:
         self._config = config
         files = resolve_library(config.model).weight_files(config.model)
-        self._weights = None if files is None else _states(files)
         # Statistics of a reduction are a file that may be written again.
-        self._is_decided = self._weights is not None and not any(
-            reduce.statistics_path for _, reduce in layer_requests(config)
-        )
+        has_statistics = any(reduce.statistics_path for _, reduce in layer_requests(config))
+        self._weights = None if files is None or has_statistics else _states(files)
 
     def digest(self, manifest: Manifest, listing: Listing) -> str | None:
         """Digest by which a later command recognises that its store is complete.
 
         None if the config does not say all that decides the values.
         """
-        if not self._is_decided or self._weights is None:
+        if self._weights is None:
             return None
         versions: dict[str, str] = {}
         for run in manifest.runs:

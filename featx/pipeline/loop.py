@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from featx.base import Progress, SilentProgress, is_own_process, log_message
+from featx.base import Progress, is_own_process, log_message
 from featx.errors import counted
 from featx.pipeline.forward_passes import Passes
 from featx.pipeline.row_failures import Rows, refuse_failures
@@ -120,7 +120,7 @@ def run_parts(
     disk: AtomicFolder | None = None,
     observer: RunObserver | None = None,
     heartbeat: Heartbeat | None = None,
-    progress: Progress | SilentProgress | None = None,
+    shows_progress: bool = True,
 ) -> RunMetrics:
     """Compute and commit the missing parts.
 
@@ -128,7 +128,7 @@ def run_parts(
         disk: folder for the profiler trace of profile=true, or None if there is no folder.
         observer: notified of each batch and each committed part.
         heartbeat: records the part that is computed, and each commit.
-        progress: notified of each batch; None shows a progress bar on stderr.
+        shows_progress: whether stderr shows the progress of the run.
 
     Raises:
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
@@ -145,7 +145,7 @@ def run_parts(
     missing = sink.missing()
     allowed = config.allowed_failures(sink.num_rows)
     loader.start_counting()
-    progress = Progress(sink.num_rows, done_before) if progress is None else progress
+    progress = Progress(sink.num_rows, done_before) if shows_progress else None
     trace: contextlib.AbstractContextManager[Timeline | None] = contextlib.nullcontext()
     if disk is not None and config.profile:
         trace = Timeline(disk, engine.device)
@@ -157,7 +157,7 @@ def run_parts(
         stop_signals() as stop,
         _Commits(is_url(config.out)) as commits,
         trace as timeline,
-        progress,
+        progress or contextlib.nullcontext(),
         Passes(context, sink.compute) as passes,
     ):
         loaded = loader.batches(missing, context.batch_rows)
@@ -175,7 +175,11 @@ def run_parts(
 
         for part, batch, computed in passes.each(batches):
             if stop:
-                _log_lost_rows(part, batch.start - part.start)
+                if num_lost := batch.start - part.start:
+                    log_message(
+                        "lost, because only complete parts are stored: "
+                        f"{counted(num_lost, 'computed row')} of part {part.index}"
+                    )
                 raise stop.interrupted()
             commits.check()
             if part_rows is None:
@@ -198,7 +202,8 @@ def run_parts(
                 seconds_per_row = (time.perf_counter() - started_at) / num_computed
                 remaining_s = (sink.num_rows - done) * seconds_per_row
                 refuse_failures(allowed, sink.num_failed, done, sink.num_rows, remaining_s)
-            progress.step(batch.count, num_failed, batches.last_wait_s)
+            if progress is not None:
+                progress.step(batch.count, num_failed, batches.last_wait_s)
             if timeline is not None:
                 timeline.step()
         commits.finish()
@@ -236,15 +241,6 @@ def _commit(sink: PartSink[PartRowsT], rows: PartRowsT, heartbeat: Heartbeat | N
     if heartbeat is not None:
         heartbeat.record_commit(rows.part)
         heartbeat.set_failures(sink.num_failed)
-
-
-def _log_lost_rows(part: Part, num_rows: int) -> None:
-    """Log how many computed rows a run loses that stops within a part."""
-    if num_rows:
-        log_message(
-            f"lost, because only complete parts are stored: {counted(num_rows, 'computed row')} "
-            f"of part {part.index}"
-        )
 
 
 class _TimedBatches:

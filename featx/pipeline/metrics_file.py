@@ -77,10 +77,11 @@ class MetricsFile:
         lines = []
         for name, (kind, text) in _METRICS.items():
             if name in self._values:
+                number = f"{self._values[name]:.12g}".replace("nan", "NaN")
                 lines += [
                     f"# HELP featx_{name} {text}",
                     f"# TYPE featx_{name} {kind}",
-                    f'featx_{name}{{store="{self._label}"}} {_number(self._values[name])}',
+                    f'featx_{name}{{store="{self._label}"}} {number}',
                 ]
         text = "\n".join(lines) + "\n"
         AtomicFolder(self._path.parent).write_best_effort(self._path, text)
@@ -104,8 +105,3 @@ def metrics_of(path: str | None, out: str) -> Iterator[dict[str, object]]:
             yield summary
     finally:
         file.end(summary.get("rows"))
-
-
-def _number(value: float) -> str:
-    """Write a number as Prometheus reads it."""
-    return "NaN" if value != value else f"{value:.12g}"

@@ -26,19 +26,16 @@ class Interrupted(ShortTraceback, KeyboardInterrupt):
 class StopRequest:
     """Whether a signal has asked the run to stop; true in a condition once one has arrived.
 
-    `signum` is the first signal, None before it arrives.
+    `signum` is the first signal, 0 before it arrives.
     """
 
-    def __init__(self) -> None:
-        self.signum: int | None = None
+    signum = 0
 
     def __bool__(self) -> bool:
-        return self.signum is not None
+        return self.signum != 0
 
     def interrupted(self) -> Interrupted:
         """The exception that ends the run; only valid after a signal."""
-        if self.signum is None:
-            raise RuntimeError("no signal has arrived")
         return Interrupted(self.signum)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import operator
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Sized
 
 import numpy as np
@@ -215,33 +214,26 @@ class _BlockCache:
     """
 
     def __init__(self, features: LayerArray, block_rows: int, num_blocks: int) -> None:
-        self._features = features
-        self._block_rows = block_rows
-        self._num_blocks = num_blocks
-        self._cached: OrderedDict[int, Array] = OrderedDict()
+        self._arguments = features, block_rows, num_blocks
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_cached": OrderedDict()}
+        @functools.lru_cache(num_blocks)
+        def block(number: int) -> Array:
+            return features[number * block_rows : (number + 1) * block_rows]
+
+        self._block = block
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _BlockCache, self._arguments
 
     def read(self, rows: npt.NDArray[np.int64]) -> Array:
         """Copy rows out of their blocks, so that changes to the result do not affect the cache."""
-        numbers, offsets = np.divmod(rows, self._block_rows)
+        features, block_rows, num_blocks = self._arguments
+        numbers, offsets = np.divmod(rows, block_rows)
         # A batch of BlockShuffleSampler touches at most two windows. In any other order, every row
         # could cost the read of a whole block, so the rows are read directly.
-        if len(np.unique(numbers)) > 2 * self._num_blocks:
-            return self._features[rows]
-        out = np.empty((len(rows), *self._features.shape[1:]), self._features.dtype)
+        if len(np.unique(numbers)) > 2 * num_blocks:
+            return features[rows]
+        out = np.empty((len(rows), *features.shape[1:]), features.dtype)
         for i, (number, offset) in enumerate(zip(numbers.tolist(), offsets.tolist(), strict=True)):
             out[i] = self._block(number)[offset]
         return out
-
-    def _block(self, number: int) -> Array:
-        block = self._cached.pop(number, None)
-        if block is None:
-            start = number * self._block_rows
-            block = self._features[start : start + self._block_rows]
-        self._cached[number] = block
-        while len(self._cached) > self._num_blocks:
-            with contextlib.suppress(KeyError):  # another thread has removed it
-                self._cached.popitem(last=False)
-        return block

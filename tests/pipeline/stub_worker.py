@@ -74,12 +74,6 @@ def go_wrong(what: str) -> None:
     if what == "exit":
         os.write(2, b"these are my last words\n")
         os._exit(5)
-    if what == "raise":
-        raise ValueError("a bug in the model")
-    if what == "disk":
-        from featx.errors import StoreMismatchError
-
-        raise StoreMismatchError("another store")
     if what == "hang":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         time.sleep(60)

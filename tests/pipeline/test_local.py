@@ -20,7 +20,7 @@ from processes import ended, running
 from stub_worker import StubTask, stub_spec
 
 from featx.config import Config
-from featx.errors import RunError, StoreMismatchError
+from featx.errors import RunError
 from featx.pipeline import Interrupted, RunOutcome
 from featx.pipeline.executors.process_pool import ProcessPool, temporary_worker_folder
 from featx.store.pack import pack
@@ -142,29 +142,12 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_an_error_on_purpose_keeps_its_class_and_exit_code(
-    work: Callable[..., RunOutcome],
-) -> None:
-    with pytest.raises(StoreMismatchError, match=r"part 1 .*: another store\n") as failed:
-        work(2, faults={1: ("disk", 1)})
-    assert failed.value.exit_code == 2
-
-
-@pytest.mark.slow
 def test_workers_that_never_come_up_end_the_run_with_their_last_words(
     work: Callable[..., RunOutcome], tmp_path: Path
 ) -> None:
     with pytest.raises(RunError, match=r"before it had a part(.|\n)*these are my last words"):
         work(1, faults={"start": ("exit", 9)})
     assert len(events_of(tmp_path, "fault-start-*")) == 3
-
-
-@pytest.mark.slow
-def test_one_that_did_not_come_up_is_replaced(
-    work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path
-) -> None:
-    work(2, faults={"start": ("exit", 2)})
-    assert is_whole(run, tmp_path)
 
 
 @pytest.mark.slow

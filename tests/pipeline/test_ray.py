@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import distributed_jobs
 import h5py
 import numpy as np
 import pytest
@@ -162,17 +161,6 @@ def test_actors_for_which_no_machine_is_large_enough_are_reported(
     output = " ".join(capfd.readouterr().err.split())
     assert "an actor, which takes 3 CPUs and 0 GPUs by executor.cpus" in output
     assert "have 0 CPUs and 0 GPUs, 1 CPUs and 0 GPUs, 2 CPUs and 0 GPUs. Actors wait" in output
-
-
-@pytest.mark.parametrize("job", distributed_jobs.JOBS)
-@pytest.mark.slow
-def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no image")
-    distributed_jobs.run(job, photos, "reference", max_failures=5)
-    ray.die_at = {1: 1}
-    assert distributed_jobs.run(job, photos, executor="ray", max_failures=5) == 0
-    assert len(set(ray.actors)) == 4
-    assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
 
 
 @pytest.mark.slow
@@ -337,17 +325,6 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 # Where the machine is slow an actor may not have had a part yet.
 DIED = r"actor \d+ died \(.*\) (in part \d+ \(rows|before it had|between two)"
-
-
-@pytest.mark.slow
-def test_two_real_actors_give_the_same_datasets(photos: Path) -> None:
-    pytest.importorskip("ray")
-    extract(photos, out="reference")
-    with running(command("executor.workers=2"), **ENVIRONMENT) as process:
-        _, output = process.communicate(timeout=500)
-    assert process.returncode == 0, output
-    assert dataset_digests("store") == dataset_digests("reference")
-    assert temporary_files(Path("store")) == []
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def check_auto(monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None) 
     services = SimpleNamespace(get_ray_address_from_environment=found)
     private = {} if answer is None else {"_private": SimpleNamespace(services=services)}
     monkeypatch.setitem(sys.modules, "ray", made_ray(is_connected=False, **private))
-    module.check(Config(executor=RayOptions(address="auto")))
+    module.check(RayOptions(address="auto"), Config())
 
 
 @pytest.fixture

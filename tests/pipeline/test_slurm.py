@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shlex
 import signal
 import subprocess
@@ -33,8 +32,9 @@ from featx.errors import ConfigError, RunError, StoreLockedError
 from featx.pipeline.executors import slurm, slurm_task, worker
 from featx.pipeline.executors.job_folder import (
     SPEC,
-    PickledWorkerSpec,
     WorkerReport,
+    dump_spec,
+    read_spec,
     result_path,
 )
 from featx.storage import AtomicFolder, open_folder
@@ -99,7 +99,7 @@ class MadeSlurm:
                 self._states[task] = "NODE_FAIL"
                 continue
             folder, number, device = self._tasks[task][-6:-3]
-            self.specs.append(worker.read_spec(Path(folder)))
+            self.specs.append(read_spec(Path(folder)))
             left_s = None if self.reports else self.left_s
             self.reports.append(worker.run_worker(self.specs[-1], int(number), device, left_s))
             self._states[task] = "COMPLETED"
@@ -151,23 +151,6 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     assert sorted(path.name for path in Path("store").iterdir() if path.is_dir()) == [".hydra"]
     assert extract(photos, executor=keys, max_failures=5).complete
     assert len(cluster.arrays) == 1, "a finished store was submitted again"
-
-
-@pytest.mark.parametrize("job", distributed_jobs.JOBS)
-@pytest.mark.slow
-def test_other_jobs_give_the_same_as_one_process(
-    photos: Path, cluster: MadeSlurm, job: str
-) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no image")
-    distributed_jobs.run(job, photos, "reference", max_failures=5)
-    cluster.lose = 1
-    keys = {"executor": {**SLURM, "workers": 2}, "max_failures": 5}
-    assert distributed_jobs.run(job, photos, **keys) == 0
-    count = cluster.num_tasks
-    assert count in (2, 3)
-    assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
-    assert distributed_jobs.run(job, photos, **keys) == 0
-    assert cluster.num_tasks == count, "what was whole was submitted again"
 
 
 def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Path) -> None:
@@ -328,7 +311,7 @@ def test_the_time_limit_of_a_task_begins_with_its_script(tmp_path: Path, scontro
     task: Any = SlowOutput()
     spec = replace(stub_spec(tmp_path, [Part(0, 0, 4)], Config(), task), folder=tmp_path / "jobs")
     (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / SPEC).write_bytes(pickle.dumps(PickledWorkerSpec(spec)))
+    (tmp_path / "jobs" / SPEC).write_bytes(dump_spec(spec))
     began = time.monotonic()
     slurm_task.main(str(tmp_path / "jobs"), "3", "cuda", "12", str(time.time() - 9.5))
     assert 0.3 < time.monotonic() - began < 2.4, "2 s before its limit, which is in 2.5 s"

@@ -19,14 +19,7 @@ from PIL import Image
 from torch import nn
 
 import featx
-from featx.errors import (
-    ConfigError,
-    DataError,
-    LayerError,
-    ModelError,
-    ReduceError,
-    StoreMismatchError,
-)
+from featx.errors import ConfigError, DataError, LayerError, ReduceError, StoreMismatchError
 from featx.jobs.verify import JOBS
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -601,15 +594,6 @@ def test_a_plan_names_windows_and_writes_nothing(
     printed = capsys.readouterr().out
     assert "32 x 32 pixels every 16 x 16: 8 of an image of 75 x 50" in printed
     assert not Path("planned").exists()
-
-
-def test_errors_of_the_model_name_it(same_size: Path) -> None:
-    class Broken(Stem):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise ValueError("nothing")
-
-    with pytest.raises(ModelError, match="fails with ValueError"):
-        extract(Broken(), same_size, layers=["deep"], **WINDOWS)
 
 
 @pytest.mark.slow

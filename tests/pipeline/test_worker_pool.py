@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +20,13 @@ from featx.errors import RunError, StoreError, TooManyFailuresError
 from featx.pipeline import Interrupted, RunOutcome
 from featx.pipeline.executors import EXECUTORS
 from featx.pipeline.executors.job_folder import (
+    SPEC,
     PartClaims,
-    PickledWorkerSpec,
     WorkerError,
     WorkerReport,
+    dump_spec,
     inherited_parts,
+    read_spec,
     ready_path,
     result_path,
 )
@@ -399,13 +400,13 @@ def test_a_worker_takes_the_current_folder_of_its_driver(
     folder = tmp_path / "project"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    sent = pickle.dumps(PickledWorkerSpec(SimpleNamespace()))  # type: ignore[arg-type]
+    (tmp_path / SPEC).write_bytes(dump_spec(SimpleNamespace()))  # type: ignore[arg-type]
     os.chdir(tmp_path)
-    pickle.loads(sent).open()
+    read_spec(tmp_path)
     assert Path.cwd() == folder
     os.chdir(tmp_path)
     folder.rmdir()
-    pickle.loads(sent).open()  # on a machine that lacks the folder
+    read_spec(tmp_path)  # on a machine that lacks the folder
     assert Path.cwd() == tmp_path
 
 

@@ -132,27 +132,26 @@ class _SourcePickler(pickle.Pickler):
         return NotImplemented
 
 
-class PickledWorkerSpec:
-    """Worker spec as bytes, with the current folder and the import path of the driver.
+def dump_spec(spec: WorkerSpec) -> bytes:
+    """Pickle a worker spec, with the current folder and the import path of the driver."""
+    path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
+    return pickle.dumps((Path.cwd(), path, pickle.dumps(spec)))
 
-    The interpreter of a worker may lack folders of that path, so unpickling waits until `open` has
-    added them.
+
+def read_spec(folder: Path) -> WorkerSpec:
+    """Read the worker spec that the driver has written to the folder of the workers.
+
+    The current folder and the import path of the driver become those of this process: its
+    interpreter may lack folders of that path, which unpickling needs.
     """
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self._folder = Path.cwd()
-        self._path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
-        self._pickled = pickle.dumps(spec)
-
-    def open(self) -> WorkerSpec:
-        """Take the current folder and the import path of the driver; unpickle the worker spec."""
-        # Relative paths of the command start there: an actor of Ray starts where `ray start` was
-        # given. A machine without this folder computes only if the command's paths are absolute.
-        with contextlib.suppress(OSError):
-            os.chdir(self._folder)
-        sys.path[:] = [*sys.path, *(folder for folder in self._path if folder not in sys.path)]
-        spec: WorkerSpec = pickle.loads(self._pickled)
-        return spec
+    current, path, pickled = pickle.loads((folder / SPEC).read_bytes())
+    # Relative paths of the command start there: an actor of Ray starts where `ray start` was given.
+    # A machine without this folder computes only if the command's paths are absolute.
+    with contextlib.suppress(OSError):
+        os.chdir(current)
+    sys.path[:] = [*sys.path, *(each for each in path if each not in sys.path)]
+    spec: WorkerSpec = pickle.loads(pickled)
+    return spec
 
 
 @dataclass(frozen=True)

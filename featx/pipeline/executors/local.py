@@ -40,7 +40,7 @@ class LocalOptions(ExecutorConfig):
         return self.devices
 
 
-def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
+def run(options: object, context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     devices = [str(device) for device in context.devices]
     _warn(context, len(devices))
     with temporary_worker_folder() as folder:

@@ -69,7 +69,7 @@ class ProcessPool(WorkerPool):
     """Processes of this machine, one for each device and each in a process group of its own.
 
     They hold the lock of the store and die with the driver, which prints their output with their
-    name, unless they outlive it.
+    name, unless `outlives_driver` is set.
     """
 
     poll_s = 0.2
@@ -80,23 +80,21 @@ class ProcessPool(WorkerPool):
         session: Session,
         folder: Path,
         devices: Sequence[str],
-        kind: str = "worker",
-        outlives_driver: bool = False,
         command: Callable[[Path, int, str], list[str]] = worker_command,
     ) -> None:
-        super().__init__(spec, session, folder, len(devices), kind, outlives_driver)
+        super().__init__(spec, session, folder, len(devices))
         self._devices = devices[: self.spec.num_workers]
         self._command = command
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._printed: dict[int, int] = {}  # number of a worker -> bytes of its log
 
     def name(self, number: int) -> str:
-        return f"{self.spec.kind} {number} ({self._device(number)})"
+        return f"{self.kind} {number} ({self._device(number)})"
 
     def start(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             command = self._command(self.spec.folder, number, self._device(number))
-            is_tied = not self.spec.outlives_driver
+            is_tied = not self.outlives_driver
             path = self._log(number)
             open_folder(path.parent).append(path, "")  # an error if the disk is full
             with path.open("ab") as log:
@@ -145,7 +143,7 @@ class ProcessPool(WorkerPool):
 
     def _print_output(self, number: int) -> None:
         """Print the complete lines that a worker has printed since the last call."""
-        if self.spec.outlives_driver:
+        if self.outlives_driver:
             return
         with self._log(number).open("rb") as log:
             log.seek(self._printed.get(number, 0))

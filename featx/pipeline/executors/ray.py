@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
-from featx.base import import_extra, log_message
+from featx.base import for_options, import_extra, log_message
 from featx.config import Config, Count, ExecutorConfig, Positive, options
-from featx.errors import ConfigError, FeatxError, RunError
-from featx.pipeline.executors.job_folder import WorkerSpec, shared_folder
+from featx.errors import ConfigError, RunError
+from featx.pipeline.executors.job_folder import WorkerSpec, read_spec, shared_folder
 from featx.pipeline.executors.registry import EXECUTORS, Executor
-from featx.pipeline.executors.worker import read_spec, run_worker
+from featx.pipeline.executors.worker import run_worker
 from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
 from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
@@ -54,10 +54,9 @@ class RayOptions(ExecutorConfig):
         return self.cpus or 1
 
 
-def check(config: Config) -> None:
+def check(options: RayOptions, config: Config) -> None:
     """Check that Ray is installed and that its cluster answers at executor.address."""
     ray = ray_module()
-    options = _options(config)
     if options.gpus is not None and config.device == "cpu":
         raise ConfigError(
             f"executor.gpus={options.gpus:g} has no effect with device=cpu; leave one of them out."
@@ -77,8 +76,7 @@ def check(config: Config) -> None:
         raise _no_cluster(address, error) from error
 
 
-def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    options = _options(context.config)
+def run(options: RayOptions, context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     with connected(ray_module(), options.address) as ray:
         return ActorPool(ray, spec, session, context.engine.device.type, options).run()
 
@@ -87,20 +85,14 @@ def ray_module() -> ModuleType:
     return import_extra("ray", "executor=ray", "Ray", "ray")
 
 
-def _options(config: Config) -> RayOptions:
-    if not isinstance(config.executor, RayOptions):
-        raise FeatxError(f"executor=ray was given the options {config.executor}.")
-    return config.executor
-
-
 EXECUTORS.register(
     Executor(
         name="ray",
         help="Actors of a Ray cluster, or of a Ray that is started on this machine.",
         extra="ray",
         options=RayOptions,
-        check=check,
-        run=run,
+        check=for_options("executor=ray", RayOptions, check),
+        run=for_options("executor=ray", RayOptions, run),
     )
 )
 
@@ -120,6 +112,8 @@ class Actor:
 
 
 class ActorPool(WorkerPool):
+    kind = "actor"
+
     def __init__(
         self, ray: ModuleType, spec: WorkerSpec, session: Session, device: str, options: RayOptions
     ) -> None:
@@ -140,7 +134,7 @@ class ActorPool(WorkerPool):
                 level="warning",
             )
         folder = shared_folder(options, session)
-        super().__init__(spec, session, folder, options.workers or room, "actor")
+        super().__init__(spec, session, folder, options.workers or room)
         self._ray = ray
         self._device = device
         self._actor_type = ray.remote(num_cpus=cpus, num_gpus=gpus)(Actor)
@@ -152,9 +146,6 @@ class ActorPool(WorkerPool):
                 self._head = str(ray.get_runtime_context().gcs_address)
                 self._node = str(ray.get_runtime_context().get_node_id())
         self._answered_at = self._checked_at = time.monotonic()
-
-    def name(self, number: int) -> str:
-        return f"actor {number}"
 
     def start(self, numbers: Sequence[int]) -> None:
         """Start actors; they may have to wait for a node."""

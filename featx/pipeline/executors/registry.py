@@ -21,14 +21,14 @@ class Executor(Member):
     """A place where workers compute the parts of a run.
 
     Attributes:
-        run: computes the missing parts in workers, with a `WorkerPool`; raises RunError if a
-            worker failed, and Interrupted after SIGINT or SIGTERM.
-        check: checks, before images are listed, that the executor can be used with a config; raises
-            MissingExtraError, ConfigError or RunError.
+        run: computes the missing parts in workers, with a `WorkerPool`, by the options of the
+            executor; raises RunError if a worker failed, and Interrupted after SIGINT or SIGTERM.
+        check: checks, before images are listed, that the executor can be used with its options and
+            a config; raises MissingExtraError, ConfigError or RunError.
     """
 
-    run: Callable[[RunContext, Session, WorkerSpec], RunOutcome]
-    check: Callable[[Config], None] = lambda config: None
+    run: Callable[[object, RunContext, Session, WorkerSpec], RunOutcome]
+    check: Callable[[object, Config], None] = lambda options, config: None
 
 
 EXECUTORS: Registry[Executor] = Registry("executor", "featx.pipeline.executors")
@@ -50,8 +50,8 @@ def run_distributed(
     """
     from featx.pipeline.executors.job_folder import worker_spec
 
-    executor = EXECUTORS.get(context.config.executor.name)
+    options = context.config.executor
     spec = worker_spec(context, session, output, config_yaml)
     # Workers load their own copy of the model and need the memory of the device.
     with context.engine.off_device():
-        return executor.run(context, session, spec)
+        return EXECUTORS.get(options.name).run(options, context, session, spec)

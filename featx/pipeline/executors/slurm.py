@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from featx.base import module_command, module_environment
+from featx.base import for_options, module_command, module_environment
 from featx.config import Config, Count, ExecutorConfig, Positive, options
 from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
 from featx.pipeline.executors.job_folder import WorkerSpec, shared_folder
@@ -117,19 +117,13 @@ class SlurmOptions(ExecutorConfig):
         return 60.0 * (self.time_limit_min or DEFAULT_TIME_LIMIT_MIN)
 
 
-def _options(config: Config) -> SlurmOptions:
-    if not isinstance(config.executor, SlurmOptions):
-        raise FeatxError(f"executor=slurm was given the options {config.executor}.")
-    return config.executor
-
-
-def check(config: Config) -> None:
+def check(options: SlurmOptions, config: Config) -> None:
     """Check that Slurm, its controller and the partition are available.
 
     Raises ConfigError if this machine has no Slurm, or the cluster no such partition, and RunError
     if the controller does not answer.
     """
-    if _options(config).mode == "local":
+    if options.mode == "local":
         return
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -141,7 +135,7 @@ def check(config: Config) -> None:
         return  # there is no sinfo: sbatch will report what is wrong
     if code:
         raise _no_controller(error)
-    partition, names = _options(config).partition, sorted(set(out.split()))
+    partition, names = options.partition, sorted(set(out.split()))
     for name in (partition or "").split(","):
         if name and name not in names:
             raise ConfigError(
@@ -150,13 +144,14 @@ def check(config: Config) -> None:
             )
 
 
-def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    options = _options(context.config)
+def run(
+    options: SlurmOptions, context: RunContext, session: Session, spec: WorkerSpec
+) -> RunOutcome:
     folder = shared_folder(options, session)
     device = context.engine.device.type
     if options.mode == "local":
         devices = [device] * (options.workers or _NUM_TASKS)
-        return ProcessPool(spec, session, folder, devices, "task", outlives_driver=True).run()
+        return LocalTasks(spec, session, folder, devices).run()
     return JobArray(spec, session, folder, device, options).run()
 
 
@@ -165,8 +160,8 @@ EXECUTORS.register(
         name="slurm",
         help="Tasks of a Slurm job array, each over neighbouring parts.",
         options=SlurmOptions,
-        check=check,
-        run=run,
+        check=for_options("executor=slurm", SlurmOptions, check),
+        run=for_options("executor=slurm", SlurmOptions, run),
     )
 )
 
@@ -183,9 +178,18 @@ class TaskState(NamedTuple):
         return self.name in _ENDED or self.name.startswith(FORGOTTEN)
 
 
+class LocalTasks(ProcessPool):
+    """Tasks that are processes of this machine."""
+
+    kind = "task"
+    outlives_driver = True
+
+
 class JobArray(WorkerPool):
     """Tasks of Slurm; a task ends early at its time limit, by preemption or by scancel."""
 
+    kind = "task"
+    outlives_driver = True
     poll_s = 2.0
     replacement = "its work is submitted again"
     report_s = 15.0
@@ -198,8 +202,7 @@ class JobArray(WorkerPool):
         device: str,
         options: SlurmOptions,
     ) -> None:
-        num_tasks = options.workers or _NUM_TASKS
-        super().__init__(spec, session, folder, num_tasks, "task", outlives_driver=True)
+        super().__init__(spec, session, folder, options.workers or _NUM_TASKS)
         self._device = device
         self._minutes = options.time_limit_min or DEFAULT_TIME_LIMIT_MIN
         # Option of sbatch -> option of the executor, and its value.

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from featx.pipeline.executors.job_folder import WorkerReport, WorkerSpec, result_path
-from featx.pipeline.executors.worker import TIME_LIMIT, read_spec, run_worker
+from featx.pipeline.executors.job_folder import WorkerReport, WorkerSpec, read_spec, result_path
+from featx.pipeline.executors.worker import TIME_LIMIT, run_worker
 from featx.storage import open_folder
 from featx.store import read_heartbeats
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from featx.base import (
-    SilentProgress,
     differences,
     end_with_parent,
     keep_freed_memory,
@@ -33,11 +31,11 @@ from featx.errors import RunError
 from featx.pipeline.executors.job_folder import (
     SPEC,
     PartClaims,
-    PickledWorkerSpec,
     WorkerError,
     WorkerReport,
     WorkerSpec,
     inherited_parts,
+    read_spec,
     ready_path,
     result_path,
 )
@@ -215,9 +213,7 @@ class PartWorker:
         """Compute and commit parts as the iterable yields them, and add their measurements."""
         self._parts = parts
         self.seconds = self._output.seconds = dict.fromkeys(self._output.seconds, 0.0)
-        figures = run_parts(
-            self._context, self, heartbeat=self._heartbeat, progress=SilentProgress()
-        )
+        figures = run_parts(self._context, self, heartbeat=self._heartbeat, shows_progress=False)
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
         self._report.add(
             WorkerReport(
@@ -294,12 +290,6 @@ def _interrupted_at_end(left_s: float | None) -> Iterator[list[str]]:
             yield ended_by
     finally:
         timer.cancel()
-
-
-def read_spec(folder: Path) -> WorkerSpec:
-    """Read the worker spec that the driver has written to the folder of the workers."""
-    pickled: PickledWorkerSpec = pickle.loads((folder / SPEC).read_bytes())
-    return pickled.open()
 
 
 def main(folder: str, number: str, device: str, parent: str = "") -> None:

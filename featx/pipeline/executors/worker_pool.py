@@ -8,7 +8,6 @@ says how workers start, which of them have ended, and how they are ended.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -23,10 +22,10 @@ from featx.errors import FeatxError, RunError, counted
 from featx.pipeline.executors.job_folder import (
     CLAIMS,
     SPEC,
-    PickledWorkerSpec,
     WorkerError,
     WorkerReport,
     WorkerSpec,
+    dump_spec,
     inherited_parts,
     ready_path,
     release_parts,
@@ -60,12 +59,16 @@ _REPORTS_S = 30.0
 class WorkerPool(ABC):
     """Workers of a run; all methods run in the main thread of the driver.
 
-    The folder is one that all workers see; the pool uses a new folder in it. The kind is what a
-    worker is called: worker, actor or task. `workers` are the numbers of those that have been
-    started and have not ended; `lost` those of workers that have been replaced.
+    The folder is one that all workers see; the pool uses a new folder in it. `workers` are the
+    numbers of those that have been started and have not ended; `lost` those of workers that have
+    been replaced.
     """
 
     progress: Progress
+    kind = "worker"
+    """What a worker is called."""
+    outlives_driver = False
+    """Whether a worker continues when its driver dies."""
     poll_s = 0.5
     """Seconds between two looks at the parts and workers."""
     replacement = "another one takes its place"
@@ -79,16 +82,14 @@ class WorkerPool(ABC):
         session: Session,
         folder: Path,
         num_workers: int,
-        kind: str = "worker",
-        outlives_driver: bool = False,
     ) -> None:
         self.spec = replace(
             spec,
             # No worker of an earlier driver finds the claims of this one. See layout.JOB_GLOB.
             folder=folder / uuid.uuid4().hex[:8],
             num_workers=max(1, min(num_workers, len(spec.parts))),
-            kind=kind,
-            outlives_driver=outlives_driver,
+            kind=self.kind,
+            outlives_driver=self.outlives_driver,
         )
         num_parts, num_rows = len(spec.parts), sum(map(len, spec.parts))
         if 0 < num_parts < num_workers:
@@ -126,9 +127,9 @@ class WorkerPool(ABC):
     def end_workers(self, grace_s: float) -> None:
         """End all workers, after some seconds in which they may commit complete parts."""
 
-    @abstractmethod
     def name(self, number: int) -> str:
         """Name of a worker in messages."""
+        return f"{self.kind} {number}"
 
     def advice(self, number: int, how: str, parts: Sequence[Part]) -> str:
         """Sentences for the error after MAX_DEATHS losses, each after a space."""
@@ -142,7 +143,7 @@ class WorkerPool(ABC):
             Progress(session.num_rows, session.num_committed) as self.progress,
         ):
             disk.make_folder(self.spec.folder / CLAIMS)
-            disk.replace(self.spec.folder / SPEC, pickle.dumps(PickledWorkerSpec(self.spec)))
+            disk.replace(self.spec.folder / SPEC, dump_spec(self.spec))
             try:
                 if self._missing:
                     self._start(range(self.spec.num_workers))
@@ -170,7 +171,7 @@ class WorkerPool(ABC):
             self.end_workers(0.0)
             # An object store may be why the run failed.
             with s3_outage.without_waiting(), contextlib.suppress(FeatxError):
-                if not self.spec.outlives_driver:
+                if not self.outlives_driver:
                     clear_heartbeats(self.session.disk, self.spec.driver)
                 self._find_committed()
 
@@ -314,13 +315,13 @@ class WorkerPool(ABC):
         text = f"{self.name(number)} {how} {where}"
         if self._losses[index] >= MAX_DEATHS:
             raise RunError(
-                f"{text}, the {MAX_DEATHS}rd {self.spec.kind} that did. {RESUME_HINT}"
+                f"{text}, the {MAX_DEATHS}rd {self.kind} that did. {RESUME_HINT}"
                 f"{self.advice(number, how, parts)}"
             )
         self.progress.log(f"{text}; {self.replacement}")
         self.lost.append(number)
         for record in read_heartbeats(self.session.root):
             is_own = record.values["driver"] == self.spec.driver
-            if is_own and record.values["what"].startswith(f"{self.spec.kind} {number} "):
+            if is_own and record.values["what"].startswith(f"{self.kind} {number} "):
                 self.session.disk.remove_best_effort(record.path)
         return successor

@@ -69,8 +69,8 @@ class Probes:
         confusion: (C, C) int64; row i, column j: rows of class i that were predicted as j. None for
             other tasks, and with too many classes.
         leakage_layer: layer in which near-duplicates across the split were searched, or ''.
-        leaked_pairs: (row, training row, cosine) of some of them; none if the test rows are those of
-            another store, or the probe is of another state of this one.
+        leaked_pairs: (row, training row, cosine) of some of them; none if the test rows are of
+            another store, or the probe of another state of this one.
         predicted: contents of predictions.csv for classes, or None if it is missing or of another
             probe.
         values: contents of predictions.csv for numbers and several labels.

@@ -246,6 +246,32 @@ def test_a_probe_of_another_state_says_so() -> None:
     assert "predictions.csv is not as job=probe writes it" in probes_of(store).note
 
 
+def test_near_duplicates_of_a_probe_are_rows_of_this_store() -> None:
+    rng = np.random.default_rng(0)
+    x, other = rng.normal(size=(2, 60, 70)).astype(np.float32)
+    y = np.arange(60) % 3
+    x[8:16], other[5] = x[7], x[17]
+    store = featx.open(write_store(Path("store"), y, x=x))
+    make_labelled({"x": other}, y, ("c0", "c1", "c2")).changed(other=1).write(Path("other"))
+    names = {"method": "ridge", "split": "kfold", "folds": 3}
+    run_job("probe", store="store", device="cpu", probe=names)
+    leaked = {row for pair in probes_of(store).leaked_pairs for row in pair[:2]}
+    assert leaked
+    assert leaked <= {*range(7, 16)}
+    file = Path("store/probe.json")
+    said = json.loads(file.read_text())
+    del said["sha256"]
+    file.write_text(json.dumps({**said, "rows_sha256": "of then"}))
+    assert probes_of(store).leaked_pairs == ()
+    # Row 5 of the other store, which has the key of row 5 of this one, is like row 17.
+    run_job("probe", store="store", device="cpu", probe={"method": "ridge", "test_store": "other"})
+    said = json.loads(file.read_text())
+    assert [list(pair.values())[:2] for pair in said["near_duplicates"]["pairs"]] == [
+        ["00005.jpg", "00017.jpg"]
+    ]
+    assert probes_of(store).leaked_pairs == ()
+
+
 def test_a_probe_of_too_many_classes_for_a_confusion_matrix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import slow_except
 from csv_rows import csv_rows
-from made_store import make_run
+from made_store import make_run, pack_alone
 from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import StandardScaler
 from tiny_model import extract as tiny_extract
@@ -93,6 +93,9 @@ def test_without_layers_it_is_the_layer_of_the_probe(store: featx.FeatureStore) 
     Path("store", layout.PROBE).write_bytes(result_json({"layer": "map"}, 1))
     for job in ("outliers", "duplicates", "neighbors"):
         assert ask(job, layers=None)["layer"] == "map"
+    Path("store").rename("whole")
+    pack_alone(Path("whole"))
+    assert job_result("outliers", store="whole/features.h5", device="cpu")["layer"] == "map"
 
 
 def test_duplicates_of_standardised_values(store: featx.FeatureStore) -> None:

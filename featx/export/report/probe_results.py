@@ -69,7 +69,8 @@ class Probes:
         confusion: (C, C) int64; row i, column j: rows of class i that were predicted as j. None for
             other tasks, and with too many classes.
         leakage_layer: layer in which near-duplicates across the split were searched, or ''.
-        leaked_pairs: (row, training row, cosine) of some of them, in this store.
+        leaked_pairs: (row, training row, cosine) of some of them; none if the test rows are of
+            another store, or the probe of another state of this one.
         predicted: contents of predictions.csv for classes, or None if it is missing or of another
             probe.
         values: contents of predictions.csv for numbers and several labels.
@@ -148,12 +149,14 @@ def probes_of(store: FeatureStore) -> Probes:
             if confusion.shape != (num_classes, num_classes):
                 raise ValueError(f"a confusion matrix of {confusion.shape}, {num_classes} classes")
         row_of = {str(key): row for row, key in enumerate(store.keys.tolist())}
-        leakage = result["near_duplicates"]
-        pairs = [
-            (row_of[each["test"]], row_of[each["training"]], float(each["cosine"]))
-            for each in leakage["pairs"]
-            if each["test"] in row_of and each["training"] in row_of
-        ]
+        leakage, pairs = result["near_duplicates"], []
+        # Keys of another store may be those of other images of this one.
+        if not note and result["split"]["kind"] != "test_store":
+            pairs = [
+                (row_of[each["test"]], row_of[each["training"]], float(each["cosine"]))
+                for each in leakage["pairs"]
+                if each["test"] in row_of and each["training"] in row_of
+            ]
         predicted = None if note else read_predictions(result, folder, row_of)
         return Probes(note, result, confusion, str(leakage["layer"]), tuple(pairs), predicted)
     except (LookupError, TypeError, ValueError, AttributeError, csv.Error) as error:

@@ -13,12 +13,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from featx.base import ModuleHooks, glob_to_regex
+from featx.base import ModuleHooks, ModuleSetting, glob_to_regex
 from featx.errors import LayerError
 from featx.layers.layer_names import split_capture
 from featx.layers.operations import hide_operations
@@ -32,17 +31,22 @@ _PLACES = {_NEED: 4, _AVERAGE: 6}
 """Argument name of nn.MultiheadAttention.forward -> its position."""
 
 
-def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[str]:
-    """Names of the modules whose fused kernel hides requested weights or operations.
+_kernel = ModuleSetting("fused_attn")
 
-    Requests are names, globs and presets of layers, with the kind of capture after a colon.
+
+@contextlib.contextmanager
+def plain_attention(module: nn.Module, requests: Sequence[str]) -> Iterator[list[str]]:
+    """Switch fused kernels that hide requested weights or operations off inside the block.
+
+    Requests are names, globs and presets of layers, with the kind of capture after a colon. The
+    names of the modules with these kernels are yielded.
     """
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    fused = [
-        name
+    fused = {
+        name: m
         for name, m in module.named_modules()
-        if getattr(m, "fused_attn", False) is True or m in _num_plain
-    ]
+        if getattr(m, "fused_attn", False) is True or m in _kernel
+    }
     needed: set[str] = set()
     for request in requests:
         name, capture = split_capture(request)
@@ -54,32 +58,9 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
             needed.update(
                 each for each in fused if any(pattern.fullmatch(f"{each}.{op}") for op in HIDDEN)
             )
-    return [name for name in fused if name in needed]
-
-
-_num_plain: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Module whose fused kernel is off -> number of blocks that need this. Blocks of several threads or
-of generators end in any order, and the last one switches the kernel on."""
-_num_plain_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Switch the fused kernels of the named modules, with `fused_attn`, off inside the block."""
-    modules: list[Any] = [module.get_submodule(name) for name in names]
-    with _num_plain_lock:
-        for fused in modules:
-            _num_plain[fused] = _num_plain.get(fused, 0) + 1
-            fused.fused_attn = False
-    try:
-        yield
-    finally:
-        with _num_plain_lock:
-            for fused in modules:
-                _num_plain[fused] -= 1
-                if not _num_plain[fused]:
-                    fused.fused_attn = True
-                    del _num_plain[fused]
+    plain = [name for name in fused if name in needed]
+    with _kernel.changed({fused[name]: False for name in plain}):
+        yield plain
 
 
 def _dropout(module: nn.Module) -> nn.Module | None:

@@ -13,6 +13,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,13 +113,15 @@ class OperationRecorder(TorchFunctionMode):
         """Return whether the calling thread has entered the recorder."""
         return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
-    def attach(self) -> ModuleHooks:
-        """Attach hooks that track whose forward is running, and return them."""
-        hooks, modules = ModuleHooks(), dict(self._model.named_modules())
-        # Frames begin before the hooks of captures run, and end after them.
-        hooks.add_all(modules, self._begin_frame, first=True)
-        hooks.add_all(modules, self._open_frame, self._end_frame, always=True)
-        return hooks
+    @contextlib.contextmanager
+    def attach(self) -> Iterator[None]:
+        """Attach hooks that track whose forward is running, inside the block."""
+        modules = dict(self._model.named_modules())
+        with ModuleHooks() as hooks:
+            # Frames begin before the hooks of captures run, and end after them.
+            hooks.add_all(modules, self._begin_frame, first=True)
+            hooks.add_all(modules, self._open_frame, self._end_frame, always=True)
+            yield
 
     def reset(self) -> None:
         """Start counting again for a new forward pass."""
@@ -163,7 +166,7 @@ class OperationRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         frame = self._frames.running[-1] if self._frames.running else None
-        if frame is None or not frame.is_open or _unrecorded.is_set:
+        if frame is None or not frame.is_open or _is_hidden.get():
             return result
         if _has_tensor(result) and _has_tensor((args, tuple(kwargs.values()))):
             name = self._free_name(frame.name, plain_name(func))
@@ -212,13 +215,8 @@ def hide_operations() -> contextlib.AbstractContextManager[object]:
     return torch._C.DisableTorchFunction()
 
 
-class _Unrecorded(threading.local):
-    """Whether operations of a thread are hidden from recorders, but not from other modes."""
-
-    is_set = False
-
-
-_unrecorded = _Unrecorded()
+_is_hidden: ContextVar[bool] = ContextVar("is_hidden", default=False)
+"""Whether operations of a thread are hidden from recorders, but not from other modes."""
 
 
 @contextlib.contextmanager
@@ -231,12 +229,12 @@ def user_operations() -> Iterator[None]:
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
         yield
         return
-    before, _unrecorded.is_set = _unrecorded.is_set, True
+    token = _is_hidden.set(True)
     try:
         with torch._C._EnableTorchFunction():
             yield
     finally:
-        _unrecorded.is_set = before
+        _is_hidden.reset(token)
 
 
 def _is_closed(module: nn.Module) -> bool:

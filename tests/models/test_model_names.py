@@ -17,7 +17,8 @@ from featx.config import (
 )
 from featx.errors import ConfigError, FeatxError, ModelError
 from featx.models import LIBRARIES, build_backbone, hint, read_catalogue, resolve_library
-from featx.models.catalogue import is_known, known_names
+from featx.models.catalogue import known_names
+from featx.models.libraries import ModelLibrary
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -45,24 +46,23 @@ def test_timm_names_are_those_it_registers() -> None:
 
 def test_a_library_that_is_not_installed_has_no_names() -> None:
     assert known_names("no_such_library_anywhere", lambda: ["net"]) == frozenset()
-    assert not is_known("no_such_library_anywhere", "resnet18", lambda: ["resnet18"])
 
 
 def test_another_version_of_a_library_lists_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda package: "99.0")
     names = known_names("timm", lambda: ["brand_new_net"])
     assert names == read_catalogue().left_out["timm"] | {"brand_new_net"}
-    assert is_known("timm", "brand_new_net", lambda: ["brand_new_net"])
-    assert not is_known("timm", "no_such_net", list)
 
 
 def test_a_name_of_the_file_imports_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Imported(ModelLibrary[ModelConfig]):
+        def own_names(self) -> list[str]:
+            raise AssertionError("the library was imported")
+
     monkeypatch.setattr("importlib.metadata.version", lambda package: "99.0")
-
-    def fail() -> list[str]:
-        raise AssertionError("the library was imported")
-
-    assert is_known("timm", "resnet18", fail)
+    assert Imported("timm", "Models of timm.").knows("resnet18")
+    with pytest.raises(AssertionError, match="was imported"):
+        Imported("timm", "Models of timm.").knows("no_such_net")
 
 
 @pytest.mark.parametrize(

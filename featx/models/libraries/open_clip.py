@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from featx.base import import_extra
 from featx.config import CheckpointConfig, ModelConfig, TransformConfig, check_weights_like, options
 from featx.errors import ConfigError, ModelError, WeightsError, first_line, nearest, one_line
-from featx.models.catalogue import hint_elsewhere, known_names
+from featx.models.catalogue import hint_elsewhere
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import timm_stages
@@ -94,15 +94,10 @@ class OpenClip(ModelLibrary[OpenClipOptions]):
         """The architecture with open_clip's initialisation."""
         return random_tower(source_of(config), seed)
 
-    def names(self) -> Collection[str]:
+    def own_names(self) -> list[str]:
         """Return the names of the architectures."""
-        return known_names("open_clip", _own_names)
-
-
-def _own_names() -> list[str]:
-    """Return the names of the architectures."""
-    names: list[str] = import_open_clip().list_models()
-    return names
+        names: list[str] = import_open_clip().list_models()
+        return names
 
 
 def import_open_clip() -> ModuleType:

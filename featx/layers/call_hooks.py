@@ -75,13 +75,11 @@ class RunningCalls(threading.local):
     Attributes:
         opened: the calls that have not ended, innermost last. After an exception these are the
             calls that it interrupted.
-        inputs: call -> tensors among its arguments, for calls that have not ended.
         num_ended: name of a module -> number of its calls that have ended.
     """
 
     def __init__(self) -> None:
         self.opened: list[OpenCall] = []
-        self.inputs: dict[OpenCall, list[torch.Tensor]] = {}
         self.num_ended: dict[str, int] = {}
 
 
@@ -150,18 +148,16 @@ def every_call(
             return
         if name == "":  # a new pass; an exception may have interrupted the one before
             running.opened.clear()
-            running.inputs.clear()
             running.num_ended.clear()
         # A checkpoint interrupts the calls that it runs again once it has what it needs of them.
         backward = torch._C._current_graph_task_id()
         while running.opened and running.opened[-1].backward not in (-1, backward):
-            running.inputs.pop(running.opened.pop(), None)
+            running.opened.pop()
         call = OpenCall(name, module, running.opened[-1] if running.opened else None, backward)
         running.opened.append(call)
         arguments = [*args, *kwargs.values()]
         if on_gradient is not None and torch.is_grad_enabled():
-            running.inputs[call] = list(elements(arguments).values())
-            for edge in edges_of(running.inputs[call]):
+            for edge in edges_of(elements(arguments).values()):
                 edge.consumers.append(call)
         begin(call, arguments)
 
@@ -170,11 +166,11 @@ def every_call(
             return None
         running.num_ended[name] = running.num_ended.get(name, 0) + 1
         while (call := running.opened.pop()).module is not module:
-            running.inputs.pop(call, None)  # the model caught an exception from this inner call
+            pass  # the model caught an exception from this inner call
         end(call, running.num_ended[name], output)
-        if call not in running.inputs or not torch.is_grad_enabled():
+        if on_gradient is None or not torch.is_grad_enabled():
             return None
-        output = _with_own_nodes(output, running.inputs.pop(call))
+        output = _with_own_nodes(output, [*args, *kwargs.values()])
         for edge in edges_of(elements(output).values()):
             edge.producers.append(call)
         return output
@@ -186,13 +182,13 @@ def every_call(
         yield running
 
 
-def _with_own_nodes(output: object, inputs: Sequence[torch.Tensor]) -> object:
+def _with_own_nodes(output: object, arguments: object) -> object:
     """Return the output of a module with nodes of their own for views, whose gradients are read.
 
     An output that is a view of an input stays one: the model may read the input again after it has
     changed the output in place, and the gradient of that change must not be lost.
     """
-    bases = [x._base if x._is_view() else x for x in inputs]
+    bases = [x._base if x._is_view() else x for x in elements(arguments).values()]
     for path, tensor in elements(output).items():
         is_of_input = any(tensor._base is base for base in bases)
         if tensor.requires_grad and tensor._is_view() and not is_of_input:

@@ -10,6 +10,7 @@ control flow.
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -31,21 +32,6 @@ from featx.base import ModuleHooks
 
 OnOperation = Callable[[str, str, Callable[..., object], object], object]
 """Callback (name, dotted name of the module, function, result); it may return another result."""
-
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-)
-"""Names of Python operators that exist in reflected and in-place forms as well."""
 
 _AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"}
 """PyTorch's name for `a / b`, `a % b`, `a & b`, `a | b` -> the name in Python's `operator` module,
@@ -192,8 +178,8 @@ def plain_name(function: Any) -> str:
         return str(function.__self__.__name__)
     if name.startswith("__"):
         name = name.strip("_")
-        if name[:1] in ("r", "i") and name[1:] in _OPERATORS:
-            name = name[1:]
+        if name[:1] in ("r", "i") and hasattr(operator, f"__{name[1:]}__"):
+            name = name[1:]  # the reflected form, or the one in place
         return _AS_OPERATOR.get(name, name)
     name = name.rstrip("_") or name
     is_method = getattr(torch.Tensor, name, None) is not None and not hasattr(function, "__self__")

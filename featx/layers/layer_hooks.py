@@ -52,13 +52,13 @@ def path_to(value: object, point: CapturePoint) -> ElementPath:
 
     Raises LayerError if it does not exist, or the capture point is ambiguous.
     """
+    if isinstance(value, torch.Tensor) and point.path == ():
+        return ()
     return pick_path(point.name, shapes_of(value), point.path)
 
 
 def pick(value: object, point: CapturePoint) -> torch.Tensor:
     """The tensor of a nested value that a capture point means; raises as `path_to`."""
-    if isinstance(value, torch.Tensor) and point.path == ():
-        return value
     return elements(value)[path_to(value, point)]
 
 
@@ -352,7 +352,9 @@ class LayerHooks:
         """Take tensors of a value; return it with those that replace others, or None."""
         record, changed = self._records.current, None
         for point in points:
-            tensor = pick(value if changed is None else changed, point)
+            now = value if changed is None else changed
+            path = path_to(now, point)
+            tensor = elements(now)[path]
             with hide_operations():
                 if point.is_gradient:
                     new = self._follow(record, point, tensor)
@@ -360,8 +362,7 @@ class LayerHooks:
                     new = self.take(record, point, tensor)
                     record.fired.append(point.name)
             if new is not None and new is not tensor:
-                value = value if changed is None else changed
-                changed = with_element(value, path_to(value, point), new)
+                changed = with_element(now, path, new)
         if points:
             self.end_call(record)
         return changed

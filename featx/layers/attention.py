@@ -27,8 +27,6 @@ HIDDEN = ("matmul", "matmul_1", "softmax")
 
 _NEED, _AVERAGE = "need_weights", "average_attn_weights"
 """Arguments of nn.MultiheadAttention.forward that decide about its weights."""
-_PLACES = {_NEED: 4, _AVERAGE: 6}
-"""Argument name of nn.MultiheadAttention.forward -> its position."""
 
 
 _kernel = ModuleSetting("fused_attn")
@@ -71,7 +69,7 @@ def _dropout(module: nn.Module) -> nn.Module | None:
 
 def _is_multihead(module: nn.Module) -> bool:
     """Return whether a module is nn.MultiheadAttention, or a subclass that is called like it."""
-    return isinstance(module, nn.MultiheadAttention) and _PLACES.keys() <= (
+    return isinstance(module, nn.MultiheadAttention) and {_NEED, _AVERAGE} <= (
         inspect.signature(module.forward).parameters.keys()
     )
 
@@ -125,19 +123,14 @@ def _hook_multihead(
     The caller of the module receives weights only if it asked for them, averaged if it asked so:
     the model computes as without the hooks.
     """
-    requests = _CallArguments()
+    requests, signature = _CallArguments(), inspect.signature(module.forward)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> object:
-        given = {_NEED: True, _AVERAGE: True}  # the defaults of forward
-        given |= {key: kwargs[key] for key in given if key in kwargs}
-        given |= {key: args[place] for key, place in _PLACES.items() if place < len(args)}
-        requests.calls.append((bool(given[_NEED]), bool(given[_AVERAGE])))
-        forced = {_NEED: True, _AVERAGE: False}
-        forced_positional = {
-            _PLACES[key]: value for key, value in forced.items() if _PLACES[key] < len(args)
-        }
-        args = tuple(forced_positional.get(place, value) for place, value in enumerate(args))
-        return args, {**kwargs, **{k: v for k, v in forced.items() if _PLACES[k] >= len(args)}}
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        requests.calls.append((bool(bound.arguments[_NEED]), bool(bound.arguments[_AVERAGE])))
+        bound.arguments |= {_NEED: True, _AVERAGE: False}
+        return bound.args, bound.kwargs
 
     def after(module: nn.Module, args: object, kwargs: object, output: Any) -> object:
         value, weights = output

@@ -222,6 +222,19 @@ def test_a_layer_unfrozen_or_added_inside_the_block_is_clamped_from_its_first_st
     assert hooks_of(model) == 0
 
 
+def test_a_layer_added_in_front_between_two_passes_of_a_step_is_no_update() -> None:
+    model = nn.Sequential(*net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model) as log:
+        loss_of(model).backward()
+        optimizer.step()
+        loss_of(model).backward()
+        model.insert(0, nn.Linear(6, 6))
+        loss_of(model).backward()
+        optimizer.step()
+    assert len(log.steps) == 2
+
+
 def test_of_two_optimizers_each_has_the_norm_of_its_own_parameters() -> None:
     model = net()
     first = torch.optim.SGD(model[:2].parameters(), lr=0.1)

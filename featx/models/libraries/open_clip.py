@@ -51,13 +51,7 @@ class OpenClipOptions(ModelConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Choice and conversion of the tensors of a file in model.weights."""
 
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError(
-                "model=open_clip needs model.name=NAME, such as ViT-B-32, or model.name=FOLDER "
-                "with open_clip_config.json."
-            )
-        super().__post_init__()
+    needs = "model.name=NAME, such as ViT-B-32, or model.name=FOLDER with open_clip_config.json"
 
 
 class OpenClip(ModelLibrary[OpenClipOptions]):

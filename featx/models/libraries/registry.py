@@ -129,13 +129,6 @@ class _Libraries(Registry[AnyLibrary]):
 LIBRARIES = _Libraries("model.library", "featx.models.libraries", "featx.models")
 """All model libraries by their names."""
 
-LIBRARIES.register(
-    ModelLibrary(
-        AUTO_LIBRARY,
-        "The first of packaged, torchvision, timm and added libraries that knows the name.",
-    )
-)
-
 
 def resolve_library(config: ModelConfig) -> AnyLibrary:
     """Return the library to which a model belongs.

@@ -225,7 +225,6 @@ class LoopHooks(LayerHooks):
         self._stack.enter_context(self.recording)
 
     def _begin(self, module: nn.Module, args: object, kwargs: object) -> None:
-        """Start a pass."""
         if not is_recomputed():
             self._refuse_replaced()
             self.reset()
@@ -257,7 +256,6 @@ class LoopHooks(LayerHooks):
                     )
 
     def _end(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        """End a pass."""
         self.end_pass(output)
 
     def why_unseen(self) -> str:

@@ -167,7 +167,6 @@ class CallLog:
         call.data.started_at = self._now()
 
     def _end(self, call: OpenCall, number: int, output: object) -> None:
-        """Record a call."""
         tensors = list(elements(output).values())
         milliseconds = 1e3 * (self._now(tensors) - call.data.started_at)
         with self._logging():

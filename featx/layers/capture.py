@@ -147,7 +147,6 @@ class _CaptureHooks(LoopHooks):
         return super().take_all(points, value)
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
-        """Put a tensor into the record."""
         self._add(record, point, _Call(point, tensor))
 
     def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], None]:

@@ -91,7 +91,6 @@ def check_calls(
 
 
 def _times(count: int) -> str:
-    """A number of calls in words."""
     return {0: "not at all", 1: "once"}.get(count, f"{count} times")
 
 

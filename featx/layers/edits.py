@@ -86,7 +86,6 @@ class _EditHooks(LoopHooks):
     def points_of_call(
         self, key: tuple[int, str], points: list[CapturePoint]
     ) -> list[CapturePoint]:
-        """Return the edits of a call."""
         if not self.record.is_open and (numbered := [p for p in points if p.call is not None]):
             raise LayerError(
                 f"{numbered[0].name}: calls are counted inside a call of the model itself, "
@@ -96,7 +95,6 @@ class _EditHooks(LoopHooks):
         return super().points_of_call(key, points)
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the replacement of a tensor."""
         self._used.add(point.name)
         with user_operations():
             new: object = self._edits[point.name](tensor)

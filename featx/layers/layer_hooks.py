@@ -277,7 +277,6 @@ class LayerHooks:
                 hooks.add(hooked, note, self._after(key, points), first=self.runs_first)
 
     def _before(self, key: _Key, points: list[CapturePoint], _: Any, args: Any, kwargs: Any) -> Any:
-        """Hook before a module."""
         arguments = self._see(key, points, [*args, *kwargs.values()])
         if arguments is None:
             return None
@@ -290,7 +289,6 @@ class LayerHooks:
         self.record.given[_call_of(module)] = [(tensor, version_of(tensor)) for tensor in inputs]
 
     def _after(self, key: _Key, points: list[CapturePoint]) -> After:
-        """Hook after a module."""
         return lambda module, args, kwargs, output: self._see(key, points, output)
 
     def _see(self, key: _Key, points: list[CapturePoint], value: object) -> Any:

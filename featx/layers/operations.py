@@ -116,7 +116,6 @@ class OperationRecorder(TorchFunctionMode):
         self._frames.counts.clear()
 
     def _begin_frame(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
-        """Push a frame."""
         frames = self._frames
         if not frames.running:
             # Outside a call of the model itself, each call of a module counts its own operations.
@@ -140,7 +139,6 @@ class OperationRecorder(TorchFunctionMode):
             pass
 
     def _pop_frame(self) -> str:
-        """Pop a frame, and return its name."""
         frame = self._frames.running.pop()
         if frame.is_entry:
             self.__exit__()

@@ -142,7 +142,6 @@ class Custom(ModelLibrary[CustomOptions]):
 
 
 def _call_factory(config: CustomOptions, seed: int) -> nn.Module:
-    """Return the module that the factory makes with this seed."""
     from featx.models.base import seeded
     from featx.models.user_code import refuse_other_objects
 

@@ -150,7 +150,6 @@ def source_of(config: OpenClipOptions) -> ClipSource:
 
 
 def _source_of_folder(config: OpenClipOptions) -> ClipSource:
-    """Return the model of a folder with open_clip_config.json."""
     folder = Path(config.name.removeprefix(LOCAL)).expanduser()
     if not (folder / _CONFIG).is_file():
         raise WeightsError(

@@ -183,17 +183,18 @@ class GradientLog:
     def _note_versions(self, *_: object) -> None:
         # The first pass of a lazy module writes its parameters, and a model those of its frozen
         # momentum encoder.
-        self._versions = [
-            None if is_lazy(p) or not p.requires_grad else p._version
+        self._versions = {
+            id(p): p._version
             for p in self._model.parameters()
-        ]
+            if p.requires_grad and not is_lazy(p)
+        }
 
     def _check_versions(self) -> None:
         """Raise a RunError if parameters changed after a backward pass without a step."""
         before = self._versions
         self._note_versions()
-        pairs = zip(before, self._versions, strict=False)
-        if (self._flow or self._arrived) and any(None not in (a, b) and a != b for a, b in pairs):
+        is_changed = any(before.get(key, now) != now for key, now in self._versions.items())
+        if is_changed and (self._flow or self._arrived):
             raise RunError(
                 "the parameters were changed after a backward pass, but no step of a torch.optim "
                 "optimizer was seen, so nothing was judged or clipped by norm. Call log.step() "

@@ -46,6 +46,7 @@ from .machine import resident_memory as resident_memory
 from .machine import take_cpus as take_cpus
 from .module_hooks import After as After
 from .module_hooks import ModuleHooks as ModuleHooks
+from .module_hooks import ModuleSetting as ModuleSetting
 from .module_hooks import ObservingMode as ObservingMode
 from .module_hooks import TensorHooks as TensorHooks
 from .module_hooks import refuse_scripted as refuse_scripted

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import jit, nn
@@ -44,11 +45,8 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-class ModuleHooks:
+class ModuleHooks(contextlib.ExitStack):
     """Hooks on modules; a context manager that removes them."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
 
     def add(
         self,
@@ -65,17 +63,15 @@ class ModuleHooks:
         also if the call raises an exception.
         """
         if before is not None:
-            hook = _Hook(module, before)
-            self._handles.append(
-                module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+            handle = module.register_forward_pre_hook(
+                _Hook(module, before), prepend=first, with_kwargs=True
             )
+            self.callback(handle.remove)
         if after is not None:
-            hook = _Hook(module, after)
-            self._handles.append(
-                module.register_forward_hook(
-                    hook, prepend=first, with_kwargs=True, always_call=always
-                )
+            handle = module.register_forward_hook(
+                _Hook(module, after), prepend=first, with_kwargs=True, always_call=always
             )
+            self.callback(handle.remove)
 
     def add_all(
         self,
@@ -87,25 +83,48 @@ class ModuleHooks:
         always: bool = False,
     ) -> None:
         """Register hooks of several modules; their functions take the name as first argument."""
+        for name, module in modules.items():
+            named = [each and functools.partial(each, name) for each in (before, after)]
+            self.add(module, *named, first=first, always=always)
+
+
+class ModuleSetting:
+    """An attribute of modules that has another value while any block needs it.
+
+    Blocks of several threads, or of generators, end in any order: the first one saves the value of
+    a module, and the last one restores it.
+    """
+
+    def __init__(self, attribute: str) -> None:
+        self._attribute = attribute
+        self._lock = threading.Lock()
+        # Module -> its own value, and the number of blocks.
+        self._saved: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Return whether a block has changed a module."""
+        return module in self._saved
+
+    @contextlib.contextmanager
+    def changed(self, values: Mapping[nn.Module, object]) -> Iterator[list[nn.Module]]:
+        """Give modules other values inside the block; yields those that did not have them."""
+        with self._lock:
+            own = {module: getattr(module, self._attribute) for module in values}
+            changed = [m for m, value in values.items() if m in self._saved or own[m] != value]
+            for module in changed:
+                value, num_blocks = self._saved.get(module, (own[module], 0))
+                self._saved[module] = value, num_blocks + 1
+                setattr(module, self._attribute, values[module])
         try:
-            for name, module in modules.items():
-                named = [each and functools.partial(each, name) for each in (before, after)]
-                self.add(module, *named, first=first, always=always)
-        except BaseException:
-            self.remove()
-            raise
-
-    def remove(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def __enter__(self) -> ModuleHooks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+            yield changed
+        finally:
+            with self._lock:
+                for module in changed:
+                    value, num_blocks = self._saved.pop(module)
+                    if num_blocks > 1:
+                        self._saved[module] = value, num_blocks - 1
+                    else:
+                        setattr(module, self._attribute, value)
 
 
 class TensorHooks:
@@ -116,10 +135,8 @@ class TensorHooks:
         self._prune_at = 1024
         self._lock = threading.Lock()
 
-    def add(
-        self, tensor: torch.Tensor, function: Callable[[torch.Tensor], object]
-    ) -> RemovableHandle:
-        """Register a hook on a tensor that requires gradients, and return its handle."""
+    def add(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], object]) -> None:
+        """Register a hook on a tensor that requires gradients."""
         # torch 2.14 crashes in register_hook on a view whose base was changed in place, unless
         # this attribute has renewed its node.
         _ = tensor.grad_fn
@@ -129,14 +146,14 @@ class TensorHooks:
             # the states of nn.LSTM, or a part of torch.chunk.
             return None if gradient is None else function(gradient)
 
-        return self._keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+        self._keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def add_to_written_view(
         self,
-        base: torch.Tensor,
         node: torch.autograd.graph.Node | None,
         place: tuple[Sequence[int], Sequence[int], int],
         function: Callable[[torch.Tensor], object],
+        base: torch.Tensor,
     ) -> None:
         """Register a hook for the gradient of a view as it was before a write in place.
 
@@ -160,26 +177,21 @@ class TensorHooks:
 
         self._keep(written.register_hook(hook))
 
-    def _keep(self, handle: RemovableHandle) -> RemovableHandle:
+    def _keep(self, handle: RemovableHandle) -> None:
         """Keep a handle, and forget those that can no longer fire."""
         with self._lock:
             self._handles.append(handle)
             if len(self._handles) >= self._prune_at:
                 # A handle refers weakly to the hooks of its tensor, which exist as long as its
                 # graph.
-                kept = [each for each in self._handles if each.hooks_dict_ref() is not None]
-                self._handles = kept
+                self._handles = [h for h in self._handles if h.hooks_dict_ref() is not None]
                 self._prune_at = 2 * len(self._handles) + 1024
-        return handle
 
     def remove(self) -> None:
         """Remove all hooks, also from graphs that still exist."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def __len__(self) -> int:
-        return len(self._handles)
 
 
 def refuse_scripted(modules: Mapping[str, nn.Module]) -> None:

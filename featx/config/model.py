@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Len, Lt
 
@@ -132,11 +132,14 @@ class ModelConfig:
     window: WindowConfig = field(default_factory=WindowConfig)
     """Windows in which images larger than the input of the model go through it."""
 
+    required: ClassVar[tuple[str, ...]] = ("name",)
+    """Options that have to be given, if they have no default."""
+    needs: ClassVar[str] = "model.name=NAME, the name of a model of this library"
+    """What they are, for the message that one of them is missing."""
+
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError(
-                f"model={self.library} needs model.name=NAME, the name of a model of this library."
-            )
+        if not all(getattr(self, option) for option in self.required):
+            raise ConfigError(f"model={self.library} needs {self.needs}.")
         if self.weights == "None":  # as Python writes it; no library has a tag of this name
             object.__setattr__(self, "weights", None)
         if self.init == "reset" and self.weights is None:

@@ -19,7 +19,6 @@ from featx.layers import (
     Trace,
     are_weights,
     is_exposed,
-    needs_plain_attention,
     no_fast_path,
     plain_attention,
     trace_forward,
@@ -75,9 +74,8 @@ class DeviceModel:
 
     def trace(self, requests: Sequence[str] = ()) -> Trace:
         """Record every call of a module and every operation in one forward pass over noise."""
-        fused = needs_plain_attention(self.module, requests)
-        self._settings.enter_context(plain_attention(self.module, fused))
-        self.plain_modules += fused
+        plain = plain_attention(self.module, requests)
+        self.plain_modules += self._settings.enter_context(plain)
         x, backbone = self.noise(_TRACE_BATCH), self.backbone
         with self.named_failure(x):
             self.traced = trace_forward(self.module, x)

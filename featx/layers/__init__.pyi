@@ -1,6 +1,5 @@
 from .attention import are_weights as are_weights
 from .attention import check_weights as check_weights
-from .attention import needs_plain_attention as needs_plain_attention
 from .attention import plain_attention as plain_attention
 from .call_hooks import Edge as Edge
 from .call_hooks import OpenCall as OpenCall

@@ -13,12 +13,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from featx.base import ModuleHooks, glob_to_regex
+from featx.base import ModuleHooks, ModuleSetting, glob_to_regex
 from featx.errors import LayerError
 from featx.layers.layer_names import split_capture
 from featx.layers.operations import hide_operations
@@ -28,21 +27,24 @@ HIDDEN = ("matmul", "matmul_1", "softmax")
 
 _NEED, _AVERAGE = "need_weights", "average_attn_weights"
 """Arguments of nn.MultiheadAttention.forward that decide about its weights."""
-_PLACES = {_NEED: 4, _AVERAGE: 6}
-"""Argument name of nn.MultiheadAttention.forward -> its position."""
 
 
-def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[str]:
-    """Names of the modules whose fused kernel hides requested weights or operations.
+_kernel = ModuleSetting("fused_attn")
 
-    Requests are names, globs and presets of layers, with the kind of capture after a colon.
+
+@contextlib.contextmanager
+def plain_attention(module: nn.Module, requests: Sequence[str]) -> Iterator[list[str]]:
+    """Switch fused kernels that hide requested weights or operations off inside the block.
+
+    Requests are names, globs and presets of layers, with the kind of capture after a colon. The
+    names of the modules with these kernels are yielded.
     """
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    fused = [
-        name
+    fused = {
+        name: m
         for name, m in module.named_modules()
-        if getattr(m, "fused_attn", False) is True or m in _num_plain
-    ]
+        if getattr(m, "fused_attn", False) is True or m in _kernel
+    }
     needed: set[str] = set()
     for request in requests:
         name, capture = split_capture(request)
@@ -54,32 +56,9 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
             needed.update(
                 each for each in fused if any(pattern.fullmatch(f"{each}.{op}") for op in HIDDEN)
             )
-    return [name for name in fused if name in needed]
-
-
-_num_plain: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Module whose fused kernel is off -> number of blocks that need this. Blocks of several threads or
-of generators end in any order, and the last one switches the kernel on."""
-_num_plain_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Switch the fused kernels of the named modules, with `fused_attn`, off inside the block."""
-    modules: list[Any] = [module.get_submodule(name) for name in names]
-    with _num_plain_lock:
-        for fused in modules:
-            _num_plain[fused] = _num_plain.get(fused, 0) + 1
-            fused.fused_attn = False
-    try:
-        yield
-    finally:
-        with _num_plain_lock:
-            for fused in modules:
-                _num_plain[fused] -= 1
-                if not _num_plain[fused]:
-                    fused.fused_attn = True
-                    del _num_plain[fused]
+    plain = [name for name in fused if name in needed]
+    with _kernel.changed({fused[name]: False for name in plain}):
+        yield plain
 
 
 def _dropout(module: nn.Module) -> nn.Module | None:
@@ -90,7 +69,7 @@ def _dropout(module: nn.Module) -> nn.Module | None:
 
 def _is_multihead(module: nn.Module) -> bool:
     """Return whether a module is nn.MultiheadAttention, or a subclass that is called like it."""
-    return isinstance(module, nn.MultiheadAttention) and _PLACES.keys() <= (
+    return isinstance(module, nn.MultiheadAttention) and {_NEED, _AVERAGE} <= (
         inspect.signature(module.forward).parameters.keys()
     )
 
@@ -144,19 +123,14 @@ def _hook_multihead(
     The caller of the module receives weights only if it asked for them, averaged if it asked so:
     the model computes as without the hooks.
     """
-    requests = _CallArguments()
+    requests, signature = _CallArguments(), inspect.signature(module.forward)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> object:
-        given = {_NEED: True, _AVERAGE: True}  # the defaults of forward
-        given |= {key: kwargs[key] for key in given if key in kwargs}
-        given |= {key: args[place] for key, place in _PLACES.items() if place < len(args)}
-        requests.calls.append((bool(given[_NEED]), bool(given[_AVERAGE])))
-        forced = {_NEED: True, _AVERAGE: False}
-        forced_positional = {
-            _PLACES[key]: value for key, value in forced.items() if _PLACES[key] < len(args)
-        }
-        args = tuple(forced_positional.get(place, value) for place, value in enumerate(args))
-        return args, {**kwargs, **{k: v for k, v in forced.items() if _PLACES[k] >= len(args)}}
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        requests.calls.append((bool(bound.arguments[_NEED]), bool(bound.arguments[_AVERAGE])))
+        bound.arguments |= {_NEED: True, _AVERAGE: False}
+        return bound.args, bound.kwargs
 
     def after(module: nn.Module, args: object, kwargs: object, output: Any) -> object:
         value, weights = output

@@ -9,16 +9,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from featx.base import ModuleHooks, TensorHooks, elements, log_message, refuse_scripted
+from featx.base import (
+    ModuleHooks,
+    ModuleSetting,
+    TensorHooks,
+    elements,
+    log_message,
+    refuse_scripted,
+)
 from featx.errors import LayerError
+from featx.layers.attention import plain_attention
 from featx.layers.layer_hooks import LayerHooks, with_element
+from featx.layers.layer_names import names_of
 from featx.layers.own_nodes import own_node
 from featx.layers.trace import CapturePoint
 
@@ -61,35 +69,17 @@ class Edge:
     consumers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=64))
 
 
-class _WatchedView(NamedTuple):
-    """A view whose gradient is followed, until something is written to the memory behind it.
-
-    Attributes:
-        edge: edge of the view.
-        place: its size and strides, and its offset in the tensor that it is a view of.
-        version: version of both.
-        node: `grad_fn` of that tensor.
-    """
-
-    edge: Edge
-    place: tuple[Sequence[int], Sequence[int], int]
-    version: int
-    node: torch.autograd.graph.Node | None
-
-
 class RunningCalls(threading.local):
     """Calls of the pass of one thread; each thread sees its own.
 
     Attributes:
         opened: the calls that have not ended, innermost last. After an exception these are the
             calls that it interrupted.
-        inputs: call -> tensors among its arguments, for calls that have not ended.
         num_ended: name of a module -> number of its calls that have ended.
     """
 
     def __init__(self) -> None:
         self.opened: list[OpenCall] = []
-        self.inputs: dict[OpenCall, list[torch.Tensor]] = {}
         self.num_ended: dict[str, int] = {}
 
 
@@ -124,31 +114,33 @@ def every_call(
     refuse_scripted(modules)
     running = RunningCalls()
     tensor_hooks = TensorHooks()
-    edges = WeakTensorKeyDictionary()
-    views = WeakTensorKeyDictionary()
+    edges = WeakTensorKeyDictionary()  # tensor -> its version, and its edge
+    views = WeakTensorKeyDictionary()  # tensor -> version at which a view of it was seen, and what
+    # follows the gradient of the view once something is written to their memory
 
     def edges_of(tensors: Iterable[torch.Tensor]) -> Iterator[Edge]:
         for tensor in tensors:
             if on_gradient is None or not tensor.requires_grad:
                 continue
             base = tensor if tensor._base is None else tensor._base
-            views_of_base: list[_WatchedView] = views.setdefault(base, [])  # type: ignore[no-untyped-call]
-            while views_of_base and views_of_base[0].version != base._version:
-                view = views_of_base.pop(0)
-                tensor_hooks.add_to_written_view(
-                    base, view.node, view.place, functools.partial(on_gradient, view.edge)
-                )
+            views_of_base: list[Any] = views.setdefault(base, [])  # type: ignore[no-untyped-call]
+            while views_of_base and views_of_base[0][0] != base._version:
+                _, follow_written = views_of_base.pop(0)
+                follow_written(base)
             # A write in place makes it a different tensor for autograd, with other hooks.
             version, edge = edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
             if edge is None or version != tensor._version:
                 edge = Edge()
-                tensor_hooks.add(tensor, functools.partial(on_gradient, edge))
+                receive = functools.partial(on_gradient, edge)
+                tensor_hooks.add(tensor, receive)
                 edges[tensor] = tensor._version, edge
                 if tensor is not base:
                     offset = int(tensor.storage_offset() - base.storage_offset())
                     place = tensor.size(), tensor.stride(), offset
-                    view = _WatchedView(edge, place, base._version, base.grad_fn)
-                    views_of_base.append(view)
+                    follow_written = functools.partial(
+                        tensor_hooks.add_to_written_view, base.grad_fn, place, receive
+                    )
+                    views_of_base.append((base._version, follow_written))
             yield edge
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -156,18 +148,16 @@ def every_call(
             return
         if name == "":  # a new pass; an exception may have interrupted the one before
             running.opened.clear()
-            running.inputs.clear()
             running.num_ended.clear()
         # A checkpoint interrupts the calls that it runs again once it has what it needs of them.
         backward = torch._C._current_graph_task_id()
         while running.opened and running.opened[-1].backward not in (-1, backward):
-            running.inputs.pop(running.opened.pop(), None)
+            running.opened.pop()
         call = OpenCall(name, module, running.opened[-1] if running.opened else None, backward)
         running.opened.append(call)
         arguments = [*args, *kwargs.values()]
         if on_gradient is not None and torch.is_grad_enabled():
-            running.inputs[call] = list(elements(arguments).values())
-            for edge in edges_of(running.inputs[call]):
+            for edge in edges_of(elements(arguments).values()):
                 edge.consumers.append(call)
         begin(call, arguments)
 
@@ -176,11 +166,11 @@ def every_call(
             return None
         running.num_ended[name] = running.num_ended.get(name, 0) + 1
         while (call := running.opened.pop()).module is not module:
-            running.inputs.pop(call, None)  # the model caught an exception from this inner call
+            pass  # the model caught an exception from this inner call
         end(call, running.num_ended[name], output)
-        if call not in running.inputs or not torch.is_grad_enabled():
+        if on_gradient is None or not torch.is_grad_enabled():
             return None
-        output = _with_own_nodes(output, running.inputs.pop(call))
+        output = _with_own_nodes(output, [*args, *kwargs.values()])
         for edge in edges_of(elements(output).values()):
             edge.producers.append(call)
         return output
@@ -192,13 +182,13 @@ def every_call(
         yield running
 
 
-def _with_own_nodes(output: object, inputs: Sequence[torch.Tensor]) -> object:
+def _with_own_nodes(output: object, arguments: object) -> object:
     """Return the output of a module with nodes of their own for views, whose gradients are read.
 
     An output that is a view of an input stays one: the model may read the input again after it has
     changed the output in place, and the gradient of that change must not be lost.
     """
-    bases = [x._base if x._is_view() else x for x in inputs]
+    bases = [x._base if x._is_view() else x for x in elements(arguments).values()]
     for path, tensor in elements(output).items():
         is_of_input = any(tensor._base is base for base in bases)
         if tensor.requires_grad and tensor._is_view() and not is_of_input:
@@ -218,21 +208,23 @@ class LoopHooks(LayerHooks):
         has_run: whether the model itself has been called.
     """
 
-    def __init__(
-        self, model: nn.Module, points: Sequence[CapturePoint], optional: Collection[str] = ()
-    ) -> None:
-        super().__init__(model, points, optional, per_thread=True)
+    in_loop = True
+
+    def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
+        super().__init__(model, points)
+        self._requests = names_of(points)
         self.threads: set[int] = set()
         self.has_run = False
 
     def _attach(self, hooks: ModuleHooks) -> None:
         self._stack.enter_context(uncompiled(self._model))
+        self._stack.enter_context(plain_attention(self._model, self._requests))
         super()._attach(hooks)
         hooks.add(self._model, before=self._begin, first=True)
         hooks.add(self._model, after=self._end, always=True)
+        self._stack.enter_context(self.recording)
 
     def _begin(self, module: nn.Module, args: object, kwargs: object) -> None:
-        """Start a pass."""
         if not is_recomputed():
             self._refuse_replaced()
             self.reset()
@@ -264,7 +256,6 @@ class LoopHooks(LayerHooks):
                     )
 
     def _end(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        """End a pass."""
         self.end_pass(output)
 
     def why_unseen(self) -> str:
@@ -312,26 +303,7 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _CompiledCode:
-    """Compiled code of a module that runs its original code.
-
-    Attributes:
-        attribute: name of the attribute of the module that holds the code.
-        num_blocks: number of blocks that need the original code.
-    """
-
-    def __init__(self, module: Any) -> None:
-        is_wrapper = _is_wrapper(module)
-        self.attribute = "forward" if is_wrapper else "_compiled_call_impl"
-        self.code = getattr(module, self.attribute)
-        self.num_blocks = 0
-        setattr(module, self.attribute, module._orig_mod.__call__ if is_wrapper else None)
-
-
-_compiled_code: WeakKeyDictionary[nn.Module, _CompiledCode] = WeakKeyDictionary()
-"""Code of the modules that run their original code now. Blocks of several threads, or of
-generators, end in any order, and the last one puts the compiled code back."""
-_compiled_code_lock = threading.Lock()
+_forward, _compiled_call = ModuleSetting("forward"), ModuleSetting("_compiled_call_impl")
 
 
 @contextlib.contextmanager
@@ -340,27 +312,13 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
     Compiled code has no operations, and calls only hooks that existed when it was compiled.
     """
-    modules = []
-    with _compiled_code_lock:
-        for module in model.modules():
-            if module not in _compiled_code:
-                if not _is_wrapper(module) and module._compiled_call_impl is None:
-                    continue
-                _compiled_code[module] = _CompiledCode(module)
-            _compiled_code[module].num_blocks += 1
-            modules.append(module)
-    if modules:
-        _announce_uncompiled()
-    try:
+    modules: list[Any] = list(model.modules())
+    original = {m: m._orig_mod.__call__ for m in modules if _is_wrapper(m)}
+    others = {module: None for module in modules if module not in original}
+    with _forward.changed(original) as wrappers, _compiled_call.changed(others) as compiled:
+        if wrappers or compiled:
+            _announce_uncompiled()
         yield
-    finally:
-        with _compiled_code_lock:
-            for module in modules:
-                compiled = _compiled_code[module]
-                compiled.num_blocks -= 1
-                if not compiled.num_blocks:
-                    setattr(module, compiled.attribute, compiled.code)
-                    del _compiled_code[module]
 
 
 def _is_wrapper(module: nn.Module) -> bool:

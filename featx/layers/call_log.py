@@ -84,7 +84,7 @@ def watch(
             yield log
         except Exception as error:
             if running.opened:
-                log._show_failure(running.opened[-1], error)
+                log._end_by_error(running.opened[-1], error)
             raise
 
 
@@ -167,7 +167,6 @@ class CallLog:
         call.data.started_at = self._now()
 
     def _end(self, call: OpenCall, number: int, output: object) -> None:
-        """Record a call."""
         tensors = list(elements(output).values())
         milliseconds = 1e3 * (self._now(tensors) - call.data.started_at)
         with self._logging():
@@ -211,10 +210,20 @@ class CallLog:
         self.rows.append(row)
         return row
 
-    def _show_failure(self, call: OpenCall, error: Exception) -> None:
-        """Write the line of the call that raised an exception."""
-        self._show(f"{self._head(call, call.name)} -> {type(error).__name__}")
-        self.failure = _failure_text(call, error)
+    def _end_by_error(self, call: OpenCall, error: Exception) -> None:
+        """Write the line of the innermost call that raised an exception, and describe it."""
+        kind = type(error).__name__
+        self._show(f"{self._head(call, call.name)} -> {kind}")
+        outer = [c.name or _WHOLE for c in call.enclosing]
+        frames = traceback.extract_tb(error.__traceback__)
+        library = str(Path(torch.__file__).parent)
+        where = [f for f in frames if not f.filename.startswith(library)][-1]
+        self.failure = (
+            f"the pass failed in {call.name or _WHOLE} ({type(call.module).__name__})"
+            f"{', inside ' + ', '.join(outer) if outer else ''}: {kind}: "
+            f"{' '.join(str(error).split())} ({where.filename}, line {where.lineno}). The lines "
+            "above show the output of every layer before it."
+        )
 
     def _head(self, call: OpenCall, name: str) -> str:
         """Name, class and input shapes of a call, indented by depth."""
@@ -251,18 +260,3 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
         counts[shape] = counts.get(shape, 0) + 1
     listed = [shape if n == 1 else f"{n} of {shape}" for shape, n in counts.items()]
     return ", ".join(listed) or "no tensor"
-
-
-def _failure_text(call: OpenCall, error: Exception) -> str:
-    """Message for an exception, with the innermost call and the line of code outside torch."""
-    outer = [c.name or _WHOLE for c in call.enclosing]
-    frames = traceback.extract_tb(error.__traceback__)
-    library = str(Path(torch.__file__).parent)
-    where = [f for f in frames if not f.filename.startswith(library)][-1]
-    message = " ".join(str(error).split())
-    return (
-        f"the pass failed in {call.name or _WHOLE} ({type(call.module).__name__})"
-        f"{', inside ' + ', '.join(outer) if outer else ''}: {type(error).__name__}: {message} "
-        f"({where.filename}, line {where.lineno}). The lines above show the output of every layer "
-        "before it."
-    )

@@ -13,10 +13,9 @@ from torch import nn
 
 from featx.base import are_equal, refuse_transformed
 from featx.errors import LayerError
-from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.call_hooks import LoopHooks, is_recomputed
 from featx.layers.layer_hooks import PassRecord, lazy_copy, version_of
-from featx.layers.layer_names import names_of, parse_points, with_capture
+from featx.layers.layer_names import parse_points, with_capture
 from featx.layers.trace import CapturePoint
 
 
@@ -57,11 +56,9 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
             pass of this thread, or several times, or no gradient of that pass has arrived.
         ModelError: the model or one of these layers is TorchScript.
     """
-    layers = [layers] if isinstance(layers, str) else layers
-    points = parse_points(model, layers)
+    points = parse_points(model, [layers] if isinstance(layers, str) else layers)
     captured = Captured(model, points)
-    plain = plain_attention(model, needs_plain_attention(model, names_of(points)))
-    with plain, captured.hooks as hooks, hooks.recording:
+    with captured.hooks:
         yield captured
 
 
@@ -151,7 +148,6 @@ class _CaptureHooks(LoopHooks):
         return super().take_all(points, value)
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
-        """Put a tensor into the record."""
         self._add(record, point, _Call(point, tensor))
 
     def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], None]:
@@ -183,8 +179,7 @@ class Captured(Mapping[str, torch.Tensor]):
 
     def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
         self._points = {point.name: point for point in points}
-        operations = [point.name for point in points if point.operation]
-        self.hooks = _CaptureHooks(model, points, optional=operations)
+        self.hooks = _CaptureHooks(model, points)
 
     def __getitem__(self, layer: str) -> torch.Tensor:
         return self._call(layer).read()

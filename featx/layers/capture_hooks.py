@@ -25,7 +25,7 @@ class Expected:
         fired: names of the captures in the order in which they fire, or None if not yet known.
         operations: result of `Trace.operations_up_to` for the captures, or None to allow any.
         calls: (module, kind of capture) -> number of calls of the module in a whole pass, or None
-            to allow any number. Not checked in passes that end early.
+            to allow any number, as in passes that end early.
         stop: whether to end the pass by an exception after the last of `fired`. Not used under
             torch.compile, which removes unused computation itself, nor for gradients, which come
             after the forward pass.
@@ -42,7 +42,7 @@ class Expected:
         Raises:
             RunError: the passes differ.
         """
-        if self.calls is not None and not self.stop:
+        if self.calls is not None:
             check_calls(calls, self.calls)
         missing = [name for name in self.fired or () if name not in record.fired]
         if not missing:
@@ -91,7 +91,6 @@ def check_calls(
 
 
 def _times(count: int) -> str:
-    """A number of calls in words."""
     return {0: "not at all", 1: "once"}.get(count, f"{count} times")
 
 
@@ -126,9 +125,6 @@ class CaptureHooks(LayerHooks):
         expected: what each pass of `forward` must do, and whether it ends early.
         score: function from the output of the model to the (B,) numbers whose gradients are taken;
             required by `forward` if a capture is a gradient.
-
-    Attributes:
-        numbers: (B,) result of `score` in the last pass.
     """
 
     def __init__(
@@ -143,7 +139,6 @@ class CaptureHooks(LayerHooks):
         self._score = score
         self._keep = keep
         self._expected = expected
-        self.numbers: torch.Tensor | None = None
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
         """Put a captured tensor into the record of its pass."""
@@ -202,7 +197,5 @@ class CaptureHooks(LayerHooks):
             with self.recording:
                 output = self._model(model_input)
             self.end_pass(output)
-            numbers = self._score(output)
-            total = numbers.sum()
-        self.numbers = numbers.detach()
+            total = self._score(output).sum()
         torch.autograd.grad(total, leaf, allow_unused=True)

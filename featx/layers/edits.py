@@ -10,10 +10,9 @@ from torch import nn
 
 from featx.base import shape_of
 from featx.errors import LayerError
-from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.call_hooks import LoopHooks
 from featx.layers.layer_hooks import PassRecord
-from featx.layers.layer_names import names_of, parse_points
+from featx.layers.layer_names import parse_points
 from featx.layers.operations import OperationRecorder, user_operations
 from featx.layers.trace import CapturePoint
 
@@ -53,13 +52,7 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
                 f"{name}: expected a function from the layer's tensor to its replacement, and this "
                 f"is a {type(function).__name__}. For a fixed tensor: lambda tensor: replacement."
             )
-    operations = [point.name for point in points if point.operation]
-    hooks = _EditHooks(model, points, operations, edits)
-    with (
-        plain_attention(model, needs_plain_attention(model, names_of(points))),
-        hooks,
-        hooks.recording,
-    ):
+    with _EditHooks(model, points, edits) as hooks:
         yield
         hooks.check_used()
 
@@ -70,11 +63,7 @@ class _EditHooks(LoopHooks):
     runs_first = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        points: list[CapturePoint],
-        optional: list[str],
-        edits: Mapping[str, Edit],
+        self, model: nn.Module, points: list[CapturePoint], edits: Mapping[str, Edit]
     ) -> None:
         for point in points:
             if point.capture == "attention":
@@ -82,21 +71,21 @@ class _EditHooks(LoopHooks):
                     f"{point.name}: attention weights are read, and cannot be replaced. Name the "
                     f"softmax operation that computes them, such as {point.module + '.softmax'!r}."
                 )
+        operations = [point.name for point in points if point.operation]
         outer = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if optional and any(isinstance(mode, OperationRecorder) for mode in outer):
+        if operations and any(isinstance(mode, OperationRecorder) for mode in outer):
             raise LayerError(
-                f"{optional[0]!r} is an operation, and an outer block captures or edits operations "
-                "before this one: open featx.edit outside of featx.capture, and edit operations in "
-                "one block."
+                f"{operations[0]!r} is an operation, and an outer block captures or edits "
+                "operations before this one: open featx.edit outside of featx.capture, and edit "
+                "operations in one block."
             )
-        super().__init__(model, points, optional)
+        super().__init__(model, points)
         self._edits = edits
         self._used: set[str] = set()
 
     def points_of_call(
         self, key: tuple[int, str], points: list[CapturePoint]
     ) -> list[CapturePoint]:
-        """Return the edits of a call."""
         if not self.record.is_open and (numbered := [p for p in points if p.call is not None]):
             raise LayerError(
                 f"{numbered[0].name}: calls are counted inside a call of the model itself, "
@@ -106,7 +95,6 @@ class _EditHooks(LoopHooks):
         return super().points_of_call(key, points)
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the replacement of a tensor."""
         self._used.add(point.name)
         with user_operations():
             new: object = self._edits[point.name](tensor)

@@ -6,8 +6,8 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -52,13 +52,13 @@ def path_to(value: object, point: CapturePoint) -> ElementPath:
 
     Raises LayerError if it does not exist, or the capture point is ambiguous.
     """
+    if isinstance(value, torch.Tensor) and point.path == ():
+        return ()
     return pick_path(point.name, shapes_of(value), point.path)
 
 
 def pick(value: object, point: CapturePoint) -> torch.Tensor:
     """The tensor of a nested value that a capture point means; raises as `path_to`."""
-    if isinstance(value, torch.Tensor) and point.path == ():
-        return value
     return elements(value)[path_to(value, point)]
 
 
@@ -177,18 +177,13 @@ class LayerHooks:
     record_type: type[PassRecord] = PassRecord
     runs_first = False
     """Whether the hooks run before those that the modules have."""
+    in_loop = False
+    """Whether the passes are those of a loop of the user, where each thread has its own, and a name
+    may mean an operation or an element of a module's output."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        points: Sequence[CapturePoint],
-        optional: Collection[str] = (),
-        per_thread: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
         self._model = model
-        self._optional = set(optional)
-        self._per_thread = per_thread
-        self._records = (_RecordsPerThread if per_thread else _Records)(self.record_type)
+        self._records = (_RecordsPerThread if self.in_loop else _Records)(self.record_type)
         self._stack = contextlib.ExitStack()
         self._followed = TensorHooks()
         self._recorder: OperationRecorder | None = None
@@ -204,6 +199,7 @@ class LayerHooks:
                 key = id(self._modules[point.module]), point.capture
                 self._points.setdefault(key, []).append(point)
         self._modules_with_operations = {point.module for point in points if point.operation}
+        self._ambiguous = {point.name for point in points if point.operation and self.in_loop}
 
     def take(
         self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
@@ -223,7 +219,7 @@ class LayerHooks:
 
     @property
     def record(self) -> PassRecord:
-        """Record of the last pass; with `per_thread`, of the last pass of the calling thread."""
+        """Record of the last pass; with `in_loop`, of the last pass of the calling thread."""
         return self._records.current
 
     @property
@@ -262,7 +258,7 @@ class LayerHooks:
     def _attach(self, hooks: ModuleHooks) -> None:
         if self._operations:
             self.recording = self._recorder = OperationRecorder(
-                self._model, self._operation, every_thread=self._per_thread
+                self._model, self._operation, every_thread=self.in_loop
             )
             self._stack.enter_context(self._recorder.attach())
         # Attention first: its hooks run before the others, which then see the output as the
@@ -281,7 +277,6 @@ class LayerHooks:
                 hooks.add(hooked, note, self._after(key, points), first=self.runs_first)
 
     def _before(self, key: _Key, points: list[CapturePoint], _: Any, args: Any, kwargs: Any) -> Any:
-        """Hook before a module."""
         arguments = self._see(key, points, [*args, *kwargs.values()])
         if arguments is None:
             return None
@@ -294,15 +289,14 @@ class LayerHooks:
         self.record.given[_call_of(module)] = [(tensor, version_of(tensor)) for tensor in inputs]
 
     def _after(self, key: _Key, points: list[CapturePoint]) -> After:
-        """Hook after a module."""
         return lambda module, args, kwargs, output: self._see(key, points, output)
 
     def _see(self, key: _Key, points: list[CapturePoint], value: object) -> Any:
         """Take the tensors of one call of a module; return a value that replaces it, or None."""
         points = self.points_of_call(key, points)
-        if self._optional and points:
+        if self._ambiguous and points:
             paths = elements(value)
-            points = [p for p in points if p.name not in self._optional or p.path in paths]
+            points = [p for p in points if p.name not in self._ambiguous or p.path in paths]
         value = self.take_all(points, value)
         if key[1] == "grad_output":
             self.record.given.pop((key[0], threading.get_ident()), None)
@@ -356,7 +350,9 @@ class LayerHooks:
         """Take tensors of a value; return it with those that replace others, or None."""
         record, changed = self._records.current, None
         for point in points:
-            tensor = pick(value if changed is None else changed, point)
+            now = value if changed is None else changed
+            path = path_to(now, point)
+            tensor = elements(now)[path]
             with hide_operations():
                 if point.is_gradient:
                     new = self._follow(record, point, tensor)
@@ -364,8 +360,7 @@ class LayerHooks:
                     new = self.take(record, point, tensor)
                     record.fired.append(point.name)
             if new is not None and new is not tensor:
-                value = value if changed is None else changed
-                changed = with_element(value, path_to(value, point), new)
+                changed = with_element(now, path, new)
         if points:
             self.end_call(record)
         return changed
@@ -405,8 +400,9 @@ class LayerHooks:
         if record.is_open:
             record.shared.append(shared)
             return
-        # Nothing ends the pass. The hooks of a node must not refer to the node.
-        refuse = shared.without_graph().refuse_if_written
+        # Nothing ends the pass. The hooks of a node must not refer to the node, as such a cycle
+        # would never be freed.
+        refuse = replace(shared, memory=None, sources=frozenset()).refuse_if_written
         for tensor in (output, source):
             self._followed.add(tensor, refuse)
 

@@ -10,9 +10,11 @@ control flow.
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,21 +32,6 @@ from featx.base import ModuleHooks
 
 OnOperation = Callable[[str, str, Callable[..., object], object], object]
 """Callback (name, dotted name of the module, function, result); it may return another result."""
-
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-)
-"""Names of Python operators that exist in reflected and in-place forms as well."""
 
 _AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"}
 """PyTorch's name for `a / b`, `a % b`, `a & b`, `a | b` -> the name in Python's `operator` module,
@@ -112,13 +99,15 @@ class OperationRecorder(TorchFunctionMode):
         """Return whether the calling thread has entered the recorder."""
         return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
-    def attach(self) -> ModuleHooks:
-        """Attach hooks that track whose forward is running, and return them."""
-        hooks, modules = ModuleHooks(), dict(self._model.named_modules())
-        # Frames begin before the hooks of captures run, and end after them.
-        hooks.add_all(modules, self._begin_frame, first=True)
-        hooks.add_all(modules, self._open_frame, self._end_frame, always=True)
-        return hooks
+    @contextlib.contextmanager
+    def attach(self) -> Iterator[None]:
+        """Attach hooks that track whose forward is running, inside the block."""
+        modules = dict(self._model.named_modules())
+        with ModuleHooks() as hooks:
+            # Frames begin before the hooks of captures run, and end after them.
+            hooks.add_all(modules, self._begin_frame, first=True)
+            hooks.add_all(modules, self._open_frame, self._end_frame, always=True)
+            yield
 
     def reset(self) -> None:
         """Start counting again for a new forward pass."""
@@ -127,7 +116,6 @@ class OperationRecorder(TorchFunctionMode):
         self._frames.counts.clear()
 
     def _begin_frame(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
-        """Push a frame."""
         frames = self._frames
         if not frames.running:
             # Outside a call of the model itself, each call of a module counts its own operations.
@@ -151,7 +139,6 @@ class OperationRecorder(TorchFunctionMode):
             pass
 
     def _pop_frame(self) -> str:
-        """Pop a frame, and return its name."""
         frame = self._frames.running.pop()
         if frame.is_entry:
             self.__exit__()
@@ -163,7 +150,7 @@ class OperationRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         frame = self._frames.running[-1] if self._frames.running else None
-        if frame is None or not frame.is_open or _unrecorded.is_set:
+        if frame is None or not frame.is_open or _is_hidden.get():
             return result
         if _has_tensor(result) and _has_tensor((args, tuple(kwargs.values()))):
             name = self._free_name(frame.name, plain_name(func))
@@ -189,8 +176,8 @@ def plain_name(function: Any) -> str:
         return str(function.__self__.__name__)
     if name.startswith("__"):
         name = name.strip("_")
-        if name[:1] in ("r", "i") and name[1:] in _OPERATORS:
-            name = name[1:]
+        if name[:1] in ("r", "i") and hasattr(operator, f"__{name[1:]}__"):
+            name = name[1:]  # the reflected form, or the one in place
         return _AS_OPERATOR.get(name, name)
     name = name.rstrip("_") or name
     is_method = getattr(torch.Tensor, name, None) is not None and not hasattr(function, "__self__")
@@ -212,13 +199,8 @@ def hide_operations() -> contextlib.AbstractContextManager[object]:
     return torch._C.DisableTorchFunction()
 
 
-class _Unrecorded(threading.local):
-    """Whether operations of a thread are hidden from recorders, but not from other modes."""
-
-    is_set = False
-
-
-_unrecorded = _Unrecorded()
+_is_hidden: ContextVar[bool] = ContextVar("is_hidden", default=False)
+"""Whether operations of a thread are hidden from recorders, but not from other modes."""
 
 
 @contextlib.contextmanager
@@ -231,12 +213,12 @@ def user_operations() -> Iterator[None]:
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
         yield
         return
-    before, _unrecorded.is_set = _unrecorded.is_set, True
+    token = _is_hidden.set(True)
     try:
         with torch._C._EnableTorchFunction():
             yield
     finally:
-        _unrecorded.is_set = before
+        _is_hidden.reset(token)
 
 
 def _is_closed(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ graph then has two histories of one memory, writes in place have to be watched.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,17 +77,6 @@ class SharedOutput:
         number = _node_of(output)._sequence_nr()
         return cls(name, output.detach(), output._version, memory, sources, number)
 
-    def without_graph(self) -> SharedOutput:
-        """Return a copy for a hook of the own node or of the input, to whose nodes it must not
-        refer: such a cycle would never be freed.
-        """
-        return replace(self, memory=None, sources=frozenset())
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the model has changed the output, or the input, in place."""
-        return self.output._version != self.version
-
     def check(self, results: Collection[torch.Tensor]) -> None:
         """Check at the end of a pass that its graph lacks no write.
 
@@ -97,7 +86,7 @@ class SharedOutput:
         Raises:
             LayerError: it lacks one, or there are no tensors from which this could be seen.
         """
-        if not self.is_written:
+        if self.output._version == self.version:
             return
         if self.memory is not None and _node_of(self.memory) not in self.sources:
             raise self._refusal("writes to the input in place later, so gradients would be wrong")
@@ -120,7 +109,7 @@ class SharedOutput:
 
     def refuse_if_written(self, gradient: torch.Tensor) -> None:
         """Hook for gradients of a pass whose end nothing tells."""
-        if self.is_written:
+        if self.output._version != self.version:
             raise self._refusal(
                 "writes to it in place; whether gradients are right can be checked in a call of "
                 "the model itself, model(x), only"

@@ -86,12 +86,10 @@ class _Readers(ObservingMode):  # type: ignore[no-untyped-call]
         ]
 
     def record_convolution(self, conv: Any, args: object, kwargs: object, output: Any) -> None:
-        """Hook: a convolution has returned its output."""
         self._calls[id(conv)] += 1
         self._made[_memory(output)] = conv, output
 
     def begin_norm(self, norm: Any, args: Any, kwargs: object) -> None:
-        """Hook: a BatchNorm is called."""
         self._calls[id(norm)] += 1
         memory = _memory(args[0]) if args else 0
         if memory in self._made and self._made[memory][1] is args[0]:

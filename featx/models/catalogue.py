@@ -177,15 +177,14 @@ def known_names(library: str, own_names: Callable[[], Iterable[str]]) -> frozens
     version, catalogue = installed_version(library), read_catalogue()
     if version is None:
         return frozenset()
-    if version == catalogue.versions[library]:
+    if version == catalogue.versions.get(library):
         return listed_names(library)
     return catalogue.left_out.get(library, frozenset()).union(own_names())
 
 
-def is_known(library: str, name: str, own_names: Callable[[], Iterable[str]]) -> bool:
-    """Return whether an installed library has a name; one of the file imports no library."""
-    is_listed = installed_version(library) is not None and name in listed_names(library)
-    return is_listed or name in known_names(library, own_names)
+def is_listed(library: str, name: str) -> bool:
+    """Return whether an installed library has a name of the file."""
+    return installed_version(library) is not None and name in listed_names(library)
 
 
 def listed_models(local: Iterable[CatalogueEntry] = ()) -> list[CatalogueEntry]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -238,10 +239,9 @@ def _plain_prefixes(needed: Sequence[str], state: Mapping[str, torch.Tensor]) ->
 
 def _nests(needed: Sequence[str], state: Mapping[str, torch.Tensor]) -> list[str]:
     """Return prefixes behind which at least half as many tensors stand as are needed."""
-    counts: dict[str, int] = {"": len(state)}
+    counts = Counter({"": len(state)})
     for name in state:
-        for end in (i + 1 for i, letter in enumerate(name) if letter in "./"):
-            counts[name[:end]] = counts.get(name[:end], 0) + 1
+        counts.update(name[: i + 1] for i, letter in enumerate(name) if letter in "./")
     return [p for p in sorted(counts, key=len) if 2 * counts[p] >= len(needed)][:_NESTS]
 
 

@@ -312,7 +312,6 @@ def _place(config: OpenClipOptions) -> str:
 
 
 def _tokenizer(config: OpenClipOptions) -> Any:
-    """Return the tokenizer of a model."""
     place = _place(config)
     if place.startswith(LOCAL):
         refuse_code(Path(place.removeprefix(LOCAL)))

@@ -19,7 +19,7 @@ import featx
 from featx.config import ReduceConfig
 from featx.engine import Engine
 from featx.errors import LayerError, ReduceError
-from featx.layers import Selection, needs_plain_attention, select
+from featx.layers import Selection, plain_attention, select
 
 SIDE = 16
 
@@ -216,11 +216,10 @@ def test_globs_and_presets_take_every_attention_module() -> None:
     assert [point.name for point, _ in choose(torchvision_vit(), "all:attention").chosen] == several
     # Whoever asks for something else does not pay for it.
     for request in ("all", "leaves", "blocks.*.attn", "**", "blocks.1.attn", "blocks.1.attn.proj"):
-        assert needs_plain_attention(model, [request]) == []
-    assert needs_plain_attention(model, ["blocks.*.attn.softmax"]) == [
-        "blocks.0.attn",
-        "blocks.1.attn",
-    ]
+        with plain_attention(model, [request]) as plain:
+            assert plain == []
+    with plain_attention(model, ["blocks.*.attn.softmax"]) as plain:
+        assert plain == ["blocks.0.attn", "blocks.1.attn"]
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,7 @@ def test_a_call_has_a_number_inside_a_call_of_the_model_only() -> None:
 
 def test_a_pass_that_was_interrupted_is_over(model: Scaled) -> None:
     with featx.capture(model, ["first", "act@1"]) as features:
+        model(images(1))
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.zeros(2, 3, 5))
         model.first(images(2))

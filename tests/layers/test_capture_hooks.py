@@ -96,16 +96,6 @@ def test_capture_leaves_mode_parameters_and_buffers(x: torch.Tensor, training: b
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_pass_that_fails_leaves_nothing_of_the_one_before(x: torch.Tensor) -> None:
-    model = Block().eval()
-    with featx.capture(model, ["plain"]) as features:
-        model(x)
-        with pytest.raises(RuntimeError, match="channels"):
-            model(torch.zeros(2, 5, 8, 8))
-        with pytest.raises(LayerError, match="was not called"):
-            features["plain"]
-
-
 def test_capture_of_a_repeated_module_lists_its_calls(x: torch.Tensor) -> None:
     model = Shared()
     with featx.capture(model, ["relu", "relu@1", "relu@2", "relu@9"]) as features:

@@ -97,6 +97,20 @@ def test_a_written_input_that_is_read_again_is_refused(view: str, write: str, ca
         edited(model, capture, model.features)
 
 
+@pytest.mark.parametrize("watched", [featx.watch, featx.gradients.watch])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_training_has_the_same_gradients_while_it_is_watched(
+    view: str, write: str, watched: Callable[[nn.Module], Any]
+) -> None:
+    expected = gradients_of(Shared(view, write, "after", is_copied=True), [])
+    model = Shared(view, write, "after", is_copied=False)
+    with watched(model):
+        found = gradients_of(model, [])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+
+
 def edited(model: nn.Module, capture: str, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
     with featx.edit(model, {f"view:{capture}": lambda gradient: gradient * 2}):

@@ -74,13 +74,8 @@ class CustomOptions(CodeModelConfig):
     """Keyword arguments of the factory. A resume refuses other values, except for arguments that
     the factory names in its attribute `args_without_effect`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.factory:
-            raise ConfigError(
-                "model=custom needs model.factory=package.module:factory, a function that returns "
-                "your torch.nn.Module."
-            )
+    required = ("name", "factory")
+    needs = "model.factory=package.module:factory, a function that returns your torch.nn.Module"
 
     @property
     def code(self) -> str:
@@ -147,7 +142,6 @@ class Custom(ModelLibrary[CustomOptions]):
 
 
 def _call_factory(config: CustomOptions, seed: int) -> nn.Module:
-    """Return the module that the factory makes with this seed."""
     from featx.models.base import seeded
     from featx.models.user_code import refuse_other_objects
 

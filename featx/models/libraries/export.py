@@ -25,11 +25,9 @@ class ExportedProgramOptions(UnpreparedModelConfig):
     name: str = ""
     library: str = "export"
 
+    needs = "model.name=FILE.pt2, a program of torch.export.save"
+
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError(
-                "model=export needs model.name=FILE.pt2, a program of torch.export.save."
-            )
         super().__post_init__()
         if self.weights != "default" or self.init != "loaded":
             raise ConfigError(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.base import log_message
 from featx.config import CodeModelConfig, options
-from featx.errors import ConfigError, FeatxError, ModelError, nearest
+from featx.errors import FeatxError, ModelError, nearest
 from featx.models.catalogue import hint_elsewhere
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
@@ -55,13 +55,8 @@ class HubOptions(CodeModelConfig):
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function. A resume refuses other values."""
 
-    def __post_init__(self) -> None:
-        if not self.name or not self.entry:
-            raise ConfigError(
-                "model=hub needs model.name=FOLDER, a clone with a hubconf.py, and "
-                "model.entry=FUNCTION of this file."
-            )
-        super().__post_init__()
+    required = ("name", "entry")
+    needs = "model.name=FOLDER, a clone with a hubconf.py, and model.entry=FUNCTION of this file"
 
     @property
     def code(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from featx.base import import_extra
 from featx.config import CheckpointConfig, ModelConfig, TransformConfig, check_weights_like, options
 from featx.errors import ConfigError, ModelError, WeightsError, first_line, nearest, one_line
-from featx.models.catalogue import hint_elsewhere, known_names
+from featx.models.catalogue import hint_elsewhere
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import timm_stages
@@ -51,13 +51,7 @@ class OpenClipOptions(ModelConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Choice and conversion of the tensors of a file in model.weights."""
 
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError(
-                "model=open_clip needs model.name=NAME, such as ViT-B-32, or model.name=FOLDER "
-                "with open_clip_config.json."
-            )
-        super().__post_init__()
+    needs = "model.name=NAME, such as ViT-B-32, or model.name=FOLDER with open_clip_config.json"
 
 
 class OpenClip(ModelLibrary[OpenClipOptions]):
@@ -94,15 +88,10 @@ class OpenClip(ModelLibrary[OpenClipOptions]):
         """The architecture with open_clip's initialisation."""
         return random_tower(source_of(config), seed)
 
-    def names(self) -> Collection[str]:
+    def own_names(self) -> list[str]:
         """Return the names of the architectures."""
-        return known_names("open_clip", _own_names)
-
-
-def _own_names() -> list[str]:
-    """Return the names of the architectures."""
-    names: list[str] = import_open_clip().list_models()
-    return names
+        names: list[str] = import_open_clip().list_models()
+        return names
 
 
 def import_open_clip() -> ModuleType:
@@ -161,7 +150,6 @@ def source_of(config: OpenClipOptions) -> ClipSource:
 
 
 def _source_of_folder(config: OpenClipOptions) -> ClipSource:
-    """Return the model of a folder with open_clip_config.json."""
     folder = Path(config.name.removeprefix(LOCAL)).expanduser()
     if not (folder / _CONFIG).is_file():
         raise WeightsError(

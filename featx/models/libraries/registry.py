@@ -17,7 +17,13 @@ from featx.config import (
     WindowConfig,
 )
 from featx.errors import ConfigError, FeatxError, ModelError, nearest
-from featx.models.catalogue import hint, read_catalogue, search_models
+from featx.models.catalogue import (
+    hint,
+    is_listed,
+    known_names,
+    read_catalogue,
+    search_models,
+)
 from featx.models.transformers.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -70,13 +76,17 @@ class ModelLibrary(Member, Generic[OptionsT]):
         """Build the same module with the random weights of a seed, for model.init=reset."""
         raise NotImplementedError
 
-    def names(self) -> Collection[str]:
-        """Return the names of all models, for the message about a mistyped one."""
+    def own_names(self) -> Iterable[str]:
+        """Return what a library of the catalogue itself lists, if it is of another version."""
         return ()
 
+    def names(self) -> Collection[str]:
+        """Return the names of all models, for the message about a mistyped one."""
+        return known_names(self.name, self.own_names)
+
     def knows(self, name: str) -> bool:
-        """Return whether the library has a model of a name."""
-        return self.takes_any_name or name in self.names()
+        """Return whether it has a model of a name; imports no library for one of the catalogue."""
+        return self.takes_any_name or is_listed(self.name, name) or name in self.names()
 
     def weight_files(self, config: OptionsT) -> Sequence[Path] | None:
         """Return the files whose content decides the weights, without importing the library.

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 from featx.base import log_message
 from featx.config import LibraryModelConfig, check_weights_like, options
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, first_line, one_line
-from featx.models.catalogue import hint, is_known, known_names
+from featx.models.catalogue import hint
 from featx.models.hugging_face import is_cached, read_json, resolve_hub
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import timm_classes, timm_stages
@@ -124,11 +124,13 @@ class Timm(ModelLibrary[TimmOptions]):
 
     def knows(self, name: str) -> bool:
         """Return whether timm has NAME or NAME.TAG, or may find hf-hub:NAME and its like."""
-        return name.startswith(_SCHEMES) or is_known("timm", name.split(".")[0], _own_names)
+        return name.startswith(_SCHEMES) or super().knows(name.split(".")[0])
 
-    def names(self) -> Collection[str]:
-        """Return the names of all models, also deprecated ones."""
-        return known_names("timm", _own_names)
+    def own_names(self) -> list[str]:
+        """Return what timm lists, which is not its deprecated names."""
+        import timm
+
+        return timm.list_models()
 
     def weight_files(self, config: TimmOptions) -> list[Path] | None:
         """Return the file of the weights; a tag may be another file of the hub tomorrow."""
@@ -137,13 +139,6 @@ class Timm(ModelLibrary[TimmOptions]):
         if config.weights_file is not None:
             return [Path(config.weights_file)]
         return [] if config.weights is None else None
-
-
-def _own_names() -> list[str]:
-    """Return what timm itself lists."""
-    import timm
-
-    return timm.list_models()
 
 
 def _refuse_other_weights(old: str, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from urllib.parse import urlparse
 
 from featx.config import LibraryModelConfig, check_weights_like, options
 from featx.errors import ConfigError, FeatxError, ModelError, WeightsError, one_line
-from featx.models.catalogue import is_known, known_names
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 from featx.models.timm_metadata import imagenet_classes
 
@@ -133,20 +132,11 @@ class Torchvision(ModelLibrary[TorchvisionOptions]):
         """Return the file of the weights; torchvision's own tags stand for one file each."""
         return [] if config.weights_file is None else [Path(config.weights_file)]
 
-    def knows(self, name: str) -> bool:
-        """Return whether torchvision has a model."""
-        return is_known("torchvision", name, _own_names)
+    def own_names(self) -> list[str]:
+        """Return what torchvision lists, also models that featx does not feed."""
+        from torchvision import models
 
-    def names(self) -> Collection[str]:
-        """Return the names of all models, also of those that featx does not feed."""
-        return known_names("torchvision", _own_names)
-
-
-def _own_names() -> list[str]:
-    """Return what torchvision itself lists."""
-    from torchvision import models
-
-    return list(models.list_models())
+        return list(models.list_models())
 
 
 # Weights: the members of torchvision's enums, their files and their downloads

@@ -38,12 +38,9 @@ class TransformersOptions(ModelConfig):
     transform: TransformConfig = field(default_factory=TransformConfig)
     """Preprocessing of the images, by default that of the folder."""
 
+    needs = "model.name=FOLDER, with config.json, model.safetensors and preprocessor_config.json"
+
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError(
-                "model=transformers needs model.name=FOLDER, with config.json, model.safetensors "
-                "and preprocessor_config.json."
-            )
         super().__post_init__()
         if self.weights not in (None, "default"):
             raise ConfigError(

@@ -182,7 +182,6 @@ def read_state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():

@@ -134,7 +134,6 @@ def _from_state(
 
 
 def _is_of_pooler(name: str) -> bool:
-    """Return whether a tensor is one of a pooler."""
     return ".pooler." in f".{name}"
 
 

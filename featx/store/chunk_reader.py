@@ -61,11 +61,10 @@ def check_verify(verify: object) -> None:
 
 def repair_hint(path: Path) -> str:
     """Advice for a damaged file of a store, the end of a message."""
-    # A part lies in parts/ below the store; features.h5 and merged files lie in the folder.
-    root = path.parent.parent if path.parent.name == layout.PARTS else path.parent
     return (
-        f"Bits of the file have changed since it was written. `python -m featx job=verify "
-        f"store={root} verify.repair=true` extracts these rows again and leaves all others."
+        "Bits of the file have changed since it was written. `python -m featx job=verify "
+        f"store={layout.store_root(path)} verify.repair=true` extracts these rows again and leaves "
+        "all others."
     )
 
 

@@ -107,6 +107,16 @@ def open_metadata(
             raise failed or error from error
 
 
+@contextlib.contextmanager
+def suppress_damage() -> Iterator[None]:
+    """Suppress errors of damaged data, but not errors of access to the file."""
+    try:
+        yield
+    except (StoreError, *layout.UNREADABLE) as error:
+        if not layout.is_damage(error):
+            raise
+
+
 def raise_unless_damage(path: Path, error: Exception) -> None:
     """Raise if an error does not show that a file is damaged."""
     if not layout.is_damage(error):

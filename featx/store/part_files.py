@@ -17,7 +17,7 @@ from featx.errors import StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, S3Path, is_url, prefetch_files
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
-from featx.store.chunk_table import table_header
+from featx.store.chunk_table import find_table
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.heartbeat import read_heartbeats
 from featx.store.manifest import Manifest, Run
@@ -155,10 +155,11 @@ def _is_complete_by_table(path: str, part: Part, run: Run) -> bool:
     """Return whether the chunk table of a file describes the part without failures."""
     try:
         with contextlib.closing(TailFile(path)) as raw:
-            header = table_header(raw) or {}
+            table = find_table(raw)
             # What HDF5 wrote behind the table may be cut off; its superblock has the whole size.
             if raw.size != int.from_bytes(raw.pread(8, _END_OF_FILE), "little"):
                 return False
+        header = {} if table is None else table.header
         if (header["fingerprint"], header["start"]) != (run.digest, part.start):
             return False
         entries = {about["path"]: (about["shape"], about["dtype"]) for about in header["datasets"]}

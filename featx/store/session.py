@@ -37,7 +37,6 @@ from featx.store.part_files import (
     part_path,
     publish_part,
 )
-from featx.store.repair import unpack_store
 from featx.store.result_files import csv_rows, failures_csv, read_result, result_json
 from featx.store.sound_rows import SoundRows
 from featx.types import Failure, Json, LayerSpec, Listing, Part
@@ -143,8 +142,7 @@ class StoreSession:
 
     def missing(self) -> list[Part]:
         """Parts of the requested layers that are still to be computed, in order."""
-        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
-        return [part for run in runs for part in self._parts.missing_parts(run)]
+        return [part for run in self._requested_runs for part in self._parts.missing_parts(run)]
 
     def unfinished_runs(self) -> list[Run]:
         """Runs of the store that lack rows."""
@@ -159,10 +157,7 @@ class StoreSession:
     def num_committed(self) -> int:
         """Number of rows of which the requested layers are stored."""
         runs = self._runs_with_requested_layers()
-        missing = [part for run in runs for part in self._parts.missing_parts(run)]
-        damaged = [part for run in runs for part in self._parts.damaged_parts(run)]
-        num_lost = sum(len(self._parts.lost_rows(part)) for part in damaged)
-        return self.num_rows - sum(map(len, missing)) - num_lost
+        return self.num_rows - sum(map(self._parts.num_lacking, runs))
 
     @property
     def num_rows(self) -> int:
@@ -175,9 +170,10 @@ class StoreSession:
 
     def lost_rows(self) -> list[int]:
         """Rows of the requested layers that were lost with damaged chunks."""
-        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
-        parts = [part for run in runs for part in self._parts.damaged_parts(run)]
-        return [row for part in parts for row in self._parts.lost_rows(part)]
+        return [row for part in self._damaged_parts() for row in self._parts.lost_rows(part)]
+
+    def _damaged_parts(self) -> list[Part]:
+        return [part for run in self._requested_runs for part in self._parts.damaged_parts(run)]
 
     def missing_rows(self, part: Part) -> list[int]:
         """Rows that a part has lost with damaged chunks."""
@@ -231,18 +227,21 @@ class StoreSession:
         Raises StoreError if it is damaged; it stays if the disk is full or fails (RunError).
         """
         if self._parts.num_packed_runs:
-            unpack_store(self.root, self.manifest, self.listing)
-            self._parts.num_packed_runs = 0
+            self._parts.unpack(self.manifest, self.listing)
 
     def has_requested_layers(self, run: Run) -> bool:
         """Return whether a run of the store computed exactly the requested layers."""
         return run.names == self._requested.names
 
+    @property
+    def _requested_runs(self) -> list[Run]:
+        return [run for run in self.manifest.runs if self.has_requested_layers(run)]
+
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
         """Parts of the requested layers with any of some rows, committed or damaged."""
-        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
-        parts = {run.grid.part_of(row) for run in runs for row in rows if run.grid.holds(row)}
-        damaged = [part for run in runs for part in self._parts.damaged_parts(run)]
+        grids = [run.grid for run in self._requested_runs]
+        parts = {grid.part_of(row) for grid in grids for row in rows if grid.holds(row)}
+        damaged = self._damaged_parts()
         stored = [part for part in parts if part.index in self._parts.indices or part in damaged]
         return sorted(stored, key=lambda part: part.index)
 

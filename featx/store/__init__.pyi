@@ -50,7 +50,6 @@ from .pack import pack_parts as pack_parts
 from .pack import pack_store as pack_store
 from .pack import packed_size_bound as packed_size_bound
 from .pack import reason_to_keep_parts as reason_to_keep_parts
-from .part_builder import PartBuilder as PartBuilder
 from .part_files import DamageRecord as DamageRecord
 from .part_files import begin_part as begin_part
 from .part_files import clear_job_folders as clear_job_folders
@@ -63,6 +62,7 @@ from .reader import check_rows_present as check_rows_present
 from .result_files import failures_csv as failures_csv
 from .result_files import read_result as read_result
 from .result_files import result_json as result_json
+from .row_file import PartBuilder as PartBuilder
 from .session import StoreSession as StoreSession
 from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus

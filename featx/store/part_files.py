@@ -21,9 +21,8 @@ from featx.store.chunk_table import find_table
 from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.heartbeat import read_heartbeats
 from featx.store.manifest import Manifest, Run
-from featx.store.part_builder import PartBuilder
 from featx.store.result_files import read_failures, read_result, result_json
-from featx.store.row_file import RowFile
+from featx.store.row_file import PartBuilder, RowFile
 from featx.types import Failure, LayerSpec, Listing, Part
 
 T = TypeVar("T")

@@ -27,7 +27,6 @@ from featx.store.heartbeat import (
 )
 from featx.store.listing import compare_listing, write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
-from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
     DamageRecord,
     begin_part,
@@ -38,6 +37,7 @@ from featx.store.part_files import (
     publish_part,
 )
 from featx.store.result_files import csv_rows, failures_csv, read_result, result_json
+from featx.store.row_file import PartBuilder
 from featx.store.sound_rows import SoundRows
 from featx.types import Failure, Json, LayerSpec, Listing, Part
 

@@ -27,8 +27,8 @@ from featx.store.hdf5_files import (
 )
 from featx.store.listing import listing_identity
 from featx.store.manifest import Manifest, Run, num_runs_of
-from featx.store.part_builder import PartBuilder
 from featx.store.result_files import read_failures_csv
+from featx.store.row_file import PartBuilder
 from featx.types import UNKNOWN_IMAGE, Array, Failure, Listing, Part, Status, with_features
 
 _LOST_TEXT = b"lost with a damaged file"

@@ -240,7 +240,7 @@ class ChunkReader:
     def close(self) -> None:
         """Release the file; reads in progress in other threads still succeed."""
         self._dataset = self._file = None
-        decode_pool().cache.drop(self._cache_key)
+        decode_pool().drop(self._cache_key)
 
     def _read_bits(self, rows: Rows, out: Array, out_indices: Rows) -> None:
         """Read stored bits: whole chunks where they are decoded or compared, otherwise rows."""
@@ -323,7 +323,7 @@ class ChunkReader:
         """Bytes of the rows of a chunk if they are in the cache."""
         if self.read_method != "decode":
             return None
-        return decode_pool().cache.get(self._cache_key, chunk)
+        return decode_pool().get(self._cache_key, chunk)
 
     def _chunk(self, file: RawFile | S3File | None, chunk: int, data: Bytes | None = None) -> Bytes:
         """Bytes of the rows of a chunk, decoded and compared; decoded ones are cached."""
@@ -346,7 +346,7 @@ class ChunkReader:
             data = self._rows_by_hdf5(first, stop).reshape(-1).view(np.uint8)
         data = data[: (stop - first) * self._row_bytes]
         if is_decoded and self._file is not None:
-            decode_pool().cache.put(self._cache_key, chunk, data)
+            decode_pool().put(self._cache_key, chunk, data)
         return data
 
     def _stored_chunk(self, file: RawFile | S3File, chunk: int, mapped: bool) -> Bytes:

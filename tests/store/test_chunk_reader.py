@@ -439,7 +439,7 @@ def test_a_forked_child_decodes_with_threads_of_its_own(tmp_path: Path) -> None:
         assert np.array_equal(rows.take(np.arange(64)), values)  # threads and cache are there
         context = multiprocessing.get_context("fork")
         answer = context.Queue()
-        with chunk_cache.decode_pool().cache.lock:  # and it stays locked in the child
+        with chunk_cache.decode_pool().lock:  # and it stays locked in the child
             child = context.Process(target=read_in_child, args=(path, answer))
             child.start()
         assert answer.get(timeout=60) == values.tobytes()

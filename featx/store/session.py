@@ -388,17 +388,10 @@ class StoreSession:
         remove_parts(self.disk)
         for sheet in list((self.root / layout.SHEETS).glob("*.png")):
             self.disk.remove(sheet)
-        names = (
-            layout.PACKED,
-            layout.FAILURES_CSV,
-            layout.SUMMARY,
-            layout.IMAGES,
-            layout.LISTING,
-            layout.DAMAGED,
-        )
-        heads = (layout.PROBE, layout.PROBE_HEADS, layout.ZEROSHOT, layout.ZEROSHOT_HEADS)
-        derived = (layout.TENSORBOARD, *heads)
-        for name in (*names, *derived, ".hydra", layout.OVERWRITE_MARKER, layout.MANIFEST):
+        files = (layout.PACKED, layout.FAILURES_CSV, layout.IMAGES, layout.LISTING, layout.DAMAGED)
+        folders = (layout.PROBE_HEADS, layout.ZEROSHOT_HEADS, layout.TENSORBOARD, ".hydra")
+        last = (layout.OVERWRITE_MARKER, layout.MANIFEST)
+        for name in (*files, *layout.RESULTS, *folders, *last):
             self.disk.remove(self.root / name)
 
 

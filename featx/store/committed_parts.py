@@ -16,7 +16,7 @@ from featx.storage import TEMPORARY_PREFIX, AtomicFolder, is_url, open_folder
 from featx.store import layout
 from featx.store.file_checks import DamageReport
 from featx.store.hdf5_files import check_chunks, damage_text, open_metadata
-from featx.store.listing import read_listing, write_listing
+from featx.store.listing import matches_manifest, read_listing, write_listing
 from featx.store.manifest import Manifest, Run, num_runs_of, require_manifest
 from featx.store.part_files import (
     DamageRecord,
@@ -29,7 +29,6 @@ from featx.store.result_files import failures_csv, read_failures
 from featx.store.row_file import RowFile
 from featx.store.sound_rows import (
     SoundRows,
-    matches_manifest,
     open_damaged,
     sound_rows,
     sound_rows_of_part,

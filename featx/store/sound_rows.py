@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeGuard
 
 import h5py
 import numpy as np
@@ -25,7 +24,6 @@ from featx.store.hdf5_files import (
     raise_unless_damage,
     suppress_damage,
 )
-from featx.store.listing import listing_identity
 from featx.store.manifest import Manifest, Run, num_runs_of
 from featx.store.result_files import read_failures_csv
 from featx.store.row_file import PartBuilder
@@ -189,11 +187,6 @@ def open_damaged(path: Path) -> Iterator[DamagedFile]:
     except OSError as error:
         raise_unless_damage(path, error)
         raise
-
-
-def matches_manifest(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
-    """Return whether the manifest allows that a listing is the one that the store was made with."""
-    return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
 
 
 @dataclass(frozen=True)

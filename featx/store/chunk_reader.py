@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import ConfigError, StoreError
+from featx.errors import ConfigError, StoreError, require
 from featx.storage import RawFile, S3File
 from featx.store import dtypes, layout
 from featx.store.chunk_cache import decode_pool
@@ -181,12 +181,9 @@ class ChunkReader:
 
     def read(self, rows: Rows, out: Array, out_indices: Rows) -> None:
         """Read row rows[i] into out[out_indices[i]]."""
-        if len(rows) != len(out_indices):
-            raise ValueError(f"{len(rows)} rows, but {len(out_indices)} indices into `out`")
-        if out.dtype != self.dtype or out.shape[1:] != self._row_shape:
-            raise ValueError(f"rows of {self._label} do not fit {out.shape} {out.dtype}")
-        if not out.flags.c_contiguous:
-            raise ValueError("rows are read into contiguous arrays only")
+        fits = (out.dtype, out.shape[1:]) == (self.dtype, self._row_shape)
+        require(fits and out.flags.c_contiguous, "rows are read into an array of another kind")
+        require(len(rows) == len(out_indices), "rows are read to other places")
         if not len(rows):
             return
         is_falling = bool((rows[1:] < rows[:-1]).any())

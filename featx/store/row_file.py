@@ -203,20 +203,16 @@ class PartBuilder:
             self._status[row] = failure.status
         failed = [failure.row - self.part.start - first for failure in failures]
         for name, rows in features.items():
-            self._put(name, first, rows, failed)
+            if self.file is None:
+                kept = self._features[name][first : first + count]
+                kept[:] = rows
+            else:
+                kept = rows.copy() if failed else rows
+            if failed:
+                kept[failed] = nan(self._specs[name].dtype)
+            if self.file is not None:
+                self.file.append(f"{layout.FEATURES}/{name}", first, kept)
         self.failures.extend(failures)
-
-    def _put(self, name: str, first: int, rows: Array, failed: list[int]) -> None:
-        """Write rows of a dataset, or keep them."""
-        if self.file is None:
-            kept = self._features[name][first : first + len(rows)]
-            kept[:] = rows
-            kept[failed] = nan(self._specs[name].dtype)
-            return
-        if failed:
-            rows = rows.copy()
-            rows[failed] = nan(self._specs[name].dtype)
-        self.file.append(f"{layout.FEATURES}/{name}", first, rows)
 
     def discard(self) -> None:
         """Delete the temporary file of a part that is not published."""

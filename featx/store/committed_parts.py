@@ -88,20 +88,17 @@ class CommittedParts:
     def damaged_parts(self, run: Run) -> list[Part]:
         return [part for part in run.parts() if part.index in self._lost]
 
-    def lacks_rows(self, run: Run) -> bool:
-        return bool(self.missing_parts(run) or self.damaged_parts(run))
-
     def lost_rows(self, part: Part) -> list[int]:
         """Rows that a damaged part has lost; none for other parts."""
         return [row for start, stop in self._lost.get(part.index, ()) for row in range(start, stop)]
 
     def num_lacking(self, run: Run) -> int:
         """Number of rows of a run that no file holds."""
-        lost = [len(self.lost_rows(part)) for part in self.damaged_parts(run)]
+        lost = [_count(self._lost[part.index]) for part in self.damaged_parts(run)]
         return sum(map(len, self.missing_parts(run))) + sum(lost)
 
-    def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows | None:
-        """Rows of a part that are there, compared with their checksums; None if none is."""
+    def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows:
+        """Rows of a part that are there, compared with their checksums."""
         is_packed = manifest.run_of(part) in manifest.runs[: self.num_packed_runs]
         own = self._root / layout.PACKED if is_packed else part_path(self._root, part.index)
         return sound_rows_of_part(self._sources.get(part.index, own), manifest, part, listing)
@@ -134,7 +131,7 @@ class CommittedParts:
             for run in manifest.runs[: self.num_packed_runs]:
                 for part in run.parts():
                     rows = sound_rows(file, run, part, listing)
-                    if rows is None or not rows.good.all():
+                    if not rows.good.all():
                         name = layout.part_name(part.index)
                         raise StoreError(
                             f"{packed} does not say why some rows failed ({name}). "
@@ -253,9 +250,8 @@ class CommittedParts:
                     if part.index in self.indices:
                         continue
                     rows = sound_rows(file, run, part, listing)
-                    lost = rows.lost if rows is not None else [(part.start, part.stop)]
                     # A part of its own may have been left by a killed repair, damaged as well.
-                    if _count(lost) < _count(self._lost.get(part.index, [(0, len(part) + 1)])):
+                    if _count(rows.lost) < _count(self._lost.get(part.index, [(0, len(part) + 1)])):
                         self._keep(path, part, rows, problem)
         if self._is_dry:
             return
@@ -265,17 +261,16 @@ class CommittedParts:
         elif all(part.index in self.indices for run in runs for part in run.parts()):
             self._disk.remove(path)
 
-    def _keep(self, path: Path, part: Part, rows: SoundRows | None, problem: str) -> None:
+    def _keep(self, path: Path, part: Part, rows: SoundRows, problem: str) -> None:
         """Write a part of which all rows are sound, or record those that are lost."""
-        num_sound = 0 if rows is None else int(rows.good.sum())
+        num_sound = int(rows.good.sum())
         if not self._is_dry:
             logger.warning(
                 "%s is not valid: %s. %d of the %d rows of part %d are sound.",
                 path, problem, num_sound, len(part), part.index,
             )  # fmt: skip
-        if rows is not None:
-            self.add_failures(rows.failures)
-        if rows is not None and self._listing is not None and num_sound == len(part):
+        self.add_failures(rows.failures)
+        if self._listing is not None and num_sound == len(part):
             if not self._is_dry:
                 data = rows.build(self._manifest.run_of(part), self._listing, self._manifest)
                 self._disk.replace(part_path(self._root, part.index), data)
@@ -283,7 +278,7 @@ class CommittedParts:
             self._lost.pop(part.index, None)
         else:
             self._sources[part.index] = path
-            self._lost[part.index] = [(part.start, part.stop)] if rows is None else rows.lost
+            self._lost[part.index] = rows.lost
 
     def _write_record(self, files: frozenset[str]) -> None:
         """Bring damaged.json up to date."""
@@ -386,4 +381,4 @@ def _survey(
     """Find the sound rows of the damaged files; return the runs that lack rows."""
     known = listing if matches_manifest(listing, manifest) else None
     parts.survey(manifest, known, {damage.path.name for damage in report.damages})
-    return [run for run in manifest.runs if parts.lacks_rows(run)]
+    return [run for run in manifest.runs if parts.num_lacking(run)]

@@ -119,9 +119,10 @@ def stored_image_checksums(
         rows = slice(first, first + len(part))
         try:
             with open_metadata(path, opened) as file:
-                checksums[number][0][rows] = read_image_checksums(file)
+                part_sums = read_image_checksums(file)
         except layout.UNREADABLE as error:
             raise_unless_damage(path, error)
             continue
-        checksums[number][1][rows] = True
+        if len(part_sums) == len(part):  # otherwise it is damaged, too
+            checksums[number][0][rows], checksums[number][1][rows] = part_sums, True
     return checksums

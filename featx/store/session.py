@@ -146,7 +146,7 @@ class StoreSession:
 
     def unfinished_runs(self) -> list[Run]:
         """Runs of the store that lack rows."""
-        return [run for run in self.manifest.runs if self._parts.lacks_rows(run)]
+        return [run for run in self.manifest.runs if self._parts.num_lacking(run)]
 
     @property
     def is_complete(self) -> bool:
@@ -235,6 +235,7 @@ class StoreSession:
 
     @property
     def _requested_runs(self) -> list[Run]:
+        """Runs that computed exactly the requested layers."""
         return [run for run in self.manifest.runs if self.has_requested_layers(run)]
 
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
@@ -248,14 +249,14 @@ class StoreSession:
     def first_rows(self, count: int) -> SoundRows | None:
         """First rows, at most `count`, of the first complete part of the requested layers.
 
-        None if there is no such part, or it cannot be read.
+        None if there is no such part.
         """
-        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
-        parts = (part for run in runs for part in run.parts() if part.index in self._parts.indices)
-        if (part := next(parts, None)) is None:
-            return None
-        rows = Part(part.index, part.start, min(part.start + count, part.stop))
-        return self._parts.sound_rows(rows, self.manifest, self.listing)
+        parts = (part for run in self._requested_runs for part in run.parts())
+        for part in parts:
+            if part.index in self._parts.indices:
+                rows = Part(part.index, part.start, min(part.start + count, part.stop))
+                return self._parts.sound_rows(rows, self.manifest, self.listing)
+        return None
 
     def read_part(self, part: Part) -> SoundRows:
         """Read a part; rows that it has lost have no meaning.
@@ -263,13 +264,12 @@ class StoreSession:
         Raises StoreError if a part that has lost no rows so far is damaged.
         """
         rows = self._parts.sound_rows(part, self.manifest, self.listing)
-        is_whole = rows is not None and bool(rows.good.all())
-        if part.index in self._parts.indices and not is_whole:
+        if part.index in self._parts.indices and not rows.good.all():
             raise StoreError(
                 f"{part_path(self.root, part.index)} is damaged. job=verify verify.repair=true "
                 "rebuilds it."
             )
-        return SoundRows.of_none(part, self.manifest.run_of(part)) if rows is None else rows
+        return rows
 
     def replace(self, builder: PartBuilder) -> None:
         """Replace a part; a crash leaves either the old or the new rows."""

@@ -66,12 +66,9 @@ class DamagedFile:
         self.num_runs, self.start = 1, 0
         with suppress_damage():
             if (table := find_table(raw)) is not None:
-                self.num_runs, self.start = (
-                    int(table.header["num_runs"]),
-                    int(table.header["start"]),
-                )
-                self._entries = dict(table.entries())
-                self.fingerprint_sha256 = str(table.header["fingerprint"])
+                self._entries, header = dict(table.entries()), table.header
+                self.num_runs, self.start = int(header["num_runs"]), int(header["start"])
+                self.fingerprint_sha256 = str(header["fingerprint"])
         with suppress_damage():
             if self.fingerprint_sha256 is None and file is not None:
                 self.fingerprint_sha256 = str(file.attrs["fingerprint"])
@@ -206,6 +203,7 @@ class SoundRows:
 
     @classmethod
     def of_none(cls, part: Part, run: Run) -> SoundRows:
+        """No row of a part is sound."""
         features = {
             spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
             for spec in run.layers
@@ -228,21 +226,18 @@ class SoundRows:
 
 def sound_rows_of_part(
     path: Path, manifest: Manifest, part: Part, listing: Listing | None
-) -> SoundRows | None:
-    """Rows of a part in its own file or in features.h5; None if the file or the listing is another
-    run's.
-    """
-    if listing is None:
-        return None
+) -> SoundRows:
+    """Sound rows of a part in its own file or in features.h5; none if the file is another run's."""
     run, is_packed = manifest.run_of(part), path.name == layout.PACKED
-    with contextlib.suppress(IsADirectoryError), open_damaged(path) as file:
-        if is_packed or (file.fingerprint_sha256, file.start) == (run.digest, part.start):
-            return sound_rows(file, run, part, listing)
-    return None
+    if listing is not None:
+        with contextlib.suppress(IsADirectoryError), open_damaged(path) as file:
+            if is_packed or (file.fingerprint_sha256, file.start) == (run.digest, part.start):
+                return sound_rows(file, run, part, listing)
+    return SoundRows.of_none(part, run)
 
 
-def sound_rows(file: DamagedFile, run: Run, part: Part, listing: Listing) -> SoundRows | None:
-    """Find the rows of a part with intact chunks in all layers; None if a layer is missing."""
+def sound_rows(file: DamagedFile, run: Run, part: Part, listing: Listing) -> SoundRows:
+    """Find the rows of a part with intact chunks in all layers; none if a layer is missing."""
     start, stop = part.start - file.start, part.stop - file.start
     features: dict[str, Array] = {}
     good = np.ones(len(part), np.bool_)
@@ -250,9 +245,9 @@ def sound_rows(file: DamagedFile, run: Run, part: Part, listing: Listing) -> Sou
     for spec in run.layers:
         rows = file.rows(f"{layout.FEATURES}/{spec.name}", start, stop)
         if rows is None or rows.values.shape[1:] != tuple(spec.shape):
-            return None
+            return SoundRows.of_none(part, run)
         if rows.values.dtype != raw_dtype(spec.dtype):
-            return None
+            return SoundRows.of_none(part, run)
         features[spec.name] = rows.values
         good &= rows.good
         values = from_raw(rows.values, spec.dtype).reshape(len(part), -1)

@@ -15,6 +15,7 @@ credentials from ~/.aws, so that botocore would be needed besides.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -205,11 +206,9 @@ def write(bucket: str, key: str, data: bytes | memoryview, **condition: str) -> 
     request("put_object", Bucket=bucket, Key=key, Body=bytes(data), **condition)
 
 
-def delete(bucket: str, key: str, **condition: str) -> None:
-    try:
-        request("delete_object", Bucket=bucket, Key=key, **condition)
-    except FileNotFoundError:
-        return
+def delete(bucket: str, key: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        request("delete_object", Bucket=bucket, Key=key)
 
 
 def list_objects(

@@ -2,6 +2,8 @@
 
 In: rows of features with their status and checksums. Out: a folder that plain h5py can read.
 Reading needs numpy and h5py only; with xxhash, checksums are compared.
+The way of a row: `row_file` and `chunk_file` write it, `part_files` commits it, `chunk_reader`
+reads it, `file_checks` verifies it, and `sound_rows` finds it in a damaged file.
 Names for others: those in `__init__.pyi`.
 """
 

@@ -2,6 +2,8 @@ from . import codecs as codecs
 from . import layout as layout
 from .chunk_reader import Verify as Verify
 from .committed_parts import read_packed as read_packed
+from .committed_parts import repair_files as repair_files
+from .committed_parts import runs_to_extract as runs_to_extract
 from .compatibility import growth_message as growth_message
 from .compatibility import merge_manifest as merge_manifest
 from .compatibility import refuse_difference as refuse_difference
@@ -48,7 +50,6 @@ from .pack import pack_parts as pack_parts
 from .pack import pack_store as pack_store
 from .pack import packed_size_bound as packed_size_bound
 from .pack import reason_to_keep_parts as reason_to_keep_parts
-from .part_builder import PartBuilder as PartBuilder
 from .part_files import DamageRecord as DamageRecord
 from .part_files import begin_part as begin_part
 from .part_files import clear_job_folders as clear_job_folders
@@ -58,11 +59,10 @@ from .part_files import part_names as part_names
 from .part_files import publish_part as publish_part
 from .reader import FeatureStore as FeatureStore
 from .reader import check_rows_present as check_rows_present
-from .repair import repair_files as repair_files
-from .repair import runs_to_extract as runs_to_extract
 from .result_files import failures_csv as failures_csv
 from .result_files import read_result as read_result
 from .result_files import result_json as result_json
+from .row_file import PartBuilder as PartBuilder
 from .session import StoreSession as StoreSession
 from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus

@@ -20,16 +20,20 @@ CACHE_BYTES = 64 << 20
 """Size of the decoded chunks that a process keeps, over all datasets."""
 
 
-class DecodedChunks:
-    """Least recently used cache of decoded chunks, by the key of their dataset.
+class DecodePool:
+    """Threads that decode chunks, and the last chunks that they decoded, of one process.
 
-    A key is an object that only one dataset uses; unlike an id, it is never reused.
+    Use `decode_pool()` to get it. Chunks have the key of their dataset, an object that only one
+    dataset uses; unlike an id, it is never reused.
     """
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self.lock = threading.Lock()
         self._chunks: OrderedDict[tuple[object, int], npt.NDArray[np.uint8]] = OrderedDict()
         self._bytes = 0
+        self._num_threads = num_cpus()
+        self._pool = ThreadPoolExecutor(self._num_threads, "featx-decode")
 
     def get(self, dataset_key: object, number: int) -> npt.NDArray[np.uint8] | None:
         with self.lock:
@@ -52,19 +56,6 @@ class DecodedChunks:
         with self.lock:
             for key in [key for key in self._chunks if key[0] is dataset_key]:
                 self._bytes -= len(self._chunks.pop(key))
-
-
-class DecodePool:
-    """Threads that decode chunks, and the cache of decoded chunks, of one process.
-
-    Use `decode_pool()` to get it.
-    """
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.cache = DecodedChunks()
-        self._num_threads = num_cpus()
-        self._pool = ThreadPoolExecutor(self._num_threads, "featx-decode")
 
     def for_each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         """Call work(item) for all items in threads; raise the first error after all ended."""

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import ConfigError, StoreError
+from featx.errors import ConfigError, StoreError, require
 from featx.storage import RawFile, S3File
 from featx.store import dtypes, layout
 from featx.store.chunk_cache import decode_pool
@@ -61,11 +61,10 @@ def check_verify(verify: object) -> None:
 
 def repair_hint(path: Path) -> str:
     """Advice for a damaged file of a store, the end of a message."""
-    # A part lies in parts/ below the store; features.h5 and merged files lie in the folder.
-    root = path.parent.parent if path.parent.name == layout.PARTS else path.parent
     return (
-        f"Bits of the file have changed since it was written. `python -m featx job=verify "
-        f"store={root} verify.repair=true` extracts these rows again and leaves all others."
+        "Bits of the file have changed since it was written. `python -m featx job=verify "
+        f"store={layout.store_root(path)} verify.repair=true` extracts these rows again and leaves "
+        "all others."
     )
 
 
@@ -182,12 +181,9 @@ class ChunkReader:
 
     def read(self, rows: Rows, out: Array, out_indices: Rows) -> None:
         """Read row rows[i] into out[out_indices[i]]."""
-        if len(rows) != len(out_indices):
-            raise ValueError(f"{len(rows)} rows, but {len(out_indices)} indices into `out`")
-        if out.dtype != self.dtype or out.shape[1:] != self._row_shape:
-            raise ValueError(f"rows of {self._label} do not fit {out.shape} {out.dtype}")
-        if not out.flags.c_contiguous:
-            raise ValueError("rows are read into contiguous arrays only")
+        fits = (out.dtype, out.shape[1:]) == (self.dtype, self._row_shape)
+        require(fits and out.flags.c_contiguous, "rows are read into an array of another kind")
+        require(len(rows) == len(out_indices), "rows are read to other places")
         if not len(rows):
             return
         is_falling = bool((rows[1:] < rows[:-1]).any())
@@ -241,7 +237,7 @@ class ChunkReader:
     def close(self) -> None:
         """Release the file; reads in progress in other threads still succeed."""
         self._dataset = self._file = None
-        decode_pool().cache.drop(self._cache_key)
+        decode_pool().drop(self._cache_key)
 
     def _read_bits(self, rows: Rows, out: Array, out_indices: Rows) -> None:
         """Read stored bits: whole chunks where they are decoded or compared, otherwise rows."""
@@ -324,7 +320,7 @@ class ChunkReader:
         """Bytes of the rows of a chunk if they are in the cache."""
         if self.read_method != "decode":
             return None
-        return decode_pool().cache.get(self._cache_key, chunk)
+        return decode_pool().get(self._cache_key, chunk)
 
     def _chunk(self, file: RawFile | S3File | None, chunk: int, data: Bytes | None = None) -> Bytes:
         """Bytes of the rows of a chunk, decoded and compared; decoded ones are cached."""
@@ -347,7 +343,7 @@ class ChunkReader:
             data = self._rows_by_hdf5(first, stop).reshape(-1).view(np.uint8)
         data = data[: (stop - first) * self._row_bytes]
         if is_decoded and self._file is not None:
-            decode_pool().cache.put(self._cache_key, chunk, data)
+            decode_pool().put(self._cache_key, chunk, data)
         return data
 
     def _stored_chunk(self, file: RawFile | S3File, chunk: int, mapped: bool) -> Bytes:

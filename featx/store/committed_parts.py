@@ -1,4 +1,8 @@
-"""The committed parts of a store: found and checked when a session begins, then kept up to date."""
+"""The committed parts of a store: found when a session begins, repaired, and kept up to date.
+
+A damaged file stays in its place, and its sound rows can be read, until a file with all rows
+replaces it. `damaged.json` names such files, so that the next run computes the lost rows.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,23 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from featx.errors import StoreError
-from featx.storage import TEMPORARY_PREFIX, AtomicFolder, is_url
+from featx.storage import TEMPORARY_PREFIX, AtomicFolder, is_url, open_folder
 from featx.store import layout
+from featx.store.file_checks import DamageReport
 from featx.store.hdf5_files import check_chunks, damage_text, open_metadata
-from featx.store.manifest import Manifest, Run, num_runs_of
-from featx.store.part_files import DamageRecord, inspect_parts, part_names, part_path
-from featx.store.result_files import read_failures
+from featx.store.listing import matches_manifest, read_listing, write_listing
+from featx.store.manifest import Manifest, Run, num_runs_of, require_manifest
+from featx.store.part_files import (
+    DamageRecord,
+    clear_leftovers,
+    inspect_parts,
+    part_names,
+    part_path,
+)
+from featx.store.result_files import failures_csv, read_failures
 from featx.store.row_file import RowFile
 from featx.store.sound_rows import (
-    Reasons,
     SoundRows,
-    matches_manifest,
     open_damaged,
     sound_rows,
     sound_rows_of_part,
@@ -78,24 +88,20 @@ class CommittedParts:
     def damaged_parts(self, run: Run) -> list[Part]:
         return [part for part in run.parts() if part.index in self._lost]
 
-    def lacks_rows(self, run: Run) -> bool:
-        return bool(self.missing_parts(run) or self.damaged_parts(run))
-
     def lost_rows(self, part: Part) -> list[int]:
         """Rows that a damaged part has lost; none for other parts."""
         return [row for start, stop in self._lost.get(part.index, ()) for row in range(start, stop)]
 
-    def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows | None:
-        """Rows of a part that are there, compared with their checksums; None if none is."""
-        run = manifest.run_of(part)
-        is_packed = run in manifest.runs[: self.num_packed_runs]
+    def num_lacking(self, run: Run) -> int:
+        """Number of rows of a run that no file holds."""
+        lost = [_count(self._lost[part.index]) for part in self.damaged_parts(run)]
+        return sum(map(len, self.missing_parts(run))) + sum(lost)
+
+    def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows:
+        """Rows of a part that are there, compared with their checksums."""
+        is_packed = manifest.run_of(part) in manifest.runs[: self.num_packed_runs]
         own = self._root / layout.PACKED if is_packed else part_path(self._root, part.index)
-        path = self._sources.get(part.index, own)
-        if path.name != layout.PACKED:
-            return sound_rows_of_part(path, manifest, part, listing)
-        with open_damaged(path) as file:
-            reasons = Reasons(file, self._root)
-            return sound_rows(file, run, part, listing, reasons)
+        return sound_rows_of_part(self._sources.get(part.index, own), manifest, part, listing)
 
     def set_committed(self, part: Part) -> None:
         """Record that a file with all rows of a part exists."""
@@ -110,6 +116,33 @@ class CommittedParts:
         self.num_packed_runs = num_runs
         remove_parts(self._disk)
         self._write_record(frozenset())
+
+    def unpack(self, manifest: Manifest, listing: Listing) -> None:
+        """Write all rows of features.h5 as parts again, and delete the file."""
+        packed = self._root / layout.PACKED
+        try:
+            with open_metadata(packed) as metadata:
+                check_chunks(metadata)
+        except layout.UNREADABLE as error:
+            raise StoreError(
+                f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true rebuilds "
+                "what is damaged."
+            ) from error
+        self._disk.make_folder(self._root / layout.PARTS)
+        with open_damaged(packed) as file:
+            for run in manifest.runs[: self.num_packed_runs]:
+                for part in run.parts():
+                    rows = sound_rows(file, run, part, listing)
+                    if not rows.good.all():
+                        name = layout.part_name(part.index)
+                        raise StoreError(
+                            f"{packed} does not say why some rows failed ({name}). "
+                            "job=verify verify.repair=true extracts them again."
+                        )
+                    data = rows.build(run, listing, manifest)
+                    self._disk.publish(part_path(self._root, part.index), data)
+        self._disk.remove(packed)
+        self.num_packed_runs = 0
 
     def survey(
         self, manifest: Manifest, listing: Listing | None, suspects: Collection[str] = ()
@@ -214,15 +247,13 @@ class CommittedParts:
                 runs = manifest.runs[:count]
             if runs and not self._is_dry:
                 self._disk.make_folder(self._root / layout.PARTS)
-            reasons = Reasons(file, self._root)
             for run in runs:
                 for part in run.parts():
                     if part.index in self.indices:
                         continue
-                    rows = sound_rows(file, run, part, listing, reasons)
-                    lost = rows.lost if rows is not None else [(part.start, part.stop)]
+                    rows = sound_rows(file, run, part, listing)
                     # A part of its own may have been left by a killed repair, damaged as well.
-                    if _count(lost) < _count(self._lost.get(part.index, [(0, len(part) + 1)])):
+                    if _count(rows.lost) < _count(self._lost.get(part.index, [(0, len(part) + 1)])):
                         self._keep(path, part, rows, problem)
         if self._is_dry:
             return
@@ -232,17 +263,16 @@ class CommittedParts:
         elif all(part.index in self.indices for run in runs for part in run.parts()):
             self._disk.remove(path)
 
-    def _keep(self, path: Path, part: Part, rows: SoundRows | None, problem: str) -> None:
+    def _keep(self, path: Path, part: Part, rows: SoundRows, problem: str) -> None:
         """Write a part of which all rows are sound, or record those that are lost."""
-        num_sound = 0 if rows is None else int(rows.good.sum())
+        num_sound = int(rows.good.sum())
         if not self._is_dry:
             logger.warning(
                 "%s is not valid: %s. %d of the %d rows of part %d are sound.",
                 path, problem, num_sound, len(part), part.index,
             )  # fmt: skip
-        if rows is not None:
-            self.add_failures(rows.failures)
-        if rows is not None and self._listing is not None and num_sound == len(part):
+        self.add_failures(rows.failures)
+        if self._listing is not None and num_sound == len(part):
             if not self._is_dry:
                 data = rows.build(self._manifest.run_of(part), self._listing, self._manifest)
                 self._disk.replace(part_path(self._root, part.index), data)
@@ -250,7 +280,7 @@ class CommittedParts:
             self._lost.pop(part.index, None)
         else:
             self._sources[part.index] = path
-            self._lost[part.index] = [(part.start, part.stop)] if rows is None else rows.lost
+            self._lost[part.index] = rows.lost
 
     def _write_record(self, files: frozenset[str]) -> None:
         """Bring damaged.json up to date."""
@@ -295,3 +325,62 @@ def remove_parts(disk: AtomicFolder) -> None:
             disk.remove(path)
     with contextlib.suppress(OSError):  # it holds other files, or does not exist
         parts.rmdir()
+
+
+def runs_to_extract(report: DamageReport) -> list[Run]:
+    """Runs of which rows have to be extracted to repair a store; writes nothing.
+
+    Raises StoreError if there is no store, or a file cannot be read now.
+    """
+    manifest, listing = _manifest_and_listing(report.root)
+    lost = _survey(CommittedParts(open_folder(report.root), True), report, manifest, listing)
+    # Without a copy of the listing, the images are listed again.
+    return lost or ([] if matches_manifest(listing, manifest) else [manifest.runs[-1]])
+
+
+def repair_files(report: DamageReport) -> list[Run]:
+    """Write again what other files of a store have, too: manifest, listing, columns of parts.
+
+    Returns:
+        runs of which rows have to be extracted.
+
+    Raises:
+        StoreError: there is no store, or a file cannot be read now.
+        StoreLockedError: another process is writing to the store.
+        RunError: the disk is full or fails; every sound row is still there.
+    """
+    root, disk = report.root, open_folder(report.root)
+    with disk.lock(root / layout.LOCK):
+        if disk.has_locks:
+            clear_leftovers(disk)
+        damaged = {damage.path for damage in report.damages}
+        manifest, listing = _manifest_and_listing(root)
+        if root / layout.MANIFEST in damaged:
+            disk.replace(root / layout.MANIFEST, manifest.to_json())
+        if root / layout.LISTING in damaged and matches_manifest(listing, manifest):
+            write_listing(disk, root / layout.LISTING, listing)
+        for name in layout.RESULTS:
+            # The job that made it writes it again.
+            if (path := root / name) in damaged and path.exists():
+                disk.set_aside(path, root)
+        parts, path = CommittedParts(disk), root / layout.FAILURES_CSV
+        lost = _survey(parts, report, manifest, listing)
+        if not lost:  # otherwise the run that extracts these rows writes it
+            data = failures_csv(parts.failures)
+            if not path.exists() or path.read_bytes() != data:
+                disk.replace(path, data)
+        return lost
+
+
+def _manifest_and_listing(root: Path) -> tuple[Manifest, Listing | None]:
+    manifest = require_manifest(root)
+    return manifest, read_listing(root, manifest.num_rows, manifest.listing_identity)
+
+
+def _survey(
+    parts: CommittedParts, report: DamageReport, manifest: Manifest, listing: Listing | None
+) -> list[Run]:
+    """Find the sound rows of the damaged files; return the runs that lack rows."""
+    known = listing if matches_manifest(listing, manifest) else None
+    parts.survey(manifest, known, {damage.path.name for damage in report.damages})
+    return [run for run in manifest.runs if parts.num_lacking(run)]

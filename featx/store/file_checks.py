@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.chunk_table import has_chunk_table
+from featx.store.chunk_table import find_table
 from featx.store.dtypes import dtype_name, from_raw
 from featx.store.hdf5_files import (
     check_hard_links,
@@ -21,6 +22,7 @@ from featx.store.hdf5_files import (
     failures_agree,
     open_hdf5,
     open_plain_dataset,
+    open_raw,
 )
 from featx.store.layout import geometry_values
 from featx.store.listing import column_names, is_column_type, row_values, same_values
@@ -109,8 +111,10 @@ def check_file(
             _check_failures(path, file, expected, status, report)
             if not classes_agree(file):
                 report.add(path, f"/{layout.CLASSES} differs from its checksum")
-            if layout.CHUNK_TABLE in file and not has_chunk_table(path):
-                report.add(path, f"/{layout.CHUNK_TABLE} is damaged")
+            if layout.CHUNK_TABLE in file:
+                with contextlib.closing(open_raw(path)) as raw:
+                    if find_table(raw) is None:
+                        report.add(path, f"/{layout.CHUNK_TABLE} is damaged")
             check_hard_links(file, layout.FEATURES)
             for name in file[layout.FEATURES]:
                 if name not in expected.layers:

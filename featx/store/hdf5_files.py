@@ -27,34 +27,25 @@ Zeros and NaN compress well: 32,768 times with zstd.
 """
 
 
-def open_hdf5(path: Path, **options: object) -> h5py.File:
+def open_hdf5(path: Path, remote: S3File | None = None, **options: object) -> h5py.File:
     """Open a file for reading with plain h5py; the texts of its attributes are checked.
 
-    HDF5 refuses a file that this process has open with another locking flag, for example by an
-    h5py.File of the user, so both flags are tried.
+    For an object, h5py keeps a reference to `remote`, which is opened here if it is None.
     """
-    if isinstance(path, S3Path):
-        return open_remote(S3File(path), **options)
+    if remote is None and isinstance(path, S3Path):
+        remote = S3File(path)
     try:
-        file = h5py.File(path, "r", **options)
-    except OSError:
+        file = h5py.File(remote or path, "r", **options)
+    except layout.UNREADABLE as error:
+        if remote is not None:
+            raise remote.error or error from error
+        # HDF5 refuses a file that this process has open with another locking flag, for example by
+        # an h5py.File of the user, so both flags are tried.
         file = h5py.File(path, "r", locking=False, **options)
     try:
-        check_texts(file, functools.partial(os.pread, file.id.get_vfd_handle()))
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def open_remote(raw: S3File, **options: object) -> h5py.File:
-    """Open an object for reading with h5py, which keeps a reference to it."""
-    try:
-        file = h5py.File(raw, "r", **options)
-    except layout.UNREADABLE as error:
-        raise raw.error or error from error
-    try:
-        check_texts(file, raw.pread)
+        check_texts(
+            file, remote.pread if remote else functools.partial(os.pread, file.id.get_vfd_handle())
+        )
     except BaseException:
         file.close()
         raise
@@ -105,6 +96,16 @@ def open_metadata(
             # A reference kept in `raw` would close a cycle through HDF5, which crashes at exit.
             failed, raw.error = raw.error, None
             raise failed or error from error
+
+
+@contextlib.contextmanager
+def suppress_damage() -> Iterator[None]:
+    """Suppress errors of damaged data, but not errors of access to the file."""
+    try:
+        yield
+    except (StoreError, *layout.UNREADABLE) as error:
+        if not layout.is_damage(error):
+            raise
 
 
 def raise_unless_damage(path: Path, error: Exception) -> None:

@@ -69,25 +69,14 @@ def changed_states(path: Path, states: npt.NDArray[np.void]) -> npt.NDArray[np.b
     return changed
 
 
-def read_image_checksums(
-    file: h5py.File, start: int = 0, stop: int | None = None
-) -> npt.NDArray[np.uint64]:
-    """Read the image checksums of rows [start, stop) of a file, by default of all.
-
-    They are UNKNOWN_IMAGE in chunks that differ from their own checksum.
-    """
-    stop = len(file[layout.KEY]) if stop is None else stop
-    checksums = np.full(stop - start, UNKNOWN_IMAGE, dtype=np.uint64)
+def read_image_checksums(file: h5py.File) -> npt.NDArray[np.uint64]:
+    """Image checksums of all rows; UNKNOWN_IMAGE in chunks that differ from their own checksum."""
     if file[layout.IMAGE_CHECKSUM].shape != file[layout.KEY].shape:
         raise StoreError(f"/{layout.IMAGE_CHECKSUM} has another length than /{layout.KEY}")
-    step = file[layout.IMAGE_CHECKSUM].chunks[0]
-    first_row = start // step * step
-    for first, values, good in chunks_with_verdict(file, layout.IMAGE_CHECKSUM, first_row):
-        if first >= stop:
-            break
-        low, high = max(first, start), min(first + len(values), stop)
+    checksums = np.full(len(file[layout.KEY]), UNKNOWN_IMAGE, dtype=np.uint64)
+    for first, values, good in chunks_with_verdict(file, layout.IMAGE_CHECKSUM):
         if good:
-            checksums[low - start : high - start] = values[low - first : high - first]
+            checksums[first : first + len(values)] = values
     return checksums
 
 
@@ -130,9 +119,10 @@ def stored_image_checksums(
         rows = slice(first, first + len(part))
         try:
             with open_metadata(path, opened) as file:
-                checksums[number][0][rows] = read_image_checksums(file, 0, len(part))
+                part_sums = read_image_checksums(file)
         except layout.UNREADABLE as error:
             raise_unless_damage(path, error)
             continue
-        checksums[number][1][rows] = True
+        if len(part_sums) == len(part):  # otherwise it is damaged, too
+            checksums[number][0][rows], checksums[number][1][rows] = part_sums, True
     return checksums

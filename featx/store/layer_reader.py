@@ -17,8 +17,9 @@ from featx.store import layout
 from featx.store.chunk_reader import ChunkReader
 from featx.store.chunk_table import read_column_by_table
 from featx.store.contents import Contents, Segment
+from featx.store.hdf5_files import ErrorRecordingFile
 from featx.store.open_files import Handles, OpenFile
-from featx.store.part_files import MANY_FILES, TailFile, map_in_threads
+from featx.store.part_files import MANY_FILES, map_in_threads
 from featx.types import Array
 
 
@@ -154,7 +155,7 @@ class LayerReader:
 
 def _status_by_table(segment: Segment) -> tuple[Array, int] | None:
     """Status of the rows of a file by its chunk table, and the version of the file, or None."""
-    with contextlib.closing(TailFile(segment.path)) as raw:
+    with ErrorRecordingFile(segment.path) as raw:
         found = read_column_by_table(raw, layout.STATUS, segment.fingerprint_sha256, segment.start)
     if found is None or found[0].shape != (segment.stop - segment.start,):
         return None

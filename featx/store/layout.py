@@ -101,6 +101,11 @@ def part_name(index: int) -> str:
     return f"part-{index:06d}.h5"
 
 
+def store_root(path: Path) -> Path:
+    """Folder of the store that a part, features.h5 or a merged file belongs to."""
+    return path.parent.parent if path.match(f"{PARTS}/{PART_GLOB}") else path.parent
+
+
 def power_of_two_at_most(value: float) -> int:
     """Largest power of two that is not above `value`, at least 1."""
     return 1 << max(0, math.floor(math.log2(max(1.0, value))))

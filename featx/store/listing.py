@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import h5py
 import numpy as np
@@ -22,6 +23,7 @@ from featx.store.hdf5_files import (
     open_raw,
     raise_unless_damage,
 )
+from featx.store.manifest import Manifest
 from featx.types import Array, Listing
 
 _ROWS_AT_ONCE = 1 << 18
@@ -43,6 +45,11 @@ def listing_digest(listing: Listing) -> str:
 def listing_identity(listing: Listing) -> str:
     """Number of rows and digest of the listing, as the fingerprint records them."""
     return f"{len(listing)} rows, sha256 {listing_digest(listing)}"
+
+
+def matches_manifest(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
+    """Return whether the manifest allows that a listing is the one that the store was made with."""
+    return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
 
 
 def content_tags_digest(listing: Listing) -> str | None:

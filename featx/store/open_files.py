@@ -27,7 +27,6 @@ from featx.store.hdf5_files import (
     map_values,
     open_hdf5,
     open_plain_dataset,
-    open_remote,
     raise_unless_damage,
 )
 from featx.types import Array
@@ -240,9 +239,7 @@ def _open_store_file(path: Path, remote_file: S3File | None) -> h5py.File:
         with path.open("rb"):  # raises FileNotFoundError or PermissionError, unlike h5py
             pass
     try:
-        if remote_file is not None:
-            return open_remote(remote_file, rdcc_nbytes=0)
-        return open_hdf5(path, rdcc_nbytes=0)
+        return open_hdf5(path, remote_file, rdcc_nbytes=0)
     except FileNotFoundError as error:  # the part was packed and deleted in between
         error.filename = error.filename or str(path)
         raise

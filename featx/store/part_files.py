@@ -17,13 +17,12 @@ from featx.errors import StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, S3Path, is_url, prefetch_files
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
-from featx.store.chunk_table import table_header
-from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.chunk_table import find_table
+from featx.store.hdf5_files import ErrorRecordingFile, damage_text, open_metadata
 from featx.store.heartbeat import read_heartbeats
 from featx.store.manifest import Manifest, Run
-from featx.store.part_builder import PartBuilder
 from featx.store.result_files import read_failures, read_result, result_json
-from featx.store.row_file import RowFile
+from featx.store.row_file import PartBuilder, RowFile
 from featx.types import Failure, LayerSpec, Listing, Part
 
 T = TypeVar("T")
@@ -31,9 +30,6 @@ R = TypeVar("R")
 
 MANY_FILES = 1000
 """Number of files of a store from which on their chunk tables are read in place of HDF5."""
-
-_TAIL_BYTES = 64 << 10
-"""Bytes at the end of a file, in which the chunk table of most parts lies."""
 
 _NUM_THREADS, _GROUP_FILES = 4, 256
 """Threads, whose reads wait for a disk together, and files that a thread reads in one call."""
@@ -154,11 +150,12 @@ def inspect_parts(
 def _is_complete_by_table(path: str, part: Part, run: Run) -> bool:
     """Return whether the chunk table of a file describes the part without failures."""
     try:
-        with contextlib.closing(TailFile(path)) as raw:
-            header = table_header(raw) or {}
+        with ErrorRecordingFile(path) as raw:
+            table = find_table(raw)
             # What HDF5 wrote behind the table may be cut off; its superblock has the whole size.
             if raw.size != int.from_bytes(raw.pread(8, _END_OF_FILE), "little"):
                 return False
+        header = {} if table is None else table.header
         if (header["fingerprint"], header["start"]) != (run.digest, part.start):
             return False
         entries = {about["path"]: (about["shape"], about["dtype"]) for about in header["datasets"]}
@@ -190,32 +187,6 @@ def inspect_file(
             return problem, () if problem else read_failures(file)
     except layout.UNREADABLE as error:
         return damage_text(path, error), ()
-
-
-class TailFile:
-    """File whose end is read as it is opened; a small part is read completely.
-
-    So four system calls read the chunk table of a part: open, fstat, pread and close.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self.size = os.fstat(self._descriptor).st_size
-            self._start = max(0, self.size - _TAIL_BYTES)
-            self._tail = os.pread(self._descriptor, _TAIL_BYTES, self._start)
-        except BaseException:
-            self.close()
-            raise
-
-    def pread(self, size: int, address: int) -> bytes:
-        if address < self._start:
-            return os.pread(self._descriptor, size, address)
-        first = address - self._start
-        return self._tail[first : first + size]
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def map_in_threads(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

@@ -27,7 +27,6 @@ from featx.store.heartbeat import (
 )
 from featx.store.listing import compare_listing, write_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
-from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
     DamageRecord,
     begin_part,
@@ -37,8 +36,8 @@ from featx.store.part_files import (
     part_path,
     publish_part,
 )
-from featx.store.repair import unpack_store
 from featx.store.result_files import csv_rows, failures_csv, read_result, result_json
+from featx.store.row_file import PartBuilder
 from featx.store.sound_rows import SoundRows
 from featx.types import Failure, Json, LayerSpec, Listing, Part
 
@@ -143,12 +142,11 @@ class StoreSession:
 
     def missing(self) -> list[Part]:
         """Parts of the requested layers that are still to be computed, in order."""
-        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
-        return [part for run in runs for part in self._parts.missing_parts(run)]
+        return [part for run in self._requested_runs for part in self._parts.missing_parts(run)]
 
     def unfinished_runs(self) -> list[Run]:
         """Runs of the store that lack rows."""
-        return [run for run in self.manifest.runs if self._parts.lacks_rows(run)]
+        return [run for run in self.manifest.runs if self._parts.num_lacking(run)]
 
     @property
     def is_complete(self) -> bool:
@@ -159,10 +157,7 @@ class StoreSession:
     def num_committed(self) -> int:
         """Number of rows of which the requested layers are stored."""
         runs = self._runs_with_requested_layers()
-        missing = [part for run in runs for part in self._parts.missing_parts(run)]
-        damaged = [part for run in runs for part in self._parts.damaged_parts(run)]
-        num_lost = sum(len(self._parts.lost_rows(part)) for part in damaged)
-        return self.num_rows - sum(map(len, missing)) - num_lost
+        return self.num_rows - sum(map(self._parts.num_lacking, runs))
 
     @property
     def num_rows(self) -> int:
@@ -175,9 +170,10 @@ class StoreSession:
 
     def lost_rows(self) -> list[int]:
         """Rows of the requested layers that were lost with damaged chunks."""
-        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
-        parts = [part for run in runs for part in self._parts.damaged_parts(run)]
-        return [row for part in parts for row in self._parts.lost_rows(part)]
+        return [row for part in self._damaged_parts() for row in self._parts.lost_rows(part)]
+
+    def _damaged_parts(self) -> list[Part]:
+        return [part for run in self._requested_runs for part in self._parts.damaged_parts(run)]
 
     def missing_rows(self, part: Part) -> list[int]:
         """Rows that a part has lost with damaged chunks."""
@@ -231,32 +227,36 @@ class StoreSession:
         Raises StoreError if it is damaged; it stays if the disk is full or fails (RunError).
         """
         if self._parts.num_packed_runs:
-            unpack_store(self.root, self.manifest, self.listing)
-            self._parts.num_packed_runs = 0
+            self._parts.unpack(self.manifest, self.listing)
 
     def has_requested_layers(self, run: Run) -> bool:
         """Return whether a run of the store computed exactly the requested layers."""
         return run.names == self._requested.names
 
+    @property
+    def _requested_runs(self) -> list[Run]:
+        """Runs that computed exactly the requested layers."""
+        return [run for run in self.manifest.runs if self.has_requested_layers(run)]
+
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
         """Parts of the requested layers with any of some rows, committed or damaged."""
-        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
-        parts = {run.grid.part_of(row) for run in runs for row in rows if run.grid.holds(row)}
-        damaged = [part for run in runs for part in self._parts.damaged_parts(run)]
+        grids = [run.grid for run in self._requested_runs]
+        parts = {grid.part_of(row) for grid in grids for row in rows if grid.holds(row)}
+        damaged = self._damaged_parts()
         stored = [part for part in parts if part.index in self._parts.indices or part in damaged]
         return sorted(stored, key=lambda part: part.index)
 
     def first_rows(self, count: int) -> SoundRows | None:
         """First rows, at most `count`, of the first complete part of the requested layers.
 
-        None if there is no such part, or it cannot be read.
+        None if there is no such part.
         """
-        runs = [run for run in self.manifest.runs if self.has_requested_layers(run)]
-        parts = (part for run in runs for part in run.parts() if part.index in self._parts.indices)
-        if (part := next(parts, None)) is None:
-            return None
-        rows = Part(part.index, part.start, min(part.start + count, part.stop))
-        return self._parts.sound_rows(rows, self.manifest, self.listing)
+        parts = (part for run in self._requested_runs for part in run.parts())
+        for part in parts:
+            if part.index in self._parts.indices:
+                rows = Part(part.index, part.start, min(part.start + count, part.stop))
+                return self._parts.sound_rows(rows, self.manifest, self.listing)
+        return None
 
     def read_part(self, part: Part) -> SoundRows:
         """Read a part; rows that it has lost have no meaning.
@@ -264,13 +264,12 @@ class StoreSession:
         Raises StoreError if a part that has lost no rows so far is damaged.
         """
         rows = self._parts.sound_rows(part, self.manifest, self.listing)
-        is_whole = rows is not None and bool(rows.good.all())
-        if part.index in self._parts.indices and not is_whole:
+        if part.index in self._parts.indices and not rows.good.all():
             raise StoreError(
                 f"{part_path(self.root, part.index)} is damaged. job=verify verify.repair=true "
                 "rebuilds it."
             )
-        return SoundRows.of_none(part, self.manifest.run_of(part)) if rows is None else rows
+        return rows
 
     def replace(self, builder: PartBuilder) -> None:
         """Replace a part; a crash leaves either the old or the new rows."""
@@ -389,17 +388,10 @@ class StoreSession:
         remove_parts(self.disk)
         for sheet in list((self.root / layout.SHEETS).glob("*.png")):
             self.disk.remove(sheet)
-        names = (
-            layout.PACKED,
-            layout.FAILURES_CSV,
-            layout.SUMMARY,
-            layout.IMAGES,
-            layout.LISTING,
-            layout.DAMAGED,
-        )
-        heads = (layout.PROBE, layout.PROBE_HEADS, layout.ZEROSHOT, layout.ZEROSHOT_HEADS)
-        derived = (layout.TENSORBOARD, *heads)
-        for name in (*names, *derived, ".hydra", layout.OVERWRITE_MARKER, layout.MANIFEST):
+        files = (layout.PACKED, layout.FAILURES_CSV, layout.IMAGES, layout.LISTING, layout.DAMAGED)
+        folders = (layout.PROBE_HEADS, layout.ZEROSHOT_HEADS, layout.TENSORBOARD, ".hydra")
+        last = (layout.OVERWRITE_MARKER, layout.MANIFEST)
+        for name in (*files, *layout.RESULTS, *folders, *last):
             self.disk.remove(self.root / name)
 
 

@@ -16,7 +16,7 @@ from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.listing import (
     compare_listing,
     is_ascending,
-    listing_identity,
+    matches_manifest,
     read_listing,
     read_listing_file,
 )
@@ -67,12 +67,7 @@ def _state(root: Path) -> list[tuple[int, int] | None]:
 def _check(root: Path) -> DamageReport:
     """Check everything once, as `check_store`."""
     report = DamageReport(root)
-    if root.is_file():
-        manifest = _manifest_of_file(root, report)
-        listing = _listing_of_file(root, manifest, report) if manifest else None
-    else:
-        manifest = _manifest_of_folder(root, report)
-        listing = _check_listing(root, manifest, report) if manifest else None
+    manifest, listing = (_of_file if root.is_file() else _of_folder)(root, report)
     if manifest is None:
         return report
     report.num_rows = manifest.num_rows
@@ -102,8 +97,8 @@ def _check_failures_csv(root: Path, report: DamageReport) -> None:
         report.add(path, "it does not list the failed rows as the files do")
 
 
-def _manifest_of_file(path: Path, report: DamageReport) -> Manifest | None:
-    """Manifest that a single features.h5 carries; None and a damage if it is not valid."""
+def _of_file(path: Path, report: DamageReport) -> tuple[Manifest | None, Listing | None]:
+    """Manifest and listing in a single features.h5; None and a damage for one that is not valid."""
     try:
         with open_hdf5(path) as file:
             if "featx_format" not in file.attrs:
@@ -116,52 +111,43 @@ def _manifest_of_file(path: Path, report: DamageReport) -> Manifest | None:
                     "were made."
                 )
             text = bytes(file.attrs[layout.MANIFEST_COPY])
-        return Manifest.from_json(text, path)
+        manifest = Manifest.from_json(text, path)
     except DamagedManifestError as error:
         report.add(path, str(error))
+        return None, None
     except StoreError:
         raise
     except layout.UNREADABLE as error:
         report.add(path, damage_text(path, error))
-    return None
-
-
-def _listing_of_file(path: Path, manifest: Manifest, report: DamageReport) -> Listing | None:
-    """Listing in a single features.h5; None and a damage if it is not that of the manifest."""
+        return None, None
     listing = read_listing_file(path, manifest.num_rows)
-    if listing is not None and manifest.listing_identity not in (None, listing_identity(listing)):
-        report.add(path, "its keys, labels, classes or columns are not those of the extracted rows")
-        return None
-    return listing
+    if listing is None or matches_manifest(listing, manifest):
+        return manifest, listing
+    report.add(path, "its keys, labels, classes or columns are not those of the extracted rows")
+    return manifest, None
 
 
-def _manifest_of_folder(root: Path, report: DamageReport) -> Manifest | None:
-    """Manifest of a store; None and a damage if no copy of it is valid."""
+def _of_folder(root: Path, report: DamageReport) -> tuple[Manifest | None, Listing | None]:
+    """Manifest of a store, and the listing that its rows were made from; None for a lost one."""
     path = root / layout.MANIFEST
     try:
         manifest, intact = load_manifest(root)
     except DamagedManifestError as error:
         report.add(path, str(error))
-        return None
+        return None, None
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
     if not intact:
         what = "it is damaged" if path.exists() else "it is missing"
         report.add(path, f"{what}; the files of the store hold copies of it")
-    return manifest
-
-
-def _check_listing(root: Path, manifest: Manifest, report: DamageReport) -> Listing | None:
-    """Check samples.h5; return the listing that the runs were made with, or None if it is lost."""
     path = root / layout.LISTING
-    recorded = manifest.listing_identity
-    listing = read_listing(root, manifest.num_rows, recorded)
-    is_foreign = listing is None or recorded not in (None, listing_identity(listing))
+    listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
+    is_known = matches_manifest(listing, manifest)
     if not path.exists():
         report.add(path, "it is missing")
     elif listing is None:
         report.add(path, f"it does not hold {manifest.num_rows} rows")
-    elif is_foreign:
+    elif not is_known:
         report.add(path, "it is not the listing that the rows were made from")
     else:
         num_rows, problem = compare_listing(path, listing)
@@ -169,12 +155,12 @@ def _check_listing(root: Path, manifest: Manifest, report: DamageReport) -> List
             problem = f"it has {num_rows} rows, the store {len(listing)}"
         if problem is not None:
             report.add(path, problem)
-    if listing is None or is_foreign:
-        return None  # the files cannot be compared with it
+    if listing is None or not is_known:
+        return manifest, None  # the files cannot be compared with it
     keys = listing.keys
     if not is_ascending(keys) and len(np.unique(keys)) != len(keys):
         report.add(path, "it holds a key twice")
-    return listing
+    return manifest, listing
 
 
 def _files(root: Path, manifest: Manifest, report: DamageReport) -> Iterator[tuple[Path, RowFile]]:

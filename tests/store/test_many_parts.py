@@ -18,7 +18,7 @@ from featx.errors import StoreError
 from featx.store import Manifest
 from featx.store.chunk_table import read_column_by_table
 from featx.store.hdf5_files import open_raw
-from featx.store.part_files import TailFile, inspect_parts, map_in_threads, part_path
+from featx.store.part_files import inspect_parts, map_in_threads, part_path
 from featx.types import Part
 
 FAILED = (2, 9)
@@ -88,13 +88,9 @@ def test_a_table_that_is_longer_than_the_end_that_is_read_at_once(tmp_path: Path
     by_tables = looks(root, wide, many=1)
     assert by_tables == looks(root, wide, many=1000)
     assert [problem for _, problem, _ in by_tables] == [None, None]
-    with contextlib.closing(TailFile(part_path(root, 0))) as tail:
-        whole = part_path(root, 0).read_bytes()
-        assert tail.size == len(whole) > 128 << 10
-        for at, size in ((0, 100), (len(whole) - 70_000, 5), (len(whole) - 9, 20)):
-            assert tail.pread(size, at) == whole[at : at + size]
-        status, _ = read_column_by_table(tail, "status", wide.as_run().digest, 0)
-        assert status.tolist() == [0] * 4
+    assert part_path(root, 0).stat().st_size > 128 << 10
+    status = status_by_table(part_path(root, 0), wide, 0)
+    assert np.array_equal(status, [0] * 4)
 
 
 def test_very_many_items_in_threads_keep_their_order() -> None:

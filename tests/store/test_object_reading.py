@@ -6,14 +6,13 @@ import itertools
 import multiprocessing
 import os
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from faulty_proxy import Exchange, faulty_proxy
-from made_store import MadeRun, as_bfloat16, make_added, make_run
+from made_store import MadeRun, make_added, make_run
 from object_server import RequestLog, S3Requests, environment, upload
 
 from featx.errors import ConfigError, ObjectStoreError, StoreError
@@ -63,14 +62,6 @@ def test_rows_are_those_on_the_disk(tmp_path: Path, bucket: str, packed: bool, c
     assert repr(store).startswith(f"<FeatureStore s3://{bucket}/some/run: 61 rows, 59 ok, 2 failed")
     if packed:
         check_rows(FeatureStore(f"s3://{bucket}/some/run/features.h5"), run)
-
-
-@pytest.mark.slow
-def test_bfloat16(tmp_path: Path, bucket: str) -> None:
-    run = as_bfloat16(make_run(61, 8)).identified()
-    upload(run.copied(tmp_path / "run", packed=True), f"s3://{bucket}/run")
-    rows = {n: (v.astype(np.uint32) << 16).view(np.float32) for n, v in run.features.items()}
-    check_rows(FeatureStore(f"s3://{bucket}/run"), replace(run, features=rows))
 
 
 @pytest.mark.slow

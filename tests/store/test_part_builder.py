@@ -153,7 +153,7 @@ import numpy as np
 from made_store import make_run
 from featx.errors import InternalError, RunError
 from featx.store import row_file as writer
-from featx.store.part_builder import PartBuilder
+from featx.store.row_file import PartBuilder
 
 run = make_run(8, 8)
 part, rows = run.grid.part(0), {name: values[:4] for name, values in run.features.items()}

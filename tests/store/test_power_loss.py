@@ -433,7 +433,7 @@ def test_no_crash_state_of_very_many_loses_or_falsifies_a_row(name: str) -> None
 def streamed_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Listings go straight to the disk, however small they are."""
     streamed = functools.partial(write_listing, streamed_bytes=0)
-    for module in ("session", "repair"):
+    for module in ("session", "committed_parts"):
         monkeypatch.setattr(f"featx.store.{module}.write_listing", streamed)
 
 

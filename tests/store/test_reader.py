@@ -9,8 +9,6 @@ import os
 import pickle
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import with_path
+from conftest import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_store import MadeRun, make_run
@@ -274,7 +272,7 @@ def test_an_unknown_layer_names_the_nearest(store: FeatureStore) -> None:
     with pytest.raises(LayerError, match=r"'flatt'; it has flat, map\. Nearest: flat\."):
         store["flatt"]
     for no_name in (0, None, ["flat"]):
-        with pytest.raises(LayerError, match=r"it has flat, map\."):
+        with pytest.raises(LayerError, match=r"chosen by its name, not .*; it has flat, map\."):
             store[no_name]  # type: ignore[index]
 
 
@@ -552,11 +550,8 @@ class TestOpening:
             with pytest.raises(StoreError, match=rf"{name} is no store: give its folder, or its"):
                 FeatureStore(root / name)
         store = FeatureStore(root)
-        name, number = store.layers[0], 0
-        with pytest.raises(LayerError, match=r"a layer is chosen by its name, not 0; it has"):
-            store[number]  # type: ignore[index]
         with pytest.raises(IndexError, match=r"store\.row\(key\) is the row of a key"):
-            store[name][store.keys[:2]]
+            store["flat"][store.keys[:2]]
 
     def test_a_mistyped_store_is_answered_with_its_neighbours(
         self, run: MadeRun, tmp_path: Path
@@ -859,14 +854,8 @@ print("all rows")
 @pytest.mark.slow
 def test_two_hundred_parts_are_read_with_64_file_handles(tmp_path: Path) -> None:
     make_run(num_rows=200, part_rows=1, shapes={"flat": (5,)}).write(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_FILES, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=with_path(Path(__file__).resolve().parent.parent),
-    )
-    assert done.stdout == "all rows\n", done.stderr
+    done = run_python("-c", FEW_FILES, tmp_path, path=[Path(__file__).parents[1]])
+    assert done.stdout == "all rows\n"
 
 
 def test_no_file_handle_left_is_an_error_never_nan(tmp_path: Path) -> None:
@@ -897,9 +886,7 @@ x = store["flat"][:]
 @pytest.mark.slow
 def test_a_script_that_keeps_its_store_ends_without_a_word(store: FeatureStore) -> None:
     """With torch there, files are let go of after modules have lost their names."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(store.root)], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", SCRIPT, store.root)
     assert (done.stdout, done.stderr) == ("", "")
 
 

@@ -336,7 +336,7 @@ def test_a_packed_file_that_cannot_be_read_now_is_left_where_it_is(
     def failing(path: Path) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("featx.store.chunk_table.open_metadata", failing)
+    monkeypatch.setattr("featx.store.sound_rows.open_metadata", failing)
     with pytest.raises(StoreError, match="When it can be read"):
         repair_files(report)
     assert (tmp_path / "features.h5").exists()

@@ -1,16 +1,13 @@
-"""Places of tokens travel with a store: through parts, packing, later runs and older releases."""
+"""Places of tokens travel with a store: through parts, packing and later runs."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import h5py
 import pytest
-from conftest import run_python
 from golden_stores import GOLDEN, TOKENS, golden_tokens
 from made_store import edited, make_added, make_run
 
@@ -18,10 +15,6 @@ import featx
 from featx.errors import StoreError
 from featx.store import check_store
 from featx.types import TokenGeometry
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-BEFORE = "de832e6"
-"""A commit that writes and reads stores of format 2."""
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -78,33 +71,3 @@ def test_impossible_places_are_refused(tmp_path: Path, grid: list[int]) -> None:
         file["features/tokens"].attrs["token_grid"] = grid
     with pytest.raises(StoreError, match="layer tokens"):
         featx.open(root)["tokens"].tokens  # noqa: B018 - reading the property raises
-
-
-VERIFY = """
-from pathlib import Path
-from featx.store.verification import check_store
-check_store(Path("store"))
-"""
-
-
-@pytest.mark.slow
-def test_a_release_of_an_older_format_refuses_the_store_and_changes_nothing(
-    tmp_path: Path,
-) -> None:
-    known = subprocess.run(["git", "-C", REPOSITORY, "cat-file", "-e", f"{BEFORE}^{{commit}}"])
-    if known.returncode:
-        pytest.skip("a clone without history")
-    old = tmp_path / "old"
-    old.mkdir()
-    archive = subprocess.run(
-        ["git", "-C", REPOSITORY, "archive", BEFORE, "featx", "tests"],
-        capture_output=True,
-        check=True,
-    )
-    subprocess.run(["tar", "-x", "-C", old], input=archive.stdout, check=True)
-    root = Path(shutil.copytree(GOLDEN / TOKENS, tmp_path / "store"))
-    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    for code in ("import featx; featx.open('store')", VERIFY):
-        done = run_python("-c", code, env={"PYTHONPATH": str(old)}, code=1, cwd=tmp_path)
-        assert "formats up to 2. Upgrade featx" in done.stderr
-    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before

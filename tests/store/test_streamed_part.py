@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from made_store import MadeRun, as_bfloat16, dataset_digests, make_run, temporar
 
 from featx.errors import RunError
 from featx.store import FeatureStore, check_store
+from featx.store.chunk_file import SparseImage
 from featx.store.part_files import part_path
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
@@ -251,3 +253,42 @@ def test_a_part_of_2_gib_takes_little_memory(tmp_path: Path) -> None:
     repository = Path(__file__).parents[2]
     done = run_python("-c", LARGE_PART, tmp_path, path=[repository], cwd=repository)
     assert float(done.stdout) < 400
+
+
+PAGE = 1 << 16
+
+
+def read_all(image: SparseImage) -> bytes:
+    image.seek(0)
+    return image.read() or b""
+
+
+def test_a_sparse_image_behaves_as_a_file(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    image = SparseImage()
+    with (tmp_path / "file").open("w+b") as file:
+        for _ in range(200):
+            at, count = rng.randrange(4 * PAGE), rng.randrange(PAGE)
+            if rng.random() < 0.3:
+                assert image.truncate(at) == file.truncate(at)
+            else:
+                data = bytes(count) if rng.random() < 0.3 else rng.randbytes(count)
+                assert image.seek(at) == file.seek(at)
+                assert image.write(data) == file.write(data)
+                assert image.tell() == file.tell()
+            file.flush()
+            assert read_all(image) == (tmp_path / "file").read_bytes()
+
+
+def test_neither_zeros_nor_what_was_truncated_take_memory() -> None:
+    image = SparseImage()
+    tracemalloc.start()
+    try:
+        image.write(bytes(64 * PAGE))
+        image.write(os.urandom(64 * PAGE))
+        assert tracemalloc.get_traced_memory()[0] > 60 * PAGE
+        image.truncate(64 * PAGE)
+        assert tracemalloc.get_traced_memory()[0] < PAGE
+    finally:
+        tracemalloc.stop()
+    assert image.size == 64 * PAGE

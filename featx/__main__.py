@@ -177,7 +177,7 @@ def _printed_information(line: CommandLine) -> bool:
     from featx.config import known_keys
     from featx.jobs import JOBS
 
-    if line.wants_version:
+    if wants_version := "--version" in line.arguments:
         print_result(f"featx {__version__}")
     elif line.wants_help:
         names = [line.job] if line.job is not None and line.job in JOBS else []
@@ -190,7 +190,7 @@ def _printed_information(line: CommandLine) -> bool:
         for topic in line.help_topics:
             if topic in known_keys() or topic not in JOBS:
                 print_result(options_help_text(topic, [job.name for job in JOBS]))
-    return line.wants_version or line.wants_help
+    return wants_version or line.wants_help
 
 
 def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str]:

@@ -55,15 +55,7 @@ def job_help_text(job: Member, reads: Callable[[str], bool]) -> str:
 
 
 def options_help_text(topic: str, job_names: Collection[str]) -> str:
-    """Return the text of `--help TOPIC` for a group, an option or 'all'.
-
-    Args:
-        topic: name given with `--help`.
-        job_names: names of the jobs.
-
-    Raises:
-        ConfigError: no option and no group has this name.
-    """
+    """Return the text of `--help TOPIC` for a group, an option or 'all'."""
     options = [
         each
         for each in described_options()

@@ -209,6 +209,8 @@ _REPLACED = {
     "export.format=projector": "tensorboard=1000, with the command of the store, writes the "
     "projector with images",
     "export.format=thingsvision": "export.format=npy writes the same arrays, with keys.npy",
+    "outliers.show": "outliers.csv has all rows, and 10 are printed",
+    "mislabelled.show": "mislabelled.csv has all rows, and 10 are printed",
     "export.push": "`hf upload me/photos DIR --repo-type dataset` of huggingface_hub uploads the "
     "folder of an export",
 }

@@ -13,6 +13,9 @@ from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout, only_layer, read_result, result_json
 from featx.types import Json
 
+NUM_SHOWN = 10
+"""Number of rows of a ranking that are printed and shown in the report; its table has all."""
+
 
 def open_input(path: str | Path) -> FeatureStore:
     """Open a store, and warn on stderr if rows are missing."""

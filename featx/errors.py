@@ -113,10 +113,8 @@ class StoreLockedError(StoreError):
 
 
 class ObjectStoreError(StoreError):
-    """An object store refuses a request, or cannot be reached; errno tells which.
-
-    Args:
-        filename: URL of the object.
+    """An object store refuses a request, or cannot be reached; errno tells which, and filename is
+    the URL of the object.
     """
 
     def __str__(self) -> str:
@@ -224,11 +222,7 @@ def gone(name: str) -> str:
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """Number with its noun: '1 row', '2 rows'.
-
-    Args:
-        many: noun in the plural; by default the singular with an s.
-    """
+    """Number with its noun: '1 row', '2 rows'; the plural has an s if `many` is not given."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
@@ -243,14 +237,12 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
-    """Clause with similar known names, to end a message about an unknown name; may be empty.
+    """Clause with at most `count` similar known names, to end a message about an unknown name; may
+    be empty.
 
     Names are similar if they are spelled alike, or if their last parts (after the last dot) have
     a word in common: `fold` and `fold_batchnorm`, `maps` and `attribute.feature_map_layer`. Names
     of the same group (before the last dot) come first; all of them if none is similar.
-
-    Args:
-        count: largest number of names in the clause.
     """
     if sentence := gone(name):
         return f" {sentence}"

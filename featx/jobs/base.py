@@ -102,16 +102,6 @@ class Job(Member):
     takes_gradients: bool = False
     takes_several_stores: bool = False
 
-    @property
-    def prints_json(self) -> bool:
-        """Whether `job.json=true` prints its result as JSON."""
-        return "job.json" in self.reads
-
-    @property
-    def can_be_distributed(self) -> bool:
-        """Whether an executor can divide it among processes."""
-        return "executor" in self.reads
-
     def may_read(self, option: str) -> bool:
         """Return whether the job reads an option, whatever the values of the others are."""
         own_group = () if self.options is None else (self.name,)

@@ -167,14 +167,14 @@ def _weights(config: Config) -> tuple[str, str]:
         Path(torch.hub.get_dir()) / "checkpoints",
         Path(huggingface_hub.constants.HF_HUB_CACHE),
     )
-    return "\n".join(_folder_text(folder) for folder in folders), ""
-
-
-def _folder_text(folder: Path) -> str:
-    # Snapshots of the Hugging Face Hub are links to blobs: each file is counted once.
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    size = size_text(sum(path.stat().st_size for path in files))
-    return f"{folder}: {len(files)} files, {size}" if folder.is_dir() else f"{folder}: none yet"
+    lines = []
+    for folder in folders:
+        # Snapshots of the Hugging Face Hub are links to blobs: each file is counted once.
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        size = size_text(sum(path.stat().st_size for path in files))
+        found = f"{len(files)} files, {size}" if folder.is_dir() else "none yet"
+        lines.append(f"{folder}: {found}")
+    return "\n".join(lines), ""
 
 
 def _disk(config: Config) -> tuple[str, str]:

@@ -61,9 +61,6 @@ pixels, which browsers can show."""
 SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
 """Numbers whose gradient can be taken, besides the logit of a class by its index."""
 
-DEFAULT_LAYERS = "embedding"
-"""Preset that a run takes if `layers` is null."""
-
 MAX_SEED = 2**32 - 1
 """Largest seed that all libraries accept."""
 
@@ -345,7 +342,7 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
     preset; reduction). A tensor that is not an output has its kind after the name, as in
     'layer4:input'.
     """
-    layers = DEFAULT_LAYERS if config.layers is None else config.layers
+    layers = "embedding" if config.layers is None else config.layers
     if isinstance(layers, str):
         layers = [layers]
     if isinstance(layers, Mapping):

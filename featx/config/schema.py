@@ -5,6 +5,7 @@ Hydra composes plain values; the dataclasses of the options check them.
 
 from __future__ import annotations
 
+import copy
 import numbers
 import os
 import re
@@ -125,19 +126,12 @@ def from_keywords(values: Mapping[str, object]) -> dict[str, Any]:
 
 def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     """Return a copy of the defaults with other values; groups are merged option by option."""
-    merged = {name: _copied(value) for name, value in defaults.items()}
+    merged = copy.deepcopy(dict(defaults))
     for name, value in values.items():
         default = defaults.get(name)
         is_group = isinstance(default, Mapping) and default and isinstance(value, Mapping)
         merged[name] = merged_values(default, value) if is_group else value  # type: ignore[arg-type]
     return merged
-
-
-def _copied(value: object) -> object:
-    """Return a copy of a default: groups, and lists of values."""
-    if isinstance(value, Mapping):
-        return merged_values(value, {})
-    return list(value) if isinstance(value, list) else value
 
 
 def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:

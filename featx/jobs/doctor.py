@@ -23,7 +23,13 @@ _SPACE_GIB = 1.0
 
 def run(config: Config, config_yaml: str) -> int:
     """Look at the machine and print a line for each finding; returns the exit code 0."""
-    findings = {name: _finding(check, config) for name, check in _CHECKS.items()}
+    findings = {}
+    for name, check in _CHECKS.items():
+        try:
+            findings[name] = check(config)
+        except Exception as error:  # noqa: BLE001 - it is asked because something does not work
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            findings[name] = text, "reinstall the package that the error names"
     rows = [
         (name, f"{text}\n-> {advice}" if advice else text)
         for name, (text, advice) in findings.items()
@@ -36,15 +42,6 @@ def run(config: Config, config_yaml: str) -> int:
     verdict = f"{num_advised} to look at" if num_advised else "Nothing is missing."
     print_summary(config, summary, rows, verdict)
     return 0
-
-
-def _finding(check: Callable[[Config], tuple[str, str]], config: Config) -> tuple[str, str]:
-    """Return a finding and its advice; a package that fails on import is a finding too."""
-    try:
-        return check(config)
-    except Exception as error:  # noqa: BLE001 - it is asked because something does not work
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        return text, "reinstall the package that the error names"
 
 
 def _versions(config: Config) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,9 +60,9 @@ def main() -> None:
     """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
     restart_in_utf8()
     open_standard_streams()
-    _handle({signal.SIGINT: _leave, signal.SIGTERM: _leave, signal.SIGHUP: _leave})
+    _handle_signals(partial(_exit, "\nstopped; nothing was written.\n"))
     code = run_command()
-    _handle(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), _exit))
+    _handle_signals(partial(_exit, ""))
     end_process(code)
 
 
@@ -177,7 +177,7 @@ def _printed_information(line: CommandLine) -> bool:
     from featx.config import known_keys
     from featx.jobs import JOBS
 
-    if line.wants_version:
+    if wants_version := "--version" in line.arguments:
         print_result(f"featx {__version__}")
     elif line.wants_help:
         names = [line.job] if line.job is not None and line.job in JOBS else []
@@ -190,7 +190,7 @@ def _printed_information(line: CommandLine) -> bool:
         for topic in line.help_topics:
             if topic in known_keys() or topic not in JOBS:
                 print_result(options_help_text(topic, [job.name for job in JOBS]))
-    return line.wants_version or line.wants_help
+    return wants_version or line.wants_help
 
 
 def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str]:
@@ -219,8 +219,7 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
         config_yaml = saved_yaml(node)
         makes_store = jobs.JOBS.get(checked.job.name).makes_store and checked.job.name != "plan"
         resumes = "; the same command resumes after the last complete part" if makes_store else ""
-        stop = partial(_stop, f"stopped{resumes}.")
-        _handle(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop))
+        _handle_signals(partial(_stop, f"stopped{resumes}."))
         try:
             return jobs.run(checked, config_yaml), out
         except KeyboardInterrupt:
@@ -312,22 +311,19 @@ def resume_command(arguments: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "featx", *arguments_kept])
 
 
-def _handle(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], object]]) -> None:
-    """Handle signals; one that is ignored, as SIGHUP under nohup, stays ignored."""
-    for signum, handler in handlers.items():
+def _handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Handle the signals that end a command; one that is ignored, as SIGHUP under nohup, stays
+    ignored.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, handler)
 
 
-def _leave(signum: int, frame: object) -> None:
-    """Exit at once; the handler of signals until a job begins."""
+def _exit(text: str, signum: int, frame: object) -> None:
+    """Exit at once with a text; the handler of signals before a job begins and after it."""
     with contextlib.suppress(OSError):
-        os.write(2, b"\nstopped; nothing was written.\n")
-    os._exit(128 + signum)
-
-
-def _exit(signum: int, frame: object) -> None:
-    """Exit at once; the handler of signals while the command ends."""
+        os.write(2, text.encode())
     os._exit(128 + signum)
 
 
@@ -338,9 +334,7 @@ def _stop(text: str, signum: int, frame: FrameType | None) -> None:
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            with contextlib.suppress(OSError):
-                os.write(2, f"\n{text}\n".encode())
-            os._exit(128 + signum)
+            _exit(f"\n{text}\n", signum, frame)
         frame = frame.f_back
     if signum == signal.SIGINT:
         raise KeyboardInterrupt

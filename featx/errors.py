@@ -113,10 +113,8 @@ class StoreLockedError(StoreError):
 
 
 class ObjectStoreError(StoreError):
-    """An object store refuses a request, or cannot be reached; errno tells which.
-
-    Args:
-        filename: URL of the object.
+    """An object store refuses a request, or cannot be reached; errno tells which, and filename is
+    the URL of the object.
     """
 
     def __str__(self) -> str:
@@ -155,100 +153,47 @@ def require(condition: bool, message: str) -> None:
 
 
 _ALSO_CALLED = {
-    "mean": ("avg",),
-    "average": ("avg",),
-    "gap": ("avg",),
-    "fp16": ("float16",),
-    "half": ("float16", "fp16"),
-    "float16": ("fp16",),
-    "bf16": ("bfloat16",),
-    "bfloat16": ("bf16",),
-    "fp32": ("float32",),
-    "float": ("float32", "fp32"),
-    "float32": ("fp32",),
-    "explain": ("attribute",),
-    "gradcam": ("attribute",),
-    "heatmap": ("attribute",),
-    "saliency": ("attribute",),
-    "copies": ("duplicates",),
-    "dedup": ("duplicates",),
-    "near-duplicates": ("duplicates",),
-    "convert": ("export",),
-    "csv": ("export",),
-    "excel": ("csv",),
-    "xlsx": ("csv",),
-    "pandas": ("parquet", "csv"),
-    "numpy": ("npy",),
-    "embed": ("extract",),
-    "embeddings": ("extract",),
-    "features": ("extract",),
-    "resume": ("extract",),
-    "run": ("extract",),
-    "cleanlab": ("mislabelled",),
-    "label_errors": ("mislabelled",),
-    "mislabels": ("mislabelled",),
-    "noisy_labels": ("mislabelled",),
-    "wrong_labels": ("mislabelled",),
-    "wronglabels": ("mislabelled",),
-    "nearest": ("neighbors",),
-    "retrieval": ("neighbors",),
-    "search": ("neighbors",),
-    "anomalies": ("outliers",),
-    "anomaly": ("outliers",),
-    "novelty": ("outliers",),
-    "odd": ("outliers",),
-    "infer": ("predict",),
-    "inference": ("predict",),
-    "accuracy": ("probe",),
-    "classifier": ("probe",),
-    "eval": ("probe",),
-    "evaluate": ("probe",),
-    "fit": ("probe",),
-    "train": ("probe",),
-    "gallery": ("report",),
-    "html": ("report",),
-    "plot": ("report",),
-    "show": ("report",),
-    "tsne": ("report",),
-    "umap": ("report",),
-    "check": ("verify",),
-    "validate": ("verify",),
-    "classify": ("probe", "predict"),
-    "knn": ("neighbors", "probe"),
-    "similar": ("neighbors", "duplicates"),
-    "similarity": ("neighbors", "duplicates", "cka"),
-    "data.path": ("data.root",),
-    "data.folder": ("data.root",),
-    "data.dir": ("data.root",),
-    "data.directory": ("data.root",),
-    "gpu": ("device",),
-    "gpus": ("device", "executor.devices", "executor_devices"),
-    "cuda": ("device",),
-    "pooling": ("reduce",),
-    "output_dir": ("out",),
-    "save_to": ("out",),
-    "num_workers": ("data.workers", "data_workers", "executor.workers", "executor_workers"),
-    "pretrained": ("model.weights", "model_weights"),
-    "model.pretrained": ("model.weights",),
-    "model_pretrained": ("model_weights",),
-    "probe.test_size": ("probe.test_share",),
-    "pooler_output": ("embedding",),
-    "penultimate": ("embedding",),
-    "pre_logits": ("embedding",),
-    "logits": ("output",),
-    "cifar10": ("torchvision",),
-    "cifar100": ("torchvision",),
-    "cifar": ("torchvision",),
-    "mnist": ("torchvision",),
-    "imagefolder": ("folder",),
-    "imagenet": ("folder", "webdataset"),
-    "tar": ("webdataset",),
-    "wds": ("webdataset",),
-    "hf": ("huggingface",),
-    "datasets": ("huggingface",),
-    "parquet": ("table",),
+    "avg": "mean average gap",
+    "float16": "fp16 half",
+    "fp16": "float16 half",
+    "bfloat16": "bf16",
+    "bf16": "bfloat16",
+    "float32": "fp32 float",
+    "fp32": "float32 float",
+    "embedding": "pooler_output penultimate pre_logits",
+    "output": "logits",
+    "extract": "embed embeddings features resume run",
+    "attribute": "explain gradcam heatmap saliency",
+    "neighbors": "nearest retrieval search knn similar similarity",
+    "duplicates": "copies dedup near-duplicates similar similarity",
+    "outliers": "anomalies anomaly novelty odd",
+    "mislabelled": "cleanlab label_errors mislabels noisy_labels wrong_labels wronglabels",
+    "probe": "accuracy classifier classify eval evaluate fit knn train",
+    "predict": "classify infer inference",
+    "cka": "similarity",
+    "export": "convert csv",
+    "parquet": "pandas",
+    "csv": "excel xlsx pandas",
+    "npy": "numpy",
+    "report": "gallery html plot show tsne umap",
+    "verify": "check validate",
+    "device": "gpu gpus cuda",
+    "reduce": "pooling",
+    "out": "output_dir save_to",
+    "data.root": "data.path data.folder data.dir data.directory",
+    "data.workers": "num_workers",
+    "executor.workers": "num_workers",
+    "executor.devices": "gpus",
+    "model.weights": "pretrained model.pretrained model_pretrained",
+    "probe.test_share": "probe.test_size",
+    "torchvision": "cifar10 cifar100 cifar mnist",
+    "folder": "imagefolder imagenet",
+    "webdataset": "imagenet tar wds",
+    "huggingface": "hf datasets",
+    "table": "parquet",
 }
-"""Name in other programs -> names of the same thing in featx."""
+"""Name in featx -> its names in other programs. Of names that one word means, the first come first;
+options of a group are keywords with an underscore in Python."""
 
 
 _BENCH = "`scripts/benchmark peers` of the source repository compares featx with a plain script"
@@ -262,6 +207,8 @@ _REPLACED = {
     "export.format=projector": "tensorboard=1000, with the command of the store, writes the "
     "projector with images",
     "export.format=thingsvision": "export.format=npy writes the same arrays, with keys.npy",
+    "outliers.show": "outliers.csv has all rows, and 10 are printed",
+    "mislabelled.show": "mislabelled.csv has all rows, and 10 are printed",
     "export.push": "`hf upload me/photos DIR --repo-type dataset` of huggingface_hub uploads the "
     "folder of an export",
 }
@@ -275,11 +222,7 @@ def gone(name: str) -> str:
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """Number with its noun: '1 row', '2 rows'.
-
-    Args:
-        many: noun in the plural; by default the singular with an s.
-    """
+    """Number with its noun: '1 row', '2 rows'; the plural has an s if `many` is not given."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
@@ -294,19 +237,19 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
-    """Clause with similar known names, to end a message about an unknown name; may be empty.
+    """Clause with at most `count` similar known names, to end a message about an unknown name; may
+    be empty.
 
     Names are similar if they are spelled alike, or if their last parts (after the last dot) have
     a word in common: `fold` and `fold_batchnorm`, `maps` and `attribute.feature_map_layer`. Names
     of the same group (before the last dot) come first; all of them if none is similar.
-
-    Args:
-        count: largest number of names in the clause.
     """
     if sentence := gone(name):
         return f" {sentence}"
     known = list(dict.fromkeys(known))
-    if also := [word for word in _ALSO_CALLED.get(name.lower(), ()) if word in known]:
+    meant = [each for each, words in _ALSO_CALLED.items() if name.lower() in words.split()]
+    spelled = (spelling for each in meant for spelling in (each, each.replace(".", "_")))
+    if also := [word for word in dict.fromkeys(spelled) if word in known]:
         return f" Nearest: {', '.join(also)}."
     group, dot, last = name.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in known if dot and _group(each) == group}

@@ -310,12 +310,7 @@ def image_checksum(data: bytes) -> int:
 def count_different_images(
     checksums: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]
 ) -> int:
-    """Count the pairs of images whose bytes are known to differ.
-
-    Args:
-        checksums: (n,) image checksums of rows.
-        others: (n,) image checksums of the rows that they are compared with.
-    """
+    """Count the pairs of images whose bytes are known to differ, of (n,) checksums of both."""
     are_known = (checksums > NO_IMAGE) & (others > NO_IMAGE)
     return int((are_known & (checksums != others)).sum())
 

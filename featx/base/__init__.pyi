@@ -95,5 +95,6 @@ from .text import shown_path as shown_path
 from .text import size_text as size_text
 from .text import table as table
 from .text import time_text as time_text
+from .text import write_csv as write_csv
 from .token_sample import sampled_positions as sampled_positions
 from .version import installed_version as installed_version

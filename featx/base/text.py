@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 
@@ -205,14 +205,21 @@ def csv_line(cells: Iterable[T]) -> list[T | str]:
     return [csv_cell(cell) if isinstance(cell, str) else cell for cell in cells]
 
 
-def csv_bytes(lines: Iterable[Iterable[object]]) -> bytes:
-    """CSV file that pandas and spreadsheets read, the header first; see `csv_cell`.
-
-    Floats are read back without a difference.
+def write_csv(file: BinaryIO, lines: Iterable[Iterable[object]]) -> None:
+    """Append lines to a CSV file that pandas and spreadsheets read, the header first; see
+    `csv_cell`. Floats are read back without a difference.
     """
-    buffer = io.StringIO()
-    csv.writer(buffer).writerows(map(csv_line, lines))
-    return buffer.getvalue().encode()
+    text = io.TextIOWrapper(file, "utf-8", newline="")
+    csv.writer(text).writerows(map(csv_line, lines))
+    text.flush()
+    text.detach()
+
+
+def csv_bytes(lines: Iterable[Iterable[object]]) -> bytes:
+    """CSV file as `write_csv` writes it."""
+    buffer = io.BytesIO()
+    write_csv(buffer, lines)
+    return buffer.getvalue()
 
 
 def size_text(num_bytes: float) -> str:

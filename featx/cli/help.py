@@ -25,6 +25,12 @@ def help_text(jobs: Iterable[Member]) -> str:
     """
     rows = [(f"job={job.name}", job.help) for job in jobs]
     common = [_described(each) for each in described_options() if each.name in _COMMON]
+    names = [each.name.partition(".") for each in described_options()]
+    groups = ", ".join(dict.fromkeys(group for group, dot, _ in names if dot))
+    indent = " " * 24
+    groups = textwrap.fill(
+        f"Groups: {groups}.", _WIDTH, initial_indent=indent, subsequent_indent=indent
+    )
     return (
         "featx: features of pretrained vision backbones, on disk.\n\n"
         "  python -m featx model=resnet50 layers=[layer4]\n"
@@ -37,7 +43,7 @@ def help_text(jobs: Iterable[Member]) -> str:
         "More:\n"
         "  job=extract --help    All options of a run; job=NAME --help those of another job.\n"
         "  --help data           The options of a group, or one option, such as --help data.root.\n"
-        f"{_groups_text()}\n"
+        f"{groups}\n"
         "  --help all            Every option.\n"
         "  --cfg job             The configuration; --hydra-help what else Hydra can do.\n\n"
         "Exit codes: 0 done, 1 the run failed (the same command resumes it), 2 a wrong command,\n"
@@ -55,15 +61,7 @@ def job_help_text(job: Member, reads: Callable[[str], bool]) -> str:
 
 
 def options_help_text(topic: str, job_names: Collection[str]) -> str:
-    """Return the text of `--help TOPIC` for a group, an option or 'all'.
-
-    Args:
-        topic: name given with `--help`.
-        job_names: names of the jobs.
-
-    Raises:
-        ConfigError: no option and no group has this name.
-    """
+    """Return the text of `--help TOPIC` for a group, an option or 'all'."""
     options = [
         each
         for each in described_options()
@@ -79,17 +77,6 @@ def options_help_text(topic: str, job_names: Collection[str]) -> str:
     if topic in job_names:
         text += f"\npython -m featx job={topic} --help shows all options that the job reads.\n"
     return text
-
-
-def _groups_text() -> str:
-    """Return the names of the groups in lines below that of `--help data`."""
-    groups = dict.fromkeys(
-        each.name.partition(".")[0] for each in described_options() if "." in each.name
-    )
-    indent = " " * 24
-    return textwrap.fill(
-        f"Groups: {', '.join(groups)}.", _WIDTH, initial_indent=indent, subsequent_indent=indent
-    )
 
 
 def _described(option: Option) -> tuple[str, str]:

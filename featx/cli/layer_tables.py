@@ -41,12 +41,9 @@ def table_rows(
     profiled: Profile | None = None,
     modules: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return one row per tensor that can be captured, with its name for `layers` and its cost.
-
-    Args:
-        item_bytes: bytes of one stored number.
-        profiled: what was measured; what was not is None in the rows.
-        modules: names of the modules to list, without operations; None lists everything.
+    """Return one row per tensor that can be captured, with its name for `layers` and its cost; what
+    was not measured is None. A stored number has `item_bytes`. `modules` are the names of those to
+    list, without operations; None lists everything.
     """
     rows = []
     # What a module returns right behind an operation is the module's own output.
@@ -104,10 +101,6 @@ def _name(traced: Trace, call: Call, kind: str, path: ElementPath) -> str:
     return stem + element + ("" if kind == "output" else f":{kind}")
 
 
-def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
-    return int(np.prod(shape[1:], dtype=np.int64)) * item_bytes
-
-
 def _values_of(profiled: Profile | None, call: Call, kind: str, path: ElementPath) -> Values | None:
     """Return the values of one tensor of a call; None if they were not measured."""
     found = profiled.values.get((call.module, call.number)) if profiled else None
@@ -141,12 +134,8 @@ def _rounded(milliseconds: float | None) -> float | None:
 
 
 def layer_table(rows: Sequence[Mapping[str, object]], show: str, on_cuda: bool) -> str:
-    """Return the rows as the table of one view.
-
-    Args:
-        rows: of `table_rows`, or others with the same keys.
-        show: which columns, as in job.show.
-        on_cuda: whether device memory was measured.
+    """Return the rows of `table_rows` as the table of one view, as in job.show; `on_cuda` says
+    whether device memory was measured.
     """
     columns = [name for name in _COLUMNS[show] if name not in _OF_CUDA or on_cuda]
     num_left = sum(name in _COMMON for name in columns)
@@ -251,10 +240,8 @@ def remarks(show: str, traced: Trace, profiled: Profile) -> list[tuple[str, str]
 
 
 def usage(rows: Sequence[Json], stage: str | None) -> str:
-    """Return how the option `layers` names a layer of a table, with a reduction if it is a map.
-
-    Args:
-        stage: name of the row that is taken; None takes the last one.
+    """Return how the option `layers` names the layer `stage` of a table, or its last one, with a
+    reduction if it is a map.
     """
     capturable = [row for row in rows if row["batch_in_front"]]
     if not capturable:
@@ -334,10 +321,8 @@ def last_stage(traced: Trace, modules: Collection[str]) -> str | None:
 def matching_names(request: str, names: Iterable[str]) -> list[str]:
     """Return the names of rows that a name or a glob of the option `layers` means.
 
-    Calls and elements belong to the module: 'relu' and '*' match 'relu@2' and 'relu[0]'.
-
-    Args:
-        request: name or glob, with its kind of capture after a colon, as in 'layer4:input'.
+    Calls and elements belong to the module: 'relu' and '*' match 'relu@2' and 'relu[0]'. A kind of
+    capture stands after a colon, as in 'layer4:input'.
     """
     requested, _, kind = request.partition(":")
     pattern = re.compile(glob_to_regex(requested))

@@ -54,17 +54,15 @@ class CommandLine:
         given: dotted names of the options that were given; 'model' for `model=resnet50`.
         config_dirs: folders given with --config-dir.
         has_files: whether options come from files as well.
-        wants_version: whether --version was given.
         wants_help: whether --help was given.
         help_topics: names given with --help, such as 'probe' of `--help probe`.
     """
 
     typed: Sequence[str]
     arguments: list[str]
-    given: frozenset[str]
-    config_dirs: list[Path]
+    given: frozenset[str] = frozenset()
+    config_dirs: Sequence[Path] = ()
     has_files: bool = False
-    wants_version: bool = False
     wants_help: bool = False
     help_topics: Sequence[str] = ()
 
@@ -76,18 +74,12 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> CommandLine:
-    """Translate the arguments of the command.
-
-    Args:
-        argv: arguments without the name of the program.
-        jobs: names of the jobs.
-
-    Raises:
-        ConfigError: an argument is neither a flag nor an override, or a value cannot be read.
+    """Translate the arguments of the command, without the name of the program. Raises ConfigError
+    if one is neither a flag nor an override, or a value cannot be read.
     """
     is_multirun = any(argument in ("-m", "--multirun") for argument in argv)
     if any(argument in ("--shell-completion", "-sc") for argument in argv):
-        return CommandLine(argv, list(argv), frozenset(), [])
+        return CommandLine(argv, list(argv))
     for flag in ("--cfg", "-c", "--info", "-i"):
         if is_multirun and flag in argv:
             raise ConfigError(f"{flag} and -m exclude each other: it shows the config of one run.")
@@ -127,18 +119,9 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
     _check_shell_words(overrides)
     for override in _last_overrides(overrides):
         arguments += _translate(override, is_multirun, config_dirs, given)
-    wants_version = "--version" in arguments
-    has_files = bool(config_dirs) or any(_is_experiment(override) for override in overrides)
-    return CommandLine(
-        argv,
-        arguments,
-        frozenset(given),
-        config_dirs,
-        has_files,
-        wants_version,
-        wants_help,
-        help_topics,
-    )
+    has_files = bool(config_dirs) or any(each.startswith(f"{EXPERIMENTS}=") for each in arguments)
+    names = frozenset(given)
+    return CommandLine(argv, arguments, names, config_dirs, has_files, wants_help, help_topics)
 
 
 def _config_dir(value: str) -> Path:
@@ -182,12 +165,6 @@ def _key_of(override: str) -> str | None:
     return match["key"]
 
 
-def _is_experiment(override: str) -> bool:
-    """Return whether an override names an experiment."""
-    match = _OVERRIDE.fullmatch(override)
-    return match is not None and match["key"] == EXPERIMENTS
-
-
 def _last_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides without those that a later one of the same option replaces."""
     last_index = {_key_of(override) or override: i for i, override in enumerate(overrides)}
@@ -229,7 +206,7 @@ def _translate(
     if match is None:
         raise ConfigError(_unreadable_text(override))
     value = match["value"]
-    if _is_experiment(override):
+    if match["key"] == EXPERIMENTS:
         return [_format_group(EXPERIMENTS, value, is_multirun)]
     if (key := _key_of(override)) is None:
         return [override]

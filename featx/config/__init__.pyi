@@ -52,7 +52,6 @@ from .probe import ProbeConfig as ProbeConfig
 from .reduce import ReduceConfig as ReduceConfig
 from .reduce import make_reduce as make_reduce
 from .run_config import CAPTURES as CAPTURES
-from .run_config import DEFAULT_LAYERS as DEFAULT_LAYERS
 from .run_config import GRADIENTS as GRADIENTS
 from .run_config import PRESETS as PRESETS
 from .run_config import SCALARS as SCALARS

@@ -186,7 +186,7 @@ def _list_of_texts(hint: object) -> bool:
 
 def known_keys() -> list[str]:
     """Return the dotted name of every option of the command: 'out', 'model.weights', ..."""
-    return [*(name for name in option_tree() if not name.endswith(".name")), "model.name"]
+    return [*(option.name for option in described_options()), "model.name"]
 
 
 @functools.cache
@@ -203,12 +203,7 @@ def default_values() -> Mapping[str, Any]:
 def refuse_given_of_others(config: Config, given: Iterable[str]) -> None:
     """Refuse options of members that are not chosen, also if they were given their defaults.
 
-    Args:
-        config: config of the command.
-        given: dotted names of the options that were given.
-
-    Raises:
-        ConfigError: an option has no effect.
+    `given` are the dotted names of the options that were given.
     """
     for group in member_groups().values():
         prefix = f"{group.name}."

@@ -29,7 +29,7 @@ from typing import (
     get_type_hints,
 )
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from featx.errors import ConfigError, nearest
 
@@ -42,39 +42,8 @@ MAY_BE_EMPTY = "an empty text is a value"
 """Annotates an option that may be an empty text; for all others that is an error."""
 
 
-class _Condition:
-    """Annotates a type of which pydantic asks a further condition, without importing pydantic."""
-
-    def __get_pydantic_core_schema__(self, source: object, handler: Any) -> object:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
-    def check(self, value: object) -> object:
-        """Return the value; raises a ValueError if the condition does not hold."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _WithoutRepeats(_Condition):
-    """Annotates a list whose values differ."""
-
-    def check(self, value: Any) -> object:
-        if any(value.count(each) > 1 for each in value):
-            raise ValueError("a value is repeated")
-        return value
-
-
-@dataclass(frozen=True)
-class Matching(_Condition):
-    """Annotates a text that matches a regular expression as a whole, or null."""
-
-    pattern: str
-
-    def check(self, value: Any) -> object:
-        if value is not None and not re.fullmatch(self.pattern, value):
-            raise AssertionError
-        return value
+def _differ(values: list[object]) -> bool:
+    return all(values.count(each) == 1 for each in values)
 
 
 Count = Annotated[int, Ge(1)]
@@ -82,19 +51,16 @@ NaturalNumber = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0), Lt(float("inf"))]
 NonNegative = Annotated[float, Ge(0), Lt(float("inf"))]
 Share = Annotated[float, Gt(0), Lt(1), "a share between 0 and 1"]
-OneOrMore = Union[T, Annotated[list[T], MinLen(1), _WithoutRepeats()]]  # noqa: UP007
+OneOrMore = Union[T, Annotated[list[T], MinLen(1), Predicate(_differ)]]  # noqa: UP007
 """One value, or a list of different values."""
 
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """Annotates an option that has an effect only with some values of another option.
+    """Annotates an option that has an effect only with some values of another one of its group,
+    which must have or contain one of `values`, or any value if there are none.
 
     `folds: Annotated[Count | None, OnlyWith("split", "kfold")] = None`
-
-    Attributes:
-        option: the other option, of the same group.
-        values: values of it, one of which it must have or contain; empty for any value.
     """
 
     option: str
@@ -114,14 +80,10 @@ class OnlyWith:
 
 @dataclass_transform(field_specifiers=(field,), frozen_default=True)
 def options(group: str) -> Callable[[type[T]], type[T]]:
-    """Make a class of options a frozen dataclass that checks its values.
-
-    Args:
-        group: dotted name of the group for messages, such as 'probe'; '' for the top.
-
-    Returns:
-        A decorator. Making an instance of the class raises a ConfigError for a value that does not
-        have the type of its field, and for an option that differs from its default without effect.
+    """Return a decorator that makes a class of options a frozen dataclass, which checks its values:
+    an instance raises a ConfigError for a value that does not have the type of its field, and for
+    an option that differs from its default without effect. `group` is the dotted name of the group
+    for messages, such as 'probe'; '' for the top.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -180,9 +142,9 @@ def _checked(key: str, value: Any, cls: type, name: str) -> object:
     try:
         return _validator(cls, name).validate_python(value)
     except ValidationError as error:
-        own = [each["ctx"]["error"] for each in error.errors() if each["type"] == "value_error"]
-        if own:
-            raise ConfigError(f"{key}={shown(value)}: {own[0]}.") from None
+        kinds = {each["type"] for each in error.errors()}
+    if "predicate_failed" in kinds and isinstance(value, list):
+        raise ConfigError(f"{key}={shown(value)}: a value is repeated.")
     hint = hints_of(cls)[name]
     if value == []:
         raise ConfigError(f"{key} is empty: expected {in_words(hint)}.")

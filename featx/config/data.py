@@ -128,11 +128,7 @@ class DataConfig:
 
     @property
     def location(self) -> str:
-        """data.root as it was given, of a source that needs one.
-
-        Raises:
-            ConfigError: this source takes no data.root.
-        """
+        """data.root as it was given, of a source that needs one."""
         if self.root is None:
             raise ConfigError(f"data={self.name} takes no data.root.")
         return self.root
@@ -155,11 +151,7 @@ class DataConfig:
 
     @property
     def path(self) -> Path:
-        """data.root as a path, in which '~' is expanded.
-
-        Raises:
-            ConfigError: it is a URL.
-        """
+        """data.root as a path, in which '~' is expanded; ConfigError if it is a URL."""
         path = Path(self.location).expanduser()
         if is_url(self.location) and not path.exists():
             raise ConfigError(

@@ -53,9 +53,7 @@ class LogConfig:
     time left, rewritten every 10 s. The textfile collector of node_exporter reads it."""
 
     def __post_init__(self) -> None:
-        if self.metrics is None:
-            return
-        if not self.metrics.endswith(".prom"):
+        if self.metrics is not None and not self.metrics.endswith(".prom"):
             raise ConfigError(
                 f"log.metrics={self.metrics}: the name has to end in .prom, because node_exporter "
                 "reads no other files."

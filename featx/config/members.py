@@ -55,24 +55,16 @@ class MemberGroup:
         return found
 
 
-def options_class(option: str, name: str, base: type[OptionsT]) -> type[OptionsT]:
-    """Return the dataclass of the options of one member."""
-    options = family(option).get(name).options
-    if options is None:
-        return base
-    if not issubclass(options, base):
-        raise FeatxError(
-            f"{option}={name}: its options {options.__qualname__} are no subclass of "
-            f"{base.__qualname__}."
-        )
-    return options
-
-
 def make_member(group: MemberGroup, values: Mapping[str, object]) -> Any:
     """Make the options of the member that values select; `values` are those that were given."""
     chosen = group.select(values)
-    cls: type[Any] = options_class(group.option, chosen, group.base)
-    own = {f.name for f in fields(cls)}
+    cls: type[Any] = family(group.option).get(chosen).options or group.base
+    if not issubclass(cls, group.base):
+        raise FeatxError(
+            f"{group.option}={chosen}: its options {cls.__qualname__} are no subclass of "
+            f"{group.base.__qualname__}."
+        )
+    own = hints_of(cls)
     refuse_options_of_others(group, chosen, [name for name in values if name not in own])
     return make_group(cls, {name: values[name] for name in values if name in own}, group.name)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Len, Lt
+from annotated_types import Ge, Len, Lt, Predicate
 
 from featx.base import family
-from featx.config.checks import MAY_BE_EMPTY, Matching, default_of_field, options
+from featx.config.checks import MAY_BE_EMPTY, default_of_field, options
 from featx.config.members import MemberGroup, make_member
 from featx.config.transform import USUAL_CROP, USUAL_RESIZE, Pixels, Side, TransformConfig
 from featx.errors import ConfigError
@@ -27,7 +28,10 @@ _WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 
 _USUAL_OVERLAP = 0.5
 
-_DIGITS = "the 64 hex digits that `sha256sum FILE` prints"
+_Sha256 = Annotated[
+    Annotated[str, Predicate(re.compile("[0-9a-fA-F]{64}").fullmatch)] | None,
+    "the 64 hex digits that `sha256sum FILE` prints",
+]
 
 
 @options("model.checkpoint")
@@ -44,7 +48,7 @@ class CheckpointConfig:
     resample: bool = False
     """Whether the conversion may interpolate position embeddings and patch embeddings of another
     size, which changes the features."""
-    sha256: Annotated[str | None, Matching("[0-9a-fA-F]{64}"), _DIGITS] = None
+    sha256: _Sha256 = None
     """SHA-256 that the file must have, in 64 hex digits; it is checked before the file is read."""
 
     def __post_init__(self) -> None:
@@ -62,15 +66,11 @@ class CheckpointConfig:
         Args:
             has_file: whether `model.weights` is a file of the user's own.
             is_converted: whether the library of the model can convert the names of a file.
-
-        Raises:
-            ConfigError: an option would have no effect.
         """
-        if not has_file and self != CheckpointConfig():
-            usual = CheckpointConfig()
-            keys = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
+        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if given and not has_file:
             raise ConfigError(
-                f"model.checkpoint.{keys[0]} has an effect with a file of your own in "
+                f"model.checkpoint.{given[0]} has an effect with a file of your own in "
                 "model.weights only."
             )
         if not is_converted and (self.resample or self.convert == "timm"):
@@ -189,15 +189,7 @@ class ModelConfig:
 
 
 def check_weights_like(weights_like: str | None, has_file: bool) -> None:
-    """Refuse a tag of weights without a file that is like them.
-
-    Args:
-        weights_like: value of `model.weights_like`.
-        has_file: whether `model.weights` is a file of the user's own.
-
-    Raises:
-        ConfigError: model.weights_like has no effect.
-    """
+    """Refuse a tag of weights unless `model.weights` is a file of the user's own."""
     if weights_like is not None and not has_file:
         raise ConfigError(
             "model.weights_like has an effect with a file of your own in model.weights only; tags "
@@ -224,13 +216,8 @@ class LibraryModelConfig(ModelConfig):
     """Choice and conversion of the tensors of a file in model.weights."""
 
     def refuse_args(self, refused: Mapping[str, str]) -> None:
-        """Refuse arguments that featx gives itself or that change what a model is.
-
-        Args:
-            refused: name of an argument -> what to do instead.
-
-        Raises:
-            ConfigError: model.args has such an argument.
+        """Refuse arguments that featx gives itself or that change what a model is; `refused` has
+        name of an argument -> what to do instead.
         """
         for name in self.args:
             if name in refused:
@@ -262,24 +249,16 @@ class CodeModelConfig(UnpreparedModelConfig):
 
 
 def model_options(**values: object) -> ModelConfig:
-    """Return the options of a model, those of its library included.
-
-    Args:
-        values: options without their prefix, such as name='resnet50' and weights=None.
-
-    Raises:
-        ConfigError: an option is unknown, invalid, or one of another library.
+    """Return the options of a model, those of its library included, by their names without prefix,
+    such as name='resnet50' and weights=None.
     """
     defaults = {f.name: default_of_field(f) for f in fields(ModelConfig)}
     return make_member(MemberGroup("model.library", ModelConfig), {**defaults, **values})  # type: ignore[no-any-return]
 
 
 def model_choice(text: str) -> dict[str, str]:
-    """Return the options that `model=TEXT` sets: the name of a model, or a library.
-
-    Args:
-        text: name of a model, such as 'resnet50', or of a library, such as 'timm', which may have
-            a default model.
+    """Return the options that `model=TEXT` sets: the name of a model, such as 'resnet50', or a
+    library, such as 'timm', which may have a default model.
     """
     libraries = family(_LIBRARY)
     if text == AUTO_LIBRARY or text not in libraries:

@@ -42,24 +42,12 @@ class ReduceConfig:
         return None
 
     def with_statistics_path(self, path: str) -> ReduceConfig:
-        """Return the options with another path of the statistics, if the reduction reads any.
-
-        Args:
-            path: stats.h5, or its folder.
-        """
+        """Return the options with another path of the statistics, if the reduction reads any."""
         return self
 
 
 def make_reduce(name: str, **values: object) -> ReduceConfig:
-    """Make the options of a reduction.
-
-    Args:
-        name: name of the reduction.
-        **values: values of its own options.
-
-    Raises:
-        ConfigError: there is no such reduction, or a value is unknown, without effect or invalid.
-    """
+    """Make the options of a reduction, by its name and the values of its own options."""
     return make_member(MemberGroup("reduce", ReduceConfig), {"name": name, **values})  # type: ignore[no-any-return]
 
 

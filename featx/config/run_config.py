@@ -6,12 +6,13 @@ functions that turn YAML or overrides into a `Config`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Predicate
 
 from featx.base import family
 from featx.config import (
@@ -38,7 +39,7 @@ from featx.config import (
     VerifyConfig,
     ZeroshotConfig,
 )
-from featx.config.checks import Count, Matching, NaturalNumber, OneOrMore, names_tuple, options
+from featx.config.checks import Count, NaturalNumber, OneOrMore, names_tuple, options
 from featx.config.reduce import reduction_options
 from featx.errors import ConfigError, StoreError
 from featx.storage import is_url, parse_path
@@ -60,9 +61,6 @@ pixels, which browsers can show."""
 SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
 """Numbers whose gradient can be taken, besides the logit of a class by its index."""
 
-DEFAULT_LAYERS = "embedding"
-"""Preset that a run takes if `layers` is null."""
-
 MAX_SEED = 2**32 - 1
 """Largest seed that all libraries accept."""
 
@@ -80,7 +78,8 @@ _MaxFailures = Annotated[
     NaturalNumber | Annotated[float, Ge(0), Le(1)],
     "a share with a point, such as 0.01 (at most 1.0, which is all), or a whole number of images",
 ]
-_Device = Annotated[str, Matching(r"auto|cpu|mps|cuda(:\d+)?"), "auto, cpu, cuda, cuda:N or mps"]
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_Device = Annotated[str, Predicate(_DEVICE.fullmatch), "auto, cpu, cuda, cuda:N or mps"]
 _Tensorboard = Annotated[
     bool | Annotated[int, Ge(1), Le(MAX_PROJECTOR_IMAGES)],
     f"true, false, or how many images the projector shows, 1 to {MAX_PROJECTOR_IMAGES}",
@@ -244,11 +243,7 @@ class Config:
         layer_requests(self)
 
     def store_path(self) -> Path:
-        """Return the store that a job reads: `store`, or `out` if that is null.
-
-        Raises:
-            StoreError: neither was given, and there is nothing at the default of `out`.
-        """
+        """Return the store that a job reads: `store`, or `out` if that is null."""
         path = parse_path(self.store or self.out).absolute()
         if self.store is None and self.has_default_out and not path.exists():
             raise StoreError(
@@ -268,11 +263,8 @@ class Config:
         return self.out in (Config.out, self.default_out)
 
     def output_folder(self, root: Path, name: str) -> Path:
-        """Return `out` of a job that reads a store, by default a folder in that of the store.
-
-        Args:
-            root: the store's folder or file.
-            name: of the folder.
+        """Return `out` of a job that reads a store, by default the folder `name` in that of the
+        store, whose folder or file is `root`.
         """
         if self.has_default_out:
             if is_url(root):
@@ -289,11 +281,7 @@ class Config:
         return self.executor.has_workers
 
     def cpus_of_worker(self, num_cpus: int) -> int:
-        """Return the number of CPUs of each process that computes.
-
-        Args:
-            num_cpus: number of CPUs of this machine.
-        """
+        """Return the number of CPUs of each process that computes; `num_cpus` are here."""
         if self.executor.name != "local":
             return self.executor.num_cpus
         return max(1, num_cpus // self.executor.num_local_workers)
@@ -350,13 +338,11 @@ class Config:
 
 
 def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
-    """Return the options `layers`, in its three forms, and `capture` as one list.
-
-    Returns:
-        (name, glob or preset; reduction). A tensor that is not an output has its kind after the
-        name, as in 'layer4:input'.
+    """Return the options `layers`, in its three forms, and `capture` as one list of (name, glob or
+    preset; reduction). A tensor that is not an output has its kind after the name, as in
+    'layer4:input'.
     """
-    layers = DEFAULT_LAYERS if config.layers is None else config.layers
+    layers = "embedding" if config.layers is None else config.layers
     if isinstance(layers, str):
         layers = [layers]
     if isinstance(layers, Mapping):

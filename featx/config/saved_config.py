@@ -22,11 +22,8 @@ def from_saved(text: str) -> Config:
     """Read a config that `saved_yaml` wrote.
 
     A store may come from a stranger, so no interpolation is resolved: a text that would read the
-    environment stays as it is.
-
-    Raises:
-        ConfigError: it was saved by another version of featx, was changed, or names a member of a
-            package that is not installed.
+    environment stays as it is. Raises ConfigError if it was saved by another version of featx, was
+    changed, or names a member of a package that is not installed.
     """
     import yaml
 
@@ -59,16 +56,11 @@ def _load_mapping(text: str) -> dict[str, object]:
 
 
 def data_of_saved(saved: Config, options: DataConfig, store: str) -> DataConfig:
-    """Return the options of the images of a store.
+    """Return the options of the images of a store, whose name is for messages, by its saved config
+    and by `options`, those of the command, whose data.root is used if given.
 
-    Args:
-        saved: config of the store, from `from_saved`.
-        options: options of the command; its data.root is used if given.
-        store: name of the store, for messages.
-
-    Raises:
-        ConfigError: the command gives no data.root, and the saved options contain a URL or read the
-            environment, by which a stranger's file could send secrets to another machine.
+    Raises ConfigError if it is not, and the saved options contain a URL or read the environment, by
+    which a stranger's file could send secrets to another machine.
     """
     if options.root is not None:
         if options.name == saved.data.name:
@@ -110,9 +102,6 @@ def saved_yaml(options: Mapping[str, Any] | DictConfig) -> str:
 
     Interpolations are resolved, except those that read the environment. Values of options such as
     token or password are replaced by "(redacted)", and so is the query of a URL.
-
-    Args:
-        options: as for `from_composed`.
     """
     import yaml
 

@@ -5,6 +5,7 @@ Hydra composes plain values; the dataclasses of the options check them.
 
 from __future__ import annotations
 
+import copy
 import numbers
 import os
 import re
@@ -34,12 +35,8 @@ if TYPE_CHECKING:
 def from_composed(options: Mapping[str, Any] | DictConfig) -> Config:
     """Return the Config of composed options; its job does not check it yet.
 
-    Args:
-        options: all options, those of all members included: the node that Hydra composed, or the
-            values that `from_keywords` returned.
-
-    Raises:
-        ConfigError: an option is unknown or invalid.
+    `options` are all, those of all members included: the node that Hydra composed, or the values
+    that `from_keywords` returned. Raises ConfigError if one is unknown or invalid.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -111,10 +108,8 @@ def from_keywords(values: Mapping[str, object]) -> dict[str, Any]:
 
     `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set),
     `reduce="avg"` and `executor="local"` are taken as on the command line; each also takes a
-    mapping, or the options of a member: `data=FolderOptions(root="photos")`.
-
-    Raises:
-        ConfigError: a key is unknown or a value of the wrong type.
+    mapping, or the options of a member: `data=FolderOptions(root="photos")`. Raises ConfigError if
+    a key is unknown or a value of the wrong type.
     """
     given = {}
     for name, value in values.items():
@@ -131,7 +126,7 @@ def from_keywords(values: Mapping[str, object]) -> dict[str, Any]:
 
 def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     """Return a copy of the defaults with other values; groups are merged option by option."""
-    merged = {name: _copied(value) for name, value in defaults.items()}
+    merged = copy.deepcopy(dict(defaults))
     for name, value in values.items():
         default = defaults.get(name)
         is_group = isinstance(default, Mapping) and default and isinstance(value, Mapping)
@@ -139,21 +134,11 @@ def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     return merged
 
 
-def _copied(value: object) -> object:
-    """Return a copy of a default: groups, and lists of values."""
-    if isinstance(value, Mapping):
-        return merged_values(value, {})
-    return list(value) if isinstance(value, list) else value
-
-
 def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of a call with options of groups in mappings.
 
     `data_limit=10` and `**{"data.limit": 10}` become `data={"limit": 10}`, next to what `data` is
     given as.
-
-    Raises:
-        ConfigError: there is no such option, or it is given twice.
     """
     groups = {f.name for f in fields(Config)}
     nested = {name: value for name, value in values.items() if name in groups}
@@ -267,11 +252,7 @@ def _plain_value(name: str, value: object) -> Any:
 
 
 def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:
-    """Return the dotted names of the options that a call gives.
-
-    Args:
-        values: its keywords, as for `from_keywords`.
-    """
+    """Return the dotted names of the options that a call gives by its keywords."""
     names = set()
     for name, value in values.items():
         if is_group(value):
@@ -309,10 +290,8 @@ def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | 
     """Separate a data set that Python gave as an object from the options.
 
     `data=dataset` is short for `data={"source": dataset}`, as `data="photos"` is for
-    `data={"name": "folder", "root": "photos"}`.
-
-    Returns:
-        the options, with `data={"name": "python"}` if there is an object, and the object or None.
+    `data={"name": "folder", "root": "photos"}`. Returns the options, with `data={"name": "python"}`
+    if there is an object, and the object or None.
     """
     values = dict(values)
     data = values.get("data")
@@ -340,10 +319,8 @@ def without_model(values: Mapping[str, object]) -> tuple[dict[str, Any], object 
     """Separate a model that Python gave as an object from the options.
 
     `model=net` is short for `model={"library": "custom", "factory": net}`, and a function that
-    returns a module may stand in the place of `net`.
-
-    Returns:
-        the options with the model as a mapping, whose factory is missing, and the object or None.
+    returns a module may stand in the place of `net`. Returns the options with the model as a
+    mapping, whose factory is missing, and the object or None.
     """
     values = dict(values)
     model = values.get("model")

@@ -1,5 +1,4 @@
-"""Options of job=neighbors, duplicates, outliers, mislabelled,
-cka and distance."""
+"""Options of job=neighbors, duplicates, outliers, mislabelled, cka and distance."""
 
 from __future__ import annotations
 
@@ -85,8 +84,6 @@ class OutliersConfig:
     """Number of nearest rows whose mean distance is the score of a row."""
     metric: Metric = "cosine"
     """Distance of two rows of standardised values: cosine (1 - cosine) or euclidean."""
-    show: Count = 10
-    """Number of rows that are printed and shown in the report; outliers.csv has all."""
 
 
 @options("mislabelled")
@@ -97,8 +94,6 @@ class MislabelledConfig:
     """Number of folds: each row is judged by a linear probe that is fitted on the other folds."""
     label_column: str | None = None
     """Column of the store (data.columns) with the labels to judge instead of the store's."""
-    show: Count = 10
-    """Number of rows that are printed and shown in the report; mislabelled.csv has all."""
 
 
 @options("cka")

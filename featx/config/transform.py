@@ -104,14 +104,8 @@ class TransformConfig:
     def check_sizes(
         self, resize: int | tuple[int, int] | None, crop: int | tuple[int, int]
     ) -> None:
-        """Check that the crop lies within the resized image.
-
-        Args:
-            resize: value of `resize` if it is not given; None if the library resizes.
-            crop: value of `crop` if it is not given.
-
-        Raises:
-            ConfigError: it does not.
+        """Check that the crop lies within the resized image. The arguments are the values of
+        options that are not given; `resize` is None if the library resizes.
         """
         resized = resize if self.resize is None else self.resize
         if resized is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import h5py
 
@@ -17,6 +17,8 @@ from featx.config import Config, ExportConfig, Positive, options
 from featx.errors import ConfigError, FeatxError
 from featx.export.selection import ExportSelection
 from featx.storage import AtomicFolder
+
+OptionsT = TypeVar("OptionsT", bound=ExportConfig)
 
 
 class ExportFolder:
@@ -67,6 +69,15 @@ class Format(ABC):
         self.selection = selection
         self.config = config
 
+    def own_options(self, kind: type[OptionsT]) -> OptionsT:
+        """Return the options of the format, which it was registered with."""
+        options = self.config.export
+        if not isinstance(options, kind):
+            raise FeatxError(
+                f"export.format={options.format} was registered without {kind.__name__}."
+            )
+        return options
+
     @abstractmethod
     def write(self, folder: ExportFolder) -> None:
         """Write all files, the same for the same rows and options."""
@@ -102,11 +113,8 @@ class ShardedFormat(Format):
         least one. Return the name of each, such as 'data-00000-of-00003.parquet' for
         'data-{}.parquet', its first row of the selection and the row after its last one.
         """
-        options = self.config.export
-        if not isinstance(options, ShardOptions):
-            raise FeatxError(f"export.format={options.format} was registered without ShardOptions.")
         num_rows = len(self.selection)
-        shard_bytes = int((options.shard_gib or 1.0) * (1 << 30))
+        shard_bytes = int((self.own_options(ShardOptions).shard_gib or 1.0) * (1 << 30))
         each = max(1, int(shard_bytes / max(1.0, row_bytes)))
         starts = range(0, num_rows, each)
         # Readers sort the names.

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
-from featx.base import csv_line
+from featx.base import write_csv
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
 from featx.export.selection import as_json_values
 from featx.types import Status
@@ -37,7 +33,7 @@ class Csv(Format):
         selection, n = self.selection, len(self.selection)
         columns = selection.named_columns(_LISTING)
         with folder.file("rows.csv") as file:
-            _write(file, [(*_LISTING, *columns)])
+            write_csv(file, [(*_LISTING, *columns)])
             for start, stop in selection.spans(0, n):
                 block = slice(start, stop)
                 listing = [
@@ -48,19 +44,19 @@ class Csv(Format):
                     [Status(status).label for status in selection.status[block].tolist()],
                     *(as_json_values(values[block]) for values in columns.values()),
                 ]
-                _write(file, zip(*listing, strict=True))
+                write_csv(file, zip(*listing, strict=True))
         for layer in selection.layers:
             with folder.file(f"features/{layer}.csv") as file:
                 width = math.prod(selection.row_shape(layer))
                 step = min(selection.block_rows([layer]), max(1, _BLOCK_VALUES // max(1, width)))
                 # Programs such as DuckDB take a line of numbers for a row, not for names.
-                _write(file, [("key", *(f"{layer}.{i}" for i in range(width)))])
+                write_csv(file, [("key", *(f"{layer}.{i}" for i in range(width)))])
                 for start, stop, values in selection.blocks(0, n, [layer], step):
                     texts = values[layer].reshape(stop - start, width).astype(str)
                     texts[texts == "nan"] = ""
                     keys = selection.key_texts(start, stop)
                     rows = zip(keys, texts.tolist(), strict=True)
-                    _write(file, ((key, *row) for key, row in rows))
+                    write_csv(file, ((key, *row) for key, row in rows))
 
     @property
     def num_bytes(self) -> int:
@@ -80,14 +76,6 @@ class Csv(Format):
             f"X = pd.read_csv({literal(f'{out}/features/{layer}.csv')}, index_col=0)"
             f'.to_numpy("{self.selection.dtype(layer)}")'
         )
-
-
-def _write(file: BinaryIO, lines: Iterable[Iterable[object]]) -> None:
-    """Append lines to a CSV file."""
-    text = io.TextIOWrapper(file, "utf-8", newline="")
-    csv.writer(text).writerows(map(csv_line, lines))
-    text.flush()
-    text.detach()
 
 
 FORMATS.register(

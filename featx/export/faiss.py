@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from featx.base import free_memory, import_extra, size_text
 from featx.config import Config, ExportConfig, Metric, options
-from featx.errors import ConfigError, FeatxError, RunError, counted
+from featx.errors import ConfigError, RunError, counted
 from featx.export import arrow
 from featx.export.base import (
     FORMATS,
@@ -61,10 +61,8 @@ class Faiss(Format):
 
     def __init__(self, selection: ExportSelection, config: Config) -> None:
         super().__init__(selection, config)
-        options, option = self.config.export, "export.format=faiss"
-        if not isinstance(options, FaissOptions):
-            raise FeatxError(f"{option} was registered without FaissOptions.")
-        self._options = options
+        option = "export.format=faiss"
+        self._options = self.own_options(FaissOptions)
         refuse_maps(self.selection, "an index of faiss holds vectors")
         self._faiss = import_extra("faiss", option, "the package faiss", "faiss")
         import_extra("pyarrow.parquet", option, "the package pyarrow", "export")

@@ -12,7 +12,7 @@ from featx.base import log_message, name_text
 from featx.config import Config
 from featx.errors import ConfigError, counted
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
-from featx.export.selection import ExportSelection, unit_rows
+from featx.export.selection import ExportSelection, is_utf8, unit_rows
 
 _NAME = "global_descriptor"
 _FILE = "global-feats-{}.h5"
@@ -71,9 +71,8 @@ class Hloc(Format):
 
 def _names_a_group(key: bytes) -> bool:
     """Return whether HDF5 accepts a key as the name of a group, and gives it back unchanged."""
-    is_utf8 = key.decode(errors="ignore").encode() == key
     has_odd_part = not {b"", b".", b"..", _NAME.encode()}.isdisjoint(key.split(b"/"))
-    return is_utf8 and not has_odd_part and b"\0" not in key
+    return is_utf8(key) and not has_odd_part and b"\0" not in key
 
 
 FORMATS.register(

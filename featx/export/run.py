@@ -20,7 +20,7 @@ from featx.base import CountProgress, differences, log_message, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import FORMATS, ExportFolder, Format
-from featx.export.selection import ExportSelection
+from featx.export.selection import ExportSelection, is_utf8
 from featx.storage import (
     TEMPORARY_PREFIX,
     AtomicFolder,
@@ -221,16 +221,12 @@ def _sizes(root: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def _warn_of_odd_keys(selection: ExportSelection) -> None:
-    if num_odd := sum(not _is_utf8(key) for key in selection.each_key()):
+    if num_odd := sum(not is_utf8(key) for key in selection.each_key()):
         log_message(
             f"{counted(num_odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep their "
             "bytes; where a format holds text, such bytes are spelled as \\xff.",
             level="warning",
         )
-
-
-def _is_utf8(key: bytes) -> bool:
-    return key.decode(errors="ignore").encode() == key
 
 
 def _shorten(value: object) -> str:

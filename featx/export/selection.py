@@ -256,22 +256,16 @@ class EncodedImages:
         self._selection = selection
         self.data = data_of_store(selection.store, config.data)
         name = config.export.format
-        if self.data.boxes is not None:
-            raise ConfigError(
-                f"the rows of this store are boxes of images (data.boxes), and {name} holds whole "
-                "images. Choose another export.format, in which keys name image and box."
-            )
-        if self.data.has_views:
-            raise ConfigError(
-                "the rows of this store are views of images (data.views, data.crops), and "
-                f"{name} holds images as they are. Choose another export.format, in which keys "
-                "name image and view."
-            )
-        if self.data.name == "video":
-            raise ConfigError(
-                f"the rows of this store are frames of videos, and {name} holds images. "
-                "Choose another export.format, in which keys name video and time."
-            )
+        for is_kind, rows, parts_of_key in (
+            (self.data.boxes is not None, "boxes of images (data.boxes)", "image and box"),
+            (self.data.has_views, "views of images (data.views, data.crops)", "image and view"),
+            (self.data.name == "video", "frames of videos", "video and time"),
+        ):
+            if is_kind:
+                raise ConfigError(
+                    f"the rows of this store are {rows}, and {name} holds images as they are. "
+                    f"Choose another export.format, in which keys name {parts_of_key}."
+                )
         self._source = open_source(self.data)
 
     @property
@@ -306,6 +300,11 @@ class EncodedImages:
                 "refresh=true computes the rows of changed images again."
             )
         return encoded
+
+
+def is_utf8(key: bytes) -> bool:
+    """Return whether a key is text in UTF-8."""
+    return key.decode(errors="ignore").encode() == key
 
 
 def unit_rows(rows: Array) -> npt.NDArray[np.float32]:

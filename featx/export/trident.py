@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from featx.base import as_utf8, name_text
 from featx.config import Config, ExportConfig, NaturalNumber, Positive, options
-from featx.errors import ConfigError, FeatxError
+from featx.errors import ConfigError
 from featx.export.base import (
     FORMATS,
     ExportFolder,
@@ -80,10 +80,7 @@ class Trident(Format):
 
     def __init__(self, selection: ExportSelection, config: Config) -> None:
         super().__init__(selection, config)
-        options = self.config.export
-        if not isinstance(options, TridentOptions):
-            raise FeatxError("export.format=trident was registered without TridentOptions.")
-        self._options = options
+        options = self._options = self.own_options(TridentOptions)
         refuse_maps(selection, "TRIDENT's files hold one vector per tile")
         for asked in ("clam", "encoder"):
             if getattr(options, asked):

@@ -82,7 +82,7 @@ class Job(Member):
         reads: options that it reads, besides its own and those that `input` implies.
         ignores: options of the groups in `reads` that it does not read.
         why: why the other options of a run have no effect; completes "X has no effect with
-            job=NAME: ".
+            job=NAME: ". By default that of a job that reads a store.
         reads_with: returns the options that it reads in addition with a given config.
         check: raises a ConfigError for combinations of options that the job refuses.
         makes_store: whether it makes a store in `out`, or plans one; only such a job can write into
@@ -95,22 +95,12 @@ class Job(Member):
     input: Input
     reads: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
-    why: str = ""
+    why: str = "it reads an existing store; `layers` selects its layers"
     reads_with: Callable[[Config], Collection[str]] = lambda config: ()
     check: Callable[[Config], None] = lambda config: None
     makes_store: bool = False
     takes_gradients: bool = False
     takes_several_stores: bool = False
-
-    @property
-    def prints_json(self) -> bool:
-        """Whether `job.json=true` prints its result as JSON."""
-        return "job.json" in self.reads
-
-    @property
-    def can_be_distributed(self) -> bool:
-        """Whether an executor can divide it among processes."""
-        return "executor" in self.reads
 
     def may_read(self, option: str) -> bool:
         """Return whether the job reads an option, whatever the values of the others are."""
@@ -126,10 +116,9 @@ JOBS: Registry[Job] = Registry("job", "featx.jobs")
 
 def check(config: Config, given: Collection[str] | None = None) -> None:
     """Check a config, whose options were checked on their own, against the declaration of its job.
+
     `given` are the dotted names of the options that the command or the call gave, also those with
-    their defaults; None takes the options that differ from their defaults. Raises ConfigError if
-    the job does not exist, an option that it needs is missing, options exclude each other, or an
-    option has no effect.
+    their defaults; None takes the options that differ from their defaults.
     """
     job = JOBS.get(config.job.name)
     _check_object_store(config, job)

@@ -175,6 +175,5 @@ JOBS.register(
         run=run,
         input=Input.STORE,
         reads=("job.json", "out", "layers", "device", "seed"),
-        why="it reads an existing store; `layers` selects its layers",
     )
 )

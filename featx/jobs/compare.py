@@ -9,11 +9,10 @@ from pathlib import Path
 
 from featx.analysis import compare_stores
 from featx.analysis.probe import interval_text, score_text
-from featx.base import Table, shown_path, size_text
+from featx.base import Table, shown_path, size_text, write_csv
 from featx.config import Config
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
-from featx.jobs.similarity_files import write_csv
 from featx.storage import AtomicFolder, is_url, parse_path
 from featx.types import Json
 
@@ -37,7 +36,7 @@ def run(config: Config, config_yaml: str) -> int:
     disk.make_folder(disk.root)
     path = disk.root / "compare.csv"
     with disk.stream_file(path) as file:
-        write_csv(file, _COLUMNS, map(_line, found.stores))
+        write_csv(file, [_COLUMNS, *map(_line, found.stores)])
     rows = [("notes", "\n".join(found.notes) or None), ("file", shown_path(path))]
     print_summary(config, {**asdict(found), "file": str(path)}, _table(found.stores), rows)
     return 0

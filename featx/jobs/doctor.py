@@ -23,7 +23,13 @@ _SPACE_GIB = 1.0
 
 def run(config: Config, config_yaml: str) -> int:
     """Look at the machine and print a line for each finding; returns the exit code 0."""
-    findings = {name: _finding(check, config) for name, check in _CHECKS.items()}
+    findings = {}
+    for name, check in _CHECKS.items():
+        try:
+            findings[name] = check(config)
+        except Exception as error:  # noqa: BLE001 - it is asked because something does not work
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            findings[name] = text, "reinstall the package that the error names"
     rows = [
         (name, f"{text}\n-> {advice}" if advice else text)
         for name, (text, advice) in findings.items()
@@ -36,15 +42,6 @@ def run(config: Config, config_yaml: str) -> int:
     verdict = f"{num_advised} to look at" if num_advised else "Nothing is missing."
     print_summary(config, summary, rows, verdict)
     return 0
-
-
-def _finding(check: Callable[[Config], tuple[str, str]], config: Config) -> tuple[str, str]:
-    """Return a finding and its advice; a package that fails on import is a finding too."""
-    try:
-        return check(config)
-    except Exception as error:  # noqa: BLE001 - it is asked because something does not work
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        return text, "reinstall the package that the error names"
 
 
 def _versions(config: Config) -> tuple[str, str]:
@@ -167,14 +164,14 @@ def _weights(config: Config) -> tuple[str, str]:
         Path(torch.hub.get_dir()) / "checkpoints",
         Path(huggingface_hub.constants.HF_HUB_CACHE),
     )
-    return "\n".join(_folder_text(folder) for folder in folders), ""
-
-
-def _folder_text(folder: Path) -> str:
-    # Snapshots of the Hugging Face Hub are links to blobs: each file is counted once.
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    size = size_text(sum(path.stat().st_size for path in files))
-    return f"{folder}: {len(files)} files, {size}" if folder.is_dir() else f"{folder}: none yet"
+    lines = []
+    for folder in folders:
+        # Snapshots of the Hugging Face Hub are links to blobs: each file is counted once.
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        size = size_text(sum(path.stat().st_size for path in files))
+        found = f"{len(files)} files, {size}" if folder.is_dir() else "none yet"
+        lines.append(f"{folder}: {found}")
+    return "\n".join(lines), ""
 
 
 def _disk(config: Config) -> tuple[str, str]:

@@ -105,6 +105,5 @@ JOBS.register(
         run=run,
         input=Input.STORE,
         reads=("job.json", "out", "layers", "device"),
-        why="it reads an existing store; `layers` selects its layers",
     )
 )

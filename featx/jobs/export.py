@@ -76,7 +76,6 @@ JOBS.register(
         run=run,
         input=Input.STORE,
         reads=("job.json", "out", "layers", "overwrite"),
-        why="it reads an existing store; `layers` selects its layers",
         reads_with=_reads_with,
     )
 )

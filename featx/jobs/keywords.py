@@ -18,65 +18,48 @@ from featx.config import (
 )
 
 
-class ExtractOptions(TypedDict, total=False):
+class RunOptions(TypedDict, total=False):
+    """Keywords of `featx.extract` and `featx.stats`."""
+
+    model: ModelConfig | str | Callable[..., object] | Mapping[str, Any]
+    layers: str | Sequence[str] | Mapping[str, Any] | None
+    capture: Capture | Sequence[Capture]
+    target: Literal["label", "predicted", "loss", "entropy", "logsumexp"] | int
+    reduce: ReduceConfig | str | Mapping[str, Any]
+    data: object
+    out: str | PathLike[str]
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    batch_size: Literal["auto"] | int
+    device: str
+    compile: Literal["auto"] | bool
+    fold_batchnorm: bool
+    decode: Literal["fast", "reference"]
+    conformance: ConformanceConfig | Mapping[str, Any]
+    part_rows: Literal["auto"] | int
+    max_failures: int | float
+    refresh: Literal["auto"] | bool
+    nonfinite: Literal["error", "record"]
+    executor: ExecutorConfig | str | Mapping[str, Any]
+    profile: bool
+    overwrite: bool
+    seed: int
+
+
+class ExtractOptions(RunOptions, total=False):
     """Keywords of `featx.extract`: the options that job=extract reads."""
 
-    model: ModelConfig | str | Callable[..., object] | Mapping[str, Any]
-    layers: str | Sequence[str] | Mapping[str, Any] | None
-    capture: Capture | Sequence[Capture]
-    target: Literal["label", "predicted", "loss", "entropy", "logsumexp"] | int
-    reduce: ReduceConfig | str | Mapping[str, Any]
-    data: object
-    out: str | PathLike[str]
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
     dtype: Literal["float16", "float32", "bfloat16"]
-    batch_size: Literal["auto"] | int
-    device: str
-    compile: Literal["auto"] | bool
-    fold_batchnorm: bool
-    decode: Literal["fast", "reference"]
-    conformance: ConformanceConfig | Mapping[str, Any]
-    part_rows: Literal["auto"] | int
     part_mib: Literal["auto"] | int
     codec: str
-    max_failures: int | float
     retry_failed: bool
-    refresh: Literal["auto"] | bool
-    nonfinite: Literal["error", "record"]
-    executor: ExecutorConfig | str | Mapping[str, Any]
     pack: Literal["auto"] | bool
     tensorboard: bool | int
-    profile: bool
     grow: bool
-    overwrite: bool
-    seed: int
 
 
-class StatsOptions(TypedDict, total=False):
+class StatsOptions(RunOptions, total=False):
     """Keywords of `featx.stats`: the options that job=stats reads."""
 
-    model: ModelConfig | str | Callable[..., object] | Mapping[str, Any]
-    layers: str | Sequence[str] | Mapping[str, Any] | None
-    capture: Capture | Sequence[Capture]
-    target: Literal["label", "predicted", "loss", "entropy", "logsumexp"] | int
-    reduce: ReduceConfig | str | Mapping[str, Any]
-    data: object
-    out: str | PathLike[str]
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
-    batch_size: Literal["auto"] | int
-    device: str
-    compile: Literal["auto"] | bool
-    fold_batchnorm: bool
-    decode: Literal["fast", "reference"]
-    conformance: ConformanceConfig | Mapping[str, Any]
-    part_rows: Literal["auto"] | int
-    max_failures: int | float
-    refresh: Literal["auto"] | bool
-    nonfinite: Literal["error", "record"]
-    executor: ExecutorConfig | str | Mapping[str, Any]
-    profile: bool
-    overwrite: bool
-    seed: int
     store: str | PathLike[str] | None
     stats: StatsConfig | Mapping[str, Any]
 

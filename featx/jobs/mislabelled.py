@@ -13,6 +13,7 @@ from featx.config import Config, MislabelledConfig
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import (
+    NUM_SHOWN,
     chosen_layer,
     entries_table,
     open_input,
@@ -55,7 +56,7 @@ def run(config: Config, config_yaml: str) -> int:
         "rows": len(judged.rows),
         "accuracy": float((judged.predicted == judged.labels).mean()),
         "doubtful": num_doubtful,
-        "least_credible": list(_described(store, judged, order[: options.show])),
+        "least_credible": list(_described(store, judged, order[:NUM_SHOWN])),
         "notes": list(judged.notes),
         **table,
     }
@@ -102,6 +103,5 @@ JOBS.register(
         run=run,
         input=Input.STORE,
         reads=("job.json", "out", "layers", "device", "seed"),
-        why="it reads an existing store; `layers` selects its layers",
     )
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import CountProgress, Table, log_message
+from featx.base import CountProgress, Table, log_message, write_csv
 from featx.config import Config, NeighborsConfig
 from featx.errors import ConfigError, DataError
 from featx.jobs.base import JOBS, Input, Job, code_options, print_summary
@@ -19,7 +20,6 @@ from featx.jobs.similarity_files import (
     entries_table,
     open_input,
     result_folder,
-    write_csv,
 )
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore
@@ -204,13 +204,14 @@ def _write_files(
         disk.remove(csv_file)  # of an earlier search: this process may end here
     if found.neighbours.size > CSV_PAIRS:
         return [table_file]
+    header = ("row", "key", "rank", "neighbor", "neighbor_key", found.metric)
     pairs = (
         (row, store.key_of(row), rank, other, store.key_of(other), f"{score:.6g}")
         for row, nearest, scores in zip(found.rows, found.neighbours, found.scores, strict=True)
         for rank, (other, score) in enumerate(zip(nearest, scores, strict=True), 1)
     )
     with disk.stream_file(csv_file) as file:
-        write_csv(file, ("row", "key", "rank", "neighbor", "neighbor_key", found.metric), pairs)
+        write_csv(file, chain([header], pairs))
     return [table_file, csv_file]
 
 
@@ -299,7 +300,6 @@ JOBS.register(
         run=run,
         input=Input.STORE,
         reads=("job.json", "out", "layers", "device"),
-        why="it reads an existing store; `layers` selects its layers",
         reads_with=_reads_with,
     )
 )

@@ -12,6 +12,7 @@ from featx.base import CountProgress
 from featx.config import Config, OutliersConfig
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import (
+    NUM_SHOWN,
     chosen_layer,
     class_name,
     entries_table,
@@ -45,8 +46,8 @@ def run(config: Config, config_yaml: str) -> int:
         "metric": found.metric,
         "k": found.k,
         "rows": len(found.rows),
-        "farthest": list(_described(store, found, order[: options.show])),
-        "farthest_in_class": list(_described(store, found, of_class[: options.show])),
+        "farthest": list(_described(store, found, order[:NUM_SHOWN])),
+        "farthest_in_class": list(_described(store, found, of_class[:NUM_SHOWN])),
         **table,
     }
     write_json(disk, "outliers.json", rows_sha256, summary)
@@ -95,6 +96,5 @@ JOBS.register(
         run=run,
         input=Input.STORE,
         reads=("job.json", "out", "layers", "device"),
-        why="it reads an existing store; `layers` selects its layers",
     )
 )

@@ -38,11 +38,8 @@ def run(config: Config, config_yaml: str) -> int:
 def _plan(
     config: Config, context: RunContext, num_left: int, store_bytes: int
 ) -> dict[str, object]:
-    """Return the plan in JSON types; sizes in bytes, times in seconds.
-
-    Args:
-        num_left: number of rows that the run would compute.
-        store_bytes: bytes of all features of the store then.
+    """Return the plan in JSON types; sizes in bytes, times in seconds. The run would compute
+    `num_left` rows, and the features of the store would have `store_bytes` then.
     """
     num_rows = len(context.listing)
     seconds_read = _seconds_per_image_read(context)

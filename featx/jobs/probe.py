@@ -39,7 +39,6 @@ JOBS.register(
         run=run,
         input=Input.STORE_OR_OUT,
         reads=("job.json", "job.show", "layers", "device", "seed"),
-        why="it reads an existing store; `layers` selects its layers",
         reads_with=_reads_with,
         check=_check,
     )

@@ -75,6 +75,5 @@ JOBS.register(
         run=run,
         input=Input.STORE,
         reads=("job.json", "out", "layers", "device", "seed", "data.name", "data.root"),
-        why="it reads an existing store; `layers` selects its layers",
     )
 )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
 
-from featx.base import Table, csv_line, log_message
+from featx.base import Table, log_message, write_csv
 from featx.config import Config
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout, only_layer, read_result, result_json
 from featx.types import Json
+
+NUM_SHOWN = 10
+"""Number of rows of a ranking that are printed and shown in the report; its table has all."""
 
 
 def open_input(path: str | Path) -> FeatureStore:
@@ -81,7 +81,7 @@ def write_table(
     """
     path = disk.root / name
     with disk.stream_file(path) as file:
-        write_csv(file, header, rows)
+        write_csv(file, chain([header], rows))
         file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {"file": str(path), "file_sha256": sha256}
@@ -101,13 +101,3 @@ def _cell(value: object, number: str, none: str) -> str:
     if isinstance(value, float):
         return f"{value:{number}}"
     return none if value is None else str(value)
-
-
-def write_csv(file: BinaryIO, header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> None:
-    """Write a header and rows as CSV, with cells as in failures.csv."""
-    text = io.TextIOWrapper(file, "utf-8", newline="")
-    writer = csv.writer(text)
-    writer.writerow(header)
-    writer.writerows(map(csv_line, rows))
-    text.flush()
-    text.detach()

@@ -47,20 +47,18 @@ def statuses(root: Path, sleep: Callable[[float], None] = time.sleep) -> Iterato
 def _facts(status: StoreStatus) -> list[tuple[str, str | None]]:
     share = status.rows_done / status.rows if status.rows else 1.0
     speed, left, age = status.rows_per_second, status.seconds_left, status.last_commit_age_s
+    speed_text = left_text = None
+    if not status.complete:
+        speed_text = "not known yet" if speed is None else f"{speed:.1f}"
+        left_text = "not known" if left is None else time_text(left)
     queues = [("queue", _queue_text(record)) for record in status.workers if record.queue]
     return [
         ("store", str(status.root)),
         ("rows", f"{status.rows_done} of {status.rows}, {share:.1%}"),
         ("parts", f"{status.parts_done} of {status.parts}" + (", packed" if status.packed else "")),
         ("failures", str(status.failures)),
-        *(
-            []
-            if status.complete
-            else [
-                ("rows/s", "not known yet" if speed is None else f"{speed:.1f}"),
-                ("left", "not known" if left is None else time_text(left)),
-            ]
-        ),
+        ("rows/s", speed_text),
+        ("left", left_text),
         ("last part", None if age is None else f"{time_text(age)} ago"),
         *queues,
         ("workers", "\n".join(map(_worker_text, status.workers)) or None),

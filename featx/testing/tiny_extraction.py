@@ -85,11 +85,7 @@ def extract(images: Path, out: Path, **more: Any) -> featx.FeatureStore:
 
 
 def write_images(folder: Path) -> Path:
-    """Write NUM_IMAGES images of 48 by 48 pixels in two class folders; BROKEN is no image.
-
-    Returns:
-        the folder.
-    """
+    """Write NUM_IMAGES images of 48 by 48 pixels in two class folders; BROKEN is no image."""
     for number in range(NUM_IMAGES):
         path = folder / ("cat", "dog")[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

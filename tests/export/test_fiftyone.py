@@ -52,9 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options: dict[str, Any] = {"store": store, "device": "cpu"}
     run_job("probe", probe={"l2": 0.1}, **options)
     for job in JOBS[1:]:
-        run_job(
-            job, layers="pool", **options, **({"outliers": {"show": 3}} if "out" in job else {})
-        )
+        run_job(job, layers="pool", **options)
     assert run_job("export", store=store, export={"format": "fiftyone"}) == 0
     return root
 

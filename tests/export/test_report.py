@@ -362,7 +362,6 @@ def test_parts_and_a_sample_of_rows() -> None:
     assert "4 parts, not packed" in page.words
     data = data_of()
     assert len(data["rows"]) == 20
-    assert "60 rows in 4 parts" in page.words
     assert data["layers"][0]["tsne"] is None
     report(report={"rows": 20}, seed=5)
     assert data_of()["rows"] == data["rows"]

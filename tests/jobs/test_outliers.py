@@ -74,9 +74,9 @@ def test_distances_are_those_of_scikit_learn(
 def test_the_job_ranks_all_rows(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = ask("outliers", k=5, show=3)
+    summary = ask("outliers", k=5)
     assert summary["farthest"][0]["row"] == 9
-    assert [len(summary[name]) for name in ("farthest", "farthest_in_class")] == [3, 3]
+    assert [len(summary[name]) for name in ("farthest", "farthest_in_class")] == [10, 10]
     lines = csv_rows("store/outliers/outliers.csv")
     assert [line["rank"] for line in lines] == [str(i) for i in range(1, 40)]
     distances = [float(line["distance"]) for line in lines]

@@ -276,6 +276,7 @@ def test_what_is_refused(store: featx.FeatureStore) -> None:
         ("cka", {"measures": "cka", "rsa_distance": "cosine"}, r"rsa_distance has an effect with"),
         ("distance", {"subsets": 3}, r"needs distance\.other_store=DIR"),
         ("distance", {"other_store": "store", "subsets": 0}, r"distance\.subsets=0"),
+        ("outliers", {"show": 3}, r"outliers\.show is gone: outliers\.csv has all rows"),
         ("distance", {"other_store": "store", "subset_rows": 1}, r"distance\.subset_rows=1"),
     ]
     for job, keys, message in refused:

@@ -275,9 +275,9 @@ def similarity_of(
     Returns layers, debiased (table of the values, None if undefined), rows, and note (why there is
     no comparison).
     """
+    nothing = {"layers": layers, "debiased": [], "rows": 0}
     if len(layers) < 2:
-        note = "There is only one layer, so none can be compared."
-        return {"layers": layers, "debiased": [], "rows": 0, "note": note}
+        return {**nothing, "note": "There is only one layer, so none can be compared."}
     try:
         similarity = layer_similarity(
             store,
@@ -289,7 +289,7 @@ def similarity_of(
             measures=["cka_debiased"],
         )
     except ConfigError as error:
-        return {"layers": layers, "debiased": [], "rows": 0, "note": str(error)}
+        return {**nothing, "note": str(error)}
     debiased = [
         [None if np.isnan(value) else round(value, 4) for value in row]
         for row in similarity.measures["cka_debiased"].tolist()

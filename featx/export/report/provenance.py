@@ -20,7 +20,7 @@ from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.probe_results import ROLES
 from featx.storage import paths_in
 from featx.store import FeatureStore, layout, load_manifest, read_result
-from featx.types import Json, Status
+from featx.types import Status
 
 CLASSES_SHOWN = 40
 """Maximum number of classes in the table of rows by class."""
@@ -174,54 +174,21 @@ def _versions(attrs: Mapping[str, object]) -> str:
 
 
 def speed_of(store: FeatureStore) -> dict[str, object]:
-    """Collect the speed of the runs of a store. Return runs (as in summary.json), missing (why
-    there are none), parts (minutes since the first part by modification time, and rows so far) and
-    parts_missing (why there are none).
-    """
+    """Return the runs of a store as in summary.json, and `missing`, why there are none."""
     if store.root.is_file():
         alone = "A single file records no times; summary.json is in the folder of the store."
-        return {"runs": [], "missing": alone, "parts": [], "parts_missing": ""}
-    runs, missing = _runs(store)
-    parts, parts_missing = _parts(store)
-    return {"runs": runs, "missing": missing, "parts": parts, "parts_missing": parts_missing}
-
-
-def _runs(store: FeatureStore) -> tuple[list[Json], str]:
-    """Read summary.json; returns the runs, and the reason if there are none."""
+        return {"runs": [], "missing": alone}
     try:
         runs = read_result(store.root / layout.SUMMARY)["runs"]
         for run in runs:
             numbers = [*run["seconds"].values(), *(run.get(name) for name in _NUMBERS)]
             sum(0.0 if number is None else float(number) for number in numbers)
-        return runs, ""
+        return {"runs": runs, "missing": ""}
     except FileNotFoundError:
-        return [], "There is no summary.json yet: a run writes it when it ends."
+        missing = "There is no summary.json yet: a run writes it when it ends."
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return [], f"summary.json cannot be read: {error}."
-
-
-def _parts(store: FeatureStore) -> tuple[list[tuple[float, int]], str]:
-    """Read the modification times of parts; returns the curve, and the reason if there is none."""
-    manifest, _ = load_manifest(store.root)
-    parts = [part for run in manifest.runs for part in run.parts()] if manifest else []
-    times = []
-    for part in parts:
-        path = store.root / layout.PARTS / layout.part_name(part.index)
-        with contextlib.suppress(FileNotFoundError):
-            times.append((path.stat().st_mtime, part.stop - part.start))
-    if not times:
-        return [], (
-            "The parts were packed, which drops their times: the speed is known for each run as a "
-            "whole."
-        )
-    if len(times) < 3:
-        return [], "There are too few parts for a curve."
-    times.sort()
-    found, rows = [], 0
-    for modified, count in times:
-        rows += count
-        found.append((round((modified - times[0][0]) / 60, 4), rows))
-    return found, ""
+        missing = f"summary.json cannot be read: {error}."
+    return {"runs": [], "missing": missing}
 
 
 def reasons_of(store: FeatureStore) -> list[dict[str, Any]]:

@@ -27,12 +27,12 @@ def test_by_hand(tmp_path: Path) -> None:
     x, y = np.array([[4], [8]], np.float32), np.array([0, 1])
     features = features_of(tmp_path, x, y)
     every = np.arange(2)
-    solved = solve(features, every, y, 2, fit_scaler(features, every))
+    head_of = solve(features, every, y, 2, fit_scaler(features, every))
     for l2, size in ((0.0, 0.5), (1.0, 0.25), (3.0, 0.125)):
-        head = solved.head(l2)
+        head = head_of(l2)
         assert head.weight.flatten().tolist() == pytest.approx([-size, size])
         assert head.bias.tolist() == [0.5, 0.5]
-    assert scores_of(solved.head(0.0), features, every) == pytest.approx(np.eye(2))
+    assert scores_of(head_of(0.0), features, every) == pytest.approx(np.eye(2))
 
 
 @pytest.mark.parametrize("width", [20, 120])
@@ -42,13 +42,13 @@ def test_scikit_learns_solution_with_more_and_with_fewer_rows_than_features(
     x, y = blobs(90, width=width)
     features = features_of(tmp_path, x, y)
     places = np.arange(60)
-    solved = solve(features, places, y, 3, fit_scaler(features, places))
+    head_of = solve(features, places, y, 3, fit_scaler(features, places))
     scaler = StandardScaler().fit(x[places].astype(np.float64))
     for l2 in (1.0, 1e-3):
         oracle = Ridge(alpha=l2 * len(places)).fit(
             scaler.transform(x[places].astype(np.float64)), np.eye(3)[y[places]]
         )
-        found = scores_of(solved.head(l2), features, np.arange(90))
+        found = scores_of(head_of(l2), features, np.arange(90))
         expected = oracle.predict(scaler.transform(x.astype(np.float64)))
         assert np.allclose(found, expected, atol=1e-4)
 
@@ -58,7 +58,7 @@ def test_without_a_penalty_constant_features_have_no_say(tmp_path: Path) -> None
     x[:, 3] = 7
     features = features_of(tmp_path, x, y)
     places = np.arange(60)
-    head = solve(features, places, y, 3, fit_scaler(features, places)).head(0.0)
+    head = solve(features, places, y, 3, fit_scaler(features, places))(0.0)
     assert bool(torch.isfinite(head.weight).all())
     assert head.weight[:, 3].abs().max() < 1e-12
 
@@ -79,6 +79,6 @@ def test_an_offset_changes_no_score(tmp_path: Path, width: int) -> None:
     every, scores = np.arange(90), []
     for number, offset in enumerate((0, 1e6)):
         features = features_of(tmp_path / str(number), x + np.float32(offset), y)
-        solved = solve(features, every, y, 3, fit_scaler(features, every))
-        scores.append(scores_of(solved.head(0.1), features, every))
+        head_of = solve(features, every, y, 3, fit_scaler(features, every))
+        scores.append(scores_of(head_of(0.1), features, every))
     assert np.allclose(*scores, atol=2e-5)

@@ -226,8 +226,8 @@ def _heads(
     """
     features, y, num_outputs = problem.features, problem.y, problem.num_outputs
     if _is_ridge(problem, method):
-        solution = ridge.solve(features, places, y, num_outputs, fit_scaler(features, places))
-        heads = [replace(solution.head(l2), task=problem.task) for l2 in settings]
+        head_of = ridge.solve(features, places, y, num_outputs, fit_scaler(features, places))
+        heads = [replace(head_of(l2), task=problem.task) for l2 in settings]
         return features, heads, {}
     tokens = problem.tokens
     assert tokens is not None, "the probe checks the layers of an attentive probe"

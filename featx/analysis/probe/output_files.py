@@ -6,12 +6,11 @@ import csv
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from featx.analysis.probe.comparisons import OtherProbe
-from featx.analysis.probe.heads import head_bytes, head_path, output_folder
+from featx.analysis.probe.heads import extraction_entries, head_bytes, head_path, output_folder
 from featx.analysis.probe.task import COLUMNS, AnyTask
 from featx.analysis.value_settings import run_of_layer
 from featx.base import csv_bytes, csv_cell
@@ -141,7 +140,6 @@ def read_probe(path: str) -> OtherProbe:
 
 
 def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
-    """Return the entry of probe.json that names a file, relative to its folder."""
     return {
         "file": str(path.relative_to(folder)),
         "sha256": hashlib.sha256(data).hexdigest(),
@@ -150,7 +148,6 @@ def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
 
 def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[str, object]:
     about, store = result["layers"][layer], task.store
-    run = run_of_layer(store, layer)
     reduction = about["reduction"]
     if method == "attentive":  # which takes rows as they are stored
         reduction = {**reduction, "then": "attention", "axes": []}
@@ -163,10 +160,5 @@ def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[st
         "reduction": reduction,
         "classes": list(task.training.classes),
         **{name: result[name] for name in ("store", *STORE_ATTRIBUTES)},
-        # How the layer was extracted, for prediction on new images. A merged file does not contain
-        # it.
-        "config": run.header.config if run else None,
-        "resolved": dict(run.resolved) if run else None,
-        "model_settings": run.model_settings if run else None,
-        "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
+        **extraction_entries(run_of_layer(store, layer), layer),
     }

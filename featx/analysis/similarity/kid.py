@@ -9,11 +9,7 @@ import numpy as np
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.statistics import (
-    MAX_SPECTRUM,
-    Moments,
-    gaussian_distance,
-)
+from featx.analysis.statistics import MAX_SPECTRUM, Moments, gaussian_distance
 from featx.analysis.value_settings import refuse_other_values, value_settings
 from featx.base import choose_device, float64_device
 from featx.config import DistanceConfig

@@ -385,7 +385,6 @@ class Attributor(Engine):
                 check_positions(self.module, [(point, to_map)], x)
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the baseline that attribute.baseline names, or the default one."""
         return baseline(
             self._options.baseline or DEFAULT_BASELINE, x, self.backbone.preprocess.normalise
         )

@@ -185,7 +185,6 @@ class Features:
         return vectors
 
     def _spans(self, places: Ints, num_outputs: int = 0) -> Iterator[Ints]:
-        """Split places into blocks."""
         size = rows_of_block(max(4 * self.width, 8 * num_outputs))
         for start in range(0, len(places), size):
             yield places[start : start + size]

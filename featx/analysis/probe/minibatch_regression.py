@@ -81,7 +81,6 @@ class Batches:
             yield vectors, self._y[places]
 
     def _read(self, items: Ints, places: Ints) -> torch.Tensor:
-        """Read rows by the dataset, which keeps blocks of the store."""
         values = torch.stack([value for value, _ in self._dataset.__getitems__(items.tolist())])
         vectors = self._rows.vectors(values)
         self._rows.check(vectors, self._rows.rows[places])

@@ -24,16 +24,14 @@ from featx.analysis.new_images import (
     images_read_as,
     list_given_images,
 )
-from featx.analysis.probe.heads import (
+from featx.analysis.probe.heads import Head, output_folder, read_head
+from featx.analysis.probe.layer_rows import as_vectors
+from featx.analysis.probe.metrics import (
     CLASSIFICATION,
+    LABEL_THRESHOLD,
     MULTILABEL,
     REGRESSION,
-    Head,
-    output_folder,
-    read_head,
 )
-from featx.analysis.probe.layer_rows import as_vectors
-from featx.analysis.probe.metrics import LABEL_THRESHOLD
 from featx.base import check_memory, choose_device, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError

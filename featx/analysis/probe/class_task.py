@@ -21,9 +21,9 @@ from featx.analysis.probe.labelled_rows import (
     match_classes,
     open_other_store,
 )
-from featx.analysis.probe.layer_rows import ATTENTIVE, layer_vectors, require_tokens
+from featx.analysis.probe.layer_rows import ATTENTIVE, Problem, layer_vectors, require_tokens
 from featx.analysis.probe.leakage import NEAR_COSINE, NearDuplicates, near_duplicates, repeated_rows
-from featx.analysis.probe.methods import FittedProbe, Problem
+from featx.analysis.probe.methods import FittedProbe
 from featx.analysis.probe.metrics import Predictions, join_predictions, mean_and_spread
 from featx.analysis.probe.output_files import read_probe
 from featx.analysis.probe.records import Choice, Record

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from featx.analysis.probe.layer_rows import Features, TokenLayout, Tokens
-from featx.analysis.probe.metrics import Ints, Matrix
+from featx.analysis.probe.metrics import CLASSIFICATION, MULTILABEL, Ints, Matrix
 from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
@@ -34,9 +34,6 @@ ATTENTION_FORMAT = 2
 
 TASK_FORMAT = 3
 """Version of the files of heads of numbers and labels, which readers of version 1 would misread."""
-
-CLASSIFICATION, REGRESSION, MULTILABEL = "classification", "regression", "multilabel"
-"""Tasks of heads."""
 
 _NAMES = ("weight", "bias", "mean", "scale")
 """Tensors of a head file."""

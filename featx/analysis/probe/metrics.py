@@ -55,6 +55,9 @@ METRICS = {
 }
 """Task -> its metrics in the order in which they are shown; the first one is that of the answer."""
 
+CLASSIFICATION, REGRESSION, MULTILABEL = "classification", "regression", "multilabel"
+"""Tasks of which new images can be predicted."""
+
 LABEL_THRESHOLD = 0.5
 """Score from which a label of several counts as predicted."""
 

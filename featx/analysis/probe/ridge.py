@@ -7,12 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from featx.analysis.probe.heads import Head, Scaler
-from featx.analysis.probe.layer_rows import Features
+from featx.analysis.probe.heads import Head, fit_scaler
+from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.metrics import Ints
 from featx.base import float64_device
 from featx.errors import ConfigError
-from featx.types import Array
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 """Penalties to try."""
@@ -21,16 +20,15 @@ MAX_DIM = 16384
 """Maximum of the smaller of rows and features: larger matrices take minutes and gigabytes."""
 
 
-def solve(
-    features: Features, places: Ints, y: Array, num_outputs: int, scaler: Scaler
-) -> Callable[[float], Head]:
+def solve(problem: Problem, places: Ints) -> Callable[[float], Head]:
     """Decompose the normal equations of some places in float64. Return a function l2 -> head with
     argmin of mean |x weight^T + bias - target|^2 + l2 |weight|^2.
 
-    The targets are one-hot labels of (N,) classes `y`, or (N, T) numbers. The decomposition is that
+    The targets are one-hot labels of classes, or numbers. The decomposition is that
     of X^T X / n, or of X X^T / n if there are fewer rows than features: with its (m,) eigenvalues,
     weight = right^T diag(1 / (values + l2)) left^T, where left is (D, m) and right (m, C).
     """
+    features, y, num_outputs = problem.features, problem.y, problem.num_outputs
     count, width = len(places), features.width
     if min(count, width) > MAX_DIM:
         raise ConfigError(
@@ -38,7 +36,7 @@ def solve(
             f"{width} features; at most {MAX_DIM} are supported. Classes can be predicted with "
             "probe.method=linear."
         )
-    device = float64_device(features.device)
+    device, scaler = float64_device(features.device), fit_scaler(features, places)
     is_one_hot = y.ndim == 1
     shares = (
         np.bincount(y[places], minlength=num_outputs) / count if is_one_hot else y[places].mean(0)

@@ -20,8 +20,8 @@ from featx.analysis.probe.comparisons import differences, metric_spreads
 from featx.analysis.probe.groups import missing_group_notes
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import LabelledRows, TaskKind
-from featx.analysis.probe.layer_rows import Features, layer_tokens, layer_vectors
-from featx.analysis.probe.methods import FittedProbe, Problem
+from featx.analysis.probe.layer_rows import Features, Problem, layer_tokens, layer_vectors
+from featx.analysis.probe.methods import FittedProbe
 from featx.analysis.probe.metrics import METRICS, Ints, Metric, Predictions
 from featx.analysis.probe.records import Choice, Record, Tested
 from featx.analysis.probe.splits import RowSplits, Split, split_rows

@@ -10,7 +10,8 @@ import numpy as np
 
 from featx.analysis.probe.class_task import SCORE
 from featx.analysis.probe.labelled_rows import TaskKind, open_other_store, valued_rows
-from featx.analysis.probe.methods import FittedProbe, Problem
+from featx.analysis.probe.layer_rows import Problem
+from featx.analysis.probe.methods import FittedProbe
 from featx.analysis.probe.metrics import (
     INTERVAL_RESAMPLES,
     LABEL_THRESHOLD,

@@ -35,24 +35,26 @@ def write_probe(task: AnyTask, result: dict[str, Any]) -> None:
                 "them one after the other with layers=."
             )
     disk = open_folder(folder)
+
+    def write(path: Path, data: bytes) -> dict[str, str]:
+        """Write a file, and return the entry of probe.json that names it."""
+        disk.replace_unlocked(path, data)
+        name, digest = str(path.relative_to(folder)), hashlib.sha256(data).hexdigest()
+        return {"file": name, "sha256": digest}
+
     disk.make_folder(folder / layout.PROBE_HEADS)
     # probe.json names the other files with their checksums, so it is written last.
     for layer, (head, method) in task.heads.items():
-        path, head_data = paths[layer], head_bytes(head, _about_head(task, result, layer, method))
-        disk.replace_unlocked(path, head_data)
-        entry = _file_entry(path, folder, head_data)
-        result["layers"][layer]["head"] = {"method": method, **entry}
+        head_data = head_bytes(head, _about_head(task, result, layer, method))
+        result["layers"][layer]["head"] = {"method": method, **write(paths[layer], head_data)}
     result["head"] = result["layers"][result["layer"]].get("head")
     path = folder / layout.PROBE_HEADS / layout.PROBE_FEW_SHOT
     if (data := task.few_shot_csv()) is not None:
-        disk.replace_unlocked(path, data)
-        result["few_shot_predictions"] = _file_entry(path, folder, data)
+        result["few_shot_predictions"] = write(path, data)
     else:
         disk.remove(path)  # the file of an earlier probe
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
-    predictions = csv_bytes(_prediction_lines(task))
-    disk.replace_unlocked(path, predictions)
-    result["predictions"] = _file_entry(path, folder, predictions)
+    result["predictions"] = write(path, csv_bytes(_prediction_lines(task)))
     disk.replace_unlocked(folder / layout.PROBE, result_json(result, indent=1))
 
 
@@ -137,13 +139,6 @@ def read_probe(path: str) -> OtherProbe:
         raise StoreError(f"{folder} has no probe to compare with: {remedy}") from error
     except (LookupError, TypeError, ValueError) as error:
         raise StoreError(f"the probe in {folder} cannot be read: {error!r}. {remedy}") from error
-
-
-def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
-    return {
-        "file": str(path.relative_to(folder)),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
 
 
 def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[str, object]:

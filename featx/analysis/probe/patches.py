@@ -267,11 +267,10 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
     problem is the convex one of the linear probe.
     """
     strengths = logistic_regression.L2_GRID if l2 is None else (l2,)
-    on_fit, trials = _sweep(patches, split, strengths)
+    scaler, classes, trials = _sweep(patches, split, strengths)
     best = min(trials, key=lambda trial: trial.loss)
-    on_validation = count_pixels(
-        PatchClassifier(on_fit.scaler, best.fit, on_fit.classes), patches, split.validation
-    )
+    on_fit = PatchClassifier(scaler, best.fit, classes)
+    on_validation = count_pixels(on_fit, patches, split.validation)
     x, counts = patches.read_labelled(split.train)
     scaler, classes = _standardise(x), counts.any(0).nonzero()[:, 0]
     fit = logistic_regression.fit_logistic(x, counts[:, classes], len(classes), best.l2, last=True)
@@ -312,7 +311,8 @@ def count_pixels(classifier: PatchClassifier, patches: Patches, places: Ints) ->
 
 def _sweep(
     patches: Patches, split: Split, strengths: tuple[float, ...]
-) -> tuple[PatchClassifier, list[logistic_regression.Trial]]:
+) -> tuple[Scaler, torch.Tensor, list[logistic_regression.Trial]]:
+    """Return the standardisation, the classes with a pixel, and the trials on `split.fit`."""
     (x, fit_counts), (held_out, held_out_counts) = (
         patches.read_labelled(places) for places in (split.fit, split.validation)
     )
@@ -329,7 +329,7 @@ def _sweep(
         return float(right / total), float(loss / total)
 
     trials = logistic_regression.sweep(x, fit_counts[:, classes], len(classes), strengths, judge)
-    return PatchClassifier(scaler, trials[-1].fit, classes), trials
+    return scaler, classes, trials
 
 
 def _standardise(x: torch.Tensor, scaler: Scaler | None = None) -> Scaler:

@@ -21,7 +21,7 @@ def refuse_other_values(
     one: Mapping[str, object], other: Mapping[str, object], subject: str
 ) -> None:
     """Raise StoreMismatchError, which begins with `subject`, unless two descriptions
-    (`Statistics.about`, `value_settings`) are of the same values of a layer.
+    (as of `Statistics.about`) are of the same values of a layer.
     """
     names = [*_SAME, *sorted(k for k in {**one, **other} if k.startswith(("reduce_", "model.")))]
     pairs = {name: (one.get(name), other.get(name)) for name in names}
@@ -56,19 +56,17 @@ def run_of_layer(store: FeatureStore, layer: str) -> Run | None:
     return None if manifest is None else manifest.first_run_with(layer)
 
 
-def value_settings(
-    store: FeatureStore, other: FeatureStore, layer: str
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return for two stores what must be equal for a layer to hold the same kind of values.
+def refuse_other_layer(store: FeatureStore, other: FeatureStore, layer: str) -> None:
+    """Raise StoreMismatchError unless a layer of two stores holds the same kind of values.
 
-    The gradient target and the arguments of the model are among it if both have their featx.json.
+    The gradient target and the arguments of the model are compared if both have their featx.json.
     """
     mine, theirs = (_stored_settings(each, layer) for each in (store, other))
     run, other_run = (run_of_layer(each, layer) for each in (store, other))
     if run is not None and other_run is not None:
         mine |= _run_settings(run, layer)
         theirs |= _run_settings(other_run, layer)
-    return mine, theirs
+    refuse_other_values(mine, theirs, f"{store.root} and {other.root}, {layer}")
 
 
 def _stored_settings(store: FeatureStore, layer: str) -> dict[str, object]:

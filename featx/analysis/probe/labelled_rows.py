@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.metrics import Ints, Matrix
-from featx.analysis.value_settings import refuse_other_values, value_settings
+from featx.analysis.value_settings import refuse_other_layer
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, StoreError, counted
 from featx.sources import MISSING_MARKS
@@ -288,6 +288,5 @@ def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> F
             "themselves. Use probe.split."
         )
     for layer in layers:
-        subject = f"{store.root} and {other.root}, {layer}"
-        refuse_other_values(*value_settings(store, other, layer), subject)
+        refuse_other_layer(store, other, layer)
     return other

@@ -30,7 +30,7 @@ import itertools
 import os
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 EXIT_TOO_MANY_FAILURES = 3
 """Exit code of a completed run in which more images failed than max_failures allows."""
@@ -224,6 +224,11 @@ def gone(name: str) -> str:
 def counted(count: int, one: str, many: str | None = None) -> str:
     """Number with its noun: '1 row', '2 rows'; the plural has an s if `many` is not given."""
     return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """First names of a list, and how many more there are: 'a, b and 3 more'."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def one_line(error: BaseException) -> str:

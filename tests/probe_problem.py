@@ -12,8 +12,7 @@ from made_store import make_labelled
 
 from featx.analysis.probe import layer_vectors
 from featx.analysis.probe.labelled_rows import labelled_rows
-from featx.analysis.probe.layer_rows import Features
-from featx.analysis.probe.methods import Problem
+from featx.analysis.probe.layer_rows import Features, Problem
 from featx.config import ProbeConfig
 from featx.store import FeatureStore
 

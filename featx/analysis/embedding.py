@@ -20,13 +20,13 @@ from featx.analysis.new_images import (
     config_with_factory,
     list_given_images,
 )
+from featx.analysis.value_settings import manifest_of
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.models import given_factory
 from featx.pipeline import RunContext, run_parts
-from featx.sources import MapSource, with_views
-from featx.store import FeatureStore, load_manifest, matching_layers
-from featx.types import Array, Batch, Listing, Source
+from featx.store import FeatureStore, matching_layers
+from featx.types import Array, Batch
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Embedder(LoadedFunction):
         model_factory: object = None,
     ) -> None:
         store = store if isinstance(store, FeatureStore) else FeatureStore(store)
-        manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
-        if manifest is None or manifest.digest != store.attrs["fingerprint"]:
+        manifest = manifest_of(store)
+        if manifest is None:
             raise StoreError(
                 f"{store.root} does not say how its features were extracted: there is no "
                 "featx.json of it. Give the folder that job=extract made."
@@ -142,14 +142,11 @@ class Embedder(LoadedFunction):
                     "those of a row. Name other layers, or extract the images to a store of their "
                     "own."
                 )
-        runs = {id(run): run for run in manifest.runs}
-        names_of_run: dict[int, list[str]] = {}
-        for name in self._layers:
-            names_of_run.setdefault(id(manifest.first_run_with(name)), []).append(name)
         models = []
-        for number, names in names_of_run.items():
-            recipe = ExtractionRecipe.of_run(str(store.root), runs[number], names)
-            models.append(LoadedModel(recipe, recipe.config_for(config, DataConfig()), pads))
+        for run in manifest.runs:
+            if names := [name for name in self._layers if manifest.first_run_with(name) is run]:
+                recipe = ExtractionRecipe.of_run(str(store.root), run, names)
+                models.append(LoadedModel(recipe, recipe.config_for(config, DataConfig()), pads))
         super().__init__(models, model_factory)
 
     def __call__(self, images: Sequence[object]) -> Embedding:
@@ -158,7 +155,9 @@ class Embedder(LoadedFunction):
         failures: dict[int, str] = {}
         with given_factory(self.model_factory):
             for model in self.models:
-                sink = _extract(model, items)
+                with model.run(items) as context:
+                    sink = _EmbeddingSink(context)
+                    run_parts(context, sink)
                 features |= sink.features
                 failures |= {
                     row: f"{failure.status.label}: {failure.message}"
@@ -180,20 +179,6 @@ def embed_images(
     """
     with Embedder(config, store, layers, pads=True) as model:
         return model(images)
-
-
-def _extract(model: LoadedModel, images: Sequence[object]) -> _EmbeddingSink:
-    """Compute the layers that one run of a store computed."""
-    import torch
-
-    def list_images() -> tuple[Source, Listing]:
-        source = with_views(MapSource(images), model.config.data)
-        return source, source.listing()
-
-    with model.run(list_images) as context, torch.no_grad():
-        sink = _EmbeddingSink(context)
-        run_parts(context, sink)
-    return sink
 
 
 class _EmbeddingSink(NewImagesSink):

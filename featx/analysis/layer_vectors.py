@@ -78,7 +78,7 @@ class LayerVectors:
         self._unit = unit
         if centre:
             count = min(len(self), 1024, self.block_rows)
-            first = self._read(0, count).to(float64_device(device), torch.float64)
+            first = self._read_rows(self.rows[:count]).to(float64_device(device), torch.float64)
             # Whole numbers stay whole numbers, so that equal distances stay equal.
             self._centre = first.median(dim=0).values
             largest = float((first - self._centre).abs().max())
@@ -115,9 +115,9 @@ class LayerVectors:
 
     def block(self, start: int, stop: int) -> torch.Tensor:
         """Return the vectors at the places [start, stop), (stop - start, width) float32."""
-        return (
-            self._read(start, stop) if self._all_vectors is None else self._all_vectors[start:stop]
-        )
+        if self._all_vectors is not None:
+            return self._all_vectors[start:stop]
+        return self._read_rows(self.rows[start:stop])
 
     def blocks(self, block_rows: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield all vectors in blocks: the place of the first, and (m, width)."""
@@ -157,11 +157,7 @@ class LayerVectors:
         deviation[deviation == 0] = 1
         return mean, deviation
 
-    def _read(self, start: int, stop: int) -> torch.Tensor:
-        return self._read_rows(self.rows[start:stop])
-
     def _read_rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Read rows from the store, and scale and centre them."""
         read = self._features[rows]
         check_rows_present(self._store, self.layer, rows, read)
         if self._projection is not None:

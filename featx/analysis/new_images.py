@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from featx.analysis.engine_specs import FEATURES, engine_spec
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
+from featx.analysis.value_settings import refuse_changes
 from featx.config import (
     Config,
     DataConfig,
@@ -27,7 +28,7 @@ from featx.config import (
     model_options,
     with_statistics_at,
 )
-from featx.errors import ConfigError, DataError, StoreMismatchError
+from featx.errors import ConfigError, DataError
 from featx.models import given_factory
 from featx.pipeline import (
     PART_SECONDS,
@@ -36,7 +37,9 @@ from featx.pipeline import (
     RunContext,
     build_run_context,
     compute_rows,
+    list_images,
 )
+from featx.sources import MapSource, with_views
 from featx.store import Grid, Run, from_raw, layout
 from featx.types import Array, Batch, Failure, Json, LayerSpec, Listing, Part, ResumeState, Source
 
@@ -118,15 +121,8 @@ class ExtractionRecipe:
                 ),
                 f"{spec.name}, shape": (spec.shape, now.shape),
             }
-        changed = [
-            f"  {key}: was {before!r}, is {now!r}"
-            for key, (before, now) in pairs.items()
-            if before != now
-        ]
-        if changed:
-            raise StoreMismatchError(
-                f"{self.origin} does not fit what is extracted now:\n" + "\n".join(changed)
-            )
+        message = f"{self.origin} does not fit what is extracted now"
+        refuse_changes(pairs, "was {!r}, is {!r}", message)
 
 
 _READING = ("exif", "background", "max_pixels", "damaged", "white")
@@ -215,12 +211,29 @@ class LoadedModel:
         self._compute: Any = None
 
     @contextlib.contextmanager
-    def run(self, list_images: Callable[[], tuple[Source, Listing]]) -> Iterator[RunContext]:
-        """Yield the context of a run over some images. Raises Interrupted on Ctrl-C, also in the
-        block.
+    def run(
+        self, images: Sequence[object] | None, data: DataConfig | None = None
+    ) -> Iterator[RunContext]:
+        """Yield the context of a run over some images, or over those of a data set, without
+        gradients in the block. Raises Interrupted on Ctrl-C, also in the block.
         """
+        import torch
+
+        config = self.config if data is None else replace(self.config, data=data)
+
+        def list_new_images() -> tuple[Source, Listing]:
+            if images is None:
+                return list_images(config)
+            source = with_views(MapSource(images), config.data)
+            return source, source.listing()
+
         try:
-            with self._lock, self._context(list_images) as context, self._sized(context):
+            with (
+                self._lock,
+                self._context(list_new_images) as context,
+                self._sized(context),
+                torch.no_grad(),
+            ):
                 yield context
         except KeyboardInterrupt as interrupt:
             raise Interrupted(getattr(interrupt, "signum", signal.SIGINT)) from None
@@ -329,19 +342,7 @@ class NewImagesSink(ABC):
 
     def begin_part(self, part: Part) -> _NewImagesPart:
         """Begin a part, whose batches follow."""
-        return _NewImagesPart(part, self)
-
-    def add(self, batch: Batch, rows: Rows) -> None:
-        """Keep the rows of a batch, as if stored and read back, so that results agree with those of
-        the store's rows."""
-        self.keep(
-            batch,
-            {
-                spec.name: from_raw(rows.features[spec.name], spec.dtype)
-                for spec in self._context.specs
-            },
-        )
-        self.failures |= {failure.row: failure for failure in rows.failures}
+        return _NewImagesPart(part, self, self._context.specs)
 
     def commit(self, rows: _NewImagesPart) -> None:
         """Count the rows of a part; there is nothing to commit."""
@@ -350,11 +351,12 @@ class NewImagesSink(ABC):
 
 @dataclass(frozen=True)
 class _NewImagesPart:
-    """Part whose rows the sink keeps."""
-
     part: Part
     sink: NewImagesSink
+    specs: Sequence[LayerSpec]
 
     def add(self, batch: Batch, rows: Rows) -> None:
-        """Keep the rows of a batch."""
-        self.sink.add(batch, rows)
+        # As if stored and read back, so that results agree with those of the store's rows.
+        values = {spec.name: from_raw(rows.features[spec.name], spec.dtype) for spec in self.specs}
+        self.sink.keep(batch, values)
+        self.sink.failures |= {failure.row: failure for failure in rows.failures}

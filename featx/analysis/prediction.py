@@ -24,29 +24,22 @@ from featx.analysis.new_images import (
     images_read_as,
     list_given_images,
 )
-from featx.analysis.probe.heads import (
+from featx.analysis.probe.heads import Head, output_folder, read_head
+from featx.analysis.probe.layer_rows import as_vectors
+from featx.analysis.probe.metrics import (
     CLASSIFICATION,
+    LABEL_THRESHOLD,
     MULTILABEL,
     REGRESSION,
-    Head,
-    output_folder,
-    read_head,
 )
-from featx.analysis.probe.layer_rows import as_vectors
-from featx.analysis.probe.metrics import LABEL_THRESHOLD
 from featx.base import check_memory, choose_device, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.models import given_factory
-from featx.pipeline import (
-    RunContext,
-    RunMetrics,
-    list_images,
-    run_parts,
-)
-from featx.sources import FolderOptions, MapSource, parent_key, with_views
+from featx.pipeline import RunContext, RunMetrics, run_parts
+from featx.sources import FolderOptions, parent_key
 from featx.store import FeatureStore, layout, read_result
-from featx.types import Array, Batch, Json, LayerSpec, Listing, Source
+from featx.types import Array, Batch, Json, LayerSpec
 
 
 @dataclass(frozen=True)
@@ -170,9 +163,9 @@ class Predictor(LoadedFunction):
             str(path), about["config"], (spec,), about["resolved"], *model_values
         )
         run_config = recipe.config_for(config, config.data)
-        self._config = replace(run_config, max_failures=config.max_failures)
-        self._data = config.data
-        super().__init__([LoadedModel(recipe, self._config, pads)], model_factory)
+        run_config = replace(run_config, max_failures=config.max_failures)
+        self._data = config.data  # which a call with a folder completes
+        super().__init__([LoadedModel(recipe, run_config, pads)], model_factory)
 
     def __call__(self, images: str | os.PathLike[str] | Sequence[object]) -> Predictions:
         with given_factory(self.model_factory):
@@ -183,20 +176,16 @@ class Predictor(LoadedFunction):
     def predict(self, data: DataConfig, images: Sequence[object] | None = None) -> Predictions:
         """Predict for the images of a data set, or of a list."""
         head, about, (model,) = self._head, self._about, self.models
-        config = replace(self._config, data=images_read_as(data, self._config.data))
-
-        def list_new_images() -> tuple[Source, Listing]:
-            if images is None:
-                return list_images(config)
-            source = with_views(MapSource(images), config.data)
-            return source, source.listing()
-
-        with model.run(list_new_images) as context, torch.no_grad():
+        data = images_read_as(data, model.config.data)
+        with model.run(images, data) as context:
             sink = _PredictionSink(context, head, about)
             metrics = run_parts(context, sink)
         if images is not None:
-            keys = [_key_of(image, number) for number, image in enumerate(images)]
-        elif config.data.has_views:
+            keys = [
+                str(Path(image).absolute() if isinstance(image, str) else number)
+                for number, image in enumerate(images)
+            ]
+        elif data.has_views:
             keys = [name_text(key) for key in sink.average_views(context.listing.keys.tolist())]
         else:
             keys = [name_text(key) for key in context.listing.keys.tolist()]
@@ -216,11 +205,6 @@ def run_prediction(config: Config, path: Path) -> Predictions:
     """
     with Predictor(config, path, pads=True) as model:
         return model.predict(config.data)
-
-
-def _key_of(image: object, number: int) -> str:
-    """Return the path of an image, or its number."""
-    return str(Path(image).absolute() if isinstance(image, str) else number)
 
 
 class _PredictionSink(NewImagesSink):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.engine_specs import engine_spec
+from featx.analysis.value_settings import refuse_changes
 from featx.base import name_text
 from featx.config import (
     Config,
@@ -21,15 +22,9 @@ from featx.config import (
     make_reduce,
     with_statistics_at,
 )
-from featx.errors import ConfigError, FeatxError, LayerError, StoreError, StoreMismatchError
+from featx.errors import ConfigError, FeatxError, LayerError, StoreError
 from featx.layers import REDUCTIONS
-from featx.pipeline import (
-    FeatureOutput,
-    RunContext,
-    build_run_context,
-    compute_rows,
-    image_changes,
-)
+from featx.pipeline import FeatureOutput, RunContext, build_run_context, compute_rows, image_changes
 from featx.sources import open_source
 from featx.storage import is_url
 from featx.store import FeatureStore, Manifest, Run, from_raw, missing_parts, read_listing
@@ -57,10 +52,6 @@ class ReproducibilityReport:
     identical: int = 0
     close: int = 0
     different: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the report as JSON types."""
-        return asdict(self)
 
 
 def recheck_rows(
@@ -91,7 +82,11 @@ def recheck_rows(
             for row in sorted(chosen)
             if run.grid.holds(row) and not any(part.start <= row < part.stop for part in absent)
         ]
-        for specs in _comparable_layers(run, store, unfinished):
+        stored = [spec for spec in run.layers if spec.name in store]
+        finished = [spec for spec in stored if spec.name not in unfinished]
+        # Apart, because `build_run_context` leaves out the finished layers of a mixed request.
+        others = [spec for spec in stored if spec.name in unfinished]
+        for specs in filter(None, (finished, others)):
             # grow=True, because images that were added to the data set do not matter here.
             saved = config_of_run(config, root, manifest, run)
             run_config = replace(saved, grow=True)
@@ -104,7 +99,12 @@ def recheck_rows(
                 continue
             output = FeatureOutput(run_config)
             with build_run_context(run_config, run.header.config, engine, output) as context:
-                _refuse_another_model(root, run, context)
+                before, now = run.header.fingerprint, context.header.fingerprint
+                refuse_changes(
+                    {key: (before[key], now[key]) for key in _OF_THE_MODEL if key in before},
+                    "the store has {!r}, now {!r}",
+                    f"rows of {root} cannot be compared, what extracts them has changed",
+                )
                 for row, features, status in _extract_rows(context, run, rows):
                     row_agreement, note = _compare_row(store, row, specs, features, status)
                     if row_agreement < worst.get(row, np.inf):
@@ -137,10 +137,6 @@ class ImagesReport:
     gone: list[str] = field(default_factory=list)
     unknown: int = 0
     not_compared: str | None = None
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the report as JSON types."""
-        return asdict(self)
 
 
 def check_images(config: Config, root: Path, manifest: Manifest) -> ImagesReport:
@@ -207,21 +203,6 @@ def refuse_unnamed_code(config: Config, saved: Config, origin: str) -> None:
         )
 
 
-def _comparable_layers(
-    run: Run, store: FeatureStore, unfinished: frozenset[str]
-) -> list[list[LayerSpec]]:
-    """Group the layers of a run that can be compared, finished and unfinished ones apart.
-
-    Reason: `build_run_context` leaves out the finished layers of a mixed request.
-    """
-    specs = [spec for spec in run.layers if spec.name in store]
-    groups = [
-        [spec for spec in specs if (spec.name in unfinished) == is_unfinished]
-        for is_unfinished in (False, True)
-    ]
-    return [group for group in groups if group]
-
-
 def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
     """Return the options of the reduction that makes a dataset."""
     args: Json = dict(spec.reduce_args)
@@ -251,20 +232,6 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
     )
 
 
-def _refuse_another_model(root: Path, run: Run, context: RunContext) -> None:
-    before, now = run.header.fingerprint, context.header.fingerprint
-    changed = [
-        f"  {key}: the store has {before[key]!r}, now {now[key]!r}"
-        for key in _OF_THE_MODEL
-        if key in before and before[key] != now[key]
-    ]
-    if changed:
-        raise StoreMismatchError(
-            f"rows of {root} cannot be compared, what extracts them has changed:\n"
-            + "\n".join(changed)
-        )
-
-
 def _extract_rows(
     context: RunContext, run: Run, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, Array], int]]:
@@ -285,11 +252,7 @@ def _extract_rows(
 
 
 def _compare_row(
-    store: FeatureStore,
-    row: int,
-    specs: list[LayerSpec],
-    features: dict[str, Array],
-    status: int,
+    store: FeatureStore, row: int, specs: list[LayerSpec], features: dict[str, Array], status: int
 ) -> tuple[float, str]:
     stored = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}
     # One status per row: a row with values in these layers may have failed in another run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import METRICS
+from featx.analysis.probe import METRICS, output_folder
 from featx.base import shown_path
 from featx.errors import ConfigError, FeatxError, counted
 from featx.storage import is_url
@@ -114,7 +115,6 @@ def _open(store: str | os.PathLike[str]) -> FeatureStore:
 
 
 def _entry(store: FeatureStore, notes: list[str]) -> dict[str, object]:
-    """Describe a store as JSON types."""
     num_ok = int(store.ok.sum())
     widths = {name: int(np.prod(store[name].shape[1:], dtype=np.int64)) for name in store.layers}
     return {
@@ -131,45 +131,44 @@ def _entry(store: FeatureStore, notes: list[str]) -> dict[str, object]:
     }
 
 
+@contextlib.contextmanager
+def _noting(path: Path, notes: list[str]) -> Iterator[None]:
+    """Add a note if a file cannot be read in the block; that it is missing is no problem."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        notes.append(f"{shown_path(path)} cannot be read: {error!r}")
+
+
 def _images_per_second(store: FeatureStore, notes: list[str]) -> float | None:
     """Return the speed of the last run that computed rows; None if it is unknown."""
-    try:
-        runs = read_result(store.root / layout.SUMMARY)["runs"]
-        speeds = [each["images_per_second"] for each in runs]
+    path = store.root / layout.SUMMARY
+    with _noting(path, notes):
+        speeds = [each["images_per_second"] for each in read_result(path)["runs"]]
         return next((float(each) for each in reversed(speeds) if each is not None), None)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        notes.append(f"{shown_path(store.root / layout.SUMMARY)} cannot be read: {error}")
-        return None
+    return None
 
 
 def _probe(store: FeatureStore, notes: list[str]) -> Json | None:
     """Return the answer of job=probe; None without one."""
-    folder = store.root if store.root.is_dir() else store.root.parent
-    path = folder / layout.PROBE
-    try:
+    path = output_folder(store) / layout.PROBE
+    with _noting(path, notes):
         result = read_result(path)
         if result["rows_sha256"] != store.rows_sha256:
             notes.append(f"{shown_path(path)} belongs to another state of the store: left out")
             return None
         metric = METRICS[result["task"]][0]
         return {
-            "layer": result["layer"],
-            "method": result["method"],
+            **{name: result[name] for name in ("layer", "method", "rows", "split")},
             "metric": metric.key,
             "title": metric.title,
             "is_share": metric.is_share,
             "value": result[metric.key],
             "interval": result.get("interval"),
-            "rows": result["rows"],
-            "split": result["split"],
         }
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        notes.append(f"{shown_path(path)} cannot be read: {error!r}")
-        return None
+    return None
 
 
 def _data_notes(stores: Sequence[FeatureStore]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from featx.errors import StoreMismatchError
-from featx.store import FeatureStore, Run, load_manifest
+from featx.store import FeatureStore, Manifest, Run, load_manifest
 
 _SAME = ("layer", "capture", "target", "reduce", "row", "shape", "weights_sha256", "transform")
 """Settings that decide values, besides the parameters of the reduction and those of the model."""
@@ -21,42 +21,52 @@ def refuse_other_values(
     one: Mapping[str, object], other: Mapping[str, object], subject: str
 ) -> None:
     """Raise StoreMismatchError, which begins with `subject`, unless two descriptions
-    (`Statistics.about`, `value_settings`) are of the same values of a layer.
+    (as of `Statistics.about`) are of the same values of a layer.
     """
     names = [*_SAME, *sorted(k for k in {**one, **other} if k.startswith(("reduce_", "model.")))]
-    changed = [
-        f"  {name}: {one.get(name)!r} and {other.get(name)!r}"
-        for name in names
-        if one.get(name) != other.get(name)
+    pairs = {name: (one.get(name), other.get(name)) for name in names}
+    message = f"{subject}: these are different values, which are not comparable"
+    refuse_changes(pairs, "{!r} and {!r}", message)
+
+
+def refuse_changes(
+    pairs: Mapping[str, tuple[object, object]], text: str, message: str, advice: str = ""
+) -> None:
+    """Raise StoreMismatchError if the two values of a pair differ.
+
+    A line with the name and `text`, in which both stand, follows the message for each such pair.
+    """
+    lines = [
+        f"  {name}: {text.format(*pair)}" for name, pair in pairs.items() if pair[0] != pair[1]
     ]
-    if changed:
-        raise StoreMismatchError(
-            f"{subject}: these are different values, which are not comparable:\n"
-            + "\n".join(changed)
-        )
+    if lines:
+        raise StoreMismatchError("\n".join([f"{message}:", *lines, *filter(None, [advice])]))
+
+
+def manifest_of(store: FeatureStore) -> Manifest | None:
+    """Return the featx.json of a store, or None without its own."""
+    manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
+    has_own = manifest is not None and manifest.digest == store.attrs["fingerprint"]
+    return manifest if has_own else None
 
 
 def run_of_layer(store: FeatureStore, layer: str) -> Run | None:
     """Return the run that computed a layer, or None without the featx.json of the store."""
-    manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
-    if manifest is None or manifest.digest != store.attrs["fingerprint"]:
-        return None
-    return manifest.first_run_with(layer)
+    manifest = manifest_of(store)
+    return None if manifest is None else manifest.first_run_with(layer)
 
 
-def value_settings(
-    store: FeatureStore, other: FeatureStore, layer: str
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return for two stores what must be equal for a layer to hold the same kind of values.
+def refuse_other_layer(store: FeatureStore, other: FeatureStore, layer: str) -> None:
+    """Raise StoreMismatchError unless a layer of two stores holds the same kind of values.
 
-    The gradient target and the arguments of the model are among it if both have their featx.json.
+    The gradient target and the arguments of the model are compared if both have their featx.json.
     """
     mine, theirs = (_stored_settings(each, layer) for each in (store, other))
     run, other_run = (run_of_layer(each, layer) for each in (store, other))
     if run is not None and other_run is not None:
         mine |= _run_settings(run, layer)
         theirs |= _run_settings(other_run, layer)
-    return mine, theirs
+    refuse_other_values(mine, theirs, f"{store.root} and {other.root}, {layer}")
 
 
 def _stored_settings(store: FeatureStore, layer: str) -> dict[str, object]:

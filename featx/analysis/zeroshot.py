@@ -7,7 +7,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.heads import Head, Scaler, head_bytes, output_folder
+from featx.analysis.probe.heads import Head, Scaler, extraction_entries, head_bytes, output_folder
 from featx.analysis.similarity import nearest_to
 from featx.base import choose_device
 from featx.config import Config, from_saved
@@ -137,14 +136,19 @@ def read_texts(option: str, given: str | Sequence[str]) -> list[str]:
         return list(given)
     if not given.endswith(".txt"):
         return [given]
-    try:
-        lines = Path(given).expanduser().read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{option}={given} cannot be read: {error}.") from error
-    texts = [line.strip() for line in lines if line.strip()]
+    texts = _lines_of(option, given)
     if not texts:
         raise DataError(f"{option}={given} has no text; expected one a line.")
     return texts
+
+
+def _lines_of(option: str, path: str, expected: str = "") -> list[str]:
+    """Read the lines of a file that are not empty."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{option}={path} cannot be read: {error}.{expected}") from error
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _check_model(
@@ -226,14 +230,11 @@ def read_templates(option: str) -> list[str] | str:
         return option
     templates = [option]
     if "{" not in option:
-        try:
-            lines = Path(option).expanduser().read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"zeroshot.templates={option} cannot be read: {error}. Expected a text with {{}} "
-                f"for the name, a file with one such text a line, or {' or '.join(TEMPLATE_SETS)}."
-            ) from error
-        templates = [line.strip() for line in lines if line.strip()]
+        expected = (
+            " Expected a text with {} for the name, a file with one such text a line, or "
+            f"{' or '.join(TEMPLATE_SETS)}."
+        )
+        templates = _lines_of("zeroshot.templates", option, expected)
     wrong = [text for text in templates if text.count("{}") != 1 or "{" in text.replace("{}", "")]
     if wrong or not templates:
         raise DataError(
@@ -285,8 +286,5 @@ def _about(store: FeatureStore, run: Run, result: dict[str, object]) -> dict[str
         "templates": result["templates"],
         **{name: result[name] for name in ("store", "model", "weights")},
         **{name: str(store.attrs[name]) for name in ("fingerprint", "weights_sha256", "transform")},
-        "config": run.header.config,
-        "resolved": dict(run.resolved),
-        "model_settings": run.model_settings,
-        "spec": next(asdict(spec) for spec in run.layers if spec.name == EMBEDDING),
+        **extraction_entries(run, EMBEDDING),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from featx.analysis import (
@@ -57,11 +58,11 @@ def run(config: Config, config_yaml: str) -> int:
         images = ImagesReport(not_compared="the store is damaged")
     elif root.is_dir() or is_url(root):
         images = check_images(config, root, _manifest(root))
-    summary["images"] = images.as_dict()
+    summary["images"] = asdict(images)
     reextracted = None
     if config.verify.reextract_rows and report.has_sound_rows:
         reextracted = recheck_rows(config, root, _manifest(root), config.verify.reextract_rows)
-        summary["reextracted"] = reextracted.as_dict()
+        summary["reextracted"] = asdict(reextracted)
     rows = _facts(report, images, reextracted)
     conclusion = _conclusion(report, images, reextracted)
     print_summary(config, summary, f"{facts(rows)}\n{conclusion}")

@@ -16,14 +16,15 @@ from torch import nn
 
 from featx.analysis.probe.heads import Head, fit_scaler, head_bytes, read_head, scores_of
 from featx.analysis.probe.labelled_rows import labelled_rows
-from featx.analysis.probe.layer_rows import Tokens, layer_tokens
-from featx.analysis.probe.minibatch_regression import Schedule, fit_attentive
+from featx.analysis.probe.layer_rows import Problem, Tokens, layer_tokens
+from featx.analysis.probe.minibatch_regression import fit_attentive
+from featx.config import ProbeConfig
 from featx.errors import StoreError
 from featx.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp_path")
 
-SCHEDULE = Schedule(epochs=40, learning_rate=1e-2, clip_norm=1.0, seed=3)
+OPTIONS = ProbeConfig(method="attentive", epochs=40, learning_rate=1e-2)
 
 
 def marked(num_rows: int = 240, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -47,13 +48,12 @@ def trained(
     y: np.ndarray,
     *strengths: float,
     places: int = 180,
-    schedule: Schedule = SCHEDULE,
+    options: ProbeConfig = OPTIONS,
 ) -> tuple[list[Head], int]:
+    problem = Problem(tokens.features, y, int(y.max()) + 1, options, 3, tokens)
     chosen = np.arange(places)
     with torch.no_grad():
-        scaler = fit_scaler(tokens, chosen)
-        num_classes = int(y.max()) + 1
-        return fit_attentive(tokens, chosen, y, num_classes, scaler, strengths, schedule)
+        return fit_attentive(problem, chosen, fit_scaler(tokens, chosen), strengths)
 
 
 def test_the_training_is_that_of_plain_pytorch() -> None:
@@ -100,8 +100,8 @@ def test_equal_tokens_make_it_the_logistic_regression_of_scikit_learn() -> None:
     rows = (rng.normal(size=(200, 5)) + rng.normal(size=(3, 5))[y]).astype(np.float32)
     x = np.repeat(rows[:, None], 4, axis=1)
     tokens = tokens_of(x, y)
-    schedule = replace(SCHEDULE, epochs=60, learning_rate=0.1)
-    (head,), _ = trained(tokens, y, 0.05, schedule=schedule)
+    options = replace(OPTIONS, epochs=60, learning_rate=0.1)
+    (head,), _ = trained(tokens, y, 0.05, options=options)
     z = StandardScaler().fit(rows[:180]).transform(rows)
     expected = LogisticRegression(C=1 / (0.05 * 180), tol=1e-8).fit(z[:180], y[:180])
     scores = scores_of(head, tokens.features, np.arange(180, 200))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from probe_problem import blobs, features_of
+from probe_problem import blobs, problem_of
 from sklearn.neighbors import KNeighborsClassifier
 
 from featx.analysis.probe.knn import vote
+from featx.config import ProbeConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,9 +21,8 @@ def test_votes_by_hand(tmp_path: Path) -> None:
     """Cosines to (1, 0): 1, 0.6, 0.6, -1, and a row of zeros has 0."""
     x = np.array([[2, 0], [3, 4], [3, -4], [-1, 0], [0, 0], [5, 0]], np.float32)
     y = np.array([0, 1, 1, 2, 2, 0])
-    features = features_of(tmp_path, x, y)
-    bank, query = np.arange(5), np.array([5])
-    found = vote(features, bank, y, 3, query, (1, 3, 5, 50), temperature=0.5)
+    problem = problem_of(tmp_path, x, y, ProbeConfig(method="knn", temperature=0.5))
+    found = vote(problem, np.arange(5), np.array([5]), (1, 3, 5, 50))
     near, far = math.exp(0.6 / 0.5), math.exp(1 / 0.5)
     assert found[1].tolist() == [[1, 0, 0]]
     total = far + 2 * near
@@ -38,9 +38,8 @@ def test_a_query_never_counts_itself(tmp_path: Path) -> None:
     """Two rows of each class lie together, and the label of one of them is wrong."""
     x = np.array([[1, 0], [1, 0.01], [0, 1], [0.01, 1]], np.float32)
     y = np.array([0, 1, 1, 1])
-    features = features_of(tmp_path, x, y)
     every = np.arange(4)
-    found = vote(features, every, y, 2, every, (1,))
+    found = vote(problem_of(tmp_path, x, y), every, every, (1,))
     assert found[1].argmax(1).tolist() == [1, 0, 1, 1]
 
 
@@ -57,16 +56,16 @@ def test_all_is_scikit_learns_in_blocks_of_any_size(
     expected = oracle.predict_proba(x[queries] / scale)
     for numbers, memory_bytes in ((1 << 24, 1e9), (300, 1e9), (300, 0)):
         set_block_sizes(4 * numbers)
-        features = features_of(tmp_path, x, y, memory_bytes)
-        found = vote(features, bank, y, 3, queries, (7,))[7]
+        problem = problem_of(tmp_path, x, y, memory_bytes=memory_bytes)
+        found = vote(problem, bank, queries, (7,))[7]
         assert np.allclose(found, expected, atol=1e-4)
         assert np.allclose(found.sum(1), 1)
 
 
 def test_tiny_temperatures_do_not_overflow(tmp_path: Path) -> None:
     x, y = blobs(20)
-    features = features_of(tmp_path, x, y)
-    found = vote(features, np.arange(10), y, 3, np.arange(10, 20), (5,), temperature=1e-5)[5]
+    problem = problem_of(tmp_path, x, y, ProbeConfig(method="knn", temperature=1e-5))
+    found = vote(problem, np.arange(10), np.arange(10, 20), (5,))[5]
     assert np.isfinite(found).all()
 
 
@@ -82,5 +81,5 @@ def test_an_offset_takes_no_digits(long_row: bool, tmp_path: Path) -> None:
     expected = oracle.fit(x[bank].astype(np.float64), y[bank]).predict_proba(
         x[queries].astype(np.float64)
     )
-    found = vote(features_of(tmp_path, x, y), bank, y, 3, queries, (7,))[7]
+    found = vote(problem_of(tmp_path, x, y), bank, queries, (7,))[7]
     assert np.allclose(found, expected, atol=1e-4)

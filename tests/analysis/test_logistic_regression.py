@@ -150,15 +150,12 @@ def test_streamed_rows_end_near_the_same_minimum(tmp_path: Path) -> None:
 def test_streaming_many_strengths_is_streaming_each(tmp_path: Path) -> None:
     """The gradient of each strength is clipped by itself."""
     x, y = blobs(200)
-    features = features_of(tmp_path, x, y, memory_bytes=0)
-    places = np.arange(150)
-    scaler = fit_scaler(features, places)
-    schedule = minibatch_regression.Schedule(20, 1e-2, 0.05, seed=3)
+    options = ProbeConfig(epochs=20, learning_rate=1e-2, clip_norm=0.05)
+    problem, places = problem_of(tmp_path, x, y, options, memory_bytes=0), np.arange(150)
+    scaler = fit_scaler(problem.features, places)
 
     def fits(*strengths: float) -> list[Fit]:
-        return minibatch_regression.fit_streamed(
-            features, places, y, 3, scaler, strengths, schedule
-        )
+        return minibatch_regression.fit_streamed(problem, places, scaler, strengths)
 
     together = fits(1.0, 1e-3)
     for fit, l2 in zip(together, (1.0, 1e-3), strict=True):
@@ -168,19 +165,16 @@ def test_streaming_many_strengths_is_streaming_each(tmp_path: Path) -> None:
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     x, y = blobs(60)
-    features = features_of(tmp_path, x, y, memory_bytes=0)
+    problem = problem_of(tmp_path, x, y, ProbeConfig(epochs=1), memory_bytes=0)
     broken = Scaler(torch.zeros(20), torch.full((20,), 1e-44))
-    schedule = minibatch_regression.Schedule(1, 1e-2, 1.0, seed=0)
     with pytest.raises(RunError, match="gradient in step"):
-        minibatch_regression.fit_streamed(features, np.arange(60), y, 3, broken, (0.1,), schedule)
+        minibatch_regression.fit_streamed(problem, np.arange(60), broken, (0.1,))
 
 
 def test_gradients_reach_the_optimizer_clipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = blobs(60)
-    features = features_of(tmp_path, x, y, memory_bytes=0)
-    scaler = fit_scaler(features, np.arange(60))
     step = torch.optim.AdamW.step
     norms: list[float] = []
 
@@ -191,8 +185,10 @@ def test_gradients_reach_the_optimizer_clipped(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", noted)
     for clip_norm in (1e6, 0.01):
-        schedule = minibatch_regression.Schedule(1, 1e-3, clip_norm, seed=0)
-        minibatch_regression.fit_streamed(features, np.arange(60), y, 3, scaler, (0.1,), schedule)
+        options = ProbeConfig(epochs=1, clip_norm=clip_norm)
+        problem, places = problem_of(tmp_path, x, y, options, memory_bytes=0), np.arange(60)
+        scaler = fit_scaler(problem.features, places)
+        minibatch_regression.fit_streamed(problem, places, scaler, (0.1,))
     free, clipped = norms
     assert free > 0.1
     assert clipped == pytest.approx(0.01, rel=1e-4)

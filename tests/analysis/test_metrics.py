@@ -23,20 +23,23 @@ from featx.analysis.probe.pixel_task import pixel_interval
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def made(num_rows: int = 400, num_classes: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """Labels, and probabilities that know something of them; class 7 is never tested."""
+def drawn_predictions(
+    rows: int, classes: int, probabilities: bool = True, ties: bool = False, untested: int = 0
+) -> Predictions:
+    """Predictions that are better than chance; no row is of the last `untested` classes."""
     rng = np.random.default_rng(0)
-    y = rng.integers(0, num_classes - 1, num_rows)
-    scores = rng.normal(size=(num_rows, num_classes))
-    scores[np.arange(num_rows), y] += 1.5
-    scores = np.exp(scores)
-    return y, scores / scores.sum(1, keepdims=True)
+    y = rng.integers(classes - untested, size=rows)
+    scores = rng.normal(size=(rows, classes))
+    scores[np.arange(rows), y] += 1
+    if probabilities:
+        scores = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    return Predictions.of_scores(y, scores.round(1) if ties else scores, probabilities)
 
 
 def test_numbers_of_each_class_are_scikit_learns() -> None:
-    y, scores = made()
-    predicted = scores.argmax(1)
-    found = prediction_metrics(Predictions.of_scores(y, scores, True))
+    predictions = drawn_predictions(400, 8, untested=1)
+    y, predicted = predictions.y, predictions.predicted
+    found = prediction_metrics(predictions)
     labels = list(range(8))
     tested = labels[:7]
     recall = oracle.recall_score(y, predicted, labels=tested, average=None)
@@ -51,17 +54,16 @@ def test_numbers_of_each_class_are_scikit_learns() -> None:
 
 @pytest.mark.parametrize(("num_classes", "has_one"), [(1000, True), (1001, False)])
 def test_many_classes_have_no_confusion_matrix(num_classes: int, has_one: bool) -> None:
-    y, scores = made(num_classes=num_classes)
-    found = prediction_metrics(Predictions.of_scores(y, scores, True))
+    predictions = drawn_predictions(400, num_classes)
+    found = prediction_metrics(predictions)
     assert (found["confusion"] is not None) == has_one
-    assert found["correct"] == (scores.argmax(1) == y).sum()
+    assert found["correct"] == (predictions.predicted == predictions.y).sum()
 
 
 def test_resamples_of_many_classes_are_taken_a_few_at_a_time(
     set_block_sizes: Callable[..., None],
 ) -> None:
-    y, scores = made(40, 200)
-    predictions = Predictions.of_scores(y, scores, True)
+    predictions = drawn_predictions(40, 200)
     expected = bootstrap_entry(predictions, 30)
     whole = [*drawn_units(np.arange(40), 30, 200)]
     set_block_sizes(16 * 2000)
@@ -72,7 +74,8 @@ def test_resamples_of_many_classes_are_taken_a_few_at_a_time(
 
 
 def test_calibration_error_by_hand() -> None:
-    y, scores = made()
+    predictions = drawn_predictions(400, 8)
+    y, scores = predictions.y, predictions.scores.copy()
     scores[0] = np.eye(8)[0] * (1 + 1e-12)  # votes that sum to more than 1 by rounding
     assert 0 < calibration_error(y, scores) < 1
     # Two rows at 0.9, one of them right: |0.5 - 0.9|; two at 0.6, both right: |1 - 0.6|.
@@ -126,19 +129,6 @@ def test_a_class_that_is_never_predicted_has_no_precision() -> None:
     )
     assert found["precision"] == [0.5, None]
     assert found["recall"] == [1.0, 0.0]
-
-
-def drawn_predictions(
-    rows: int, classes: int, probabilities: bool = True, ties: bool = False
-) -> Predictions:
-    """Predictions that are better than chance."""
-    rng = np.random.default_rng(0)
-    y = rng.integers(classes, size=rows)
-    scores = rng.normal(size=(rows, classes))
-    scores[np.arange(rows), y] += 1
-    if probabilities:
-        scores = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-    return Predictions.of_scores(y, scores.round(1) if ties else scores, probabilities)
 
 
 def of_scikit_learn(predictions: Predictions) -> dict[str, float]:

@@ -788,35 +788,6 @@ def test_any_flipped_bit_is_an_error(tmp_path: Path) -> None:
 # What is made of them
 
 
-def test_principal_components_are_those_of_scikit_learn() -> None:
-    from sklearn.decomposition import PCA
-
-    rows = made_rows(300, 12)
-    theirs = PCA(5, svd_solver="full").fit(rows.numpy())
-    ours = principal_components(Moments.of(rows), 5)
-    signs = np.sign((ours.components.numpy() * theirs.components_).sum(1))
-    np.testing.assert_allclose(
-        ours.components.numpy(), theirs.components_ * signs[:, None], atol=1e-9
-    )
-    np.testing.assert_allclose(ours.explained_variance, theirs.explained_variance_, rtol=1e-10)
-    projected = ours.apply(rows)
-    assert projected.dtype == torch.float64
-    expected = theirs.transform(rows.numpy()) * signs
-    np.testing.assert_allclose(projected, expected, atol=1e-9 * np.abs(expected).max())
-    largest = ours.components.gather(1, ours.components.abs().argmax(1, keepdim=True))
-    assert (largest > 0).all()
-
-
-def test_whitening_is_that_of_scikit_learn() -> None:
-    from sklearn.decomposition import PCA
-
-    rows = made_rows(300, 12)
-    expected = PCA(5, svd_solver="full", whiten=True).fit_transform(rows.numpy())
-    found = whitening(Moments.of(rows), 5).apply(rows).numpy()
-    signs = np.sign((found * expected).sum(0))
-    np.testing.assert_allclose(found, expected * signs, atol=1e-8)
-
-
 def test_zca_is_the_inverse_root_of_the_covariance() -> None:
     rows = made_rows(400, 4)
     moments = Moments.of(rows)

@@ -522,7 +522,7 @@ class TestLayerSimilarity:
     @pytest.mark.parametrize(
         ("x", "message"),
         [
-            (np.ones((9, 2)), "40 and 9 rows"),
+            (np.ones((9, 2)), "have 40 and 9 rows; expected the same images"),
             (np.ones((40, 2)) * 1j, r"second matrix has the shape \(40, 2\) and the type complex"),
             (np.ones((40, 0)), r"the shape \(40, 0\)"),
             ([["a"]] * 40, "the type <U1"),

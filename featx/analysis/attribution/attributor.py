@@ -385,7 +385,6 @@ class Attributor(Engine):
                 check_positions(self.module, [(point, to_map)], x)
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the baseline that attribute.baseline names, or the default one."""
         return baseline(
             self._options.baseline or DEFAULT_BASELINE, x, self.backbone.preprocess.normalise
         )
@@ -397,14 +396,11 @@ class Attributor(Engine):
         """
         point = self._maps
         assert point is not None
-        x = self._input(images.to(self.device))
         with (
-            self.named_failure(x),
-            torch.no_grad(),
-            self._autocast(),
-            capture_output(self.module, point) as outputs,
+            self.module_and_input(images) as (module, x),
+            capture_output(module, point) as outputs,
         ):
-            self.module(x)
+            module(x)
         to_map = layer_map_view(point.name, tuple(outputs[0].shape[1:]), self.backbone)
         return to_map(outputs[0]).float().cpu()
 

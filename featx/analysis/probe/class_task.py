@@ -21,28 +21,14 @@ from featx.analysis.probe.labelled_rows import (
     match_classes,
     open_other_store,
 )
-from featx.analysis.probe.layer_rows import ATTENTIVE, layer_vectors, require_tokens
-from featx.analysis.probe.leakage import (
-    NEAR_COSINE,
-    NearDuplicates,
-    near_duplicates,
-    repeated_rows,
-)
-from featx.analysis.probe.methods import FittedProbe, Problem
-from featx.analysis.probe.metrics import (
-    Predictions,
-    join_predictions,
-    mean_and_spread,
-)
+from featx.analysis.probe.layer_rows import ATTENTIVE, Problem, layer_vectors, require_tokens
+from featx.analysis.probe.leakage import NEAR_COSINE, NearDuplicates, near_duplicates, repeated_rows
+from featx.analysis.probe.methods import FittedProbe
+from featx.analysis.probe.metrics import Predictions, join_predictions, mean_and_spread
 from featx.analysis.probe.output_files import read_probe
 from featx.analysis.probe.records import Choice, Record
-from featx.analysis.probe.splits import (
-    RowSplits,
-    Split,
-    check_split,
-    small_classes,
-)
-from featx.analysis.probe.task import RowTask
+from featx.analysis.probe.splits import RowSplits, Split, check_split, small_classes
+from featx.analysis.probe.task import Entry, RowTask
 from featx.base import check_memory
 from featx.config import Config
 from featx.errors import DataError, counted
@@ -110,7 +96,6 @@ class ClassTask(RowTask):
         self.columns = [*_COLUMNS, *names]
         self._widest = max(layers, key=lambda layer: layer_vectors(training, layer).width)
         self._near: dict[int, NearDuplicates] = {}
-        self._near_places: dict[int, dict[int, int]] = {}
         self._draws: dict[tuple[str, str], list[Draw]] = {}
 
     def make_splits(self, seed: int) -> RowSplits:
@@ -129,10 +114,7 @@ class ClassTask(RowTask):
         features = opened.features
         if layer == self._widest:
             for seed, rows in self.splits.items():
-                near = near_duplicates(features, layer, rows.splits)
-                self._near[seed] = near
-                pairs = zip(near.test.tolist(), near.training.tolist(), strict=True)
-                self._near_places[seed] = dict(pairs)
+                self._near[seed] = near_duplicates(features, layer, rows.splits)
         repeated = repeated_rows(features, self.first_splits.splits)
         return {**super().describe_layer(layer, opened), "repeated_rows": repeated}
 
@@ -185,11 +167,7 @@ class ClassTask(RowTask):
         ]
 
     def finish_head(
-        self,
-        problem: Problem,
-        fits: Sequence[FittedProbe],
-        final: FittedProbe,
-        entry: dict[str, Any],
+        self, problem: Problem, fits: Sequence[FittedProbe], final: FittedProbe, entry: Entry
     ) -> Head:
         of_folds = [fit.choice.details.get("calibration_temperature") for fit in fits]
         if temperatures := [each for each in of_folds if each is not None]:
@@ -200,12 +178,7 @@ class ClassTask(RowTask):
         return final.head
 
     def finish_method(
-        self,
-        opened: Problem,
-        layer: str,
-        method: str,
-        fits: Sequence[FittedProbe],
-        entry: dict[str, object],
+        self, opened: Problem, layer: str, method: str, fits: Sequence[FittedProbe], entry: Entry
     ) -> None:
         super().finish_method(opened, layer, method, fits, entry)
         if self.config.probe.all_shots:
@@ -304,7 +277,7 @@ class ClassTask(RowTask):
 
     def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[object]]:
         tested, classes = record.tested, self.training.classes
-        near = self._near_places[record.seed].get(int(record.split.test[row]))
+        near = self._near[record.seed].training_of.get(int(record.split.test[row]))
         yield [
             classes[tested.y[row]],
             classes[tested.predicted[row]],

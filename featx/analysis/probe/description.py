@@ -29,7 +29,7 @@ from featx.analysis.probe.texts import (
     spread_text,
 )
 from featx.base import Section, command_text, percent_text, shown_path
-from featx.errors import counted
+from featx.errors import counted, first_names
 from featx.storage import parse_path
 from featx.store import layout
 from featx.types import Json
@@ -133,8 +133,8 @@ def _rows_facts(result: Json) -> list[tuple[str, str | None]]:
     rows = f"{result['rows_labelled']} with a value of {result['split']['label_column']}"
     if result["task"] == "multilabel":
         targets = result["targets"]
-        more = f" and {len(targets) - _LABELS_NAMED} more" if targets[_LABELS_NAMED:] else ""
-        rows += f", {counted(len(targets), 'label')}: {', '.join(targets[:_LABELS_NAMED])}{more}"
+        names = first_names(targets, _LABELS_NAMED)
+        rows += f", {counted(len(targets), 'label')}: {names}"
     return [("rows", rows)]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from featx.analysis.probe import methods
-from featx.analysis.probe.methods import Problem
+from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.metrics import Ints, mean_and_spread
 from featx.analysis.probe.splits import Split, few_shot_places
 from featx.analysis.probe.task import COLUMNS, AnyTask

@@ -153,47 +153,28 @@ _PASSES = 4
 """Maximum number of passes over all groups; a later pass can remove groups again."""
 
 
-@dataclass(frozen=True)
 class _Contents:
     """Rows of each class in each group."""
 
-    local: Ints
-    starts: Ints
-    classes: Ints
-    counts: Ints
-    rows_of_class: Matrix
-    groups_of_class: Ints
-
-    @property
-    def num_groups(self) -> int:
-        """G, the number of groups."""
-        return len(self.starts) - 1
+    def __init__(self, y: Ints, groups: Ints) -> None:
+        group_ids, self.local = np.unique(groups, return_inverse=True)
+        self.num_groups, num_classes = len(group_ids), int(y.max()) + 1
+        pairs, self._counts = np.unique(self.local * num_classes + y, return_counts=True)
+        group_of, self._classes = np.divmod(pairs, num_classes)
+        self._starts = np.searchsorted(group_of, np.arange(self.num_groups + 1))
+        rows_of_class = np.maximum(np.bincount(y, minlength=num_classes), 1)
+        self.rows_of_class: Matrix = rows_of_class.astype(np.float64)
+        self.groups_of_class = np.bincount(self._classes, minlength=num_classes)
 
     def of(self, group: int) -> tuple[Ints, Ints]:
         """Return the classes of a group, and the rows of each."""
-        span = slice(self.starts[group], self.starts[group + 1])
-        return self.classes[span], self.counts[span]
+        span = slice(self._starts[group], self._starts[group + 1])
+        return self._classes[span], self._counts[span]
 
     def in_order(self, order: Array) -> Iterator[tuple[int, Ints, Ints]]:
         """Yield groups in an order, each with its classes and the rows of each."""
         for group in order.tolist():
             yield group, *self.of(group)
-
-
-def _contents(y: Ints, groups: Ints) -> _Contents:
-    """Count the rows of each class in each group."""
-    group_ids, local = np.unique(groups, return_inverse=True)
-    num_classes = int(y.max()) + 1
-    pairs, counts = np.unique(local * num_classes + y, return_counts=True)
-    group_of, classes = np.divmod(pairs, num_classes)
-    return _Contents(
-        local,
-        np.searchsorted(group_of, np.arange(len(group_ids) + 1)),
-        classes,
-        counts,
-        np.maximum(np.bincount(y, minlength=num_classes), 1).astype(np.float64),
-        np.bincount(classes, minlength=num_classes),
-    )
 
 
 class _Selection:
@@ -256,7 +237,7 @@ def share_of_groups(
 
     For each class that lies in two or more groups, at least one group is selected and one is not.
     """
-    contents = _contents(y, groups)
+    contents = _Contents(y, groups)
     selection = _Selection(contents, share)
     selection.improve(rng.permutation(contents.num_groups))
     for label in np.flatnonzero((selection.rows == 0) & (contents.groups_of_class > 1)).tolist():
@@ -273,7 +254,7 @@ def fold_of_groups(y: Ints, groups: Ints, folds: int, rng: np.random.Generator) 
     that has the fewest rows of its classes, but never to a fold that would then hold all groups of
     a class.
     """
-    contents = _contents(y, groups)
+    contents = _Contents(y, groups)
     fold_of = np.full(contents.num_groups, -1)
     rows, totals = np.zeros((folds, len(contents.rows_of_class))), np.zeros(folds)
     unassigned = contents.groups_of_class.copy()

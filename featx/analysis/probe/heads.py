@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from featx.analysis.probe.layer_rows import Features, TokenLayout, Tokens
-from featx.analysis.probe.metrics import Ints, Matrix
+from featx.analysis.probe.metrics import CLASSIFICATION, MULTILABEL, Ints, Matrix
 from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
-from featx.store import FeatureStore, layout
+from featx.store import FeatureStore, Run, layout
 from featx.types import Json
 
 FORMAT = 1
@@ -34,9 +34,6 @@ ATTENTION_FORMAT = 2
 
 TASK_FORMAT = 3
 """Version of the files of heads of numbers and labels, which readers of version 1 would misread."""
-
-CLASSIFICATION, REGRESSION, MULTILABEL = "classification", "regression", "multilabel"
-"""Tasks of heads."""
 
 _NAMES = ("weight", "bias", "mean", "scale")
 """Tensors of a head file."""
@@ -180,6 +177,20 @@ def head_path(folder: Path, layer: str) -> Path:
     return folder / layout.PROBE_HEADS / f"{re.sub(r'[^A-Za-z0-9._@-]', '_', layer)}.safetensors"
 
 
+def extraction_entries(run: Run | None, layer: str) -> dict[str, object]:
+    """Return the entries of a head that say how its layer was extracted, for prediction on new
+    images. A merged file does not contain it.
+    """
+    if run is None:
+        return dict.fromkeys(("config", "resolved", "model_settings", "spec"))
+    return {
+        "config": run.header.config,
+        "resolved": dict(run.resolved),
+        "model_settings": run.model_settings,
+        "spec": next(asdict(spec) for spec in run.layers if spec.name == layer),
+    }
+
+
 def head_bytes(head: Head, about: dict[str, object]) -> bytes:
     """Serialise a head as a safetensors file."""
     tensors = {
@@ -254,7 +265,13 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, Json]:
         raise StoreError(f"{path} is damaged: its tensors do not fit together.")
     attention = None
     if "query" in tensors:
-        layout = _token_layout(path, about)
+        try:
+            tokens = about["tokens"]
+            layout = TokenLayout(
+                int(tokens["count"]), int(tokens["width"]), bool(tokens["channels_last"])
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"{path} cannot be read as a head: its tokens are unknown.") from error
         if layout.width != width:
             raise StoreError(f"{path} is damaged: its tensors do not fit its tokens.")
         attention = Attention(tensors["query"], layout)
@@ -268,16 +285,6 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, Json]:
         str(about["task"]) if version == TASK_FORMAT else CLASSIFICATION,
     )
     return head, about
-
-
-def _token_layout(path: Path, about: Json) -> TokenLayout:
-    try:
-        tokens = about["tokens"]
-        return TokenLayout(
-            int(tokens["count"]), int(tokens["width"]), bool(tokens["channels_last"])
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"{path} cannot be read as a head: its tokens are unknown.") from error
 
 
 LOWEST, HIGHEST = 0.1, 10.0

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from featx.analysis.layer_vectors import unit_vectors
-from featx.analysis.probe.layer_rows import Features
+from featx.analysis.probe.layer_rows import Features, Problem
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
 from featx.base import float64_device, rows_of_block
-from featx.types import Array
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
 """Numbers of neighbours to try, as far as there are enough rows."""
@@ -29,24 +28,17 @@ _SAMPLED_ROWS = 1024
 """Number of rows from which that ratio is estimated."""
 
 
-def vote(
-    features: Features,
-    bank: Ints,
-    y: Array,
-    num_outputs: int,
-    queries: Ints,
-    ks: Sequence[int],
-    temperature: float = TEMPERATURE,
-) -> dict[int, Matrix]:
+def vote(problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]) -> dict[int, Matrix]:
     """Compute each class's share of the votes of a query's k most similar rows of the bank, or the
     mean of their values, weighted by the votes. Return k -> (len(queries), num_outputs) float64;
-    shares sum to 1. `y` has (N,) classes or (N, T) values.
+    shares sum to 1.
 
     A neighbour of cosine s has exp(s / T) votes. M. Caron et al., Emerging Properties in
     Self-Supervised Vision Transformers (DINO), ICCV 2021, appendix; as there, features are not
     standardised. A query in the bank does not vote for itself. A row of zeros has cosine 0 to all
     others.
     """
+    features, y, num_outputs = problem.features, problem.y, problem.num_outputs
 
     def combined(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Combine k neighbours of each query, whose weights and places are (n, k)."""
@@ -58,7 +50,7 @@ def vote(
         votes.scatter_add_(1, labels, weights)
         return votes / votes.sum(1, keepdim=True)
 
-    largest = min(max(ks), len(bank))
+    temperature, largest = problem.options.temperature or TEMPERATURE, min(max(ks), len(bank))
     scores = {k: np.empty((len(queries), num_outputs)) for k in ks}
     dtype = _needed_dtype(features, bank)
     # As many queries as leave room for their similarities to one block of the bank.

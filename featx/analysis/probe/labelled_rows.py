@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.metrics import Ints, Matrix
-from featx.analysis.value_settings import refuse_other_values, value_settings
+from featx.analysis.value_settings import refuse_other_layer
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, StoreError, counted
 from featx.sources import MISSING_MARKS
@@ -61,9 +61,11 @@ def require_complete(store: FeatureStore) -> None:
 
 def failed_notes(store: FeatureStore) -> list[str]:
     """Return a note about failed rows."""
-    num_failed = int((~store.ok).sum())
-    text = f"{counted(num_failed, 'failed row is', 'failed rows are')} left out"
-    return [text] if num_failed else []
+    return _left_out(int((~store.ok).sum()), "failed row is", "failed rows are")
+
+
+def _left_out(count: int, one: str, many: str) -> list[str]:
+    return [f"{counted(count, one, many)} left out"] if count else []
 
 
 def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRows:
@@ -84,15 +86,13 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> LabelledRow
             else f"no row of {store.root} that is ok has a value of {column}."
         )
     present, y = np.unique(labels[rows], return_inverse=True)
-    notes = failed_notes(store)
-    if num_unlabelled := int((store.ok & (labels < 0)).sum()):
-        notes.append(
-            counted(num_unlabelled, "row without a label is", "rows without a label are")
-            + " left out"
-        )
-    if num_absent := len(classes) - len(present):
-        one, many = "class without a row is", "classes without a row are"
-        notes.append(f"{counted(num_absent, one, many)} left out")
+    num_unlabelled = int((store.ok & (labels < 0)).sum())
+    num_absent = len(classes) - len(present)
+    notes = [
+        *failed_notes(store),
+        *_left_out(num_unlabelled, "row without a label is", "rows without a label are"),
+        *_left_out(num_absent, "class without a row is", "classes without a row are"),
+    ]
     names = tuple(classes[label] for label in present.tolist())
     return LabelledRows(store, rows, y.astype(np.int64), names, tuple(notes))
 
@@ -131,10 +131,8 @@ def match_classes(test: LabelledRows, classes: tuple[str, ...]) -> LabelledRows:
             f"{test.store.root} has the classes {', '.join(test.classes[:5])}, none of "
             f"{', '.join(classes[:5])}: classes are matched by name."
         )
-    notes = list(test.notes)
-    if num_others := int((~is_trained).sum()):
-        one, many = "row of a class", "rows of classes"
-        notes.append(f"{counted(num_others, one, many)} not trained on: left out")
+    one, many = "row of a class not trained on:", "rows of classes not trained on:"
+    notes = [*test.notes, *_left_out(int((~is_trained).sum()), one, many)]
     notes = [f"probe.test_store: {note}" for note in notes]
     return LabelledRows(
         test.store, test.rows[is_trained], labels[is_trained], classes, tuple(notes)
@@ -290,6 +288,5 @@ def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> F
             "themselves. Use probe.split."
         )
     for layer in layers:
-        subject = f"{store.root} and {other.root}, {layer}"
-        refuse_other_values(*value_settings(store, other, layer), subject)
+        refuse_other_layer(store, other, layer)
     return other

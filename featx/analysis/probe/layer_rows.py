@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from featx.analysis.probe.labelled_rows import LabelledRows
-from featx.analysis.probe.metrics import Ints
+from featx.analysis.probe.metrics import CLASSIFICATION, Ints
 from featx.base import check_memory, rows_of_block
+from featx.config import ProbeConfig
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channels_last
 from featx.store import FeatureStore
+from featx.types import Array
 
 MAX_FLAT = 8192
 """Number of values up to which a map or tokens are flattened; larger ones are averaged."""
@@ -185,7 +187,6 @@ class Features:
         return vectors
 
     def _spans(self, places: Ints, num_outputs: int = 0) -> Iterator[Ints]:
-        """Split places into blocks."""
         size = rows_of_block(max(4 * self.width, 8 * num_outputs))
         for start in range(0, len(places), size):
             yield places[start : start + size]
@@ -282,6 +283,27 @@ def layer_tokens(
     width = layout.count * layout.width
     parts = [LayerRows(each.store, layer, each.rows, None, width) for each in labelled]
     return Tokens(layout, Features(parts, device, memory_bytes))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer and what is predicted from it.
+
+    Attributes:
+        features: (N, D) vectors of all places.
+        y: (N,) int64 class of each place, or (N, T) float64 numbers, or labels as 1 and 0.
+        num_outputs: C or T.
+        tokens: tokens of all places for the attentive probe, or None without it.
+        task: 'classification', 'regression' or 'multilabel'.
+    """
+
+    features: Features
+    y: Array
+    num_outputs: int
+    options: ProbeConfig
+    seed: int
+    tokens: Tokens | None = None
+    task: str = CLASSIFICATION
 
 
 SMALL_NUMBERS = 1 << 21

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -57,6 +58,11 @@ class NearDuplicates:
     test: Ints
     training: Ints
     cosines: Matrix
+
+    @cached_property
+    def training_of(self) -> dict[int, int]:
+        """Test place -> training place."""
+        return dict(zip(self.test.tolist(), self.training.tolist(), strict=True))
 
 
 def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> NearDuplicates:

@@ -17,9 +17,6 @@ import torch
 from featx.analysis.probe import knn, logistic_regression, ridge
 from featx.analysis.probe import minibatch_regression as minibatch
 from featx.analysis.probe.heads import (
-    CLASSIFICATION,
-    MULTILABEL,
-    REGRESSION,
     Head,
     Scaler,
     fit_scaler,
@@ -27,12 +24,11 @@ from featx.analysis.probe.heads import (
     limit_notes,
     scores_of,
 )
-from featx.analysis.probe.layer_rows import Features, Tokens
+from featx.analysis.probe.layer_rows import Features, Problem
 from featx.analysis.probe.logistic_regression import Fit
-from featx.analysis.probe.metrics import Ints, Matrix
+from featx.analysis.probe.metrics import CLASSIFICATION, MULTILABEL, REGRESSION, Ints, Matrix
 from featx.analysis.probe.records import Choice
 from featx.analysis.probe.splits import Split
-from featx.config import ProbeConfig
 from featx.errors import ConfigError
 from featx.types import Array, Json
 
@@ -41,33 +37,6 @@ NO_VOTE = 1e-30
 
 SMALL_BYTES = 64 << 20
 """Size up to which rows of a streamed layer, mostly few-shot ones, are read into memory."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One layer and what is predicted from it.
-
-    Attributes:
-        features: (N, D) vectors of all places.
-        y: (N,) int64 class of each place, or (N, T) float64 numbers, or labels as 1 and 0.
-        num_outputs: C or T.
-        tokens: tokens of all places for the attentive probe, or None without it.
-        task: 'classification', 'regression' or 'multilabel'.
-    """
-
-    features: Features
-    y: Array
-    num_outputs: int
-    options: ProbeConfig
-    seed: int
-    tokens: Tokens | None = None
-    task: str = CLASSIFICATION
-
-    def schedule(self, default_rate: float) -> minibatch.Schedule:
-        """Length of trainings on mini-batches, and their learning rate."""
-        options = self.options
-        rate = options.learning_rate or default_rate
-        return minibatch.Schedule(options.epochs, rate, options.clip_norm, self.seed)
 
 
 @dataclass(frozen=True)
@@ -138,9 +107,7 @@ def fit_with_setting(
     """
     if method == "knn":
         k = int(chosen)
-        return FittedProbe(
-            lambda queries: _neighbour_scores(problem, places, queries, (k,))[k], Choice(k)
-        )
+        return FittedProbe(lambda queries: knn.vote(problem, places, queries, (k,))[k], Choice(k))
     if _is_logistic(problem, method):
         return _fit_logistic(problem, places, chosen, start)
     features, heads, details = _heads(problem, method, places, (chosen,))
@@ -190,7 +157,7 @@ def _scores(
         # Validation rows query the other training rows, as in the other methods. Among all training
         # rows they would find rows of their own group.
         ks = [int(k) for k in settings]
-        yield from _neighbour_scores(problem, places, queries, ks).items()
+        yield from knn.vote(problem, places, queries, ks).items()
         return
     features, heads, _ = _heads(problem, method, places, settings)
     for setting, head in zip(settings, heads, strict=True):
@@ -224,17 +191,13 @@ def _heads(
     """Fit least squares, or logistic regression on tokens, with several penalties. Return what the
     heads read, a head for each penalty, and details about the fits.
     """
-    features, y, num_outputs = problem.features, problem.y, problem.num_outputs
     if _is_ridge(problem, method):
-        solution = ridge.solve(features, places, y, num_outputs, fit_scaler(features, places))
-        heads = [replace(solution.head(l2), task=problem.task) for l2 in settings]
-        return features, heads, {}
+        head_of = ridge.solve(problem, places)
+        return problem.features, [replace(head_of(l2), task=problem.task) for l2 in settings], {}
     tokens = problem.tokens
     assert tokens is not None, "the probe checks the layers of an attentive probe"
-    schedule = problem.schedule(minibatch.TOKEN_LEARNING_RATE)
-    scaler = fit_scaler(tokens, places)
     heads, num_steps = minibatch.fit_attentive(
-        tokens, places, y, num_outputs, scaler, settings, schedule
+        problem, places, fit_scaler(tokens, places), settings
     )
     details = {
         "solver": "adamw",
@@ -243,15 +206,6 @@ def _heads(
         "tokens_streamed": tokens.features.whole is None,
     }
     return tokens.features, heads, details
-
-
-def _neighbour_scores(
-    problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]
-) -> dict[int, Matrix]:
-    """Return the shares of votes, or the weighted means, for several numbers of neighbours."""
-    temperature = problem.options.temperature or knn.TEMPERATURE
-    features, y, num_outputs = problem.features, problem.y, problem.num_outputs
-    return knn.vote(features, bank, y, num_outputs, queries, ks, temperature)
 
 
 def _sweep_logistic(
@@ -290,7 +244,7 @@ def _sweep_logistic(
         )
         del x
     else:
-        fits = _fit_streamed(problem, split.fit, scaler, grid)
+        fits = minibatch.fit_streamed(problem, split.fit, scaler, grid)
         trials = [
             logistic_regression.Trial(l2, *judge(fit), fit)
             for l2, fit in zip(grid, fits, strict=True)
@@ -312,7 +266,7 @@ def _fit_logistic(problem: Problem, places: Ints, l2: float, start: Fit | None) 
         )
         del x
     else:
-        (fit,), solver = _fit_streamed(problem, places, scaler, (l2,)), "adamw"
+        (fit,), solver = minibatch.fit_streamed(problem, places, scaler, (l2,)), "adamw"
     details = {
         "solver": solver,
         "iterations": fit.iterations,
@@ -337,12 +291,3 @@ def _targets(problem: Problem, places: Ints) -> torch.Tensor:
     targets = torch.from_numpy(problem.y[places])
     targets = targets.float() if problem.task == MULTILABEL else targets
     return targets.to(problem.features.device)
-
-
-def _fit_streamed(
-    problem: Problem, places: Ints, scaler: Scaler, grid: Sequence[float]
-) -> list[Fit]:
-    features, schedule = problem.features, problem.schedule(minibatch.LEARNING_RATE)
-    return minibatch.fit_streamed(
-        features, places, problem.y, problem.num_outputs, scaler, grid, schedule
-    )

@@ -55,6 +55,9 @@ METRICS = {
 }
 """Task -> its metrics in the order in which they are shown; the first one is that of the answer."""
 
+CLASSIFICATION, REGRESSION, MULTILABEL = "classification", "regression", "multilabel"
+"""Tasks of which new images can be predicted."""
+
 LABEL_THRESHOLD = 0.5
 """Score from which a label of several counts as predicted."""
 
@@ -159,20 +162,13 @@ def join_predictions(parts: Sequence[Predictions]) -> Predictions:
     if len(parts) == 1:
         return parts[0]
 
-    def joined(name: str) -> Any:
+    joined: dict[str, Any] = {}
+    for name in ("y", "predicted", "p_true", "p_predicted", "groups", "scores"):
         values = [getattr(part, name) for part in parts]
-        return None if any(value is None for value in values) else np.concatenate(values)
-
+        is_known = all(value is not None for value in values)
+        joined[name] = np.concatenate(values) if is_known else None
     ranked = [part.most_ranked for part in parts if part.most_ranked is not None]
-    return Predictions(
-        joined("y"),
-        joined("predicted"),
-        joined("p_true"),
-        joined("p_predicted"),
-        joined("groups"),
-        joined("scores"),
-        min(ranked, default=None),
-    )
+    return Predictions(**joined, most_ranked=min(ranked, default=None))
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:

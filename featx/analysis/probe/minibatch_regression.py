@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from featx.analysis.probe.heads import Attention, Head, Scaler
-from featx.analysis.probe.layer_rows import Features, Tokens, threads_for
+from featx.analysis.probe.layer_rows import Features, Problem, threads_for
 from featx.analysis.probe.logistic_regression import Fit
 from featx.analysis.probe.metrics import Ints
 from featx.errors import RunError
@@ -31,18 +30,6 @@ EPOCHS = 20
 MIN_STEPS = 1000
 """Minimum number of steps on tokens when probe.epochs is not given; few rows are passed over more
 often."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Length and learning rate of a training. None of `epochs` is the default number of passes over
-    the rows; `clip_norm` limits the L2 norm of a step's gradients.
-    """
-
-    epochs: int | None
-    learning_rate: float
-    clip_norm: float
-    seed: int
 
 
 class Batches:
@@ -81,7 +68,6 @@ class Batches:
             yield vectors, self._y[places]
 
     def _read(self, items: Ints, places: Ints) -> torch.Tensor:
-        """Read rows by the dataset, which keeps blocks of the store."""
         values = torch.stack([value for value, _ in self._dataset.__getitems__(items.tolist())])
         vectors = self._rows.vectors(values)
         self._rows.check(vectors, self._rows.rows[places])
@@ -94,7 +80,8 @@ def _train(
     strengths: Sequence[float],
     batches: Batches,
     passes: int,
-    schedule: Schedule,
+    rate: float,
+    clip_norm: float,
 ) -> int:
     """Minimise cross-entropy + l2/2 squares for S penalties in the same passes; returns the steps.
 
@@ -103,7 +90,7 @@ def _train(
     rate falls with half a cosine, which ends at 0. AdamW treats every number by itself. Its own
     decay is off, because the penalty is part of the objective.
     """
-    num_steps, rate = passes * len(batches), schedule.learning_rate
+    num_steps = passes * len(batches)
     optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
     penalties = torch.tensor(list(strengths), device=parameters[0].device)
     every = itertools.chain.from_iterable(itertools.repeat(batches, passes))
@@ -114,7 +101,7 @@ def _train(
             means = torch.stack([nn.functional.cross_entropy(each, labels) for each in logits])
             optimizer.zero_grad()
             torch.autograd.backward((means + penalties / 2 * squares).sum())
-            _clip(parameters, step, schedule.clip_norm)
+            _clip(parameters, step, clip_norm)
             for group in optimizer.param_groups:
                 group["lr"] = rate * (1 + math.cos(math.pi * step / num_steps)) / 2
             optimizer.step()
@@ -140,38 +127,29 @@ def _parameters(*shapes: tuple[int, ...], device: torch.device) -> list[nn.Param
 
 
 def fit_streamed(
-    features: Features,
-    places: Ints,
-    y: Ints,
-    num_classes: int,
-    scaler: Scaler,
-    strengths: Sequence[float],
-    schedule: Schedule,
+    problem: Problem, places: Ints, scaler: Scaler, strengths: Sequence[float]
 ) -> list[Fit]:
     """Minimise mean cross-entropy + l2/2 |weight|^2 for all penalties in the same passes."""
-    device, count, width = scaler.mean.device, len(strengths), features.width
-    batches = Batches(features, places, y, BATCH_ROWS, schedule.seed)
+    device, options = scaler.mean.device, problem.options
+    count, num_classes, width = len(strengths), problem.num_outputs, problem.features.width
+    batches = Batches(problem.features, places, problem.y, BATCH_ROWS, problem.seed)
     weight, bias = _parameters((count, num_classes, width), (count, num_classes), device=device)
 
     def logits_of(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = scaler(vectors.to(device)) @ weight.transpose(1, 2) + bias[:, None]
         return logits, weight.square().sum((1, 2))
 
+    passes, rate = options.epochs or EPOCHS, options.learning_rate or LEARNING_RATE
     with threads_for(BATCH_ROWS * width, device):
-        passes = schedule.epochs or EPOCHS
-        num_steps = _train(logits_of, [weight, bias], strengths, batches, passes, schedule)
+        num_steps = _train(
+            logits_of, [weight, bias], strengths, batches, passes, rate, options.clip_norm
+        )
     pairs = zip(weight.detach(), bias.detach(), strict=True)
     return [Fit(one.clone(), other.clone(), None, None, num_steps) for one, other in pairs]
 
 
 def fit_attentive(
-    tokens: Tokens,
-    places: Ints,
-    y: Ints,
-    num_classes: int,
-    scaler: Scaler,
-    strengths: Sequence[float],
-    schedule: Schedule,
+    problem: Problem, places: Ints, scaler: Scaler, strengths: Sequence[float]
 ) -> tuple[list[Head], int]:
     """Minimise mean cross-entropy + l2/2 (|W|^2 + |q|^2) for all penalties in the same passes.
     Return a head for each, and the number of steps.
@@ -184,8 +162,10 @@ def fit_attentive(
     follows, so that q = 0 is the linear probe of the mean token. The start is W = 0, b = 0, q = 0,
     so that nothing is random but the order of the rows.
     """
+    tokens, options, num_classes = problem.tokens, problem.options, problem.num_outputs
+    assert tokens is not None, "the probe checks the layers of an attentive probe"
     device, count, width = tokens.device, len(strengths), tokens.width
-    batches = Batches(tokens.features, places, y, TOKEN_BATCH_ROWS, schedule.seed)
+    batches = Batches(tokens.features, places, problem.y, TOKEN_BATCH_ROWS, problem.seed)
     shapes = (count, num_classes, width), (count, num_classes), (count, width)
     weight, bias, query = _parameters(*shapes, device=device)
 
@@ -196,9 +176,12 @@ def fit_attentive(
         logits = torch.baddbmm(bias[:, None], pooled, weight.transpose(1, 2))
         return logits, weight.square().sum((1, 2)) + query.square().sum(1)
 
-    passes = schedule.epochs or max(EPOCHS, math.ceil(MIN_STEPS / len(batches)))
+    passes = options.epochs or max(EPOCHS, math.ceil(MIN_STEPS / len(batches)))
+    parameters, rate = [weight, bias, query], options.learning_rate or TOKEN_LEARNING_RATE
     with threads_for(TOKEN_BATCH_ROWS * tokens.layout.count * width, device):
-        num_steps = _train(logits_of, [weight, bias, query], strengths, batches, passes, schedule)
+        num_steps = _train(
+            logits_of, parameters, strengths, batches, passes, rate, options.clip_norm
+        )
     parts = zip(weight.detach(), bias.detach(), query.detach(), strict=True)
     heads = [
         Head(scaler, w.clone(), b.clone(), True, attention=Attention(q.clone(), tokens.layout))

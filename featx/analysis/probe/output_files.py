@@ -6,12 +6,11 @@ import csv
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from featx.analysis.probe.comparisons import OtherProbe
-from featx.analysis.probe.heads import head_bytes, head_path, output_folder
+from featx.analysis.probe.heads import extraction_entries, head_bytes, head_path, output_folder
 from featx.analysis.probe.task import COLUMNS, AnyTask
 from featx.analysis.value_settings import run_of_layer
 from featx.base import csv_bytes, csv_cell
@@ -36,24 +35,26 @@ def write_probe(task: AnyTask, result: dict[str, Any]) -> None:
                 "them one after the other with layers=."
             )
     disk = open_folder(folder)
+
+    def write(path: Path, data: bytes) -> dict[str, str]:
+        """Write a file, and return the entry of probe.json that names it."""
+        disk.replace_unlocked(path, data)
+        name, digest = str(path.relative_to(folder)), hashlib.sha256(data).hexdigest()
+        return {"file": name, "sha256": digest}
+
     disk.make_folder(folder / layout.PROBE_HEADS)
     # probe.json names the other files with their checksums, so it is written last.
     for layer, (head, method) in task.heads.items():
-        path, head_data = paths[layer], head_bytes(head, _about_head(task, result, layer, method))
-        disk.replace_unlocked(path, head_data)
-        entry = _file_entry(path, folder, head_data)
-        result["layers"][layer]["head"] = {"method": method, **entry}
+        head_data = head_bytes(head, _about_head(task, result, layer, method))
+        result["layers"][layer]["head"] = {"method": method, **write(paths[layer], head_data)}
     result["head"] = result["layers"][result["layer"]].get("head")
     path = folder / layout.PROBE_HEADS / layout.PROBE_FEW_SHOT
     if (data := task.few_shot_csv()) is not None:
-        disk.replace_unlocked(path, data)
-        result["few_shot_predictions"] = _file_entry(path, folder, data)
+        result["few_shot_predictions"] = write(path, data)
     else:
         disk.remove(path)  # the file of an earlier probe
     path = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
-    predictions = csv_bytes(_prediction_lines(task))
-    disk.replace_unlocked(path, predictions)
-    result["predictions"] = _file_entry(path, folder, predictions)
+    result["predictions"] = write(path, csv_bytes(_prediction_lines(task)))
     disk.replace_unlocked(folder / layout.PROBE, result_json(result, indent=1))
 
 
@@ -140,17 +141,8 @@ def read_probe(path: str) -> OtherProbe:
         raise StoreError(f"the probe in {folder} cannot be read: {error!r}. {remedy}") from error
 
 
-def _file_entry(path: Path, folder: Path, data: bytes) -> dict[str, str]:
-    """Return the entry of probe.json that names a file, relative to its folder."""
-    return {
-        "file": str(path.relative_to(folder)),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
-
-
 def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[str, object]:
     about, store = result["layers"][layer], task.store
-    run = run_of_layer(store, layer)
     reduction = about["reduction"]
     if method == "attentive":  # which takes rows as they are stored
         reduction = {**reduction, "then": "attention", "axes": []}
@@ -163,10 +155,5 @@ def _about_head(task: AnyTask, result: Json, layer: str, method: str) -> dict[st
         "reduction": reduction,
         "classes": list(task.training.classes),
         **{name: result[name] for name in ("store", *STORE_ATTRIBUTES)},
-        # How the layer was extracted, for prediction on new images. A merged file does not contain
-        # it.
-        "config": run.header.config if run else None,
-        "resolved": dict(run.resolved) if run else None,
-        "model_settings": run.model_settings if run else None,
-        "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
+        **extraction_entries(run_of_layer(store, layer), layer),
     }

@@ -182,8 +182,10 @@ class Patches:
         counts = np.bincount(cell[has_label] * self.num_classes + mask[has_label], minlength=size)
         return counts.reshape(self.per_row, self.num_classes).astype(np.float32)
 
-    def read_labelled(self, places: Ints) -> LabelledPatches:
-        """Read the patches of some rows that have a pixel with a label."""
+    def read_labelled(self, places: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the patches of some rows that have a pixel with a label. Return (n, D) float32
+        tokens and (n, K) float32 pixels of each class, none all 0, on the device.
+        """
         counts = [self.counts(place) for place in places.tolist()]
         has_label = [each.any(1) for each in counts]
         x = torch.empty(
@@ -196,21 +198,7 @@ class Patches:
             x[start : start + len(tokens)] = tokens
             start, at = start + len(tokens), at + len(block)
         rows = [each[is_labelled] for each, is_labelled in zip(counts, has_label, strict=True)]
-        return LabelledPatches(x, torch.from_numpy(np.concatenate(rows)).to(self.device))
-
-
-@dataclass(frozen=True)
-class LabelledPatches:
-    """(n, D) float32 tokens of patches and (n, K) float32 pixels of each class, none all 0, on the
-    device.
-    """
-
-    x: torch.Tensor
-    counts: torch.Tensor
-
-    def standardise(self, scaler: Scaler) -> None:
-        """Standardise the tokens in place; a copy might not fit into memory."""
-        self.x.sub_(scaler.mean).div_(scaler.scale)
+        return x, torch.from_numpy(np.concatenate(rows)).to(self.device)
 
 
 def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float) -> None:
@@ -279,15 +267,13 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
     problem is the convex one of the linear probe.
     """
     strengths = logistic_regression.L2_GRID if l2 is None else (l2,)
-    on_fit, trials = _sweep(patches, split, strengths)
+    scaler, classes, trials = _sweep(patches, split, strengths)
     best = min(trials, key=lambda trial: trial.loss)
-    on_validation = count_pixels(
-        PatchClassifier(on_fit.scaler, best.fit, on_fit.classes), patches, split.validation
-    )
-    rows = patches.read_labelled(split.train)
-    scaler, classes = _standardise(rows)
-    counts = rows.counts[:, classes]
-    fit = logistic_regression.fit_logistic(rows.x, counts, len(classes), best.l2, last=True)
+    on_fit = PatchClassifier(scaler, best.fit, classes)
+    on_validation = count_pixels(on_fit, patches, split.validation)
+    x, counts = patches.read_labelled(split.train)
+    scaler, classes = _standardise(x), counts.any(0).nonzero()[:, 0]
+    fit = logistic_regression.fit_logistic(x, counts[:, classes], len(classes), best.l2, last=True)
     notes = logistic_regression.note_grid_end(best.l2, strengths) + fit.notes(best.l2)
     if len(classes) < patches.num_classes:
         notes.append(
@@ -299,7 +285,7 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
         {"validation_miou": miou(on_validation.pixels), "validation_loss": best.loss},
         [trial.as_dict() for trial in trials],
         notes,
-        {"training_patches": len(rows.x)},
+        {"training_patches": len(x)},
     )
     return FittedPatches(PatchClassifier(scaler, fit, classes), choice)
 
@@ -325,29 +311,29 @@ def count_pixels(classifier: PatchClassifier, patches: Patches, places: Ints) ->
 
 def _sweep(
     patches: Patches, split: Split, strengths: tuple[float, ...]
-) -> tuple[PatchClassifier, list[logistic_regression.Trial]]:
-    """Fit all penalties on `split.fit`."""
-    rows, held_out = patches.read_labelled(split.fit), patches.read_labelled(split.validation)
-    scaler, classes = _standardise(rows)
-    held_out.standardise(scaler)
+) -> tuple[Scaler, torch.Tensor, list[logistic_regression.Trial]]:
+    """Return the standardisation, the classes with a pixel, and the trials on `split.fit`."""
+    (x, fit_counts), (held_out, held_out_counts) = (
+        patches.read_labelled(places) for places in (split.fit, split.validation)
+    )
+    scaler, classes = _standardise(x), fit_counts.any(0).nonzero()[:, 0]
+    _standardise(held_out, scaler)
     # A class without a training pixel has no finite logit. Its loss is the same for all penalties.
-    counts = held_out.counts[:, classes].double()
+    counts = held_out_counts[:, classes].double()
     total = counts.sum().clamp(min=1)
 
     def judge(fit: logistic_regression.Fit) -> tuple[float, float]:
-        logits = (held_out.x @ fit.weight.T + fit.bias).double()
+        logits = (held_out @ fit.weight.T + fit.bias).double()
         right = counts.gather(1, logits.argmax(1, keepdim=True)).sum()
         loss = -torch.dot(counts.flatten(), logits.log_softmax(1).flatten())
         return float(right / total), float(loss / total)
 
-    trials = logistic_regression.sweep(
-        rows.x, rows.counts[:, classes], len(classes), strengths, judge
-    )
-    return PatchClassifier(scaler, trials[-1].fit, classes), trials
+    trials = logistic_regression.sweep(x, fit_counts[:, classes], len(classes), strengths, judge)
+    return scaler, classes, trials
 
 
-def _standardise(rows: LabelledPatches) -> tuple[Scaler, torch.Tensor]:
-    """Standardise patches in place; returns how, and the classes that they have."""
-    scaler = scaler_of([rows.x])
-    rows.standardise(scaler)
-    return scaler, rows.counts.any(0).nonzero()[:, 0]
+def _standardise(x: torch.Tensor, scaler: Scaler | None = None) -> Scaler:
+    """Standardise tokens in place, because a copy might not fit into memory; return how."""
+    scaler = scaler_of([x]) if scaler is None else scaler
+    x.sub_(scaler.mean).div_(scaler.scale)
+    return scaler

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from featx.analysis.probe.heads import Head, Scaler
-from featx.analysis.probe.layer_rows import Features
+from featx.analysis.probe.heads import Head, fit_scaler
+from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.metrics import Ints
 from featx.base import float64_device
 from featx.errors import ConfigError
-from featx.types import Array
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 """Penalties to try."""
@@ -21,51 +20,15 @@ MAX_DIM = 16384
 """Maximum of the smaller of rows and features: larger matrices take minutes and gigabytes."""
 
 
-@dataclass(frozen=True)
-class RidgeSolution:
-    """Eigendecomposition of X^T X / n, or of X X^T / n if there are fewer rows than features.
+def solve(problem: Problem, places: Ints) -> Callable[[float], Head]:
+    """Decompose the normal equations of some places in float64. Return a function l2 -> head with
+    argmin of mean |x weight^T + bias - target|^2 + l2 |weight|^2.
 
-    Attributes:
-        scaler: standardisation of the features.
-        values: (m,) eigenvalues; those that are negative by rounding are 0.
-        left: (D, m), with weight = right^T diag(1 / (values + l2)) left^T.
-        right: (m, C).
-        mean: (D,) mean of the standardised features, which is the rounding error of the float32
-            scaler.
-        target_mean: (C,) mean of the targets, the bias for features of mean 0.
+    The targets are one-hot labels of classes, or numbers. The decomposition is that
+    of X^T X / n, or of X X^T / n if there are fewer rows than features: with its (m,) eigenvalues,
+    weight = right^T diag(1 / (values + l2)) left^T, where left is (D, m) and right (m, C).
     """
-
-    scaler: Scaler
-    values: torch.Tensor
-    left: torch.Tensor
-    right: torch.Tensor
-    mean: torch.Tensor
-    target_mean: torch.Tensor
-
-    def head(self, l2: float) -> Head:
-        """Return argmin of mean |x weight^T + bias - onehot|^2 + l2 |weight|^2."""
-        # Without a penalty, directions without variance are left out instead of being amplified.
-        inverse = 1 / (self.values + l2)
-        if l2 == 0:
-            floor = self.values.max() * 1e-12
-            inverse = torch.where(self.values > floor, inverse, 0.0)
-        weight = ((self.left * inverse) @ self.right).T
-        device = self.scaler.mean.device
-        return Head(
-            self.scaler,
-            weight.float().contiguous().to(device),
-            (self.target_mean - weight @ self.mean).float().to(device),
-            probabilities=False,
-        )
-
-
-def solve(
-    features: Features, places: Ints, y: Array, num_outputs: int, scaler: Scaler
-) -> RidgeSolution:
-    """Decompose the normal equations of some places in float64.
-
-    The targets are one-hot labels of (N,) classes `y`, or (N, T) numbers.
-    """
+    features, y, num_outputs = problem.features, problem.y, problem.num_outputs
     count, width = len(places), features.width
     if min(count, width) > MAX_DIM:
         raise ConfigError(
@@ -73,7 +36,7 @@ def solve(
             f"{width} features; at most {MAX_DIM} are supported. Classes can be predicted with "
             "probe.method=linear."
         )
-    device = float64_device(features.device)
+    device, scaler = float64_device(features.device), fit_scaler(features, places)
     is_one_hot = y.ndim == 1
     shares = (
         np.bincount(y[places], minlength=num_outputs) / count if is_one_hot else y[places].mean(0)
@@ -88,6 +51,7 @@ def solve(
         one_hot[torch.arange(len(span)), torch.from_numpy(y[span])] += 1
         return one_hot
 
+    # The mean of the standardised features is the rounding error of the float32 scaler.
     mean = torch.zeros(width, dtype=torch.float64, device=device)
     for _, block in features.blocks(places):
         mean += scaler(block).to(device).double().sum(dim=0) / count
@@ -98,10 +62,26 @@ def solve(
             x = scaler(block).to(device).double() - mean
             gram += x.T @ x
             towards += x.T @ targets(span)
-        values, vectors = torch.linalg.eigh(gram / count)
-        right = vectors.T @ (towards / count)
-        return RidgeSolution(scaler, values.clamp(min=0), vectors, right, mean, target_mean)
-    x = scaler(features.take(places)).to(device).double() - mean
-    values, vectors = torch.linalg.eigh(x @ x.T / count)
-    right = vectors.T @ (targets(places) / count)
-    return RidgeSolution(scaler, values.clamp(min=0), x.T @ vectors, right, mean, target_mean)
+        values, left = torch.linalg.eigh(gram / count)
+        right = left.T @ (towards / count)
+    else:
+        x = scaler(features.take(places)).to(device).double() - mean
+        values, vectors = torch.linalg.eigh(x @ x.T / count)
+        left, right = x.T @ vectors, vectors.T @ (targets(places) / count)
+    values = values.clamp(min=0)  # negative by rounding
+
+    def head(l2: float) -> Head:
+        inverse = 1 / (values + l2)
+        if l2 == 0:
+            # Without a penalty, directions without variance are left out instead of being
+            # amplified.
+            inverse = torch.where(values > values.max() * 1e-12, inverse, 0.0)
+        weight = ((left * inverse) @ right).T
+        return Head(
+            scaler,
+            weight.float().contiguous().to(features.device),
+            (target_mean - weight @ mean).float().to(features.device),
+            probabilities=False,
+        )
+
+    return head

@@ -85,20 +85,17 @@ def run_probe(
         "rows_labelled": len(task.training.rows),
         "split": task.first_splits.as_dict(config.probe),
         "chosen_by": task.chosen_by,
-        "seeds": None,
+        "seeds": task.seeds_entry() if len(task.seeds) > 1 else None,
         "device": config.device,
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
         "seconds_in_all": round(time.perf_counter() - started_at, 3),
         "layers": task.layers,
     }
-    if len(task.seeds) > 1:
-        result["seeds"] = task.seeds_entry()
     write_probe(task, result)
     return result
 
 
 def _probe_layer(task: AnyTask, layer: str, device: torch.device) -> None:
-    """Fit and test all methods on one layer, with all splits of all seeds."""
     opened = task.open_layer(layer, device)
     with threads_for(task.num_values(opened), device):
         task.layers[layer] = task.describe_layer(layer, opened)

@@ -143,11 +143,7 @@ def _given_split(
     if (column := options.split_column) is not None:
         where, hint = f"probe.split_column={column}", ""
         roles = _roles_of(training.store.column(column)[training.rows], where)
-        if unnamed := int((roles == "").sum()):
-            notes.append(
-                counted(unnamed, "labelled row", "labelled rows")
-                + f" for which {column} is empty: left out"
-            )
+        without = f"for which {column} is empty"
     else:
         path = Path(options.split_file or "").expanduser()
         where = f"probe.split_file={path}"
@@ -158,8 +154,9 @@ def _given_split(
                 f"{counted(unknown, f'key of {path} is', f'keys of {path} are')} not among the "
                 "labelled rows of the store"
             )
-        if unnamed := int((roles == "").sum()):
-            notes.append(f"{counted(unnamed, 'labelled row')} without a split in {path}: left out")
+        without = f"without a split in {path}"
+    if unnamed := int((roles == "").sum()):
+        notes.append(f"{counted(unnamed, 'labelled row')} {without}: left out")
     sides = {role: np.flatnonzero(roles == role) for role in ("train", "validation", "test")}
     for role in ("train", "test"):
         if not len(sides[role]):

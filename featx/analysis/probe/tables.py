@@ -15,9 +15,7 @@ _T_TEST = (
 )
 
 
-def layer_results(
-    result: Json,
-) -> list[tuple[str, str, Json]]:
+def layer_results(result: Json) -> list[tuple[str, str, Json]]:
     """Return layer, method and entry of each result, in the order of probe.json."""
     return [
         (layer, method, entry)

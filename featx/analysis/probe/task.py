@@ -1,10 +1,12 @@
-"""What a probe predicts: the rows and their targets, the splits, and how layers are judged."""
+"""What a probe predicts: the rows and their targets, the splits, how layers are judged, and what is
+grouped from the results.
+"""
 
 from __future__ import annotations
 
 import statistics
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -14,13 +16,14 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import methods
+from featx.analysis.probe.comparisons import differences, metric_spreads
 from featx.analysis.probe.groups import missing_group_notes
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import LabelledRows, TaskKind
-from featx.analysis.probe.layer_rows import Features, layer_tokens, layer_vectors
-from featx.analysis.probe.methods import FittedProbe, Problem
+from featx.analysis.probe.layer_rows import Features, Problem, layer_tokens, layer_vectors
+from featx.analysis.probe.methods import FittedProbe
 from featx.analysis.probe.metrics import METRICS, Ints, Metric, Predictions
-from featx.analysis.probe.records import Choice, Record, Results, Tested
+from featx.analysis.probe.records import Choice, Record, Tested
 from featx.analysis.probe.splits import RowSplits, Split, split_rows
 from featx.config import Config
 from featx.store import FeatureStore
@@ -32,17 +35,23 @@ Opened = TypeVar("Opened")
 Fitted = TypeVar("Fitted")
 """A fitted probe, with its `choice`."""
 
+Entry = dict[str, Any]
+"""Entry of probe.json, to which a task adds what it finds."""
+
 COLUMNS = ("layer", "method", "seed", "fold", "split", "key", "group")
 """First columns of predictions.csv and few_shot.csv."""
 
 
-class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
+class Task(ABC, Generic[Opened, Fitted, Tested]):
     """Rows, targets and splits, which are the same for all layers, what differs between tasks, and
     the results of the probes.
 
     Attributes:
         columns: columns of predictions.csv after COLUMNS.
         heads: layer -> head for new images, of the first method that has one, and that method.
+        folds: (seed, layer, method) -> record of each split.
+        entries: (seed, layer, method) -> entry of probe.json.
+        layers: layer -> its entry in probe.json, with the methods of the first seed.
     """
 
     chosen_by: ClassVar[str]
@@ -62,9 +71,12 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
         self.training, self.testing = training, testing
         self.columns: Sequence[str] = ()
         self.heads: dict[str, tuple[Head, str]] = {}
-        seeds = range(config.seed, config.seed + (config.probe.seeds or 1))
-        super().__init__(seeds, config.probe.methods)
-        self.splits = {seed: self.make_splits(seed) for seed in seeds}
+        self.folds: dict[tuple[int, str, str], list[Record[Tested]]] = {}
+        self.entries: dict[tuple[int, str, str], Entry] = {}
+        self.layers: dict[str, Entry] = {}
+        self.seeds = range(config.seed, config.seed + (config.probe.seeds or 1))
+        self.methods = config.probe.methods
+        self.splits = {seed: self.make_splits(seed) for seed in self.seeds}
 
     def make_splits(self, seed: int) -> RowSplits:
         """Split the rows by a seed."""
@@ -97,6 +109,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
+        """Metrics of the task; the first one is that of the answer."""
         return METRICS[self.kind.name]
 
     def groups_of(self, seed: int, split: Split) -> Ints | None:
@@ -133,7 +146,20 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
     def test(self, opened: Opened, seed: int, split: Split, method: str, fitted: Fitted) -> Tested:
         """Return the results of a fitted probe on the test rows."""
 
-    def entry(self, records: Sequence[Record[Tested]]) -> dict[str, Any]:
+    @abstractmethod
+    def judge(self, folds: Sequence[Tested]) -> dict[str, object]:
+        """Compute the metrics of the test rows of all folds together, as JSON types."""
+
+    @staticmethod
+    @abstractmethod
+    def merit(validation: Mapping[str, float]) -> tuple[float, ...]:
+        """Return the sort key of layers, the largest of the best one."""
+
+    @abstractmethod
+    def first_metric(self, tested: Tested) -> float | None:
+        """Compute the metric of the answer for one split; None if it is undefined."""
+
+    def entry(self, records: Sequence[Record[Tested]]) -> Entry:
         """Return the entry of one method and layer in probe.json."""
         choices = [record.choice for record in records]
         return {
@@ -161,7 +187,7 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
         return [note for choice in choices for note in choice.notes]
 
     def finish_method(
-        self, opened: Opened, layer: str, method: str, fits: Sequence[Fitted], entry: dict[str, Any]
+        self, opened: Opened, layer: str, method: str, fits: Sequence[Fitted], entry: Entry
     ) -> None:
         """Add to the entry what only the first seed has."""
 
@@ -189,6 +215,108 @@ class Task(Results[Tested], Generic[Opened, Fitted, Tested]):
     def test_columns(self, record: Record[Tested], row: int) -> Iterator[list[object]]:
         """Yield the columns after COLUMNS of each line about a test row of a record."""
 
+    def add(self, records: list[Record[Tested]], entry: Entry) -> None:
+        """Add the records of all splits of one seed, layer and method, and their entry."""
+        first = records[0]
+        key = (first.seed, first.layer, first.method)
+        self.folds[key], self.entries[key] = records, entry
+        if first.seed == self.seeds[0]:
+            self.layers[first.layer][first.method] = entry
+
+    def chosen(self, seed: int) -> list[Record[Tested]]:
+        """Return the record that each fold chose among the layers, on its own validation rows.
+
+        In k-fold cross-validation, the validation rows of one fold are test rows of another, so the
+        accuracy of the layer that is best over all folds is optimistic. If each fold chooses its
+        layer from its own training rows (nested cross-validation: M. Stone, Cross-Validatory Choice
+        and Assessment of Statistical Predictions, JRSS B 36, 1974), test rows have no influence on
+        the choice.
+        """
+        of_layers = [
+            records
+            for (record_seed, _, method), records in self.folds.items()
+            if record_seed == seed and method == self.methods[0]
+        ]
+        return [
+            max(records, key=lambda record: self.merit(record.choice.validation))
+            for records in zip(*of_layers, strict=True)
+        ]
+
+    def tested(self, seed: int) -> list[Tested]:
+        """Return the results of `chosen` on the test rows."""
+        return [record.tested for record in self.chosen(seed)]
+
+    def answer(self, seed: int) -> Json:
+        """Return the entries of probe.json about the best layer of a seed with the first method.
+
+        With several folds and layers the metrics are those of the layers that the folds chose
+        (nested validation), which `layer_of_folds` names.
+        """
+        best, chosen = self._best_layer([seed], lambda merit: merit), self.chosen(seed)
+        about = self.entries[seed, best, self.methods[0]]
+        if len(chosen) > 1 and len(self.layers) > 1:
+            metrics = self.judge(self.tested(seed))
+            about = {**about, "layer_of_folds": [each.layer for each in chosen], **metrics}
+        return {"layer": best, "method": self.methods[0], **about}
+
+    def seeds_entry(self) -> dict[str, object]:
+        """Return the entry `seeds` of probe.json: means and spreads over the splits of the seeds.
+        Return seeds; layer_of_splits, the layer that each split chose on its validation rows, every
+        fold of every seed, and chosen, the metrics with it; layers -> method -> metrics; layer, the
+        best one by the mean over the validation rows of all seeds; and differences, other layer ->
+        entry of `differences`, None if the first metric is not available in every split. A metric
+        is given by `spread`.
+        """
+        names = [metric.key for metric in self.metrics]
+        best = self._best_layer(self.seeds, lambda merit: merit[:1])
+        return {
+            "seeds": list(self.seeds),
+            "layer_of_splits": [each.layer for seed in self.seeds for each in self.chosen(seed)],
+            "chosen": metric_spreads(names, [self.answer(seed) for seed in self.seeds]),
+            "layers": {
+                layer: {
+                    method: metric_spreads(names, self._of_seeds(layer, method))
+                    for method in self.methods
+                }
+                for layer in self.layers
+            },
+            "layer": best,
+            "differences": self._differences(best, names[0]),
+        }
+
+    def split_values(self, layer: str) -> list[float | None]:
+        """Return the first metric of a layer with the first method, for each split of each seed."""
+        return [
+            self.first_metric(record.tested)
+            for seed in self.seeds
+            for record in self.folds[seed, layer, self.methods[0]]
+        ]
+
+    def _best_layer(
+        self, seeds: Sequence[int], key: Callable[[tuple[float, ...]], tuple[float, ...]]
+    ) -> str:
+
+        def merit(layer: str) -> tuple[float, ...]:
+            entries = [self.entries[seed, layer, self.methods[0]] for seed in seeds]
+            names = self.folds[seeds[0], layer, self.methods[0]][0].choice.validation
+            means = {name: float(np.mean([entry[name] for entry in entries])) for name in names}
+            return key(self.merit(means))
+
+        return max(self.layers, key=merit)
+
+    def _of_seeds(self, layer: str, method: str) -> list[dict[str, object]]:
+        return [self.entries[seed, layer, method] for seed in self.seeds]
+
+    def _differences(self, best: str, name: str) -> dict[str, object] | None:
+        method, by_seed, by_split = self.methods[0], dict[str, Any](), dict[str, Any]()
+        for layer in self.layers:
+            by_seed[layer] = [entry[name] for entry in self._of_seeds(layer, method)]
+            by_split[layer] = self.split_values(layer)
+            if None in (*by_seed[layer], *by_split[layer]):
+                return None
+        splits = [record.split for seed in self.seeds for record in self.folds[seed, best, method]]
+        return differences(by_seed, by_split, best, splits)
+
 
 AnyTask = Task[Any, Any, Any]
 """Task of any kind of labels."""
@@ -211,15 +339,8 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
         features, tokens = Features(stored, device, memory_bytes), None
         if "attentive" in options.methods:
             tokens = layer_tokens(self.stores, layer, device, memory_bytes)
-        return Problem(
-            features,
-            self.targets,
-            len(self.training.classes),
-            options,
-            self.config.seed,
-            tokens,
-            self.kind.name,
-        )
+        num_outputs, seed = len(self.training.classes), self.config.seed
+        return Problem(features, self.targets, num_outputs, options, seed, tokens, self.kind.name)
 
     def num_values(self, opened: Problem) -> int:
         read = opened.features if opened.tokens is None else opened.tokens.features
@@ -237,12 +358,7 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
         return methods.fit(replace(opened, seed=seed), method, split)
 
     def finish_method(
-        self,
-        opened: Problem,
-        layer: str,
-        method: str,
-        fits: Sequence[FittedProbe],
-        entry: dict[str, Any],
+        self, opened: Problem, layer: str, method: str, fits: Sequence[FittedProbe], entry: Entry
     ) -> None:
         """Keep the head for new images: with several folds, one that is fitted on all of them."""
         head = fits[0].head
@@ -259,11 +375,7 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
         self.heads.setdefault(layer, (head, method))
 
     def finish_head(
-        self,
-        problem: Problem,
-        fits: Sequence[FittedProbe],
-        final: FittedProbe,
-        entry: dict[str, object],
+        self, problem: Problem, fits: Sequence[FittedProbe], final: FittedProbe, entry: Entry
     ) -> Head:
         """Return the head of the fit on all rows, and add its details to the entry."""
         entry["head_l2"] = final.choice.setting

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from featx.analysis.probe.metrics import METRICS
 from featx.base import WIDTH, percent_text, shown_path
-from featx.errors import counted
+from featx.errors import counted, first_names
 from featx.types import Json
 
 _LAYERS_NAMED = 8
@@ -220,20 +220,16 @@ def _indistinguishable_text(best: str, tests: Json, where: str) -> list[str]:
     indistinguishable = [layer for layer, test in tests.items() if test["told_apart"] is False]
     lines = []
     if indistinguishable:
-        names = _layers_text(indistinguishable)
+        names = first_names(indistinguishable, _LAYERS_NAMED)
         lines.append(f"Cannot be told apart from {best} on {where}: {names}.")
     elif tests and not unknown:
         subject = "The other layer" if len(tests) == 1 else f"All {len(tests)} other layers"
         lines.append(f"{subject} can be told apart from {best} on {where} (p < 0.05, Holm).")
     if unknown:
         [reason] = {test["not_tested"] for test in unknown.values()}
-        lines.append(f"Not tested against {best}: {_layers_text(list(unknown))}; {reason}.")
+        names = first_names(list(unknown), _LAYERS_NAMED)
+        lines.append(f"Not tested against {best}: {names}; {reason}.")
     return lines
-
-
-def _layers_text(layers: list[str]) -> str:
-    more = f" and {len(layers) - _LAYERS_NAMED} more" if layers[_LAYERS_NAMED:] else ""
-    return ", ".join(layers[:_LAYERS_NAMED]) + more
 
 
 def paired_text(result: Json) -> str | None:

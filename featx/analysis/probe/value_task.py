@@ -10,7 +10,8 @@ import numpy as np
 
 from featx.analysis.probe.class_task import SCORE
 from featx.analysis.probe.labelled_rows import TaskKind, open_other_store, valued_rows
-from featx.analysis.probe.methods import FittedProbe, Problem
+from featx.analysis.probe.layer_rows import Problem
+from featx.analysis.probe.methods import FittedProbe
 from featx.analysis.probe.metrics import (
     INTERVAL_RESAMPLES,
     LABEL_THRESHOLD,
@@ -25,7 +26,7 @@ from featx.analysis.probe.records import Record
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import RowTask
 from featx.config import Config
-from featx.errors import ConfigError, counted
+from featx.errors import ConfigError, counted, first_names
 from featx.store import FeatureStore
 from featx.types import Json
 
@@ -121,8 +122,7 @@ class ValueTask(RowTask):
         unknown = np.flatnonzero(((shares == 0) | (shares == 1)).any(0)).tolist()
         if not unknown:
             return []
-        more = f" and {len(unknown) - _NAMED} more" if unknown[_NAMED:] else ""
-        names = ", ".join(self._names[i] for i in unknown[:_NAMED]) + more
+        names = first_names([self._names[i] for i in unknown], _NAMED)
         subject = counted(len(unknown), "label is", "labels are")
         return [
             f"{subject} in none or in all of the training rows of a split, so that nothing is "
@@ -131,7 +131,6 @@ class ValueTask(RowTask):
 
 
 def _check_options(config: Config, kind: TaskKind) -> None:
-    """Refuse options and methods of classification."""
     for name in _OF_CLASSES:
         if getattr(config.probe, name) is not None:
             raise ConfigError(
@@ -148,29 +147,6 @@ def _check_options(config: Config, kind: TaskKind) -> None:
         )
 
 
-class UndefinedMetricError(ValueError):
-    """A metric is not defined for some predictions; the message is the reason."""
-
-
-def _compute_metrics(
-    metrics: Mapping[str, Callable[[], float]],
-) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Compute metrics, each of which may be undefined. Return name -> value or None, and name ->
-    reason for those that are None.
-    """
-    values: dict[str, float | None] = {}
-    reasons: dict[str, str] = {}
-    for name, metric in metrics.items():
-        try:
-            value = float(metric())
-            if not math.isfinite(value):
-                raise UndefinedMetricError("it is not defined for these predictions")
-            values[name] = value
-        except UndefinedMetricError as reason:
-            values[name], reasons[name] = None, str(reason)
-    return values, reasons
-
-
 def value_metrics(
     task: str, truth: Matrix, predicted: Matrix
 ) -> tuple[dict[str, float | None], dict[str, str]]:
@@ -185,20 +161,26 @@ def value_metrics(
     def macro_f1(is_true: Matrix, scores: Matrix) -> float:
         return float(f1_score(is_true > 0, scores >= LABEL_THRESHOLD, zero_division=0))
 
+    found: dict[str, float | str]
     if task == "regression":
-        return _compute_metrics(
-            {
-                "r2": lambda: _r2(truth, predicted),
-                "mae": lambda: mean_absolute_error(truth[:, 0], predicted[:, 0]),
-                "spearman": lambda: _spearman(truth[:, 0], predicted[:, 0]),
-            }
-        )
-    return _compute_metrics(
-        {
-            "map": lambda: _mean_over_labels(truth, predicted, average_precision_score),
-            "macro_f1": lambda: _mean_over_labels(truth, predicted, macro_f1),
+        found = {
+            "r2": _r2(truth, predicted),
+            "mae": mean_absolute_error(truth[:, 0], predicted[:, 0]),
+            "spearman": _spearman(truth[:, 0], predicted[:, 0]),
         }
-    )
+    else:
+        found = {
+            "map": _mean_over_labels(truth, predicted, average_precision_score),
+            "macro_f1": _mean_over_labels(truth, predicted, macro_f1),
+        }
+    values, reasons = dict[str, float | None](), dict[str, str]()
+    for name, value in found.items():
+        is_defined = not isinstance(value, str) and math.isfinite(value)
+        values[name] = float(value) if is_defined else None
+        if not is_defined:
+            undefined = "it is not defined for these predictions"
+            reasons[name] = value if isinstance(value, str) else undefined
+    return values, reasons
 
 
 def first_value_metric(task: str, truth: Matrix, predicted: Matrix) -> float | None:
@@ -208,27 +190,28 @@ def first_value_metric(task: str, truth: Matrix, predicted: Matrix) -> float | N
     # scikit-learn checks each of its arguments, which takes longer than the metric of a few rows;
     # these are correct by construction.
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        metrics = {
-            "regression": lambda: _r2(truth, predicted),
-            "multilabel": lambda: _mean_over_labels(truth, predicted, _average_precision),
-        }
-        return _compute_metrics({task: metrics[task]})[0][task]
+        if task == "regression":
+            value = _r2(truth, predicted)
+        else:
+            value = _mean_over_labels(truth, predicted, _average_precision)
+    return None if isinstance(value, str) or not math.isfinite(value) else value
 
 
-def _spearman(truth: Matrix, predicted: Matrix) -> float:
+def _spearman(truth: Matrix, predicted: Matrix) -> float | str:
+    """Return the rank correlation, or the reason why it is not defined."""
     from scipy.stats import spearmanr
 
     if np.ptp(truth) == 0 or np.ptp(predicted) == 0:
         which = "have" if np.ptp(truth) == 0 else "are predicted with"
-        raise UndefinedMetricError(f"the test rows {which} a single value")
+        return f"the test rows {which} a single value"
     return float(spearmanr(truth, predicted).statistic)
 
 
-def _r2(truth: Matrix, predicted: Matrix) -> float:
+def _r2(truth: Matrix, predicted: Matrix) -> float | str:
     from sklearn.metrics import r2_score
 
     if np.ptp(truth) == 0:
-        raise UndefinedMetricError("the test rows have a single value")
+        return "the test rows have a single value"
     return float(r2_score(truth, predicted))
 
 
@@ -247,9 +230,9 @@ def _average_precision(truth: Matrix, scores: Matrix) -> float:
 
 def _mean_over_labels(
     truth: Matrix, predicted: Matrix, metric: Callable[[Matrix, Matrix], float]
-) -> float:
+) -> float | str:
     """Return the mean of a metric over the labels that occur among the test rows."""
     tested = np.flatnonzero(truth.any(0)).tolist()
     if not tested:
-        raise UndefinedMetricError("no test row has a label")
+        return "no test row has a label"
     return float(np.mean([metric(truth[:, i], predicted[:, i]) for i in tested]))

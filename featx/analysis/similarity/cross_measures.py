@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.gram_measures import SAME, Matrix, Rows, gram_products
-from featx.base import block_sizes, rows_of_block
+from featx.analysis.similarity.gram_measures import SAME, Rows, gram_products
+from featx.base import rows_of_block
 from featx.errors import ConfigError
 
 MAX_WIDTH = 8192
@@ -69,35 +69,41 @@ class LayerProducts:
     basis: torch.Tensor | None
 
 
-def centred_matrix(x: Matrix) -> CentredRows:
-    """Return the rows of a matrix in memory, (n, D) float64."""
-    rows = torch.from_numpy(x)
-    mean = rows.mean(dim=0)
-    rows = rows - mean
-    square = float(mean @ mean)
-    return _in_memory(rows if rows.shape[1] <= len(x) else _coordinates(rows @ rows.T), square)
-
-
 def centred_layer(vectors: LayerVectors) -> CentredRows:
-    """Return the rows of a layer, or their coordinates if a row has more values than there are
-    rows."""
-    n = len(vectors)
-    if vectors.width > n:
-        products = gram_products(Rows.of_layer(vectors))
-        return _in_memory(_coordinates(products.gram), products.mean_square)
-    if vectors.width > MAX_WIDTH:
+    """Return the centred rows of a layer as `centred_rows` does. Raises ConfigError if the layer is
+    too wide for so many rows.
+    """
+    if MAX_WIDTH < vectors.width <= len(vectors):
         raise ConfigError(
-            f"{vectors.layer} has {vectors.width} values a row; over {n} rows, layers of at most "
-            f"{MAX_WIDTH} are compared. Take fewer rows (cka.rows), or extract it with reduce=avg."
+            f"{vectors.layer} has {vectors.width} values a row; over {len(vectors)} rows, layers "
+            f"of at most {MAX_WIDTH} are compared. Take fewer rows (cka.rows), or extract it with "
+            "reduce=avg."
         )
-    mean = torch.zeros(vectors.width, dtype=torch.float64, device=vectors.device)
-    for _, block in vectors.blocks(vectors.rows_of(block_sizes.BLOCK_BYTES)):
-        mean += block.double().sum(dim=0) / n
+    return centred_rows(Rows.of_layer(vectors))
+
+
+def centred_rows(rows: Rows) -> CentredRows:
+    """Return rows minus their mean, or their coordinates if a row has more values than there are
+    rows.
+    """
+    if rows.width > rows.count:
+        products = gram_products(rows)
+        # U S of the eigenvalues U S^2 U^T are rows of n values with these products.
+        values, vectors = torch.linalg.eigh(products.gram)
+        coordinates: torch.Tensor = vectors * values.clamp_min(0).sqrt()
+        square = products.mean_square
+        return CentredRows(
+            rows.count, rows.count, lambda start, stop: coordinates[start:stop], square
+        )
+    mean = torch.zeros((), dtype=torch.float64)
+    for start in range(0, rows.count, rows.step):
+        block = rows.read(start, min(rows.count, start + rows.step))
+        mean = mean.to(block.device) + block.double().sum(dim=0) / rows.count
 
     def read(start: int, stop: int) -> torch.Tensor:
-        return vectors.block(start, stop).double() - mean
+        return rows.read(start, stop).double() - mean
 
-    return CentredRows(n, vectors.width, read, float(mean @ mean))
+    return CentredRows(rows.count, rows.width, read, float(mean @ mean))
 
 
 def layer_products(rows: CentredRows, measures: Collection[str]) -> LayerProducts:
@@ -149,18 +155,6 @@ def compare_products(
             lengths = (x.squares.sum() * y.squares.sum()).sqrt()
             values[name] = max(0.0, float(2 - 2 * torch.linalg.svdvals(product).sum() / lengths))
     return values
-
-
-def _in_memory(rows: torch.Tensor, mean_square: float) -> CentredRows:
-    n, width = rows.shape
-    return CentredRows(n, width, lambda start, stop: rows[start:stop], mean_square)
-
-
-def _coordinates(gram: torch.Tensor) -> torch.Tensor:
-    """Return rows of n values with given products: U S of the eigenvalues U S^2 U^T."""
-    values, vectors = torch.linalg.eigh(gram)
-    coordinates: torch.Tensor = vectors * values.clamp_min(0).sqrt()
-    return coordinates
 
 
 def _spans(*layers: CentredRows) -> Iterator[tuple[int, int]]:

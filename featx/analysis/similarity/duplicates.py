@@ -59,9 +59,7 @@ def duplicate_groups(
 
 
 def linked_groups(
-    vectors: LayerVectors,
-    threshold: float,
-    on_progress: Callable[[int], None] = lambda rows: None,
+    vectors: LayerVectors, threshold: float, on_progress: Callable[[int], None] = lambda rows: None
 ) -> list[npt.NDArray[np.int64]]:
     """Find the groups of vectors of length 1; see `duplicate_groups`."""
     parents = np.arange(len(vectors))

@@ -106,17 +106,13 @@ class RowIndex:
         neighbours.
         """
         places = np.arange(len(self._vectors))
-        neighbours = [np.empty((0, self._k), np.int64)]
-        scores = [np.empty((0, self._k), np.float32)]
-        step = min(QUERIES, self._vectors.block_rows)
+        step, parts = min(QUERIES, self._vectors.block_rows), list[Neighbours]()
         for start in range(0, len(places), step):
-            part = self._search(places[start : start + step])
-            neighbours.append(part.neighbours)
-            scores.append(part.scores)
-            on_progress(len(part.rows))
-        return Neighbours(
-            self._vectors.rows, np.concatenate(neighbours), np.concatenate(scores), self._metric
-        )
+            parts.append(self._search(places[start : start + step]))
+            on_progress(len(parts[-1].rows))
+        neighbours = np.concatenate([part.neighbours for part in parts])
+        scores = np.concatenate([part.scores for part in parts])
+        return Neighbours(self._vectors.rows, neighbours, scores, self._metric)
 
     def as_dict(self) -> dict[str, float | int]:
         """Measured recall and numbers of lists as JSON types."""

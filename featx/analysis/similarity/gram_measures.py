@@ -41,24 +41,26 @@ _NO_LENGTH = 1e-13
 
 @dataclass(frozen=True)
 class Rows:
-    """The `count` rows of a layer or matrix; `read` returns the rows [start, stop), (m, D), in
-    blocks of `step`.
+    """The `count` rows of a layer or matrix, with `width` values each; `read` returns the rows
+    [start, stop), (m, D), in blocks of `step`.
     """
 
     count: int
+    width: int
     step: int
     read: Callable[[int, int], torch.Tensor]
 
     @classmethod
     def of_layer(cls, vectors: LayerVectors) -> Rows:
         """Rows of a layer."""
-        return cls(len(vectors), max(1, vectors.block_rows // 2), vectors.block)
+        step = max(1, vectors.block_rows // 2)
+        return cls(len(vectors), vectors.width, step, vectors.block)
 
     @classmethod
     def of_matrix(cls, x: Matrix) -> Rows:
         """Rows of a matrix in memory, (n, D) float64."""
         rows = torch.from_numpy(x)
-        return cls(len(x), len(x), lambda start, stop: rows[start:stop])
+        return cls(len(x), x.shape[1], len(x), lambda start, stop: rows[start:stop])
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,6 @@ def _rsa_signature(rows: Rows, distance: str) -> torch.Tensor:
 
 
 def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Normalise a vector to length 1."""
     length = x.norm()
     if not length > 1e-12 * scale:
         return torch.full(x.shape, torch.nan)

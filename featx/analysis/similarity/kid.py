@@ -9,12 +9,8 @@ import numpy as np
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.statistics import (
-    MAX_SPECTRUM,
-    Moments,
-    gaussian_distance,
-)
-from featx.analysis.value_settings import refuse_other_values, value_settings
+from featx.analysis.statistics import MAX_SPECTRUM, Moments, gaussian_distance
+from featx.analysis.value_settings import refuse_other_layer
 from featx.base import choose_device, float64_device
 from featx.config import DistanceConfig
 from featx.errors import ConfigError
@@ -83,13 +79,15 @@ def data_set_distance(
         LayerError: one of the stores has no such layer.
     """
     checked = DistanceConfig(subsets=subsets, subset_rows=subset_rows)
-    subject = f"{store.root} and {other.root}, {layer}"
-    refuse_other_values(*value_settings(store, other, layer), subject)
+    refuse_other_layer(store, other, layer)
     compute_device = float64_device(choose_device(device))
     one, two = (LayerVectors(each, layer, compute_device) for each in (store, other))
     m = min(checked.subset_rows, len(one), len(two))
     if m < 2:
-        raise ConfigError(f"{subject}: a distance needs two rows that are ok in each store.")
+        raise ConfigError(
+            f"{store.root} and {other.root}, {layer}: a distance needs two rows that are ok in "
+            "each store."
+        )
     rng = np.random.default_rng(seed)
     discrepancies = []
     for _ in range(checked.subsets):

@@ -223,7 +223,6 @@ def find_outliers(
 
 
 def _mean_distances(found: Neighbours) -> npt.NDArray[np.float32]:
-    """Return the mean distance of each row to its neighbours, (q,)."""
     means: npt.NDArray[np.float32] = found.scores.mean(1, dtype=np.float64).astype(np.float32)
     return 1 - means if found.metric == "cosine" else means
 

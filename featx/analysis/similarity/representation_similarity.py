@@ -22,7 +22,7 @@ from featx.analysis.similarity.cross_measures import (
     CentredRows,
     LayerProducts,
     centred_layer,
-    centred_matrix,
+    centred_rows,
     compare_products,
     cross_product,
     layer_products,
@@ -131,7 +131,7 @@ def layer_similarity(
             right,
             gram_measures,
             rsa_distance,
-            _ignore_progress if cross_measures else on_progress,
+            (lambda layers: None) if cross_measures else on_progress,
         )
     if cross_measures:
         matrices |= _compare_by_products(left, right, cross_measures, on_progress)
@@ -182,7 +182,7 @@ def procrustes_distance(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
 def _compare_matrices(x: npt.ArrayLike, y: npt.ArrayLike, measure: str) -> float:
     """Compute a measure of cross_measures.py for two matrices in memory."""
     x, y = _checked_matrices(x, y)
-    one, other = centred_matrix(x), centred_matrix(y)
+    one, other = (centred_rows(Rows.of_matrix(z)) for z in (x, y))
     first, second = (layer_products(rows, [measure]) for rows in (one, other))
     return compare_products(first, second, cross_product(one, other), [measure])[measure]
 
@@ -228,16 +228,12 @@ class _Layers:
         device: torch.device,
     ) -> None:
         self.names = names
-        self._store, self._rows, self._device = store, rows, device
+        self._store, self.rows, self._device = store, rows, device
         self._coordinates: dict[str, CentredRows] = {}
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
 
     def vectors(self, name: str) -> LayerVectors:
         """Open a layer; a small one is read into memory."""
-        return LayerVectors(self._store, name, self._device, rows=self._rows)
+        return LayerVectors(self._store, name, self._device, rows=self.rows)
 
     def centred(self, name: str) -> CentredRows:
         """Open a layer as centred rows; coordinates, which take time, are computed once."""
@@ -248,10 +244,6 @@ class _Layers:
         if vectors.width > len(vectors):
             self._coordinates[name] = rows
         return rows
-
-
-def _ignore_progress(layers: int) -> None:
-    """Report no progress."""
 
 
 def _needs_gram(measure: str, num_rows: int) -> bool:
@@ -276,7 +268,7 @@ def _compare_by_grams(
 
     Raises ConfigError if the unit vectors of all layers do not fit into memory.
     """
-    n = left.num_rows
+    n = len(left.rows)
     lengths = {name: n * n if name == "cka" else n * (n - 1) // 2 for name in measures}
     num_layers = len(left.names) + (0 if right is left else len(right.names))
     needed, free = 4 * num_layers * sum(lengths.values()), free_memory()
@@ -301,7 +293,7 @@ def _compare_by_grams(
             on_progress(1)
         return found
 
-    others = None if right is left else unit_vectors(right, _ignore_progress)
+    others = None if right is left else unit_vectors(right, lambda layers: None)
     vectors = unit_vectors(left, on_progress)
     return {name: _dot_products(vectors[name], (others or vectors)[name]) for name in measures}
 

@@ -50,7 +50,11 @@ def retrieval_metrics(
         return None
     vectors = metric_vectors(store, layer, metric, device, standardise)
     vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
-    reason = _why_no_map(len(rows))
+    reason = None  # why mAP is not computed
+    if importlib.util.find_spec("sklearn") is None:
+        reason = 'scikit-learn is not installed: pip install "featx[evaluation]"'
+    elif len(rows) > MAX_RANKED:
+        reason = f"{len(rows)} labelled rows are more than {MAX_RANKED}"
     num_nearer, precisions = [], []
     block_rows = rows_of_block(16 * len(rows))  # scores, and what is compared of them
     for start in range(0, len(queries), block_rows):
@@ -75,15 +79,6 @@ def retrieval_metrics(
         "map": None if reason is not None else float(sum(precisions) / len(queries)),
         "not_available": reason,
     }
-
-
-def _why_no_map(num_rows: int) -> str | None:
-    """Return the reason why mAP is not computed, or None."""
-    if importlib.util.find_spec("sklearn") is None:
-        return 'scikit-learn is not installed: pip install "featx[evaluation]"'
-    if num_rows > MAX_RANKED:
-        return f"{num_rows} labelled rows are more than {MAX_RANKED}"
-    return None
 
 
 def _nearness(

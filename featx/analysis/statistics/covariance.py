@@ -58,10 +58,7 @@ def spread(moments: Moments) -> dict[str, object]:
     {10: share, 50: ..., 100: ...}, the share of the total variance in that many principal
     directions. Unknown values are None.
     """
-    summary: dict[str, Any] = {
-        "rows": moments.count,
-        "features": moments.dim,
-    }
+    summary: dict[str, Any] = {"rows": moments.count, "features": moments.dim}
     unknown = ("mean", "smallest", "largest", "total_variance", "std_min", "std_max")
     summary |= dict.fromkeys((*unknown, "participation_ratio", "rank_me", "first"))
     if moments.count:
@@ -153,10 +150,15 @@ def _check_k(
     """Check that k directions exist and, if required, that they have variance."""
     if not 1 <= k <= moments.dim:
         raise ConfigError(f"k is {k}; expected 1 to {moments.dim}, the number of features.")
-    floor = float(variances[0]) * moments.dim * torch.finfo(torch.float64).eps
-    rank = int((variances > floor).sum())
+    rank = rank_of(variances, moments.dim)
     if needs_variance and k > rank:
         raise ConfigError(
             f"k is {k}, but the {moments.count} rows of {moments.dim} features vary in {rank} "
             "directions only. Give a smaller k, or take more rows; whitening also takes an epsilon."
         )
+
+
+def rank_of(variances: torch.Tensor, dim: int) -> int:
+    """Count the variances, the largest first, that are more than rounding errors."""
+    floor = float(variances[0]) * dim * torch.finfo(torch.float64).eps
+    return int((variances > floor).sum())

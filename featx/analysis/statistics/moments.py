@@ -187,7 +187,6 @@ class Moments:
             )
 
     def _degrees(self, ddof: int) -> int:
-        """Return n - ddof, which must be positive."""
         if self.count <= ddof:
             raise ConfigError(
                 f"a variance with ddof={ddof} needs more than {ddof} rows; there are {self.count}."

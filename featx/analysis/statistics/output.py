@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -13,23 +12,12 @@ import numpy as np
 
 from featx.analysis.engine_specs import FEATURES
 from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
+from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.reader import Statistics, summary_of
 from featx.analysis.statistics.session import StatsSession, clear_files, spans_in
-from featx.analysis.statistics.stats_file import (
-    PARTS_FOLDER,
-    STATS_IMAGES,
-    stored_settings,
-)
+from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_IMAGES, stored_settings
 from featx.analysis.value_settings import model_values, refuse_other_values
-from featx.base import (
-    differences,
-    log_message,
-    record_use,
-    shown_path,
-    size_text,
-    synchronise,
-)
+from featx.base import differences, log_message, record_use, shown_path, size_text, synchronise
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreMismatchError
 from featx.images import PILLOW
@@ -65,16 +53,7 @@ from featx.store import (
     write_image_states,
     write_listing,
 )
-from featx.types import (
-    UNKNOWN_IMAGE,
-    Batch,
-    Failure,
-    LayerSpec,
-    Listing,
-    Part,
-    ResumeState,
-    Source,
-)
+from featx.types import UNKNOWN_IMAGE, Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine import Engine
@@ -123,11 +102,6 @@ class StatsPart:
         self.checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
         self._output = output
         self._moments = {layer.spec.name: PartMoments(part, layer) for layer in output.layers}
-        self._norms = {
-            layer.spec.name: PartNorms(part, layer)
-            for layer in output.layers
-            if layer.tokens is not None
-        }
         self.moments: dict[str, Moments] = {}  # of all rows, after the last batch
 
     def add(self, batch: Batch, rows: Rows) -> None:
@@ -139,10 +113,7 @@ class StatsPart:
         started_at = time.perf_counter()
         failed = [failure.row for failure in rows.failures]
         for name, moments in self._moments.items():
-            observed = moments.layer.observed(values[name][: batch.count])
-            moments.add(batch.start, observed, failed)
-        for name, norms in self._norms.items():
-            norms.add(batch.start, values[name], batch.count, failed)
+            moments.add(batch.start, values[name], failed, batch.count)
         synchronise(device)
         self._output.seconds["statistics"] += time.perf_counter() - started_at
         self.failures += rows.failures
@@ -150,15 +121,9 @@ class StatsPart:
             first = batch.start - self.part.start
             self.checksums[first : first + batch.count] = rows.checksums
         if batch.start + batch.count == self.part.stop:
-            self._finish()
+            self.moments = {name: moments.finish() for name, moments in self._moments.items()}
+            self._moments = {}  # which hold memory of the device
             synchronise(device)  # another thread, with its own stream, commits
-
-    def _finish(self) -> None:
-        """Sum up what is left, and free the memory of the device."""
-        self.moments = {name: moments.finish() for name, moments in self._moments.items()}
-        for name, norms in self._norms.items():
-            self.moments[name] = replace(self.moments[name], norms=norms.finish())
-        self._moments, self._norms = {}, {}
 
 
 class StatsOutput(Output[StatsPart, StatsSession]):
@@ -262,7 +227,6 @@ class StatsOutput(Output[StatsPart, StatsSession]):
             yield
 
     def _open_session(self, lock: int = -1) -> StatsSession:
-        """Return the files of the statistics of this run."""
         context = self.context
         grid = Grid(len(context.listing), context.part_rows)
         threads = context.parallelism.threads

@@ -139,7 +139,8 @@ class StatsLayer:
 
 
 class PartMoments:
-    """Moments of one layer over the rows of one part, which arrive in order in batches of any size.
+    """Moments of one layer over the rows of one part, which arrive in order in batches of any size,
+    with the norms of its tokens if it has some.
 
     On the device it holds one leaf of at most a block, and one scatter matrix for each level of
     the tree below the part. `part_rows` are the rows per part of a run whose tree is followed, if
@@ -156,9 +157,19 @@ class PartMoments:
         self._buffer = torch.empty(0)
         self._images: list[int] = []
         self._nodes: list[tuple[int, int, Moments]] = []
+        self._norms = None if layer.tokens is None else PartNorms(part, layer, part_rows)
 
-    def add(self, start: int, rows: torch.Tensor, failed: Collection[int] = ()) -> None:
-        """Add the images [start, start + b) of the listing. The values are copied."""
+    def add(
+        self,
+        start: int,
+        values: torch.Tensor,
+        failed: Collection[int] = (),
+        count: int | None = None,
+    ) -> None:
+        """Add the images [start, start + count) of the listing, which padding may follow. The
+        values are copied.
+        """
+        rows = self.layer.observed(values[:count])
         name, stop = self.layer.spec.name, start + len(rows)
         require(start == self._next, f"row {start} came where row {self._next} was due")
         require(stop <= self.part.stop, "a batch crosses its part")
@@ -174,6 +185,8 @@ class PartMoments:
                 self._fill(rows[self._next - start : leaf_stop - start], failed)
                 if self._next == leaf_stop:
                     self._close_leaf(leaf_stop)
+        if self._norms is not None:
+            self._norms.add(start, values, len(rows), failed)
 
     def finish(self) -> Moments:
         """Return the moments of the part, all rows of which must have been added."""
@@ -181,7 +194,7 @@ class PartMoments:
         *lower, (_, _, total) = self._nodes
         for _, _, node in reversed(lower):
             total = node.merge(total)
-        return total
+        return total if self._norms is None else replace(total, norms=self._norms.finish())
 
     def _fill(self, rows: torch.Tensor, failed: frozenset[int]) -> None:
         """Copy images into the buffer of the current leaf, in which all of them lie."""

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from featx.analysis.statistics.covariance import principal_components, whitening
+from featx.analysis.statistics.covariance import principal_components, rank_of, whitening
 from featx.analysis.statistics.reader import Statistics
+from featx.analysis.value_settings import refuse_changes
 from featx.config import GRADIENTS, Config, ReduceConfig, make_reduce
-from featx.errors import ConfigError, ReduceError, StoreMismatchError
+from featx.errors import ConfigError, ReduceError
 from featx.layers import (
     REDUCTIONS,
     CapturePoint,
@@ -44,7 +43,6 @@ def with_statistics(
 def _projected_reduce(
     point: CapturePoint, reduce: ProjectionOptions, config: Config, backbone: Backbone
 ) -> ProjectedReduce:
-    """Make the projection of one layer."""
     statistics = Statistics(reduce.statistics_path)
     moments, about = statistics.layer(point.name)
     _refuse_another_tensor(statistics.path, about, point, config, backbone)
@@ -89,11 +87,7 @@ def first_reduction(about: dict[str, Any]) -> ReduceConfig:
 
 
 def _refuse_another_tensor(
-    path: Path,
-    about: dict[str, object],
-    point: CapturePoint,
-    config: Config,
-    backbone: Backbone,
+    path: Path, about: dict[str, object], point: CapturePoint, config: Config, backbone: Backbone
 ) -> None:
     """Check that statistics were computed from the same tensor as is captured now."""
     now: dict[str, object] = {
@@ -105,17 +99,12 @@ def _refuse_another_tensor(
     stored = {key: about[key] for key in now}
     if point.capture in GRADIENTS:
         now["target"], stored["target"] = config.target, about["target"]
-    changed = [
-        f"  {key}: the statistics have {stored[key]!r}, now {now[key]!r}"
-        for key in now
-        if stored[key] != now[key]
-    ]
-    if changed:
-        raise StoreMismatchError(
-            f"{path} has statistics of other values than {point.name} gives here:\n"
-            + "\n".join(changed)
-            + "\nTake them with job=stats and this model."
-        )
+    refuse_changes(
+        {key: (stored[key], now[key]) for key in now},
+        "the statistics have {!r}, now {!r}",
+        f"{path} has statistics of other values than {point.name} gives here",
+        "Take them with job=stats and this model.",
+    )
 
 
 def _refuse_arbitrary_directions(projection: Projection, dim: int, zca: bool) -> None:
@@ -124,8 +113,7 @@ def _refuse_arbitrary_directions(projection: Projection, dim: int, zca: bool) ->
     Exception: with zca and all directions, the map does not depend on how they are chosen.
     """
     variances = projection.explained_variance
-    floor = float(variances[0]) * dim * torch.finfo(torch.float64).eps
-    rank = int((variances > floor).sum())
+    rank = rank_of(variances, dim)
     if rank < len(variances) and not (zca and len(variances) == dim):
         raise ConfigError(
             f"k is {len(variances)}, but the rows vary in {rank} directions only; which others "

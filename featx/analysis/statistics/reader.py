@@ -60,7 +60,12 @@ class Statistics(Mapping[str, Moments]):
         with reading(self.path) as file:
             self.attributes = attributes_of(file)
             self._layers = tuple(file["layers"])
-            _check_complete(self.path, self.attributes)
+            if not self.attributes["complete"]:
+                raise StoreError(
+                    f"{self.path} holds rows {self.attributes['start']} to "
+                    f"{self.attributes['stop']} of a run that is not complete. Its statistics will "
+                    "be in the file next to the folder."
+                )
             self.settings: dict[str, Any] = json.loads(self.attributes["settings"])
 
     def __getitem__(self, layer: str) -> Moments:
@@ -115,15 +120,6 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _check_complete(path: Path, root: Mapping[str, Any]) -> None:
-    """Check that a file is the final one of a run."""
-    if not root["complete"]:
-        raise StoreError(
-            f"{path} holds rows {root['start']} to {root['stop']} of a run that is not complete. "
-            "Its statistics will be in the file next to the folder."
-        )
 
 
 def frechet_distance(

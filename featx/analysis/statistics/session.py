@@ -269,7 +269,6 @@ class StatsSession:
         return self._merge_halves(start, stop)
 
     def _merge_halves(self, start: int, stop: int) -> Contents:
-        """Merge the contents of the two halves of a span."""
         cut = cut_row(start, stop)
         lower, upper = self._merge_span(start, cut), self._merge_span(cut, stop)
         # pop: the two matrices of a layer are freed as soon as their sum exists.

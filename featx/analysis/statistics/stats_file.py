@@ -118,7 +118,6 @@ def file_bytes(
 
 
 def _datasets(contents: Contents) -> dict[str, Array]:
-    """Return the arrays of a file by the paths of their datasets."""
     datasets: dict[str, Array] = {}
     for name, moments in contents.moments.items():
         datasets[f"layers/{name}/count"] = np.array(moments.count)
@@ -173,7 +172,6 @@ def seal(crc: int) -> bytes:
 
 
 def _check_seal(path: Path) -> None:
-    """Verify the checksum of a file."""
     crc = 0
     try:
         with path.open("rb") as file:
@@ -220,7 +218,6 @@ def read_layer(file: h5py.File, path: Path, name: str) -> tuple[Moments, dict[st
 
 
 def _read_moments(file: h5py.File, group: str, count: int) -> Moments:
-    """Read the arrays of some moments."""
     arrays = (torch.from_numpy(read_array(file, f"{group}/{key}")) for key in _ARRAYS)
     mean, scatter, smallest, largest = arrays
     return Moments(count, mean, scatter, smallest, largest)

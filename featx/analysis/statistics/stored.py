@@ -11,7 +11,7 @@ import torch
 
 from featx.analysis.probe.layer_rows import crop_of
 from featx.analysis.statistics.moments import Moments
-from featx.analysis.statistics.part_moments import PartMoments, PartNorms, StatsLayer
+from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.reader import Statistics, summary_of
 from featx.analysis.statistics.session import StatsSession, clear_files
 from featx.analysis.statistics.stats_file import Contents, DamagedError
@@ -89,7 +89,6 @@ def stats_of_store(config: Config) -> dict[str, object]:
 def _session(
     disk: AtomicFolder, manifest: Manifest, layers: Sequence[StatsLayer], config: Config
 ) -> StatsSession:
-    """Return the file of the statistics, with the settings of the store."""
     header = manifest.first_run_with(layers[0].spec.name).header
     settings = {
         **header.fingerprint,
@@ -128,10 +127,8 @@ def _sum(
     device: torch.device,
     progress: CountProgress,
 ) -> Moments:
-    """Sum the rows of a layer."""
     name, part = layer.spec.name, Part(0, 0, len(store))
     moments = PartMoments(part, layer, part_rows)
-    norms = None if layer.tokens is None else PartNorms(part, layer, part_rows)
     step = rows_of_block(4 * math.prod(layer.captured))
     for start in range(0, len(store), step):
         stop = min(len(store), start + step)
@@ -140,9 +137,6 @@ def _sum(
         check_rows_present(store, name, start + ok, read[ok])
         rows = torch.from_numpy(read.astype(np.float32)).to(device)
         without = [row for row in failed if start <= row < stop]
-        moments.add(start, layer.observed(rows), without)
-        if norms is not None:
-            norms.add(start, rows, len(rows), without)
+        moments.add(start, rows, without)
         progress.step(len(rows))
-    total = moments.finish()
-    return total if norms is None else replace(total, norms=norms.finish())
+    return moments.finish()

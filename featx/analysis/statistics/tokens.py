@@ -75,7 +75,11 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     axis = feature_axis(tuple(store[layer].shape[1:]), places)
     if axis is None:
         return None
-    norms = _norms(store, layer, rows, axis)
+    blocks = [
+        np.sqrt(np.square(values, dtype=np.float64).sum(axis=axis)).reshape(len(values), -1)
+        for values in float_blocks(store, layer, rows)
+    ]
+    norms = np.concatenate(blocks) if blocks else np.zeros((0, 0))
     norms = norms[np.isfinite(norms).all(1)]
     if not len(norms):
         return None
@@ -125,17 +129,6 @@ def feature_axis(shape: tuple[int, ...], places: TokenGeometry) -> int | None:
         return 2
     is_first = places.channels_first(shape)
     return None if is_first is None else 1 if is_first else 3
-
-
-def _norms(
-    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], axis: int
-) -> npt.NDArray[np.float64]:
-    """Compute the (n, T) norms of the tokens or positions of some rows."""
-    norms = []
-    for values in float_blocks(store, layer, rows):
-        squares = np.square(values, dtype=np.float64).sum(axis=axis)
-        norms.append(np.sqrt(squares).reshape(len(values), -1))
-    return np.concatenate(norms) if norms else np.zeros((0, 0))
 
 
 def float_blocks(

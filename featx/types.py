@@ -288,6 +288,18 @@ class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an 
         self.status = status
         self.error = error
 
+    @classmethod
+    def of(
+        cls, error: Exception, status: Status = Status.DECODE_ERROR, what: str = ""
+    ) -> ImageFault:
+        """Return the fault of an image that makes other code raise an exception.
+
+        Args:
+            what: beginning of the message, before that of the exception.
+        """
+        text = " ".join(str(error).split())[:300] or "no message"
+        return cls(status, what + text, type(error).__name__)
+
 
 UNKNOWN_IMAGE, NO_IMAGE = 0, 1
 """Values in place of an image checksum.

@@ -362,18 +362,16 @@ def _scale_transparent_colour(image: ImageFile.ImageFile) -> None:
 
 def _fault(data: bytes, error: Exception) -> ImageFault:
     """The fault that describes an exception of a decoder."""
-    message = str(error).replace("\n", " ")[:200] or "no message"
+    fault = ImageFault.of(error)
     if isinstance(error, UnidentifiedImageError) and (why := why_not_rgb(data)) is not None:
         return format_fault(why)
     if isinstance(error, Image.DecompressionBombError):
-        status = Status.TOO_LARGE
+        fault.status = Status.TOO_LARGE
     elif isinstance(error, UnidentifiedImageError):
-        status, message = _describe_unknown(data)
-    elif isinstance(error, EOFError | struct.error | zlib.error) or _CUT_SHORT.search(message):
-        status = Status.TRUNCATED
-    else:
-        status = Status.DECODE_ERROR
-    return ImageFault(status, message, type(error).__name__)
+        return ImageFault(*_describe_unknown(data), fault.error)
+    elif isinstance(error, EOFError | struct.error | zlib.error) or _CUT_SHORT.search(str(fault)):
+        fault.status = Status.TRUNCATED
+    return fault
 
 
 def _describe_unknown(data: bytes) -> tuple[Status, str]:

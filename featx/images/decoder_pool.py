@@ -446,7 +446,6 @@ class DecoderPool:
                 self._state.notify_all()
 
     def _follow(self, kind: Kind, group: int, row: int, content: bytes, times: list[Any]) -> None:
-        """Follow one message."""
         if kind == Kind.WARNINGS:
             self.on_warnings(row, pickle.loads(content))
             return
@@ -486,7 +485,6 @@ class DecoderPool:
     # Rows that fail, and decoders that end; the lock is held in all of these
 
     def _fail_row(self, job: Job, row: int, fault: ImageFault) -> None:
-        """Record a failed row."""
         key = bytes(self._workers[job.worker].keys[row])
         job.failures.append(Failure(row, key, fault.status, fault.error, str(fault)))
 

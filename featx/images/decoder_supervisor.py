@@ -110,7 +110,6 @@ class Supervisor:
         return bool(order)
 
     def _start_decoder(self, index: int) -> None:
-        """Fork a decoder."""
         self._table.rows[index], self._table.since[index] = NO_ROW, 0
         supervisor = os.getpid()
         try:

@@ -61,8 +61,7 @@ def read_label_map(data: bytes, max_pixels: int) -> npt.NDArray[np.integer]:
     except (ImageFault, MemoryError):
         raise
     except Exception as error:  # damaged files raise many types, as in featx.images.decode
-        message = str(error).replace("\n", " ")[:200]
-        raise ImageFault(Status.DECODE_ERROR, message, type(error).__name__) from error
+        raise ImageFault.of(error) from error
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ PREFETCH_BATCHES = 3
 """Number of batches that are loaded while one is computed; it bounds the memory of the loader."""
 
 AHEAD_ROWS = 64
-"""Number of images that `Loader.each` loads ahead."""
+"""Number of images that `Loader.results` loads ahead."""
 
 _SINGLE_ROWS = 8
-"""Number of images that `Loader.each` loads together."""
+"""Number of images that `Loader.results` loads together."""
 
 _RUN, _LIBRARY = 0, 1
 """Numbers of the workers: as the run loads images, and by the library's own transform."""
@@ -166,31 +166,26 @@ class Loader:
         Returns:
             (n, C, H, W), uint8 or normalised float32, without failed images; n may be 0.
         """
-        images = [image for image in self.each(rows) if image is not None]
+        images = [each for each in self.results(rows) if not isinstance(each, Failure)]
         dtype = torch.float32 if self._decoding.reference else torch.uint8
         none = torch.zeros((0, *self._decoding.preprocess.shape), dtype=dtype)
         return torch.stack(images) if images else none
 
-    def each(self, rows: Iterable[int], by_library: bool = False) -> Iterator[torch.Tensor | None]:
+    def results(
+        self, rows: Iterable[int], by_library: bool = False
+    ) -> Iterator[torch.Tensor | Failure]:
         """Load the image of each row in order.
 
         Args:
             by_library: whether the library's own transform is used, and Pillow decodes.
 
         Yields:
-            (C, H, W) uint8 or normalised float32, or None if the image fails. With windows the
+            (C, H, W) uint8 or normalised float32, or the failure of the row. With windows the
             window in the centre of the image.
 
         Raises:
             RunError: reading images fails repeatedly, or memory is exhausted.
         """
-        for result in self.results(rows, by_library):
-            yield None if isinstance(result, Failure) else result
-
-    def results(
-        self, rows: Iterable[int], by_library: bool = False
-    ) -> Iterator[torch.Tensor | Failure]:
-        """Load the image of each row in order, or yield its failure; otherwise like `each`."""
         crop = self._decoding.preprocess.crop
         for result in self.whole_results(rows, by_library):
             if self._has_windows and not isinstance(result, Failure):
@@ -217,7 +212,6 @@ class Loader:
                 self._pool.abandon(job)
 
     def _finish(self, part: Part, job: Job) -> tuple[Part, Batch]:
-        """Wait for a batch."""
         images, checksums = self._pool.finish(job)
         count = len(job.rows)
         images = self._in_own_sizes(images)

@@ -72,18 +72,6 @@ class _WholeImage:
     warnings: tuple[str, ...] = ()
 
 
-def _check_window_fits(pixels: Array, window: tuple[int, int]) -> None:
-    """Raise an ImageFault if an image is smaller than a window."""
-    height, width = pixels.shape[1:]
-    if height < window[0] or width < window[1]:
-        raise ImageFault(
-            Status.TRANSFORM_ERROR,
-            f"{width} x {height} pixels are smaller than a window of {window[1]} x {window[0]}; "
-            "give a smaller model.window.size, or model.transform.resize",
-            WINDOW_ERROR,
-        )
-
-
 class RowLoader:
     """Loads the images of a listing; the worker of a decoder.
 
@@ -264,11 +252,16 @@ class RowLoader:
         except Exception as error:
             if "allocate memory" in str(error) or "enough memory" in str(error):
                 raise MemoryError(str(error)) from error  # torch raises RuntimeError
+            raise ImageFault.of(error, Status.TRANSFORM_ERROR) from error
+        height, width = pixels.shape[1:]
+        least_height, least_width = preprocess.crop
+        if height < least_height or width < least_width:  # with windows only
             raise ImageFault(
-                Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
-            ) from error
-        if self._has_windows:
-            _check_window_fits(pixels, self._decoding.preprocess.crop)
+                Status.TRANSFORM_ERROR,
+                f"{width} x {height} pixels are smaller than a window of {least_width} x "
+                f"{least_height}; give a smaller model.window.size, or model.transform.resize",
+                WINDOW_ERROR,
+            )
         return pixels
 
     def _as_transform_input(self, cut: DecodedImage) -> DecodedImage:

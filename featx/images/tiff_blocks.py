@@ -17,20 +17,10 @@ from featx.images.decode_settings import ImagePolicy
 from featx.images.jpeg_decode import check_jpeg, with_tables
 from featx.images.tiff_decode import BLACK_IS_ZERO, COMPRESSIONS, RGB, YCBCR, check_page
 from featx.images.tiff_tags import (
-    BITS,
-    COMPRESSION,
-    HEIGHT,
     JPEG_COMPRESSION,
-    ORIENTATION,
-    PHOTOMETRIC,
-    PLANAR,
-    SAMPLE_FORMAT,
-    SAMPLES,
-    TILE_OFFSETS,
-    WIDTH,
-    XMP,
     Tags,
     check_blocks,
+    first,
     full_pages,
     open_tiff,
     read_tags,
@@ -97,8 +87,7 @@ class TiffBlocks:
         except (ImageFault, MemoryError):
             raise
         except Exception as error:  # damaged data raise many types, as in featx.images.decode
-            message = str(error).replace("\n", " ")[:200]
-            raise ImageFault(Status.DECODE_ERROR, message, type(error).__name__) from error
+            raise ImageFault.of(error) from error
         with self._lock:
             if number not in self._cache:
                 self._cache[number] = tile
@@ -167,28 +156,28 @@ def _as_rgb(pixels: Array) -> Array:
 
 def _is_plain(tags: Tags, policy: ImagePolicy, least_bytes: int) -> bool:
     """Return whether an image is large, and its numbers are its pixels."""
-    width, height = (int(tags[tag][0]) for tag in (WIDTH, HEIGHT))
+    width, height = int(tags["ImageWidth"][0]), int(tags["ImageLength"][0])
     if not least_bytes <= 4 * width * height <= 4 * policy.max_pixels:
         return False
-    samples = int(tags.get(SAMPLES, (1,))[0])
-    photometric = tags[PHOTOMETRIC][0]
-    bits, compression = {*tags.get(BITS, (1,))}, tags.get(COMPRESSION, (1,))[0]
-    if compression == JPEG_COMPRESSION and TILE_OFFSETS in tags:
+    samples = int(first(tags, "SamplesPerPixel"))
+    photometric = tags["PhotometricInterpretation"][0]
+    bits, compression = {*tags.get("BitsPerSample", (1,))}, first(tags, "Compression")
+    if compression == JPEG_COMPRESSION and "TileOffsets" in tags:
         is_supported = policy.channels is None
     else:
         is_supported = compression in COMPRESSIONS and photometric != YCBCR
     if policy.channels is None:
-        is_right = bits == {8} and {*tags.get(SAMPLE_FORMAT, (1,))} == {1}
+        is_right = bits == {8} and {*tags.get("SampleFormat", (1,))} == {1}
         is_right &= (photometric, samples) in ((BLACK_IS_ZERO, 1), (RGB, 3), (YCBCR, 3))
     else:
         # Otherwise its pages may be the channels.
         is_right = bits <= {8, 16, 32, 64} and samples == policy.channels
         is_right &= photometric in (BLACK_IS_ZERO, RGB)
-    xmp = tags.get(XMP, b"")
+    xmp = tags.get("XMP", b"")
     return (
         is_supported
         and is_right
-        and tags.get(PLANAR, (1,))[0] == 1
-        and tags.get(ORIENTATION, (1,))[0] == 1
+        and first(tags, "PlanarConfiguration") == 1
+        and first(tags, "Orientation") == 1
         and (not isinstance(xmp, bytes) or b"Orientation" not in xmp)
     )

@@ -32,26 +32,15 @@ from featx.images.rgb_conversion import (
     unknown_white,
 )
 from featx.images.tiff_tags import (
-    BITS,
-    CHROMA_SUBSAMPLING,
-    COMPRESSION,
-    EXTRA_SAMPLES,
-    HEIGHT,
-    LARGEST,
-    ORIENTATION,
-    PHOTOMETRIC,
-    PLANAR,
-    SAMPLE_FORMAT,
-    SAMPLES,
-    SMALLEST,
+    JPEG_COMPRESSION,
     UNCOMPRESSED,
     UNREADABLE,
-    WIDTH,
     Tags,
+    block_places,
     check_blocks,
     check_no_channel_pages,
+    first,
     full_pages,
-    jpeg_blocks,
     open_tiff,
     read_tags,
 )
@@ -100,8 +89,7 @@ def decode_tiff(data: bytes, policy: ImagePolicy) -> Image.Image | npt.NDArray[n
         turn = _turn_of_tags(tags) if policy.exif == "apply" else 1
         pixels = tiff_rgb(data, number, tags, policy)
         return np.ascontiguousarray(turn_array(pixels, turn))
-    for block, tables in jpeg_blocks(tags, data):
-        check_jpeg(with_tables(block, tables), policy)
+    _check_jpeg_blocks(tags, data, policy)
     if number:
         image.seek(number)
     # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before.
@@ -114,7 +102,7 @@ def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> Arr
     """(H, W, channels) with the numbers of a TIFF; channels may be pages of one channel each."""
     pages = read_tags(data)
     numbers = full_pages(pages)
-    samples = int(pages[numbers[0]].get(SAMPLES, (1,))[0])
+    samples = int(first(pages[numbers[0]], "SamplesPerPixel"))
     if not samples == 1 != channels == len(numbers):
         if samples != channels:
             raise wrong_channels(samples, channels)
@@ -125,10 +113,9 @@ def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> Arr
     array, turn = None, _turn_of_tags(tags) if policy.exif == "apply" else 1
     is_exact = is_exact_by_pillow(tags) and not data.startswith(UNREADABLE)
     # Pillow 13 exchanges the bytes of compressed floats once more than libtiff.
-    is_exact &= not (data.startswith(b"MM") and tags.get(BITS) == (32,))
+    is_exact &= not (data.startswith(b"MM") and tags.get("BitsPerSample") == (32,))
     if len(numbers) == 1 and is_exact:
-        for block, tables in jpeg_blocks(tags, data):
-            check_jpeg(with_tables(block, tables), policy)
+        _check_jpeg_blocks(tags, data, policy)
         image = Image.open(io.BytesIO(data), formats=["TIFF"])
         image.seek(numbers[0])
         stored_orientation = orientation_of(image)
@@ -139,11 +126,19 @@ def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> Arr
     return turn_array(check_array(array, channels), turn)
 
 
+def _check_jpeg_blocks(tags: Tags, data: bytes, policy: ImagePolicy) -> None:
+    """Check the strips or tiles of a page that are JPEGs, as `check_jpeg` does."""
+    if first(tags, "Compression") == JPEG_COMPRESSION:
+        tables = bytes(tags.get("JPEGTables", b""))  # type: ignore[arg-type]
+        for offset, count in zip(*block_places(tags), strict=False):
+            check_jpeg(with_tables(data[int(offset) : int(offset + count)], tables), policy)
+
+
 def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
     """Number of the page that is the image, with a warning if there are several."""
     full = full_pages(pages)
     tags = pages[full[0]]
-    policy.check_pixels(*(int(tags.get(tag, (0,))[0]) for tag in (WIDTH, HEIGHT)))
+    policy.check_pixels(int(first(tags, "ImageWidth", 0)), int(first(tags, "ImageLength", 0)))
     if len(full) > 1:
         check_no_channel_pages(tags)
         warn(f"TIFF of {len(full)} pages, of which the first is read")
@@ -152,7 +147,7 @@ def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
 
 def _turn_of_tags(tags: Tags) -> int:
     """EXIF orientation of a TIFF from 1 to 8; 1 if it is missing or out of range."""
-    turn = int(tags.get(ORIENTATION, (1,))[0])
+    turn = int(first(tags, "Orientation"))
     return turn if turn in range(1, 9) else 1
 
 
@@ -163,33 +158,38 @@ def is_right_by_pillow(tags: Tags) -> bool:
     unsigned ones, rounds colours of 16 bits that are multiplied by alpha twice, mixes planes up if
     there are others than grey or RGB of 8 bits, and knows no subsampling without compression.
     """
-    bits, samples = {*tags.get(BITS, (1,))}, int(_first(tags, SAMPLES))
-    photometric, is_planar = _first(tags, PHOTOMETRIC, -1), _first(tags, PLANAR) != 1
-    if {*tags.get(SAMPLE_FORMAT, (_UNSIGNED,))} != {_UNSIGNED}:
+    bits, samples = {*tags.get("BitsPerSample", (1,))}, int(first(tags, "SamplesPerPixel"))
+    photometric = first(tags, "PhotometricInterpretation", -1)
+    is_planar = first(tags, "PlanarConfiguration") != 1
+    if {*tags.get("SampleFormat", (_UNSIGNED,))} != {_UNSIGNED}:
         return False
     if is_planar and (bits != {8} or (photometric, samples) not in ((BLACK_IS_ZERO, 1), (RGB, 3))):
         return False
-    is_raw = _first(tags, COMPRESSION) == UNCOMPRESSED
-    if is_raw and photometric == YCBCR and set(tags.get(CHROMA_SUBSAMPLING, (2, 2))) != {1}:
+    is_raw = first(tags, "Compression") == UNCOMPRESSED
+    if is_raw and photometric == YCBCR and set(tags.get("YCbCrSubSampling", (2, 2))) != {1}:
         return False
     if bits == {16}:
-        is_other = {SMALLEST, LARGEST} & tags.keys() or _ASSOCIATED in tags.get(EXTRA_SAMPLES, ())
-        return photometric != WHITE_IS_ZERO and not is_other
+        has_limits = "SMinSampleValue" in tags or "SMaxSampleValue" in tags
+        is_multiplied = _ASSOCIATED in tags.get("ExtraSamples", ())
+        return photometric != WHITE_IS_ZERO and not has_limits and not is_multiplied
     return bits <= {1, 2, 4, 8}
 
 
 def is_exact_by_pillow(tags: Tags) -> bool:
     """Return whether Pillow reads the numbers of a page as they are in the file."""
-    samples = int(_first(tags, SAMPLES))
-    layout = tuple(tags.get(BITS, (1,))), _first(tags, PHOTOMETRIC, -1), _first(tags, SAMPLE_FORMAT)
-    return samples == len(layout[0]) and layout in _EXACT
+    bits = tuple(tags.get("BitsPerSample", (1,)))
+    photometric = first(tags, "PhotometricInterpretation", -1)
+    is_known = (bits, photometric, first(tags, "SampleFormat")) in _EXACT
+    return is_known and int(first(tags, "SamplesPerPixel")) == len(bits)
 
 
 def describe_tiff(tags: Tags) -> str:
     """Name the numbers of a TIFF: its channels, and the bits and kind of each."""
-    bits = "/".join(str(number) for number in sorted({*tags.get(BITS, (1,))}))
-    kind = {1: "", 2: ", signed", 3: ", floats"}.get(int(_first(tags, SAMPLE_FORMAT)), ", others")
-    return f"a TIFF of {counted(int(_first(tags, SAMPLES)), 'channel')} of {bits} bits{kind}"
+    bits = "/".join(str(number) for number in sorted({*tags.get("BitsPerSample", (1,))}))
+    kinds = {1: "", 2: ", signed", 3: ", floats"}
+    kind = kinds.get(int(first(tags, "SampleFormat")), ", others")
+    channels = counted(int(first(tags, "SamplesPerPixel")), "channel")
+    return f"a TIFF of {channels} of {bits} bits{kind}"
 
 
 def tiff_numbers(data: bytes, pages: list[int], policy: ImagePolicy) -> Array:
@@ -249,8 +249,9 @@ def tiff_rgb(data: bytes, number: int, tags: Tags, policy: ImagePolicy) -> npt.N
 
     Returns (H, W, 3) uint8.
     """
-    photometric, samples = _first(tags, PHOTOMETRIC, -1), int(_first(tags, SAMPLES))
-    extra = [int(kind) for kind in tags.get(EXTRA_SAMPLES, ())]
+    photometric = first(tags, "PhotometricInterpretation", -1)
+    samples = int(first(tags, "SamplesPerPixel"))
+    extra = [int(kind) for kind in tags.get("ExtraSamples", ())]
     colours = 3 if photometric == RGB else 1
     if samples == colours + 1 and not extra:
         extra = [_UNASSOCIATED]  # as in files of 8 bits, where Pillow decides
@@ -276,12 +277,12 @@ def tiff_rgb(data: bytes, number: int, tags: Tags, policy: ImagePolicy) -> npt.N
 
 def tiff_range(tags: Tags, policy: ImagePolicy) -> NumberRange:
     """Numbers that are black and white: by the tags of samples, else by the bits."""
-    bits = {*tags.get(BITS, (1,))}
-    black = min(tags.get(SMALLEST, (0,)))
+    bits = {*tags.get("BitsPerSample", (1,))}
+    black = min(tags.get("SMinSampleValue", (0,)))
     white: float | None = None
-    if LARGEST in tags:
-        white = max(tags[LARGEST])
-    elif _first(tags, SAMPLE_FORMAT) == _UNSIGNED and len(bits) == 1 and max(bits) < 32:
+    if "SMaxSampleValue" in tags:
+        white = max(tags["SMaxSampleValue"])
+    elif first(tags, "SampleFormat") == _UNSIGNED and len(bits) == 1 and max(bits) < 32:
         white = 2 ** int(max(bits)) - 1
     elif policy.white is not None:
         white = policy.white
@@ -289,10 +290,5 @@ def tiff_range(tags: Tags, policy: ImagePolicy) -> NumberRange:
         raise unknown_white(describe_tiff(tags))
     if not black < white:
         raise format_fault(f"its tags say that black is {black:g} and white {white:g}")
-    is_inverted = _first(tags, PHOTOMETRIC) == WHITE_IS_ZERO
+    is_inverted = first(tags, "PhotometricInterpretation") == WHITE_IS_ZERO
     return NumberRange(white, black) if is_inverted else NumberRange(black, white)
-
-
-def _first(tags: Tags, tag: int, default: float = 1) -> float:
-    """First value of a tag."""
-    return tags.get(tag, (default,))[0]

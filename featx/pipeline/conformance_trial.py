@@ -123,9 +123,9 @@ def _library_pixels(
     numbers = sorted({i * num_images // num_wanted for i in range(num_wanted) if num_images})
     if trial.is_reference:
         return numbers, trial.images[numbers]
-    loaded = list(loader.each([trial.rows[i] for i in numbers], by_library=True))
-    numbers = [i for i, x in zip(numbers, loaded, strict=True) if x is not None]
-    pixels = [x for x in loaded if x is not None]
+    loaded = list(loader.results([trial.rows[i] for i in numbers], by_library=True))
+    numbers = [i for i, x in zip(numbers, loaded, strict=True) if isinstance(x, torch.Tensor)]
+    pixels = [x for x in loaded if isinstance(x, torch.Tensor)]
     return numbers, torch.stack(pixels) if pixels else trial.images[:0].float()
 
 

@@ -57,7 +57,6 @@ class _Relabelled:
         self.states = folder.states
 
     def listing(self) -> Listing:
-        """List the folder with the classes of the file."""
         listing, origin = self._folder.listing(), f"data.classes={self._file}"
         unknown = [name for name in listing.classes if name not in self._names]
         if unknown:
@@ -113,7 +112,6 @@ def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
 
 
 def _from_csv(file: Path, text: str, delimiter: str) -> list[tuple[str, str | int]]:
-    """Parse CSV lines into pairs."""
     rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if row]
     for line in rows:
         if len(line) != 2:

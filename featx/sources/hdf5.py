@@ -106,11 +106,7 @@ class Hdf5Source:
         except layout.UNREADABLE as error:
             if not layout.is_damage(error):
                 raise
-            raise ImageFault(
-                Status.DECODE_ERROR,
-                f"row {row} cannot be read: {str(error)[:150]}",
-                type(error).__name__,
-            ) from error
+            raise ImageFault.of(error, what=f"row {row} cannot be read: ") from error
         if self._pixels is not None:
             pixels = value[0].transpose(self._pixels.axes)
             return encode_pixels(pixels) if self._pixels.is_rgb else encode_numbers(pixels)
@@ -133,7 +129,6 @@ class Hdf5Source:
             return str(fault).encode()
 
     def _open(self) -> h5py.File:
-        """Open the file for reading."""
         try:
             with self._path.open("rb"):
                 pass
@@ -158,7 +153,6 @@ class Hdf5Source:
         return dataset
 
     def _labels(self, file: h5py.File, count: int) -> Labels:
-        """Read the labels of `count` rows."""
         if self._label_name is None:
             return Labels.none(count)
         origin = f"{self._path}: /{self._label_name}"

@@ -148,7 +148,6 @@ class HuggingFaceSource:
         return [None if not path else path.encode() for path in found]
 
     def _labels(self, count: int) -> Labels:
-        """Return the labels of `count` rows and the class names."""
         if self._label_column is None:
             return Labels.none(count)
         origin = f"{self._origin}, column {self._label_column}"

@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,11 @@ KEPT_BYTES = 512 << 20
 MAX_GROUP_BYTES = 2 << 30
 """Largest size of the image column of a row group in bytes, since a row group is held in memory
 whole."""
+
+_FACTS = attrgetter(
+    "path_in_schema", "num_values", "total_compressed_size", "total_uncompressed_size"
+)
+"""What a footer says about a chunk, of which content tags are made."""
 
 
 class ImageColumn:
@@ -76,16 +82,7 @@ class ImageColumn:
                         f"{MAX_GROUP_BYTES}. Write it with smaller ones, as "
                         "pyarrow.parquet.write_table(row_group_size=1000)."
                     )
-                facts = [
-                    (
-                        chunk.path_in_schema,
-                        chunk.num_values,
-                        chunk.total_compressed_size,
-                        chunk.total_uncompressed_size,
-                    )
-                    for chunk in chunks
-                ]
-                tags.append(zlib.crc32(repr(facts).encode()))
+                tags.append(zlib.crc32(repr([*map(_FACTS, chunks)]).encode()))
                 counts.append(group.num_rows)
                 self._places.append((number, inside))
         self._starts = np.concatenate([[0], np.cumsum(counts)])
@@ -138,11 +135,7 @@ class ImageColumn:
                     # pyarrow raises OSError for damaged data as well, but without an errno.
                     if getattr(error, "errno", None) is not None:
                         raise
-                    raise ImageFault(
-                        Status.DECODE_ERROR,
-                        f"row group {inside} is damaged: {str(error)[:150]}",
-                        type(error).__name__,
-                    ) from error
+                    raise ImageFault.of(error, what=f"row group {inside} is damaged: ") from error
                 group = group[self._column].combine_chunks()
                 # More than 2 GB of values, which 32-bit offsets of one array cannot address.
                 if isinstance(group, pa.ChunkedArray):

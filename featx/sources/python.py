@@ -241,8 +241,7 @@ class MapSource:
         except (ImageFault, MemoryError):
             raise
         except Exception as error:
-            text = str(error).replace("\n", " ")[:200] or "no message"
-            raise ImageFault(Status.DECODE_ERROR, text, type(error).__name__) from error
+            raise ImageFault.of(error) from error
         if isinstance(encoded, Path):
             return _FILES.read(_absolute(encoded))
         if not encoded:
@@ -407,7 +406,6 @@ class _CheckedSource:
         self.read = source.read
 
     def listing(self) -> Listing:
-        """Return the listing of the source after checking it."""
         listing = self._source.listing()
         check_listing(listing)
         return listing

@@ -124,7 +124,6 @@ class SlideSource:
             return slide
 
     def _open_slide(self, key: bytes) -> OpenSlide:
-        """Open a slide."""
         from openslide import OpenSlide, OpenSlideCache
 
         path = os.path.join(self._folder.root, os.fsdecode(key))

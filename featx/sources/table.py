@@ -36,7 +36,15 @@ from featx.sources.path_patterns import base_of, find_files, is_pattern
 from featx.sources.registry import SOURCES, ColumnOptions, source_member
 from featx.sources.row_keys import numbered_keys, sorting_order
 from featx.sources.table_columns import column_values, text_bytes
-from featx.sources.table_files import ENDINGS, CsvForm, CsvTable, ParquetTable, Quoting, Table
+from featx.sources.table_files import (
+    ENDINGS,
+    CsvForm,
+    CsvTable,
+    ParquetTable,
+    Quoting,
+    Table,
+    read_errors,
+)
 from featx.types import Array, Listing, Source
 
 if TYPE_CHECKING:
@@ -131,11 +139,7 @@ class TableSource:
 
     def __init__(self, root: str, config: TableOptions) -> None:
         self._origin = str(Path(root).expanduser())
-        self._path_column = config.path_column
-        self._label_column = config.label_column
-        self._column_names = sorted(config.columns or ())
-        self._form = config.csv_form
-        self._follow_links = config.follow_links
+        self._config = config
         self._root = (
             Path(config.image_root).expanduser() if config.image_root else _folder_of(self._origin)
         )
@@ -153,10 +157,8 @@ class TableSource:
         """Read the columns of paths and labels and list all rows."""
         import pyarrow as pa
 
-        try:
+        with read_errors(self._origin):
             listing = self._listing()
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.root={self._origin} cannot be read: {error}.") from error
         # Arrow keeps what its columns have taken: 1.1 GB of 20 million rows.
         pa.default_memory_pool().release_unused()
         self._listed = True
@@ -185,17 +187,18 @@ class TableSource:
 
     def _listing(self) -> Listing:
         """List all rows; exceptions of pyarrow pass through."""
-        tables, skipped = find_files(self._origin, self._follow_links, ENDINGS, what="tables")
+        config = self._config
+        tables, skipped = find_files(self._origin, config.follow_links, ENDINGS, what="tables")
         if not tables:
             raise DataError(
                 f"data.root={self._origin}: there is no such file (taken from {Path.cwd()})."
             )
         files = [Path(path) for _, path in tables]
         is_single = files == [Path(self._origin)]
-        table = Table(files, self._origin, self._form)
+        table = Table(files, self._origin, config.csv_form)
         column = self._find_image_column(table.names)
         table.check_has(column)
-        label_column = choose_label_column(table.names, self._label_column, self._origin)
+        label_column = choose_label_column(table.names, config.label_column, self._origin)
         if column == label_column:
             raise DataError(f"{self._origin}: {column} is the column of paths and of labels.")
         holds_images = table.is_parquet and not _is_text(table.parts, column)
@@ -232,8 +235,8 @@ class TableSource:
 
     def _find_image_column(self, names: list[str]) -> str:
         """Return the column of paths or images: data.path_column, else 'path', else 'image'."""
-        if self._path_column is not None:
-            return existing_column(self._origin, "data.path_column", self._path_column, names)
+        if (chosen := self._config.path_column) is not None:
+            return existing_column(self._origin, "data.path_column", chosen, names)
         for wanted in ("path", "image"):
             if (name := find_column(names, wanted)) is not None:
                 return name
@@ -244,9 +247,9 @@ class TableSource:
 
     def _label_note(self, names: list[str], column: str, label_column: str | None) -> str:
         """Return which columns look like labels, unless the options say which one holds them."""
-        if self._label_column is not None:
-            return "" if self._label_column else "data.label_column is empty"
-        others = [name for name in names if name not in (column, *self._column_names)]
+        if self._config.label_column is not None:
+            return "" if self._config.label_column else "data.label_column is empty"
+        others = [name for name in names if name not in (column, *(self._config.columns or ()))]
         return note_on_columns(others, label_column)
 
     def _same_paths(self, keys: npt.NDArray[np.bytes_]) -> list[str]:
@@ -268,8 +271,8 @@ class TableSource:
     def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, Array]:
         """Read the columns of the option data.columns in the order of the listing."""
         columns = {}
-        for name in self._column_names:
-            name = existing_column(self._origin, "data.columns", name, table.names)
+        for name in sorted(self._config.columns or ()):
+            existing_column(self._origin, "data.columns", name, table.names)
             values = column_values(table.values(name), f"{self._origin}, column {name}")
             columns[name] = values[order]
         return columns
@@ -310,7 +313,8 @@ class TableSource:
             )
         path_in_root = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
         inside = os.path.abspath(self._root)  # noqa: PTH100
-        if not self._follow_links and os.path.commonpath((path_in_root, inside)) != inside:
+        is_outside = os.path.commonpath((path_in_root, inside)) != inside
+        if is_outside and not self._config.follow_links:
             return (
                 f"whose path leads out of {self._root} (data.image_root=DIR is the folder that "
                 "paths start from; data.follow_links=true allows any path)"

@@ -202,7 +202,7 @@ class Table:
         self.parts: list[CsvTable | ParquetTable] = []
         self.warnings: dict[str, str] = {}
         for file in files:
-            with _read_errors(file):
+            with read_errors(file):
                 self.parts.append(_open_file(file, form))
             if len(set(names := self.parts[-1].names)) < len(names):
                 raise DataError(f"{file} has two columns of the same name: {', '.join(names)}.")
@@ -237,7 +237,7 @@ class Table:
         self.check_has(name)
         columns = []
         for part in self.parts:
-            with _read_errors(part.file):
+            with read_errors(part.file):
                 columns.append(part.column(name))
         return columns
 
@@ -312,7 +312,7 @@ def _open_file(file: Path, form: CsvForm) -> CsvTable | ParquetTable:
 
 
 @contextlib.contextmanager
-def _read_errors(file: Path) -> Iterator[None]:
+def read_errors(file: Path | str) -> Iterator[None]:
     """Convert exceptions while reading a file to a DataError that names it."""
     import pyarrow as pa
 

@@ -109,8 +109,6 @@ def members(read: Read) -> Iterator[TarMember]:
 
 
 class _Header(tarfile.TarInfo):
-    """One header."""
-
     raw_name: bytes
     has_map: int
 

@@ -235,7 +235,6 @@ def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -
 
 
 def _class(shard: Shard, name: bytes, data: bytes) -> int:
-    """Parse the class number in a .cls member."""
     try:
         number = int(data[:_MAX_LABEL_BYTES])
         if number >= -1 and len(data) <= _MAX_LABEL_BYTES:

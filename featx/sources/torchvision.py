@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,31 +30,25 @@ from featx.sources.row_keys import (
 from featx.types import UNTOLD, Listing, Source
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Arguments and attributes of one class of torchvision.datasets."""
+class _Kind(NamedTuple):
+    """A class of torchvision.datasets: its splits, and attributes of the files and labels.
 
-    splits: dict[str, dict[str, Any]]
+    One without files holds its pixels, and takes a parameter `train` in place of `split`.
+    """
+
+    splits: tuple[str, ...] = ("train", "test")
     files: str | None = None
     labels: str = "targets"
 
 
-_TRAIN_TEST = {"train": {"train": True}, "test": {"train": False}}
-
-
-def _splits(*names: str) -> dict[str, dict[str, object]]:
-    """Return the constructor arguments of a class with a parameter `split`."""
-    return {name: {"split": name} for name in names}
-
-
 KINDS = {
-    "CIFAR10": _Kind(_TRAIN_TEST),
-    "CIFAR100": _Kind(_TRAIN_TEST),
-    "MNIST": _Kind(_TRAIN_TEST),
-    "FashionMNIST": _Kind(_TRAIN_TEST),
-    "Flowers102": _Kind(_splits("train", "val", "test"), "_image_files", "_labels"),
-    "Food101": _Kind(_splits("train", "test"), "_image_files", "_labels"),
-    "OxfordIIITPet": _Kind(_splits("trainval", "test"), "_images", "_labels"),
+    "CIFAR10": _Kind(),
+    "CIFAR100": _Kind(),
+    "MNIST": _Kind(),
+    "FashionMNIST": _Kind(),
+    "Flowers102": _Kind(("train", "val", "test"), "_image_files", "_labels"),
+    "Food101": _Kind(("train", "test"), "_image_files", "_labels"),
+    "OxfordIIITPet": _Kind(("trainval", "test"), "_images", "_labels"),
 }
 """Supported classes of torchvision.datasets other than ImageFolder."""
 _FOLDER = "ImageFolder"
@@ -96,10 +89,11 @@ def open_source(config: TorchvisionOptions) -> Source:
             f"{nearest(dataset_name, names)} From Python, featx.extract takes any of "
             "torchvision.datasets as its first argument."
         )
-    split = config.split or next(iter(kind.splits))
+    split = config.split or kind.splits[0]
     if split not in kind.splits:
         raise DataError(f"data.split={split}: {dataset_name} has {' and '.join(kind.splits)}.")
-    dataset = _construct(dataset_name, root, kind.splits[split])
+    arguments = {"split": split} if kind.files else {"train": split == "train"}
+    dataset = _construct(dataset_name, root, arguments)
     origin = f"{dataset_name} {split}"
     labels = np.asarray(getattr(dataset, kind.labels))
     labelled = from_numbers(labels, origin, names=getattr(dataset, "classes", None))
@@ -111,7 +105,7 @@ def open_source(config: TorchvisionOptions) -> Source:
     return _Files(FolderSource(root, config.follow_links), paths, labelled)
 
 
-def _construct(name: str, root: Path, arguments: dict[str, object]) -> Any:
+def _construct(name: str, root: Path, arguments: Mapping[str, object]) -> Any:
     """Construct a data set of torchvision without downloading it."""
     from torchvision import datasets
 
@@ -144,7 +138,6 @@ class _Pixels:
         return Listing(numbered_keys(count), labels, classes, {}, content_tags)
 
     def read(self, key: bytes) -> bytes:
-        """Encode the pixels of one row as PPM or PGM."""
         return encode_pixels(self._pixels[parse_numbered_key(key)])
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
@@ -170,11 +163,9 @@ class _Files:
         self.states = folder.states
 
     def listing(self) -> Listing:
-        """Return the rows in bytewise order of their keys."""
         return Listing(self._keys, self._labels, self._classes)
 
     def read(self, key: bytes) -> bytes:
-        """Read one file. Raises as `FolderSource.read_inside` does."""
         return self._folder.read_inside(key)
 
 

@@ -85,7 +85,11 @@ class VideoSource:
 
         The content tag of a frame is the size of its video.
         """
-        videos = self._videos()
+        if self._file is None:
+            videos = self._folder.listing()
+        else:
+            name = os.fsencode(self._file.name)
+            videos = Listing(np.array([name]), np.array([-1], dtype=np.int64))
         keys: list[bytes] = []
         labels, content_tags = [], []
         for video, label in zip(videos.keys.tolist(), videos.labels.tolist(), strict=True):
@@ -105,7 +109,7 @@ class VideoSource:
 
     def read(self, key: bytes) -> bytes:
         """Decode one frame and return it as PPM."""
-        video, _, time_s = key.rpartition(b"@")
+        video, _, time_of_key = key.rpartition(b"@")
         path = self._path(video)
         try:
             state = state_of(os.stat(path))[:2]  # noqa: PTH116 - unusual bytes
@@ -116,8 +120,10 @@ class VideoSource:
             raise OSError(errno.ESTALE, "the video was changed while it was in use", path)
         # A key is cut off at milliseconds, and the frame before may last until its time. A
         # microsecond is more than rounding errors, and less than any frame lasts.
-        steps = math.ceil(float(time_s) / self._every_s - 1e-6)
-        return self._frames.frame(path, steps * self._every_s + 1e-6, self._max_pixels)
+        steps = math.ceil(float(time_of_key) / self._every_s - 1e-6)
+        time_s = steps * self._every_s + 1e-6
+        request = {"path": path, "time_s": time_s, "max_pixels": self._max_pixels}
+        return self._frames.ask(request)[1]
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
         """Return the state of the video of each frame."""
@@ -125,18 +131,12 @@ class VideoSource:
         states: npt.NDArray[np.void] = self._folder.states(videos)[which]
         return states
 
-    def _videos(self) -> Listing:
-        """List the videos, one row each."""
-        if self._file is None:
-            return self._folder.listing()
-        return Listing(np.array([os.fsencode(self._file.name)]), np.array([-1], dtype=np.int64))
-
     def _count(self, video: bytes) -> int:
         """Return the number of frames of a video; 1 if it cannot be opened."""
         path = self._path(video)
         try:
             self._states[video] = state_of(os.stat(path))[:2]  # noqa: PTH116 - unusual bytes
-            lasts_s = self._frames.duration_s(path)
+            lasts_s = float(self._frames.ask({"path": path})[0]["duration_s"])
             if lasts_s / self._every_s > (size := self._states[video][0]):
                 raise DataError(
                     f"{path} claims to last {lasts_s:g} s, more frames than its {size} bytes can "
@@ -144,15 +144,12 @@ class VideoSource:
                 )
             # The small subtraction keeps rounding errors from adding a frame at the very end.
             return max(1, math.ceil(lasts_s / self._every_s - 1e-6))
-        except ImageFault:
-            return 1
-        except FileNotFoundError:  # a dangling link
+        except (ImageFault, FileNotFoundError):  # of a dangling link
             return 1
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
     def _path(self, video: bytes) -> str:
-        """Return the absolute path of a video."""
         return os.path.abspath(os.path.join(self._folder.root, os.fsdecode(video)))  # noqa: PTH100 - unusual bytes
 
 
@@ -164,21 +161,14 @@ class FrameReader:
         self._children = [_Child() for _ in range(min(_MOST, num_cpus()))]
         weakref.finalize(self, _end, self._children)
 
-    def duration_s(self, path: str) -> float:
-        """Return the duration of a video in seconds. Raises as `frame` does."""
-        header, _ = self._ask(path, {"path": path})
-        return float(header["duration_s"])
+    def ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Send a request to the process of a video, and return its answer.
 
-    def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """Return the frame that is displayed so many seconds after the first one, as PPM."""
-        request = {"path": path, "time_s": time_s, "max_pixels": max_pixels}
-        return self._ask(path, request)[1]
-
-    def _ask(self, path: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Send a request to the process of a video and return the answer; raises as `frame`
-        does."""
+        With a `time_s` the answer is the frame that is displayed so many seconds after the first
+        one, as PPM, otherwise the `duration_s` of the video.
+        """
         # One process per video, where the video stays open between requests.
-        child = self._children[hash(path) % len(self._children)]
+        child = self._children[hash(request["path"]) % len(self._children)]
         with child.lock:
             for tries_left in reversed(range(_TRIES)):
                 try:
@@ -194,7 +184,7 @@ class FrameReader:
         if "status" in header:
             raise ImageFault(Status(header["status"]), header["message"], header["error"])
         if "errno" in header:
-            raise OSError(header["errno"], header["strerror"], path)
+            raise OSError(header["errno"], header["strerror"], request["path"])
         return header, frame
 
 

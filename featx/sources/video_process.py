@@ -300,7 +300,6 @@ def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, objec
 
 
 def _decoder() -> Any:
-    """Import torchcodec's VideoDecoder."""
     decoder = importlib.import_module("torchcodec.decoders").VideoDecoder
     # torchcodec 0.17 and later can be imported without FFmpeg and then fail at each video.
     if getattr(sys.modules["torchcodec"], "ffmpeg_major_version", 0) is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -130,12 +130,8 @@ def parent_key(key: bytes) -> bytes:
     return key.rpartition(_SEPARATOR)[0]
 
 
-class _Line(NamedTuple):
-    """One line of the table."""
-
-    image_key: bytes
-    key: bytes
-    label: str | None
+_Line = tuple[bytes, bytes, str | None]
+"""A line of the table: key of the image, key of the row, and label."""
 
 
 class BoxedSource(DerivedSource):
@@ -155,13 +151,13 @@ class BoxedSource(DerivedSource):
         all_lines = self._lines()
         # Objects of Python for every line would take several times the memory of the listing.
         while lines := list(itertools.islice(all_lines, _BATCH_LINES)):
-            image_keys = np.array([line.image_key for line in lines], dtype=np.bytes_)
+            image_keys = np.array([key for key, _, _ in lines], dtype=np.bytes_)
             # A key that is not there has any place, which is clipped to be one of an image; the
             # comparison finds it.
             places = np.minimum(find_rows(images.keys, image_keys), len(images.keys) - 1)
             unknown.update(image_keys[images.keys[places] != image_keys].tolist())
-            codes = np.array([texts.setdefault(line.label, len(texts)) for line in lines])
-            batches.append((np.array([line.key for line in lines], np.bytes_), places, codes))
+            codes = np.array([texts.setdefault(label, len(texts)) for _, _, label in lines])
+            batches.append((np.array([key for _, key, _ in lines], np.bytes_), places, codes))
         if unknown:
             raise DataError(
                 f"data.boxes={self._file} names {counted(len(unknown), 'image')} that the data set "
@@ -208,7 +204,10 @@ class BoxedSource(DerivedSource):
                 for wanted in (*BOX_COLUMNS, "label"):
                     if (name := find_column(names, wanted)) is not None:
                         names[names.index(name)] = wanted
-                self._label_note = self._note_on_columns(names)
+                others = [name for name in names if name not in BOX_COLUMNS]
+                note = note_on_columns(others, find_column(names, "label"), option="")
+                is_hint = "like labels" in note
+                self._label_note = f"data.boxes={self._file}: {note}" if is_hint else ""
                 if missing := [name for name in BOX_COLUMNS if name not in names]:
                     raise DataError(
                         f"data.boxes={self._file} has no column {', '.join(missing)}; expected a "
@@ -229,12 +228,6 @@ class BoxedSource(DerivedSource):
             raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
         if line is None:
             raise DataError(f"data.boxes={self._file} has no boxes.")
-
-    def _note_on_columns(self, names: list[str]) -> str:
-        """Return which columns look like labels and are not used."""
-        names = [name for name in names if name not in BOX_COLUMNS]
-        note = note_on_columns(names, "label" if "label" in names else None, option="")
-        return f"data.boxes={self._file}: {note}" if "looks like" in note else ""
 
     def _convert_lines(self, reader: Any, names: list[str]) -> Iterator[_Line]:
         """Convert the lines of the table one by one; errors of all lines are one error."""
@@ -264,7 +257,7 @@ class BoxedSource(DerivedSource):
                 continue
             image_key = name_bytes(path)
             label = None if label_column is None else cells[label_column]
-            yield _Line(image_key, box_key(image_key, *map(int, numbers)), label)
+            yield image_key, box_key(image_key, *map(int, numbers)), label
         if len(problems) == 1:
             raise DataError(f"data.boxes={self._file}, {problems[0]}")
         if problems:

@@ -198,30 +198,21 @@ class ShardSource:
 
     def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
         """Return labels from the .cls members, if any, else from the folders in member names."""
-        if (numbers != NO_LABEL).any():
-            origin = f"the .cls members of {self._root}"
-            labels = from_numbers(numbers, origin, numbers == NO_LABEL)
-            return labels._replace(warnings=(*labels.warnings, *self._unused_folders(numbers)))
         starts = [len(shard.name) + 1 for shard in self._shards]
-        members = (
-            bytes(key)[starts[i] :] for key, i in zip(self._keys, self._positions[0], strict=True)
+        without = np.flatnonzero(numbers == NO_LABEL)
+        members = (self._keys[row][starts[self._positions[0, row]] :] for row in without.tolist())
+        folders = (name_text(name.rpartition(b"/")[0].partition(b"/")[0]) for name in members)
+        if len(without) == len(numbers):
+            return from_names(folders)
+        origin = f"the .cls members of {self._root}"
+        labels = from_numbers(numbers, origin, numbers == NO_LABEL)
+        if not (num_unused := sum(folder != "" for folder in folders)):
+            return labels
+        warning = (
+            f"{self._root}: {counted(num_unused, 'image lies', 'images lie')} in a folder and has "
+            "no .cls member, so no label: folders are labels only where no image has a .cls member"
         )
-        return from_names(
-            name_text(name.split(b"/", 1)[0]) if b"/" in name else "" for name in members
-        )
-
-    def _unused_folders(self, numbers: npt.NDArray[np.int64]) -> list[str]:
-        """Return a warning if images without a .cls member lie in folders."""
-        starts = [len(shard.name) + 1 for shard in self._shards]
-        rows = np.flatnonzero(numbers == NO_LABEL).tolist()
-        count = sum(b"/" in self._keys[row][starts[self._positions[0, row]] :] for row in rows)
-        if not count:
-            return []
-        num_images = counted(count, "image lies", "images lie")
-        return [
-            f"{self._root}: {num_images} in a folder and has no .cls member, so no label: folders "
-            "are labels only where no image has a .cls member"
-        ]
+        return labels._replace(warnings=(*labels.warnings, warning))
 
     def _label_note(self) -> str:
         """Return what was looked for as labels, and which other members there are."""

@@ -29,7 +29,7 @@ from featx.images import (
     image_reading,
 )
 from featx.sources import FolderSource
-from featx.types import Batch, ImageFault, Listing, Part, Status
+from featx.types import Batch, Failure, ImageFault, Listing, Part, Status
 
 pytestmark = pytest.mark.usefixtures("without_read_waits")
 
@@ -455,14 +455,14 @@ def test_images_come_one_by_one_with_a_gap_where_one_fails() -> None:
     source = MemorySource([*GOOD[:9], BAD["text"][0]])
     rows = [5, 9, 4, 0, 5, 9, 8]
     with make_loader(source) as loader:
-        images = list(loader.each(rows))
-    assert [row for row, image in zip(rows, images, strict=True) if image is None] == [9, 9]
-    for row, image in zip(rows, images, strict=True):
-        if image is not None:
+        results = list(loader.results(rows))
+    assert [each.row for each in results if isinstance(each, Failure)] == [9, 9]
+    for row, image in zip(rows, results, strict=True):
+        if row != 9:
             assert torch.equal(image, expected_row(GOOD[row]))
     source = MemorySource(GOOD[:1] * 400)
     with make_loader(source) as loader:
-        assert next(loader.each(range(400))) is not None
+        assert torch.equal(next(loader.results(range(400))), expected_row(GOOD[0]))
     assert len(source.read_keys) < 200
 
 

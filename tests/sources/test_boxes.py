@@ -111,6 +111,14 @@ def test_whole_pixels_may_be_written_as_floats(photos: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize("names", [("class",), ("class", "category")])
+def test_columns_that_look_like_labels_are_named(photos: Path, names: tuple[str, ...]) -> None:
+    lines = [(*line, *("x" for _ in names)) for line in boxes_of(photos)]
+    note = BoxedSource(FolderSource(photos), write_boxes(lines, (*HEADER, *names))).listing()
+    assert ", ".join(map(repr, names)) in note.label_note
+    assert "rename the one that holds the labels to label" in note.label_note
+
+
 def test_labels_that_are_marks_of_missing_values_are_warned_of(photos: Path) -> None:
     lines = [(*line, ("NaN", "tail", "")[i % 3]) for i, line in enumerate(boxes_of(photos))]
     file = write_boxes(lines, (*HEADER, "label"))

@@ -18,6 +18,7 @@ from featx.config import ReduceConfig
 from featx.errors import ReduceError, counted
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout
+from featx.types import Failure
 
 if TYPE_CHECKING:
     from featx.pipeline import RunContext
@@ -184,8 +185,8 @@ def _sprite_sheet(
     h, w = (max(1, round(n * longest / max(height, width))) for n in (height, width))
     places = np.full((side * side, h, w, 3), _GREY, dtype=np.uint8)
     num_missing = 0
-    for place, x in enumerate(context.loader.each(rows.tolist())):
-        if x is None:
+    for place, x in enumerate(context.loader.results(rows.tolist())):
+        if isinstance(x, Failure):
             num_missing += 1
             continue
         image = Image.fromarray(preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import METRICS, output_folder
+from featx.analysis.probe import METRICS
 from featx.base import shown_path
 from featx.errors import ConfigError, FeatxError, counted
 from featx.storage import is_url
@@ -153,7 +153,8 @@ def _images_per_second(store: FeatureStore, notes: list[str]) -> float | None:
 
 def _probe(store: FeatureStore, notes: list[str]) -> Json | None:
     """Return the answer of job=probe; None without one."""
-    path = output_folder(store) / layout.PROBE
+    folder = store.root if store.root.is_dir() else store.root.parent
+    path = folder / layout.PROBE
     with _noting(path, notes):
         result = read_result(path)
         if result["rows_sha256"] != store.rows_sha256:

@@ -16,6 +16,7 @@ import numpy as np
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StorageError
+from featx.pipeline.changed_model import check_model
 from featx.pipeline.finished_run import FinishedRun, present_rows_text
 from featx.pipeline.loop import RunObserver
 from featx.pipeline.output import Output, seconds_of_part
@@ -24,7 +25,6 @@ from featx.pipeline.row_failures import Rows, compute_rows
 from featx.pipeline.row_updates import (
     check_images,
     check_images_before_adding,
-    check_model,
     compute_lost_rows,
     has_mixed_rows,
     retry_failed_rows,

@@ -200,3 +200,9 @@ def test_weights_with_nan_are_refused(state: State) -> None:
     state["1.bias"][0] = float("nan")
     with pytest.raises(WeightsError, match=r"damaged: NaN in 1 tensor \(1.bias\)"):
         load_weights(net(), state, "w.pth")
+
+
+def test_a_whole_pickled_module_is_refused(tmp_path: Path) -> None:
+    torch.save(net(), tmp_path / "model.pth")
+    with pytest.raises(WeightsError, match="tensors only"):
+        read_weights(tmp_path / "model.pth")

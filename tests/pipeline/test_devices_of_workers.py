@@ -303,7 +303,10 @@ def workers_here() -> tuple[list[int], list[int]]:
 )
 def test_killed_in_the_middle_the_result_is_the_same(photos: Path, job: str, end: str) -> None:
     distributed_jobs.run(job, photos, "reference", model={**MODEL, "args": {"pause_s": 0.4}})
-    with running(command_of(job), **ONE_THREAD) as process:
+    temporary = Path("temporary").absolute()
+    temporary.mkdir()
+    environment = {**ONE_THREAD, "TMPDIR": str(temporary)}
+    with running(command_of(job), **environment) as process:
         wait_until(lambda: distributed_jobs.parts_done(job, Path("store")), process)
         workers, decoders = workers_here()
         assert len(workers) == 2
@@ -320,8 +323,9 @@ def test_killed_in_the_middle_the_result_is_the_same(photos: Path, job: str, end
         assert took < 10
         assert all(ended(pid) for pid in (*workers, *decoders)), "a process lives on"
         assert 1 <= distributed_jobs.parts_done(job, Path("store")) < 6
-        with running(command_of(job), **ONE_THREAD) as again:
+        with running(command_of(job), **environment) as again:
             assert outcome(again)[0] == 0
+    assert list(temporary.glob("featx-*")) == []
     assert distributed_jobs.made(job) == distributed_jobs.made(job, "reference")
     assert temporary_files(Path("store")) == []
 

@@ -167,11 +167,11 @@ def test_folders_of_killed_drivers_are_deleted_and_those_of_living_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = """
-        import os, time
+        import time
         from featx.pipeline.executors.process_pool import temporary_worker_folder
         with temporary_worker_folder() as folder:
-            (folder / "worker-spec.pkl").write_bytes(b"x")
-            os.utime(folder / "worker-spec.pkl", (1e9, 1e9))
+            (folder / "3ff35702").mkdir()
+            (folder / "3ff35702/worker-spec.pkl").write_bytes(b"x")
             print(folder, flush=True)
             time.sleep(600)
         """

@@ -23,30 +23,27 @@ from featx.types import Part
 _NUM_LAST_LINES = 20
 """Number of lines of a worker's output that are repeated if it dies."""
 
-
 _FOLDER_PREFIX = "featx-workers-"
-
-_STARTS_WITHIN_S = 60.0
-"""Seconds after which a folder of workers that is not locked is one of a driver that was killed."""
 
 
 @contextlib.contextmanager
 def temporary_worker_folder() -> Iterator[Path]:
     """Temporary folder for workers; those that killed drivers of this user have left are deleted.
 
-    The driver holds a lock on its folder, which the kernel releases when it dies.
+    The driver holds a lock on its folder from before the worker spec is in it. The kernel releases
+    the lock when the driver dies.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*/{SPEC}"):
-        with contextlib.suppress(OSError):  # of another user, or locked
-            if time.time() - left.stat().st_mtime > _STARTS_WITHIN_S:
-                with _locked(left.parent):
-                    shutil.rmtree(left.parent)
-    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as name:
-        folder = Path(name)
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a file system without locks: no one deletes it
-                stack.enter_context(_locked(folder))
-            yield folder
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*/*/{SPEC}"):
+        folder = left.parent.parent
+        with contextlib.suppress(OSError), _locked(folder):  # another user's, or a living driver's
+            shutil.rmtree(folder)
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as name,
+        contextlib.ExitStack() as stack,
+    ):
+        with contextlib.suppress(OSError):  # a file system without locks: no one deletes it
+            stack.enter_context(_locked(Path(name)))
+        yield Path(name)
 
 
 @contextlib.contextmanager

@@ -192,8 +192,9 @@ _ALSO_CALLED = {
     "huggingface": "hf datasets",
     "table": "parquet",
 }
-"""Name in featx -> its names in other programs. Of names that one word means, the first come first;
-options of a group are keywords with an underscore in Python."""
+"""Name in featx -> its names in other programs, separated by spaces. If a word stands for several
+names of featx, they are offered in this order, an option such as data.root also as the keyword
+data_root of Python."""
 
 
 _BENCH = "`scripts/benchmark peers` of the source repository compares featx with a plain script"

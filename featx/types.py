@@ -295,6 +295,7 @@ class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an 
         """Return the fault of an image that makes other code raise an exception.
 
         Args:
+            status: status of the row.
             what: beginning of the message, before that of the exception.
         """
         text = " ".join(str(error).split())[:300] or "no message"

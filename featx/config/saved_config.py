@@ -56,11 +56,11 @@ def _load_mapping(text: str) -> dict[str, object]:
 
 
 def data_of_saved(saved: Config, options: DataConfig, store: str) -> DataConfig:
-    """Return the options of the images of a store, whose name is for messages, by its saved config
-    and by `options`, those of the command, whose data.root is used if given.
+    """Return the options of the images of a store: those of its saved config, with data.root of
+    `options`, those of the command, if it is given. `store` is its name in messages.
 
-    Raises ConfigError if it is not, and the saved options contain a URL or read the environment, by
-    which a stranger's file could send secrets to another machine.
+    Raises ConfigError if no data.root is given, and the saved options contain a URL or read the
+    environment, by which a stranger's file could send secrets to another machine.
     """
     if options.root is not None:
         if options.name == saved.data.name:

@@ -104,8 +104,8 @@ class TransformConfig:
     def check_sizes(
         self, resize: int | tuple[int, int] | None, crop: int | tuple[int, int]
     ) -> None:
-        """Check that the crop lies within the resized image. The arguments are the values of
-        options that are not given; `resize` is None if the library resizes.
+        """Check that the crop lies within the resized image. `resize` and `crop` are the sizes
+        where the options of these names are not given; `resize` is None if the library resizes.
         """
         resized = resize if self.resize is None else self.resize
         if resized is None:

@@ -34,6 +34,7 @@ class ExportFolder:
         """File of any size at a path below the folder, with '/', that the block fills from start to
         end.
         """
+        # No other process writes to this folder, so there is nothing that one has left.
         return self._disk.stream_file(self._path(name), has_lock=True)
 
     @contextlib.contextmanager

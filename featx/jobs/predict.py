@@ -57,7 +57,7 @@ def run(config: Config, config_yaml: str) -> int:
     with disk.stream_file(path) as file:
         file.write(image_predictions_csv(predictions))
         file.flush()  # a full disk leaves both files of an earlier run
-        disk.remove(page)  # of an earlier run, which a kill would leave beside these predictions
+        disk.remove(page)  # of an earlier run: this process may end here
     has_page = predictions.task == "classification"
     if has_page:
         whole = replace(config.data, views=None, crops=None, crop_scale=None, crop_ratio=None)

@@ -69,6 +69,11 @@ class Edge:
     consumers: deque[OpenCall] = field(default_factory=lambda: deque(maxlen=64))
 
 
+_SeenViews = list[tuple[int, Callable[[torch.Tensor], None]]]
+"""For each view of a tensor, the version at which it was seen, and what follows its gradient once
+something has been written to their memory since."""
+
+
 class RunningCalls(threading.local):
     """Calls of the pass of one thread; each thread sees its own.
 
@@ -115,15 +120,14 @@ def every_call(
     running = RunningCalls()
     tensor_hooks = TensorHooks()
     edges = WeakTensorKeyDictionary()  # tensor -> its version, and its edge
-    views = WeakTensorKeyDictionary()  # tensor -> version at which a view of it was seen, and what
-    # follows the gradient of the view once something is written to their memory
+    views = WeakTensorKeyDictionary()  # tensor -> _SeenViews
 
     def edges_of(tensors: Iterable[torch.Tensor]) -> Iterator[Edge]:
         for tensor in tensors:
             if on_gradient is None or not tensor.requires_grad:
                 continue
             base = tensor if tensor._base is None else tensor._base
-            views_of_base: list[Any] = views.setdefault(base, [])  # type: ignore[no-untyped-call]
+            views_of_base: _SeenViews = views.setdefault(base, [])  # type: ignore[no-untyped-call]
             while views_of_base and views_of_base[0][0] != base._version:
                 _, follow_written = views_of_base.pop(0)
                 follow_written(base)

@@ -124,7 +124,9 @@ class Videos:
         if damage := _DAMAGE.search(self._messages.read()):
             # The next request decodes from a key frame again, so that it meets the damage too.
             self._open.popitem()
-            raise ImageFault(Status.DECODE_ERROR, f"FFmpeg finds damage: {damage[0].decode()}")
+            raise ImageFault(
+                Status.DECODE_ERROR, f"FFmpeg finds damage: {damage[0].decode(errors='replace')}"
+            )
         if found.pts_seconds.item() >= sound_until_s:
             raise ImageFault(
                 Status.TRUNCATED, "the file ends early, so that its last frames may be damaged"

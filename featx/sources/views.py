@@ -151,7 +151,7 @@ class BoxedSource(DerivedSource):
         all_lines = self._lines()
         # Objects of Python for every line would take several times the memory of the listing.
         while lines := list(itertools.islice(all_lines, _BATCH_LINES)):
-            image_keys = np.array([key for key, _, _ in lines], dtype=np.bytes_)
+            image_keys = np.array([image_key for image_key, _, _ in lines], dtype=np.bytes_)
             # A key that is not there has any place, which is clipped to be one of an image; the
             # comparison finds it.
             places = np.minimum(find_rows(images.keys, image_keys), len(images.keys) - 1)

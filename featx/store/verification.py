@@ -67,7 +67,7 @@ def _state(root: Path) -> list[tuple[int, int] | None]:
 def _check(root: Path) -> DamageReport:
     """Check everything once, as `check_store`."""
     report = DamageReport(root)
-    manifest, listing = (_of_file if root.is_file() else _of_folder)(root, report)
+    manifest, listing = (_read_file if root.is_file() else _read_folder)(root, report)
     if manifest is None:
         return report
     report.num_rows = manifest.num_rows
@@ -97,7 +97,7 @@ def _check_failures_csv(root: Path, report: DamageReport) -> None:
         report.add(path, "it does not list the failed rows as the files do")
 
 
-def _of_file(path: Path, report: DamageReport) -> tuple[Manifest | None, Listing | None]:
+def _read_file(path: Path, report: DamageReport) -> tuple[Manifest | None, Listing | None]:
     """Manifest and listing in a single features.h5; None and a damage for one that is not valid."""
     try:
         with open_hdf5(path) as file:
@@ -127,7 +127,7 @@ def _of_file(path: Path, report: DamageReport) -> tuple[Manifest | None, Listing
     return manifest, None
 
 
-def _of_folder(root: Path, report: DamageReport) -> tuple[Manifest | None, Listing | None]:
+def _read_folder(root: Path, report: DamageReport) -> tuple[Manifest | None, Listing | None]:
     """Manifest of a store, and the listing that its rows were made from; None for a lost one."""
     path = root / layout.MANIFEST
     try:

@@ -34,14 +34,19 @@ _CELL = 3
 """Side in pixels of the squares over which maps of single pixels are averaged, to avoid speckle."""
 
 
-_TextStyle = tuple[int, tuple[int, int, int]]
-"""Size and colour of a line of text."""
+@dataclass(frozen=True)
+class _TextStyle:
+    """Style of a line of text."""
+
+    size: int
+    colour: tuple[int, int, int]
+
 
 _INK, _GREY = (34, 34, 34), (120, 120, 120)
-_TITLE = (24, _INK)
-_TARGET = (16, _INK)
-_LABEL = (13, _GREY)
-_NUMBER = (11, _GREY)
+_TITLE = _TextStyle(24, _INK)
+_TARGET = _TextStyle(16, _INK)
+_LABEL = _TextStyle(13, _GREY)
+_NUMBER = _TextStyle(11, _GREY)
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ def _draw_map(
     label_y = y + height + 3 + _BAR
     number = f"{largest:.2g}"
     _write(draw, (x, label_y), f"-{number}" if signed else "0", _NUMBER, _PANEL)
-    font = ImageFont.load_default(_NUMBER[0])
+    font = ImageFont.load_default(_NUMBER.size)
     number_x = x + _PANEL - round(draw.textlength(number, font))
     _write(draw, (number_x, label_y), number, _NUMBER, _PANEL)
 
@@ -197,6 +202,7 @@ def _colour(values: Numbers, stops: Sequence[str]) -> Pixels:
 
 
 def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
+    """Create an empty sheet with a title and a subtitle."""
     sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
     _write(draw, (_MARGIN, 16), title, _TITLE, width - 2 * _MARGIN)
@@ -216,11 +222,10 @@ def _write(
     draw: ImageDraw.ImageDraw, place: tuple[int, int], text: str, style: _TextStyle, width: int
 ) -> None:
     """Draw one line of text, shortened in the middle if it is wider than `width` pixels."""
-    size, colour = style
-    font = ImageFont.load_default(size)
+    font = ImageFont.load_default(style.size)
     text = text.encode("utf-8", "replace").decode()
     shortened = text
     while len(shortened) > 3 and draw.textlength(shortened, font) > width:
         half = (len(shortened) - 4) // 2 if "..." in shortened else len(text) // 2
         shortened = f"{text[:half]}...{text[len(text) - half :]}"
-    draw.text(place, shortened, colour, font)
+    draw.text(place, shortened, style.colour, font)

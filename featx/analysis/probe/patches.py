@@ -272,7 +272,8 @@ def fit_patches(patches: Patches, split: Split, l2: float | None) -> FittedPatch
     on_fit = PatchClassifier(scaler, best.fit, classes)
     on_validation = count_pixels(on_fit, patches, split.validation)
     x, counts = patches.read_labelled(split.train)
-    scaler, classes = _standardise(x), counts.any(0).nonzero()[:, 0]
+    scaler, classes = scaler_of([x]), counts.any(0).nonzero()[:, 0]
+    scaler.standardise(x)
     fit = logistic_regression.fit_logistic(x, counts[:, classes], len(classes), best.l2, last=True)
     notes = logistic_regression.note_grid_end(best.l2, strengths) + fit.notes(best.l2)
     if len(classes) < patches.num_classes:
@@ -316,8 +317,9 @@ def _sweep(
     (x, fit_counts), (held_out, held_out_counts) = (
         patches.read_labelled(places) for places in (split.fit, split.validation)
     )
-    scaler, classes = _standardise(x), fit_counts.any(0).nonzero()[:, 0]
-    _standardise(held_out, scaler)
+    scaler, classes = scaler_of([x]), fit_counts.any(0).nonzero()[:, 0]
+    for tokens in (x, held_out):
+        scaler.standardise(tokens)
     # A class without a training pixel has no finite logit. Its loss is the same for all penalties.
     counts = held_out_counts[:, classes].double()
     total = counts.sum().clamp(min=1)
@@ -330,10 +332,3 @@ def _sweep(
 
     trials = logistic_regression.sweep(x, fit_counts[:, classes], len(classes), strengths, judge)
     return scaler, classes, trials
-
-
-def _standardise(x: torch.Tensor, scaler: Scaler | None = None) -> Scaler:
-    """Standardise tokens in place, because a copy might not fit into memory; return how."""
-    scaler = scaler_of([x]) if scaler is None else scaler
-    x.sub_(scaler.mean).div_(scaler.scale)
-    return scaler

@@ -295,6 +295,7 @@ class Task(ABC, Generic[Opened, Fitted, Tested]):
     def _best_layer(
         self, seeds: Sequence[int], key: Callable[[tuple[float, ...]], tuple[float, ...]]
     ) -> str:
+        """Return the layer that is best by the mean validation metrics of some seeds."""
 
         def merit(layer: str) -> tuple[float, ...]:
             entries = [self.entries[seed, layer, self.methods[0]] for seed in seeds]

@@ -466,12 +466,14 @@ class ResumeState:
 
     Attributes:
         resolved: name -> value of every `auto`.
+        fingerprint: settings of the store that change values, those of the model at least.
         part_rows: rows per part of the layers that are resumed, or None for new layers.
         what: subject and verb for messages, such as 'the store was'.
         has_new_layers: whether no value of the layers to compute exists yet.
     """
 
     resolved: Json
+    fingerprint: Json
     part_rows: int | None
     what: str = "the store was"
     has_new_layers: bool = False

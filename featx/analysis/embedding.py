@@ -23,7 +23,7 @@ from featx.analysis.new_images import (
 from featx.analysis.value_settings import manifest_of
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
-from featx.models import given_factory
+from featx.models import copied
 from featx.pipeline import RunContext, run_parts
 from featx.store import FeatureStore, matching_layers
 from featx.types import Array, Batch
@@ -142,27 +142,29 @@ class Embedder(LoadedFunction):
                     "those of a row. Name other layers, or extract the images to a store of their "
                     "own."
                 )
-        models = []
+        models: list[LoadedModel] = []
         for run in manifest.runs:
             if names := [name for name in self._layers if manifest.first_run_with(name) is run]:
                 recipe = ExtractionRecipe.of_run(str(store.root), run, names)
-                models.append(LoadedModel(recipe, recipe.config_for(config, DataConfig()), pads))
-        super().__init__(models, model_factory)
+                run_config = recipe.config_for(config, DataConfig())
+                # A given module has the captures of one run at a time.
+                factory = copied(model_factory) if models else model_factory
+                models.append(LoadedModel(recipe, run_config, pads, factory))
+        super().__init__(models)
 
     def __call__(self, images: Sequence[object]) -> Embedding:
         items = list_given_images(images)
         features: dict[str, Array] = {}
         failures: dict[int, str] = {}
-        with given_factory(self.model_factory):
-            for model in self.models:
-                with model.run(items) as context:
-                    sink = _EmbeddingSink(context)
-                    run_parts(context, sink)
-                features |= sink.features
-                failures |= {
-                    row: f"{failure.status.label}: {failure.message}"
-                    for row, failure in sink.failures.items()
-                }
+        for model in self.models:
+            with model.run(items) as context:
+                sink = _EmbeddingSink(context)
+                run_parts(context, sink)
+            features |= sink.features
+            failures |= {
+                row: f"{failure.status.label}: {failure.message}"
+                for row, failure in sink.failures.items()
+            }
         ok = np.ones(len(items), bool)
         ok[list(failures)] = False
         for values in features.values():

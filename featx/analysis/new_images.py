@@ -100,15 +100,18 @@ class ExtractionRecipe:
             nonfinite="record",
         )
 
+    @property
+    def model_values(self) -> Json:
+        """Entries of the fingerprint of a run that decide what its model computes."""
+        values = {"weights_sha256": self.weights_sha256, "transform": self.transform}
+        return {**values, **self.model_settings}
+
     def check(self, context: RunContext) -> None:
         """Check that the model, its weights, transform and layers are as they were."""
-        header = context.header
         pairs: dict[str, tuple[object, object]] = {
-            "weights_sha256": (self.weights_sha256, header.weights_sha256),
-            "transform": (self.transform, header.transform),
+            key: (value, context.header.fingerprint.get(key))
+            for key, value in self.model_values.items()
         }
-        for key, value in self.model_settings.items():
-            pairs[key] = (value, header.fingerprint.get(key))
         spec_of_name = {spec.name: spec for spec in context.specs}
         for spec in self.specs:
             now = spec_of_name[spec.name]
@@ -175,7 +178,7 @@ class NewImagesTarget:
         self.dtype = recipe.specs[0].dtype
         self.settings: dict[str, Any] = {}
         self.list_images = list_images
-        self._resolved = recipe.resolved
+        self._recipe = recipe
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Return the layers to compute: all."""
@@ -183,7 +186,7 @@ class NewImagesTarget:
 
     def resume_state(self, names: set[str]) -> ResumeState | None:
         """Return the settings of the store."""
-        return ResumeState(self._resolved, None, "the store was")
+        return ResumeState(self._recipe.resolved, self._recipe.model_values, None)
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
@@ -197,13 +200,16 @@ class LoadedModel:
 
     Threads may share it: a run waits for the one before it. With `pads`, a batch is filled up to
     the size of the store's, so that a row has the same bits; otherwise it holds no more images than
-    there are.
+    there are. `model_factory` is that of `config_with_factory`.
     """
 
-    def __init__(self, recipe: ExtractionRecipe, config: Config, pads: bool) -> None:
+    def __init__(
+        self, recipe: ExtractionRecipe, config: Config, pads: bool, model_factory: object
+    ) -> None:
         self._recipe = recipe
         self.config = config
         self._pads = pads
+        self._model_factory = model_factory
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._first: RunContext | None = None
@@ -230,6 +236,7 @@ class LoadedModel:
         try:
             with (
                 self._lock,
+                given_factory(self._model_factory),
                 self._context(list_new_images) as context,
                 self._sized(context),
                 torch.no_grad(),
@@ -285,8 +292,8 @@ class LoadedModel:
 class LoadedFunction:
     """Function of new images whose models stay loaded until it is closed."""
 
-    def __init__(self, models: Sequence[LoadedModel], model_factory: object) -> None:
-        self.models, self.model_factory = models, model_factory
+    def __init__(self, models: Sequence[LoadedModel]) -> None:
+        self.models = models
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,6 @@ from featx.analysis.probe.metrics import (
 from featx.base import check_memory, choose_device, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
-from featx.models import given_factory
 from featx.pipeline import RunContext, RunMetrics, run_parts
 from featx.sources import FolderOptions, parent_key
 from featx.store import FeatureStore, layout, read_result
@@ -165,13 +164,12 @@ class Predictor(LoadedFunction):
         run_config = recipe.config_for(config, config.data)
         run_config = replace(run_config, max_failures=config.max_failures)
         self._data = config.data  # which a call with a folder completes
-        super().__init__([LoadedModel(recipe, run_config, pads)], model_factory)
+        super().__init__([LoadedModel(recipe, run_config, pads, model_factory)])
 
     def __call__(self, images: str | os.PathLike[str] | Sequence[object]) -> Predictions:
-        with given_factory(self.model_factory):
-            if isinstance(images, str | os.PathLike):
-                return self.predict(replace(self._data, root=os.fspath(images)))
-            return self.predict(self._data, list_given_images(images))
+        if isinstance(images, str | os.PathLike):
+            return self.predict(replace(self._data, root=os.fspath(images)))
+        return self.predict(self._data, list_given_images(images))
 
     def predict(self, data: DataConfig, images: Sequence[object] | None = None) -> Predictions:
         """Predict for the images of a data set, or of a list."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from featx.errors import ModelError
 from featx.images import Preprocess
 
 _GENERATOR = threading.RLock()
+
+_lent: WeakSet[nn.Module] = WeakSet()
+"""Modules of the user that a backbone has now."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,13 @@ class Backbone:
         _check_module(self.module, self.name)
         self.choices: dict[str, str] = {}
         if self.is_users:
+            if self.module in _lent:
+                raise ModelError(
+                    f"{self.name}: another run or embedder uses this module, with its own captures "
+                    "and precision. Close that first, or give a copy of the module, or a function "
+                    "that builds one."
+                )
+            _lent.add(self.module)
             self._modes = [(module, module.training) for module in self.module.modules()]
             self._parameters = [
                 (x, x.data, x.grad, x.requires_grad) for x in self.module.parameters()
@@ -172,6 +183,7 @@ class Backbone:
         """
         if not self.is_users:
             return
+        _lent.discard(self.module)
         if any(type(data) is not torch.Tensor for _, data, _, _ in self._parameters):
             self.module.to(self._device)  # tensor subclasses, whose data cannot be replaced
         for x, data, gradient, requires_grad in self._parameters:

@@ -6,6 +6,7 @@ from .changed_images import compare_images as compare_images
 from .changed_images import gone_images_text as gone_images_text
 from .changed_images import image_changes as image_changes
 from .changed_images import unknown_images_text as unknown_images_text
+from .changed_model import RESPONSE as RESPONSE
 from .conformance import Conformance as Conformance
 from .conformance_trial import TrialImages as TrialImages
 from .conformance_trial import compare_with_plain_path as compare_with_plain_path

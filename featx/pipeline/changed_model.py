@@ -1,68 +1,123 @@
-"""Detects a model of the user's code that computes other features than the rows of a store have."""
+"""Detects a model of the user's code that computes other features than the store has.
+
+It may do so with the same weights: its code can have changed, or something that is neither a weight
+nor printed, such as the active adapter.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from featx.errors import StoreMismatchError, counted
-from featx.pipeline.row_failures import compute_rows
-from featx.pipeline.run_context import RunContext
-from featx.store import StoreSession, from_raw
-from featx.types import Array
+from featx.errors import StoreMismatchError
+from featx.types import Json, ResumeState
 
-_SAME_MODEL = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 3e-2}
-"""Precision -> largest median of the relative L2 difference between rows of one model, in two
-processes and on two cards of one kind of device."""
+if TYPE_CHECKING:
+    import torch
 
-_CHECKED_ROWS = 8
-"""Least number of stored rows that are computed again, where a batch has fewer."""
+    from featx.engine import Engine
+
+RESPONSE = "response"
+"""Entry of `Run.resolved` with the values of the response of the model that started the store."""
+
+_NUM_VALUES = 64
+"""Largest number of values of a response."""
+
+_SAME_MODEL, _SAME_LOW_PRECISION = 1e-4, 3e-2
+"""Largest relative L2 difference between responses of one model, in two processes or on two kinds
+of device; the second if its weights are not float32."""
+
+_MODEL_ENTRIES = ("weights_sha256", "transform")
+"""Entries of a fingerprint that belong to the model, besides those named model.<name>."""
 
 
-def check_model(context: RunContext, session: StoreSession) -> None:
-    """Compute some stored rows again if the user's code makes the model, and compare them.
+@dataclass(frozen=True)
+class Response:
+    """Values that a model returns for fixed noise, evenly spaced over its output.
 
-    Such a model may compute other features with the same weights: its code can have changed, or
-    something that is neither a weight nor printed, such as the active adapter. Rows that failed,
-    and those of changed images, are left out. Raises StoreMismatchError if the others differ.
+    Attributes:
+        values: the values, with six digits.
+        limit: largest difference from a response of the same model.
     """
-    config, size = context.config, context.batch_rows
-    if config.model.code is None or config.overwrite:
+
+    values: list[float]
+    limit: float
+
+
+def response_of(engine: Engine) -> Response | None:
+    """Return the response of a model; None if it returns random, non-finite or no values."""
+    first, second = _pass_noise(engine), _pass_noise(engine)
+    if not first or not all(map(math.isfinite, first)):
+        return None
+    dtypes = {str(parameter.dtype) for parameter in engine.module.parameters()}
+    limit = _SAME_MODEL if dtypes <= {"torch.float32"} else _SAME_LOW_PRECISION
+    return Response(first, limit) if _difference(first, second) <= limit else None
+
+
+def _pass_noise(engine: Engine) -> list[float]:
+    """Return values of all tensors that the model returns for two images of noise."""
+    import torch
+
+    from featx.base import elements
+
+    x = engine.noise(2)
+    with engine.named_failure(x), torch.no_grad():
+        output = engine.module(x)
+    parts = [
+        _spaced(tensor.flatten()).float().cpu()
+        for tensor in elements(output).values()
+        if tensor.is_floating_point() and tensor.layout == torch.strided
+    ]
+    values = _spaced(torch.cat(parts)).tolist() if parts else []
+    return [float(f"{value:.6g}") for value in values]
+
+
+def _spaced(values: torch.Tensor) -> torch.Tensor:
+    """Return values of a vector, evenly spaced."""
+    return values[:: max(1, len(values) // _NUM_VALUES)][:_NUM_VALUES]
+
+
+def check_response(
+    code: str, response: Response | None, fingerprint: Json, state: ResumeState
+) -> None:
+    """Compare the response of a model with that of the model that started a store.
+
+    Args:
+        code: what makes the model, for messages.
+        response: that of the model now.
+        fingerprint: settings of the run; those of another model are refused elsewhere.
+        state: how the store was started.
+
+    Raises:
+        StoreMismatchError: they differ.
+    """
+    before = state.resolved.get(RESPONSE)
+    if not before or response is None or _has_other(fingerprint, state.fingerprint):
         return
-    stored = session.first_rows(max(size, _CHECKED_ROWS))
-    if stored is None:
-        return
-    differences: dict[str, list[float]] = {spec.name: [] for spec in context.specs}
-    for _, batch in context.loader.batches([stored.part], size):
-        rows = compute_rows(context, context.engine, batch)
-        first, count = batch.start - stored.part.start, batch.count
-        places = slice(first, first + count)
-        is_compared = stored.good[places].copy()
-        if rows.checksums is not None:
-            is_compared &= rows.checksums == stored.images[places]
-        failed = {failure.row - batch.start for failure in [*stored.failures, *rows.failures]}
-        is_compared[list(failed.intersection(range(count)))] = False
-        for spec in context.specs:
-            pair = stored.features[spec.name][places], rows.features[spec.name]
-            before, now = (from_raw(each, spec.dtype).reshape(count, -1) for each in pair)
-            differences[spec.name] += _differences(before[is_compared], now[is_compared])
-    medians = {name: float(np.median(each)) for name, each in differences.items() if each}
-    name = max(medians, key=lambda name: medians[name], default=None)
-    limit = _SAME_MODEL[context.engine.compute.precision]
-    if name is not None and medians[name] > limit:
+    difference = _difference(before, response.values)
+    if difference > response.limit:
         raise StoreMismatchError(
-            f"{session.root} was started with another model than {config.model.code} makes now, "
-            "although weights and printed layers are the same: computed again, "
-            f"{counted(len(differences[name]), 'row')} of {name} differ by {medians[name]:.2g} "
-            f"(median of the relative L2 difference; expected at most {limit:g}). Its code may "
-            "have changed, or an active adapter, a flag or a constant. Put that back, choose "
-            "another out=DIR, or overwrite=true to delete what is there."
+            f"{state.what} started with another model than {code} makes now, although weights and "
+            f"printed layers are the same: what it returns for noise differs by {difference:.2g} "
+            f"(relative L2 difference; expected at most {response.limit:g}). Its code may have "
+            "changed, or an active adapter, a flag or a constant. Put that back, or extract again "
+            "with another out=DIR or overwrite=true."
         )
 
 
-def _differences(before: Array, now: Array) -> list[float]:
-    """L2 difference of each of (n, D) rows and its counterpart, relative to the longer one."""
-    before, now = before.astype(np.float64), now.astype(np.float64)
-    lengths = np.maximum(np.linalg.norm(before, axis=1), np.linalg.norm(now, axis=1))
-    lengths[lengths == 0] = 1  # both are 0
-    differences: list[float] = (np.linalg.norm(before - now, axis=1) / lengths).tolist()
-    return differences
+def _has_other(now: Json, before: Json) -> bool:
+    """Return whether the settings of the model or of its input differ in two fingerprints."""
+    names = {name for name in {*now, *before} if name.startswith("model.")}
+    return any(now.get(name) != before.get(name) for name in (*names, *_MODEL_ENTRIES))
+
+
+def _difference(before: Sequence[float], now: Sequence[float]) -> float:
+    """Return the L2 difference relative to the longer one; infinite for other numbers of values."""
+    if len(before) != len(now):
+        return math.inf
+    length = max(np.linalg.norm(before), np.linalg.norm(now))
+    return float(np.linalg.norm(np.subtract(before, now)) / (length or 1.0))

@@ -16,7 +16,6 @@ import numpy as np
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StorageError
-from featx.pipeline.changed_model import check_model
 from featx.pipeline.finished_run import FinishedRun, present_rows_text
 from featx.pipeline.loop import RunObserver
 from featx.pipeline.output import Output, seconds_of_part
@@ -145,7 +144,9 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
             return None
         holders = [run for run in self._stored.runs if run.names & names]
         part_rows = holders[0].grid.part_rows if holders else None
-        return ResumeState(self._stored.runs[0].resolved, part_rows, has_new_layers=not holders)
+        first = self._stored.runs[0]
+        settings = first.header.fingerprint
+        return ResumeState(first.resolved, settings, part_rows, has_new_layers=not holders)
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
@@ -214,14 +215,10 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         config, requested = self.config, context.as_run()
         recompute = bool(config.refresh) or config.retry_failed
         self.session = StoreSession(self.root, requested, context.listing, config.grow, recompute)
-        with self.session.hold(self.config.overwrite, self._check_before_adding):
+        check = functools.partial(check_images_before_adding, context, self.session)
+        with self.session.hold(self.config.overwrite, check):
             self.session.write_config(self._config_yaml)
             yield
-
-    def _check_before_adding(self) -> None:
-        """Refuse to add to a store what does not fit the rows that it has."""
-        check_model(self.context, self.write_session)
-        check_images_before_adding(self.context, self.write_session)
 
     def _check_room(self, context: RunContext) -> None:
         """Refuse a new store for which the disk has no room."""
@@ -252,7 +249,6 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""
         arguments = self.context, self.write_session
-        check_model(*arguments)
         self._num_recomputed += compute_lost_rows(*arguments)
         self._num_recomputed += check_images(*arguments, only_warn=self._known_rows_only)
         if self.config.retry_failed:

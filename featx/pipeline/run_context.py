@@ -21,6 +21,7 @@ from featx.errors import DataError, counted
 from featx.images import ImagePolicy
 from featx.layers import token_geometries
 from featx.models import build_backbone, resolve_library
+from featx.pipeline.changed_model import RESPONSE, Response, check_response, response_of
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_metrics import StepTimer
 from featx.pipeline.target_labels import target_labels
@@ -130,6 +131,8 @@ class RunContext:
         devices: devices of the processes that compute, one per process (torch.device).
         choices: name of each `auto` -> its value and the reason, as one line of text.
         left_out: layers that a preset asks for but that cannot be stored, with the reason.
+        response: what a model of the user's code returns for noise; None for other models, and
+            without any such values.
         conformance: comparison with the library's own path; None if there was none.
         start_seconds: step of building the context -> seconds: listing the images, importing torch
             and the engine, loading the weights, tracing the model, and the trial.
@@ -152,6 +155,7 @@ class RunContext:
     devices: list[torch.device]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    response: Response | None = None
     conformance: Conformance | None = None
     start_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -182,6 +186,7 @@ class RunContext:
                 **({} if policy.heif is None else {"heif": policy.heif}),
                 **({} if threads is None else {"threads": threads}),
                 **({} if windows is None else {ALIGN: windows.align}),
+                **({} if self.response is None else {RESPONSE: self.response.values}),
             },
             conformance={} if self.conformance is None else self.conformance.differences,
             tokens=token_geometries(self.specs, self.engine.backbone)
@@ -285,6 +290,7 @@ def build_run_context(
         dtype = "float32" if has_windows else target.dtype  # maps are rounded when they are blended
         engine = stack.enter_context(spec.build(config, backbone, devices[0], dtype))
         selection = spec.select(config, engine)
+        response = response_of(engine) if backbone.is_users else None
         requested = spec.bind_reductions(selection.chosen, config, backbone)
         chosen = target.unfinished(listing, requested)
         resume_state = target.resume_state({point.name for point, _ in chosen})
@@ -337,6 +343,9 @@ def build_run_context(
         work_s = auto_settings.seconds_per_image * len(listing)
         part_rows = auto_settings.part_rows(*target.part_limits(engine, specs, work_s))
         settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
+        if resume_state is not None:
+            code = config.model.code or config.model.name
+            check_response(code, response, settings, resume_state)
         timer.end("trial")
         stack.enter_context(cpu_threads(parallelism.threads))
         if len(listing) > FEW_ROWS:
@@ -359,6 +368,7 @@ def build_run_context(
             devices=devices,
             choices={**auto_settings.choices, **parallelism.choices},
             left_out=selection.left_out,
+            response=response,
             conformance=conformance,
             start_seconds=timer.seconds,
         )

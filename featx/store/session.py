@@ -246,18 +246,6 @@ class StoreSession:
         stored = [part for part in parts if part.index in self._parts.indices or part in damaged]
         return sorted(stored, key=lambda part: part.index)
 
-    def first_rows(self, count: int) -> SoundRows | None:
-        """First rows, at most `count`, of the first complete part of the requested layers.
-
-        None if there is no such part.
-        """
-        parts = (part for run in self._requested_runs for part in run.parts())
-        for part in parts:
-            if part.index in self._parts.indices:
-                rows = Part(part.index, part.start, min(part.start + count, part.stop))
-                return self._parts.sound_rows(rows, self.manifest, self.listing)
-        return None
-
     def read_part(self, part: Part) -> SoundRows:
         """Read a part; rows that it has lost have no meaning.
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from interruptions import signal_after_commits
 from made_store import dataset_digests, make_spec, temporary_files
 from processes import ended, outcome, running
 from tiny_engine import of_speed
-from tiny_model import COMMAND, KEYS, MODEL, extract, write_image, write_images
+from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image, write_images
 from waiting import wait_until
 from zoo import TwoStageConvNet
 
 import featx
 from featx.config import from_composed, from_keywords
-from featx.errors import ConfigError, StoreMismatchError
+from featx.errors import ConfigError, ModelError, StoreMismatchError
 from featx.pipeline import FeatureOutput, Interrupted
 from featx.pipeline.stop_signals import GRACE_S
 from featx.store.layout import PART_BYTES
@@ -241,7 +242,7 @@ def test_a_module_that_computes_other_features_is_refused(
         write_image(photos / "cat" / "006.png", 99)
         given["refresh"] = True
     before = files_of("store")
-    with pytest.raises(StoreMismatchError, match=r"another model .* rows of conv differ by 0\.0"):
+    with pytest.raises(StoreMismatchError, match=r"another model .* for noise differs by 0\.0"):
         run(1.02)
     after = files_of("store")
     assert {path for path in after if after[path] != before.get(path)} <= {
@@ -251,6 +252,64 @@ def test_a_module_that_computes_other_features_is_refused(
     if state != "another image":  # a store that grew has the rows in another order
         run(1.0, pack=True, out="whole")
         assert dataset_digests("store") == dataset_digests("whole")
+
+
+def test_every_use_of_a_store_asks_for_its_model(photos: Path) -> None:
+    def model(scale: float) -> dict[str, Any]:
+        return {"factory": scaled(scale), "transform": MODEL["transform"]}
+
+    def take_statistics(scale: float) -> None:
+        featx.stats(**{**KEYS, "model": model(scale), "data": photos, "out": "statistics"})
+
+    extract(photos, model=model(1.0))
+    take_statistics(1.0)
+    assert run_job("probe", store="store", probe={"split": "kfold", "folds": 2}) == 0
+    image = [photos / "cat" / "000.png"]
+    uses: list[Callable[[float], object]] = [
+        lambda scale: extract(photos, model=model(scale), layers=["pool"]),
+        lambda scale: featx.embed(image, "store", model_factory=scaled(scale)),
+        lambda scale: featx.predict("store", image, model_factory=scaled(scale)),
+        take_statistics,
+    ]
+    for use in uses:
+        with pytest.raises(StoreMismatchError, match="another model"):
+            use(1.02)
+        use(1.0)
+
+
+def test_one_module_at_a_time_has_the_captures_of_a_store(photos: Path) -> None:
+    module = scaled(1.0)
+    model = {"factory": module, "transform": MODEL["transform"]}
+    extract(photos, model=model)
+    store = extract(photos, model=model, layers=["pool"])
+    images = [photos / "cat" / "000.png"]
+    with featx.embedder(store, model_factory=module) as embed:
+        found = embed(images)
+        for layer in ("conv", "pool"):
+            np.testing.assert_allclose(found[layer][0], store[layer][0], rtol=1e-3)
+        with pytest.raises(ModelError, match="another run or embedder uses this module"):
+            featx.embed(images, store, model_factory=module)
+    found = featx.embed(images, store, model_factory=module)
+    np.testing.assert_array_equal(found["pool"][0], store["pool"][0])
+    assert not any(m._forward_hooks for m in module.modules())
+
+
+class Sampled(TwoStageConvNet):
+    """A module whose output, after the layers that are stored, is random."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.rand(len(x), 1)
+
+
+def test_a_random_output_is_not_compared(photos: Path) -> None:
+    torch.manual_seed(0)
+    model = {"factory": Sampled(), "transform": MODEL["transform"]}
+    extract(photos, model=model, pack=False)
+    part = Path("store/parts/part-000000.h5")
+    before = part.read_bytes()
+    part.unlink()
+    extract(photos, model=model, pack=False)
+    assert part.read_bytes() == before
 
 
 # What stops it

@@ -15,7 +15,12 @@ from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.reader import Statistics, summary_of
 from featx.analysis.statistics.session import StatsSession, clear_files, spans_in
-from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_IMAGES, stored_settings
+from featx.analysis.statistics.stats_file import (
+    PARTS_FOLDER,
+    RESOLVED,
+    STATS_IMAGES,
+    stored_settings,
+)
 from featx.analysis.value_settings import model_values, refuse_other_values
 from featx.base import differences, log_message, record_use, shown_path, size_text, synchronise
 from featx.config import Config
@@ -65,7 +70,7 @@ COMMIT_BYTES_PER_S = 40e6
 COMMIT_SHARE = 0.1
 """Share of the time of a part that its commit may take."""
 
-_RESOLVED = ("precision", "compile", "channels_last", "batch_size")
+_RESUMED = ("precision", "compile", "channels_last", "batch_size")
 """Recorded settings that a resume uses again."""
 
 _REFRESH_TEXT = (
@@ -168,14 +173,12 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         stored = None if self.config.overwrite else stored_settings(self.root)
         if stored is None:
             return None
-        settings, threads = stored
-        resolved = {key: settings[key] for key in _RESOLVED}
+        settings, resolved = stored
+        resolved |= {key: settings[key] for key in _RESUMED}
         resolved["fold_batchnorm"] = settings.get("fold_batchnorm", False)
         resolved["jpeg"] = settings.get("jpeg", PILLOW)
         resolved["heif"] = settings.get("version.pillow_heif")
-        if threads is not None:
-            resolved["threads"] = threads
-        return ResumeState(resolved, settings["part_rows"], "the statistics were")
+        return ResumeState(resolved, settings, settings["part_rows"], "the statistics were")
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
@@ -229,9 +232,10 @@ class StatsOutput(Output[StatsPart, StatsSession]):
     def _open_session(self, lock: int = -1) -> StatsSession:
         context = self.context
         grid = Grid(len(context.listing), context.part_rows)
-        threads = context.parallelism.threads
+        of_run = context.as_run().resolved
+        resolved = {key: of_run[key] for key in RESOLVED if key in of_run}
         disk = AtomicFolder(self.root)
-        return StatsSession(disk, context.header, grid, self.layers, threads, lock)
+        return StatsSession(disk, context.header, grid, self.layers, resolved, lock)
 
     def describe(self) -> list[tuple[str, str]]:
         lines = []

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ from featx.base import differences, digest
 from featx.errors import LayerError, StoreError, StoreMismatchError, require
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder
 from featx.store import Grid, clear_job_folders, failures_csv, layout
-from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
+from featx.types import UNKNOWN_IMAGE, Failure, Json, Part, StoreHeader
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class StatsSession:
         lock: file descriptor that holds the lock.
         header: header of the run; its fingerprint contains everything that changes values, layers
             included.
-        threads: number of CPU threads that compute one batch, or None on other devices.
+        resolved: entries of `Run.resolved` that are no settings, `RESOLVED`.
 
     Attributes:
         complete: whether the final file of this run exists; known after `survey`.
@@ -68,7 +69,7 @@ class StatsSession:
         header: StoreHeader,
         grid: Grid,
         layers: Sequence[StatsLayer],
-        threads: int | None = None,
+        resolved: Json = MappingProxyType({}),
         lock: int = -1,
     ) -> None:
         self.root = disk.root
@@ -84,7 +85,7 @@ class StatsSession:
         self._failures: dict[int, Failure] = {}
         self._header = header
         self._layers = {layer.spec.name: layer for layer in layers}
-        self._threads = threads
+        self._resolved = resolved
 
     @property
     def failures(self) -> list[Failure]:
@@ -290,7 +291,7 @@ class StatsSession:
             "featx_stats": STATS_FORMAT,
             **attributes,
             "settings": json.dumps(dict(self._header.fingerprint), sort_keys=True),
-            **({} if self._threads is None else {"threads": self._threads}),
+            **self._resolved,
             "start": start,
             "stop": stop,
             "num_failed": len(contents.failures),

@@ -44,6 +44,10 @@ STATS_FILE = "stats.h5"
 STATS_IMAGES = "stats-images.h5"
 """File next to it with the states of the images, as images.h5 of a store."""
 
+RESOLVED = ("threads", "response")
+"""Entries of `Run.resolved` that are attributes of a file, and not among its settings, which are
+compared exactly."""
+
 PARTS_FOLDER = "stats-parts"
 """Folder next to it, which exists during a run."""
 
@@ -223,10 +227,9 @@ def _read_moments(file: h5py.File, group: str, count: int) -> Moments:
     return Moments(count, mean, scatter, smallest, largest)
 
 
-def stored_settings(root: Path) -> tuple[dict[str, Any], int | None] | None:
+def stored_settings(root: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return everything that changes the values of the statistics in a folder, by option name, and
-    the number of CPU threads that compute one batch (None on other devices); None without
-    statistics.
+    those of `RESOLVED` that are known; None without statistics.
     """
     for path in (root / STATS_FILE, *paths_in(root / PARTS_FOLDER, "rows-*.h5")):
         if not path.is_file():
@@ -234,5 +237,6 @@ def stored_settings(root: Path) -> tuple[dict[str, Any], int | None] | None:
         # Damaged files are set aside later, by the process that holds the lock.
         with contextlib.suppress(DamagedError), reading(path) as file:
             attributes = attributes_of(file)
-            return json.loads(attributes["settings"]), attributes.get("threads")
+            resolved = {key: attributes[key] for key in RESOLVED if key in attributes}
+            return json.loads(attributes["settings"]), resolved
     return None

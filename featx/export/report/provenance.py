@@ -18,6 +18,7 @@ import numpy.typing as npt
 from featx.base import as_utf8, size_text
 from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.probe_results import ROLES
+from featx.pipeline import RESPONSE
 from featx.storage import paths_in
 from featx.store import FeatureStore, layout, load_manifest, read_result
 from featx.types import Status
@@ -99,7 +100,9 @@ def provenance_of(
             "config": _redacted_config(run.header.config, folders),
             # Each option that was `auto`.
             "resolved": [
-                (key, without_folders(str(v), folders)) for key, v in run.resolved.items()
+                (key, without_folders(str(v), folders))
+                for key, v in run.resolved.items()
+                if key != RESPONSE
             ],
         }
         for run in (manifest.runs if manifest else ())

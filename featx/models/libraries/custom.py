@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from featx.base import is_own_process
 from featx.config import CodeModelConfig, options
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from featx.models.base import Backbone
 
+
+Model = TypeVar("Model")
 
 _PYTHON_OBJECT = "python object"
 """Stands in model.factory for the module of an object that a Python program passes."""
@@ -116,7 +118,7 @@ class Custom(ModelLibrary[CustomOptions]):
                 "its own. Leave model.weights out, or give a function that builds the module."
             )
         elif config.weights is not None:
-            module = _copy(module) if is_given else module  # the user's own keeps its weights
+            module = copied(module) if is_given else module  # the user's own keeps its weights
             weights = config.weights
             loading = load_own_weights(module, weights, config.checkpoint)
         return Backbone(
@@ -167,14 +169,17 @@ def _modules_digest(module: nn.Module) -> str:
     return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", repr(module)).encode()).hexdigest()
 
 
-def _copy(module: nn.Module) -> nn.Module:
-    """Return a copy of a module into which weights can be loaded."""
+def copied(model: Model) -> Model:
+    """Return a copy of a given module, or of an object that builds one; functions and texts are
+    returned as they are.
+    """
     try:
-        return copy.deepcopy(module)
+        return copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:
         raise ModelError(
-            f"model.weights goes into a copy of the given module, which cannot be copied: {error}. "
-            "Give a function that builds the module, or load the weights into it yourself."
+            f"the given {type(model).__name__} cannot be copied: {error}. A copy is needed if "
+            "model.weights goes into it, or if the layers of the store are of several runs. Give a "
+            "function that builds the module."
         ) from error
 
 

@@ -95,7 +95,9 @@ def worker_spec(
         content_tags=content_tags_digest(context.listing) if source is None else None,
         engine_spec=context.engine_spec,
         output=output,
-        resume_state=ResumeState(context.as_run().resolved, context.part_rows),
+        resume_state=ResumeState(
+            context.as_run().resolved, context.header.fingerprint, context.part_rows
+        ),
         fingerprint=context.header.fingerprint,
         num_rows=len(context.listing),
         cpus=config.cpus_of_worker(num_cpus()),

@@ -200,16 +200,16 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
             f"build of model.library={library.name} returned {type(backbone).__name__}; expected a "
             "featx.models.Backbone."
         )
-    if window is not None:
-        _take_windows(backbone, config, window)
-    if config.init == "reset":
-        from featx.models.base import reset_weights  # which imports torch
+    try:
+        if window is not None:
+            _take_windows(backbone, config, window)
+        if config.init == "reset":
+            from featx.models.base import reset_weights  # which imports torch
 
-        try:
             reset_weights(backbone, library.untrained(config_of_library, seed), seed)
-        except BaseException:
-            backbone.give_back()
-            raise
+    except BaseException:
+        backbone.give_back()
+        raise
     return backbone
 
 

@@ -453,12 +453,14 @@ KILLED = {"model": {**MODEL, "args": {"pause_s": 0.15}}, "reduce": "none"}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")  # as many as the other process, whatever ran before
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("name", ["stats.h5", "rows-", "stats-failures.csv"])
 def test_killed_in_the_middle_of_a_file(photos: Path, name: str) -> None:
     """The next run deletes what is left of it."""
     code = f"""
-        import featx, tiny_model
+        import featx, tiny_model, torch
+        torch.set_num_threads(1)
         featx.stats(**{{**tiny_model.KEYS, "data": {str(photos)!r}}})
         """
     killed_at_sync(code, name)

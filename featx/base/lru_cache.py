@@ -26,7 +26,7 @@ class LruCache(Generic[K, V]):
         self._limit, self._size_of = limit, size_of
         self._items: OrderedDict[K, V] = OrderedDict()
         self._size = 0
-        self._lock = threading.RLock()
+        self._lock, self._making = threading.Lock(), threading.Lock()
 
     def get(self, key: K) -> V | None:
         """Return the item of a key, if it is there."""
@@ -38,7 +38,7 @@ class LruCache(Generic[K, V]):
 
     def get_or_make(self, key: K, make: Callable[[], V]) -> V:
         """Return the item of a key; a missing one is made while other threads wait."""
-        with self._lock:
+        with self._making:
             item = self.get(key)
             if item is None:
                 item = make()

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from made_store import make_labelled
 
-from featx.analysis.probe import layer_vectors
+from featx.analysis import LayerVectors
 from featx.analysis.probe.labelled_rows import labelled_rows
-from featx.analysis.probe.layer_rows import Features, Problem
+from featx.analysis.probe.layer_rows import Problem, open_vectors, probe_rows
 from featx.config import ProbeConfig
 from featx.store import FeatureStore
 
@@ -42,12 +42,15 @@ def write_store(
     return replace(run, listing=listing).write(root, packed=True)
 
 
-def features_of(root: Path, x: np.ndarray, y: np.ndarray, memory_bytes: float = 1e9) -> Features:
+def features_of(
+    root: Path, x: np.ndarray, y: np.ndarray, memory_bytes: float = 1e9
+) -> LayerVectors:
     """The rows of a store made of them, in memory or (memory_bytes=0) read in blocks."""
     if not (root / "store").exists():
         write_store(root / "store", y, x=x)
-    rows = layer_vectors(labelled_rows(FeatureStore(root / "store")), "x")
-    return Features([rows], torch.device("cpu"), memory_bytes)
+    labelled = labelled_rows(FeatureStore(root / "store"))
+    rows = probe_rows(labelled.store, "x", labelled.rows)
+    return open_vectors([rows], torch.device("cpu"), memory_bytes)
 
 
 def problem_of(

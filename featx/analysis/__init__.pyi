@@ -2,7 +2,9 @@ from .embedding import embed_images as embed_images
 from .engine_specs import ATTRIBUTIONS as ATTRIBUTIONS
 from .engine_specs import FEATURES as FEATURES
 from .engine_specs import engine_spec as engine_spec
+from .layer_vectors import LayerRows as LayerRows
 from .layer_vectors import LayerVectors as LayerVectors
+from .layer_vectors import float_blocks as float_blocks
 from .prediction import Predictions as Predictions
 from .prediction import head_of_store as head_of_store
 from .prediction import run_prediction as run_prediction

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from featx.analysis.layer_vectors import as_vectors
 from featx.analysis.new_images import (
     ExtractionRecipe,
     LoadedFunction,
@@ -25,7 +26,6 @@ from featx.analysis.new_images import (
     list_given_images,
 )
 from featx.analysis.probe.heads import Head, output_folder, read_head
-from featx.analysis.probe.layer_rows import as_vectors
 from featx.analysis.probe.metrics import (
     CLASSIFICATION,
     LABEL_THRESHOLD,
@@ -222,7 +222,7 @@ class _PredictionSink(NewImagesSink):
 
     def keep(self, batch: Batch, features: Mapping[str, Array]) -> None:
         stored = features[self._layer].astype(np.float32)
-        x = as_vectors(torch.from_numpy(stored), self._pooled, self._head.row_width)
+        x = as_vectors(torch.from_numpy(stored), self._pooled)
         scores = self._head.scores(x.to(self._head.weight.device)).numpy()
         self.scores[batch.start : batch.start + batch.count] = scores[: batch.count]
 

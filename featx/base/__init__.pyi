@@ -37,6 +37,7 @@ from .installation import cache_folder as cache_folder
 from .installation import import_extra as import_extra
 from .installation import require_extra as require_extra
 from .installation import shipped_folder as shipped_folder
+from .lru_cache import LruCache as LruCache
 from .machine import check_memory as check_memory
 from .machine import cpu_quota as cpu_quota
 from .machine import free_memory as free_memory

@@ -7,12 +7,12 @@ all that tifffile reads. Others are decoded as a whole.
 from __future__ import annotations
 
 import io
-import threading
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from PIL import Image
 
+from featx.base import LruCache
 from featx.images.decode_settings import ImagePolicy
 from featx.images.jpeg_decode import check_jpeg, with_tables
 from featx.images.tiff_decode import BLACK_IS_ZERO, COMPRESSIONS, RGB, YCBCR, check_page
@@ -47,9 +47,7 @@ class TiffBlocks:
         self.width, self.height = page.imagewidth, page.imagelength
         self._page = page
         self._policy = policy
-        self._lock = threading.Lock()
-        self._cache: dict[int, Array] = {}
-        self._cached_bytes = 0
+        self._tiles: LruCache[int, Array] = LruCache(CACHE_BYTES, lambda tile: tile.nbytes)
 
     def cut(self, box: Box) -> Array:
         """Decode a box within the image; safe to call from several threads.
@@ -78,22 +76,15 @@ class TiffBlocks:
 
     def _tile(self, number: int) -> Array:
         """A tile from the cache, or decoded; two threads may decode the same one."""
-        with self._lock:
-            if (cached := self._cache.pop(number, None)) is not None:
-                self._cache[number] = cached  # now the last one to be dropped
-                return cached
+        if (cached := self._tiles.get(number)) is not None:
+            return cached
         try:
             tile = self._decode_tile(number)
         except (ImageFault, MemoryError):
             raise
         except Exception as error:  # damaged data raise many types, as in featx.images.decode
             raise ImageFault.of(error) from error
-        with self._lock:
-            if number not in self._cache:
-                self._cache[number] = tile
-                self._cached_bytes += tile.nbytes
-            while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-                self._cached_bytes -= self._cache.pop(next(iter(self._cache))).nbytes
+        self._tiles.put(number, tile)
         return tile
 
     def _decode_tile(self, number: int) -> Array:

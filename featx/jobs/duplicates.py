@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def run(config: Config, config_yaml: str) -> int:
     """Find groups of near-duplicates, write them to duplicates.csv, and print a summary."""
-    from featx.analysis import LayerVectors  # both import torch
+    from featx.analysis import LayerRows, LayerVectors  # both import torch
     from featx.analysis.similarity import linked_groups
     from featx.base import choose_device
 
@@ -37,7 +37,8 @@ def run(config: Config, config_yaml: str) -> int:
     rows_sha256 = store.rows_sha256
     layer, threshold = chosen_layer(store, config), options.least_cosine
     disk, device = result_folder(store, config), choose_device(config.device)
-    vectors = LayerVectors(store, layer, device, unit=True, standardise=options.standardise)
+    ok_rows = LayerRows(store, layer, np.flatnonzero(store.ok))
+    vectors = LayerVectors([ok_rows], device, unit=True, standardise=options.standardise)
     with CountProgress("rows") as progress:
         progress.begin(len(vectors))
         groups = linked_groups(vectors, threshold, progress.step)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import LruCache
 from featx.errors import DataError
 from featx.sources.base import state_of, state_of_files
 from featx.sources.row_keys import find_row, find_rows
@@ -66,8 +65,7 @@ class ImageColumn:
         self._metadata = [parquet.read_metadata(file) for file in files]
         self._column = column
         self._keys, self._rows = keys, rows
-        self._lock = threading.Lock()
-        self._groups: OrderedDict[int, pa.Array] = OrderedDict()
+        self._groups: LruCache[int, pa.Array] = LruCache(KEPT_BYTES, lambda group: group.nbytes)
         self._places: list[tuple[int, int]] = []
         counts, tags = [], []
         for number, metadata in enumerate(self._metadata):
@@ -92,7 +90,8 @@ class ImageColumn:
         """Read one encoded image."""
         row = int(self._rows[find_row(self._keys, key)])
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        value = self._group(number)[row - int(self._starts[number])]
+        group = self._groups.get_or_make(number, lambda: self._read_group(number))
+        value = group[row - int(self._starts[number])]
         if value.type.num_fields and value.is_valid:
             value = value["bytes"]
         data: bytes | None = value.as_py()
@@ -108,41 +107,28 @@ class ImageColumn:
         states: npt.NDArray[np.void] = of_files[np.array(self._places)[groups, 0]]
         return states
 
-    def _group(self, number: int) -> pa.Array:
-        """Return the image column of a row group as a pyarrow Array, cached or read.
-
-        The lock is held while reading, so that threads that need the same group read it once.
-        """
+    def _read_group(self, number: int) -> pa.Array:
+        """Read the image column of a row group."""
         import pyarrow as pa
         from pyarrow import parquet
 
-        with self._lock:
-            group = self._groups.pop(number, None)
-            if group is None:
-                of_file, inside = self._places[number]
-                path = self._files[of_file]
-                if state_of(path.stat())[:2] != self._states[of_file]:
-                    raise OSError(
-                        errno.ESTALE, "the table was changed while it was in use", str(path)
-                    )
-                try:
-                    # Page checksums are verified if the writer stored them.
-                    with parquet.ParquetFile(
-                        path, metadata=self._metadata[of_file], page_checksum_verification=True
-                    ) as file:
-                        group = file.read_row_group(inside, columns=[self._column])
-                except (pa.ArrowException, OSError) as error:
-                    # pyarrow raises OSError for damaged data as well, but without an errno.
-                    if getattr(error, "errno", None) is not None:
-                        raise
-                    raise ImageFault.of(error, what=f"row group {inside} is damaged: ") from error
-                group = group[self._column].combine_chunks()
-                # More than 2 GB of values, which 32-bit offsets of one array cannot address.
-                if isinstance(group, pa.ChunkedArray):
-                    raise ImageFault(Status.TOO_LARGE, f"row group {inside} is too large")
-            self._groups[number] = group
-            while (
-                len(self._groups) > 1 and sum(g.nbytes for g in self._groups.values()) > KEPT_BYTES
-            ):
-                self._groups.popitem(last=False)
-            return group
+        of_file, inside = self._places[number]
+        path = self._files[of_file]
+        if state_of(path.stat())[:2] != self._states[of_file]:
+            raise OSError(errno.ESTALE, "the table was changed while it was in use", str(path))
+        try:
+            # Page checksums are verified if the writer stored them.
+            with parquet.ParquetFile(
+                path, metadata=self._metadata[of_file], page_checksum_verification=True
+            ) as file:
+                table = file.read_row_group(inside, columns=[self._column])
+        except (pa.ArrowException, OSError) as error:
+            # pyarrow raises OSError for damaged data as well, but without an errno.
+            if getattr(error, "errno", None) is not None:
+                raise
+            raise ImageFault.of(error, what=f"row group {inside} is damaged: ") from error
+        group = table[self._column].combine_chunks()
+        # More than 2 GB of values, which 32-bit offsets of one array cannot address.
+        if isinstance(group, pa.ChunkedArray):
+            raise ImageFault(Status.TOO_LARGE, f"row group {inside} is too large")
+        return group

@@ -7,13 +7,12 @@ pixels are read from the tiles that it touches.
 from __future__ import annotations
 
 import os
-import threading
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import require_extra
+from featx.base import LruCache, require_extra
 from featx.config import options
 from featx.errors import ConfigError
 from featx.sources.base import FolderSource, endings
@@ -68,8 +67,7 @@ class SlideSource:
         extensions = endings(config.extensions, EXTENSIONS)
         self._folder = FolderSource(config.path, config.follow_links, extensions, what="slides")
         self._max_pixels = config.max_pixels
-        self._lock = threading.Lock()
-        self._open: dict[bytes, OpenSlide] = {}
+        self._open: LruCache[bytes, OpenSlide] = LruCache(_NUM_OPEN)
         self._cache: OpenSlideCache | None = None
 
     def listing(self) -> Listing:
@@ -90,11 +88,12 @@ class SlideSource:
 
         try:
             try:
-                image = _region(self._slide(image_key), box)
+                slide = self._open.get_or_make(image_key, lambda: self._open_slide(image_key))
+                image = _region(slide, box)
             except OpenSlideError:
                 # After an error every call of this object fails, also those of other threads, whose
                 # boxes may be sound. So each is read again by an object of its own.
-                self._forget(image_key)
+                self._open.drop(lambda key: key == image_key)
                 image = _region(self._open_slide(image_key), box)
         except OpenSlideError as error:
             is_unknown = isinstance(error, OpenSlideUnsupportedFormatError)
@@ -111,19 +110,8 @@ class SlideSource:
         """Return the states of the files of some slides."""
         return self._folder.states(keys)
 
-    def _slide(self, key: bytes) -> OpenSlide:
-        """The open slide of a key; several threads may read from it at the same time."""
-        with self._lock:
-            slide = self._open.get(key)
-            if slide is None:
-                slide = self._open_slide(key)
-                while len(self._open) >= _NUM_OPEN:
-                    # Not closed: another thread may be reading from it. The last reference does.
-                    del self._open[next(iter(self._open))]
-                self._open[key] = slide
-            return slide
-
     def _open_slide(self, key: bytes) -> OpenSlide:
+        """Open a slide, from which several threads may read at the same time."""
         from openslide import OpenSlide, OpenSlideCache
 
         path = os.path.join(self._folder.root, os.fsdecode(key))
@@ -135,11 +123,6 @@ class SlideSource:
             self._cache = OpenSlideCache(_CACHE_BYTES)
         slide.set_cache(self._cache)
         return slide
-
-    def _forget(self, key: bytes) -> None:
-        """Open a slide again when it is needed next."""
-        with self._lock:
-            self._open.pop(key, None)
 
 
 def _region(slide: OpenSlide, box: Box) -> Image.Image:

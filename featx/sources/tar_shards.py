@@ -14,10 +14,11 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from featx.base import name_bytes
+from featx.base import LruCache, name_bytes
 from featx.errors import DataError, MissingExtraError
 from featx.sources.base import mtime_ns
 from featx.sources.path_patterns import (
@@ -122,31 +123,31 @@ class GzipReader:
             readbuf_size=_COMPRESSED_BLOCK,
             buffer_size=self._block_bytes,
         )
-        self._blocks: dict[int, bytes] = {}
+        # Two at least, as an image may lie in both.
+        num_kept = 1 + max(1, _KEPT_BYTES // self._block_bytes)
+        self._blocks: LruCache[int, bytes] = LruCache(num_kept)
 
     def read(self, offset: int, length: int) -> bytes:
         """Return decompressed bytes, fewer than `length` if they are damaged or end before."""
         first, last = offset // self._block_bytes, (offset + length - 1) // self._block_bytes
         with self._lock:
-            data = b"".join(self._block(number) for number in range(first, last + 1))
+            data = b"".join(
+                self._blocks.get_or_make(number, partial(self._decompress, number))
+                for number in range(first, last + 1)
+            )
         start = offset - first * self._block_bytes
         return data[start : start + length]
 
-    def _block(self, number: int) -> bytes:
-        """Decompress a block, or take it from those that are kept; the lock is held."""
-        block = self._blocks.pop(number, None)
-        if block is None:
-            self._raw.error = None
-            try:
-                self._file.seek(number * self._block_bytes)
-                block = self._file.read(self._block_bytes)
-            except OSError as error:
-                # Indexing has read past this point, so that the shard has changed otherwise.
-                problem = f"the shard cannot be decompressed: {error}"
-                raise self._raw.error or OSError(errno.EIO, problem, self._url) from error
-            while len(self._blocks) > max(1, _KEPT_BYTES // self._block_bytes):
-                del self._blocks[next(iter(self._blocks))]
-        self._blocks[number] = block
+    def _decompress(self, number: int) -> bytes:
+        """Decompress a block; the lock is held."""
+        self._raw.error = None
+        try:
+            self._file.seek(number * self._block_bytes)
+            block: bytes = self._file.read(self._block_bytes)
+        except OSError as error:
+            # Indexing has read past this point, so that the shard has changed otherwise.
+            problem = f"the shard cannot be decompressed: {error}"
+            raise self._raw.error or OSError(errno.EIO, problem, self._url) from error
         return block
 
 

@@ -17,12 +17,12 @@ import signal
 import struct
 import sys
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
+from featx.base import LruCache
 from featx.sources.pixel_encoding import encode_pixels
 from featx.types import ImageFault, Status
 
@@ -79,9 +79,7 @@ class Videos:
 
     def __init__(self, decoder: Any, messages: IO[bytes]) -> None:
         self._decoder, self._messages = decoder, messages
-        self._open: OrderedDict[tuple[str, tuple[int, int]], _OpenVideo | ImageFault] = (
-            OrderedDict()
-        )
+        self._open: LruCache[tuple[str, int, int], _OpenVideo | ImageFault] = LruCache(_KEPT)
 
     def duration_s(self, path: str) -> float:
         """Return the duration of a video in seconds, from its header, else from its packets."""
@@ -118,12 +116,12 @@ class Videos:
                 # the stated duration of one ends before it, as in screen recordings.
                 found = video.get_frames_played_at([time_s])
         except (RuntimeError, IndexError, ValueError) as error:
-            self._open.popitem()  # this one, whose position in the file is unknown now
+            self._close(path)  # its position in the file is unknown now
             raise _fault(error) from error
         self._messages.seek(0)
         if damage := _DAMAGE.search(self._messages.read()):
             # The next request decodes from a key frame again, so that it meets the damage too.
-            self._open.popitem()
+            self._close(path)
             raise ImageFault(
                 Status.DECODE_ERROR, f"FFmpeg finds damage: {damage[0].decode(errors='replace')}"
             )
@@ -143,24 +141,22 @@ class Videos:
     def _open_video(self, path: str) -> _OpenVideo:
         """Return an open decoder for a file, identified by path, size and mtime."""
         info = Path(path).stat()
-        state = path, (info.st_size, info.st_mtime_ns)
-        video = self._open.pop(state, None)
-        if video is None:
-            try:
-                video = self._scan(path)
-            except ImageFault as fault:  # kept, as it may take as long for each frame
-                video = fault
-        self._open[state] = video
-        if len(self._open) > _KEPT:
-            self._open.popitem(last=False)
+        state = path, info.st_size, info.st_mtime_ns
+        video = self._open.get_or_make(state, lambda: self._scan(path))
         if isinstance(video, ImageFault):
             raise video.with_traceback(None)
         return video
 
-    def _scan(self, path: str) -> _OpenVideo:
-        """Open a file, and read the time stamps of all its packets."""
-        mark = _check_container(path)
+    def _close(self, path: str) -> None:
+        self._open.drop(lambda state: state[0] == path)
+
+    def _scan(self, path: str) -> _OpenVideo | ImageFault:
+        """Open a file, and read the time stamps of all its packets.
+
+        A fault is returned, so that it is kept: it may take as long to find for each frame.
+        """
         try:
+            mark = _check_container(path)
             # seek_mode="exact" scans the time stamps, so a time always gives the same frame.
             decoder = self._decoder(path, dimension_order="NHWC", seek_mode="exact")
             _check_duration(decoder.metadata)
@@ -168,8 +164,10 @@ class Videos:
             if mark not in (_AVI, _MATROSKA) and _ends_early(path):
                 first = max(0, decoder.metadata.num_frames - 1 - _DECODED_EARLIER)
                 sound_until_s = decoder.get_frames_at([first]).pts_seconds.item()
+        except ImageFault as fault:
+            return fault
         except (RuntimeError, ValueError) as error:
-            raise _fault(error) from error
+            return _fault(error)
         return _OpenVideo(decoder, sound_until_s)
 
 

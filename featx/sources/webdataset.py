@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import ClassVar
@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import name_text, printable, require_extra
+from featx.base import LruCache, name_text, printable, require_extra
 from featx.config import options
 from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
@@ -74,7 +74,7 @@ class ShardSource:
         self._indexes: list[TarIndex] = []
         self._keys = np.empty(0, dtype="S1")
         self._positions = np.empty((3, 0), dtype=np.int64)
-        self._readers: OrderedDict[int, GzipReader] = OrderedDict()
+        self._readers: LruCache[int, GzipReader] = LruCache(_OPEN_READERS)
         self._lock = threading.RLock()
 
     @property
@@ -85,7 +85,7 @@ class ShardSource:
     def listing(self) -> Listing:
         """Find and index the shards and list all images; the content tag is the member's size."""
         self._shards = find_shards(self._root, self._follow_links)
-        self._readers.clear()
+        self._readers.drop(lambda number: True)
         try:
             with ThreadPoolExecutor(_INDEXING, thread_name_prefix="featx-index") as threads:
                 self._indexes = list(
@@ -142,7 +142,11 @@ class ShardSource:
             raise ImageFault(Status.EMPTY, "the member has no bytes")
         if size > MAX_FILE_BYTES:
             raise ImageFault(Status.TOO_LARGE, f"{size} bytes, over {MAX_FILE_BYTES}")
-        data = (self._reader(number) if index.compressed else shard).read(offset, size)
+        if index.compressed:
+            reader = self._readers.get_or_make(number, lambda: self._open_reader(number))
+            data = reader.read(offset, size)
+        else:
+            data = shard.read(offset, size)
         if len(data) != size:
             raise OSError(errno.EIO, f"{len(data)} of {size} bytes came", shard.url)
         return data
@@ -162,18 +166,11 @@ class ShardSource:
         states["mtime_ns"] = changed[shards]
         return states
 
-    def _reader(self, number: int) -> GzipReader:
+    def _open_reader(self, number: int) -> GzipReader:
         """Return the reader of a compressed shard, which has a lock of its own."""
-        with self._lock:
-            reader = self._readers.pop(number, None)
-            if reader is None:
-                of_shard = self._positions[0] == number
-                size = int(self._positions[1:, of_shard].sum(axis=0).max())
-                reader = GzipReader(self._shards[number], size)
-            self._readers[number] = reader
-            if len(self._readers) > _OPEN_READERS:
-                self._readers.popitem(last=False)
-            return reader
+        of_shard = self._positions[0] == number
+        size = int(self._positions[1:, of_shard].sum(axis=0).max())
+        return GzipReader(self._shards[number], size)
 
     def _combine_indexes(self) -> Labels:
         """Sort the rows of all shards by key, keep their positions, and return their labels."""

@@ -11,7 +11,7 @@ import errno
 import itertools
 import os
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import LruCache
 from featx.errors import ObjectStoreError, StoreError
 from featx.storage import s3_client
 from featx.storage.s3_path import S3Path
@@ -67,11 +68,10 @@ class S3File(PositionedFile):
         self.error: OSError | None = None
         self._path = path
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._blocks: LruCache[int, bytes] = LruCache(_MAX_CACHED_BLOCKS)
         try:
-            self._blocks[0], self._metadata = s3_client.read(
-                path.bucket, path.key, (0, BLOCK_BYTES)
-            )
+            head, self._metadata = s3_client.read(path.bucket, path.key, (0, BLOCK_BYTES))
+            self._blocks.put(0, head)
         except s3_client.InvalidRangeError:
             self._metadata = path.metadata()
         self.size = self._metadata.size
@@ -107,26 +107,23 @@ class S3File(PositionedFile):
             whole = np.empty(stop - address, np.uint8)
             self.pread_into(whole, address, str(self._path))
             return whole.tobytes()
+        numbers = range(first, last + 1)
         with self._lock:
-            missing = [i for i in range(first, last + 1) if i not in self._blocks]
-            if missing:
-                self._fetch_blocks(missing[0], missing[-1])
-            self.used_blocks.update(range(first, last + 1))
-            for i in range(first, last + 1):
-                self._blocks.move_to_end(i)
-            found = b"".join(self._blocks[i] for i in range(first, last + 1))
-            while len(self._blocks) > _MAX_CACHED_BLOCKS:
-                self._blocks.popitem(last=False)
+            blocks = {i: block for i in numbers if (block := self._blocks.get(i)) is not None}
+            if missing := [i for i in numbers if i not in blocks]:
+                blocks |= self._fetch_blocks(missing[0], missing[-1])
+            self.used_blocks.update(numbers)
         begin = address - first * BLOCK_BYTES
-        return found[begin : begin + stop - address]
+        return b"".join(blocks[i] for i in numbers)[begin : begin + stop - address]
 
-    def _fetch_blocks(self, first: int, last: int) -> None:
+    def _fetch_blocks(self, first: int, last: int) -> dict[int, bytes]:
         """Fetch blocks `first` to `last` by one request and put them into the cache."""
         start = first * BLOCK_BYTES
         data = self._fetch(start, min((last + 1) * BLOCK_BYTES, self.size))
-        for i in range(first, last + 1):
-            offset = i * BLOCK_BYTES - start
-            self._blocks[i] = data[offset : offset + BLOCK_BYTES]
+        blocks = {i: data[i * BLOCK_BYTES - start :][:BLOCK_BYTES] for i in range(first, last + 1)}
+        for i, block in blocks.items():
+            self._blocks.put(i, block)
+        return blocks
 
     def current_size(self) -> int:
         """Size of the object; it cannot change, as every request asks for the same entity tag."""

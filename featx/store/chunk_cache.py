@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -12,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import num_cpus
+from featx.base import LruCache, num_cpus
 
 T = TypeVar("T")
 
@@ -23,39 +21,15 @@ CACHE_BYTES = 64 << 20
 class DecodePool:
     """Threads that decode chunks, and the last chunks that they decoded, of one process.
 
-    Use `decode_pool()` to get it. Chunks have the key of their dataset, an object that only one
-    dataset uses; unlike an id, it is never reused.
+    Use `decode_pool()` to get it. The key of a chunk is its number and the key of its dataset, an
+    object that only one dataset uses; unlike an id, it is never reused.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.lock = threading.Lock()
-        self._chunks: OrderedDict[tuple[object, int], npt.NDArray[np.uint8]] = OrderedDict()
-        self._bytes = 0
+        self.chunks = LruCache[tuple[object, int], npt.NDArray[np.uint8]](CACHE_BYTES, len)
         self._num_threads = num_cpus()
         self._pool = ThreadPoolExecutor(self._num_threads, "featx-decode")
-
-    def get(self, dataset_key: object, number: int) -> npt.NDArray[np.uint8] | None:
-        with self.lock:
-            rows = self._chunks.get((dataset_key, number))
-            if rows is not None:
-                self._chunks.move_to_end((dataset_key, number))
-            return rows
-
-    def put(self, dataset_key: object, number: int, chunk: npt.NDArray[np.uint8]) -> None:
-        """Add a chunk; the least recently used chunks are dropped to make room."""
-        with self.lock:
-            if (dataset_key, number) in self._chunks or len(chunk) > CACHE_BYTES:
-                return
-            self._chunks[dataset_key, number] = chunk
-            self._bytes += len(chunk)
-            while self._bytes > CACHE_BYTES:
-                self._bytes -= len(self._chunks.popitem(last=False)[1])
-
-    def drop(self, dataset_key: object) -> None:
-        with self.lock:
-            for key in [key for key in self._chunks if key[0] is dataset_key]:
-                self._bytes -= len(self._chunks.pop(key))
 
     def for_each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         """Call work(item) for all items in threads; raise the first error after all ended."""

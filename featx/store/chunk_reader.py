@@ -21,7 +21,7 @@ import numpy.typing as npt
 from featx.errors import ConfigError, StoreError, require
 from featx.storage import RawFile, S3File
 from featx.store import dtypes, layout
-from featx.store.chunk_cache import decode_pool
+from featx.store.chunk_cache import CACHE_BYTES, decode_pool
 from featx.store.filter_pipeline import Pipeline
 from featx.types import Array
 
@@ -237,7 +237,7 @@ class ChunkReader:
     def close(self) -> None:
         """Release the file; reads in progress in other threads still succeed."""
         self._dataset = self._file = None
-        decode_pool().drop(self._cache_key)
+        decode_pool().chunks.drop(lambda key: key[0] is self._cache_key)
 
     def _read_bits(self, rows: Rows, out: Array, out_indices: Rows) -> None:
         """Read stored bits: whole chunks where they are decoded or compared, otherwise rows."""
@@ -320,7 +320,7 @@ class ChunkReader:
         """Bytes of the rows of a chunk if they are in the cache."""
         if self.read_method != "decode":
             return None
-        return decode_pool().get(self._cache_key, chunk)
+        return decode_pool().chunks.get((self._cache_key, chunk))
 
     def _chunk(self, file: RawFile | S3File | None, chunk: int, data: Bytes | None = None) -> Bytes:
         """Bytes of the rows of a chunk, decoded and compared; decoded ones are cached."""
@@ -342,8 +342,8 @@ class ChunkReader:
         elif is_decoded:
             data = self._rows_by_hdf5(first, stop).reshape(-1).view(np.uint8)
         data = data[: (stop - first) * self._row_bytes]
-        if is_decoded and self._file is not None:
-            decode_pool().put(self._cache_key, chunk, data)
+        if is_decoded and self._file is not None and len(data) <= CACHE_BYTES:
+            decode_pool().chunks.put((self._cache_key, chunk), data)
         return data
 
     def _stored_chunk(self, file: RawFile | S3File, chunk: int, mapped: bool) -> Bytes:

@@ -12,7 +12,7 @@ import torch
 from made_store import make_labelled, make_run
 from probe_problem import blobs, features_of, write_store
 
-from featx.analysis.probe import layer_vectors
+from featx.analysis.probe import probe_rows
 from featx.analysis.probe.heads import fit_scaler
 from featx.analysis.probe.labelled_rows import labelled_rows, match_classes
 from featx.errors import DataError, ReduceError, StoreError
@@ -88,8 +88,8 @@ def test_small_maps_are_flattened_and_large_ones_averaged_over_positions(tmp_pat
         "tokens": ("avg", rows["tokens"].mean(1)),
     }
     for layer, (reduction, values) in expected.items():
-        found = layer_vectors(labelled, layer)
-        assert (found.reduction, found.width) == (reduction, values.shape[1])
+        found = probe_rows(labelled.store, layer, labelled.rows)
+        assert (found.as_dict()["then"], found.width) == (reduction, values.shape[1])
         read = found.read(np.array([2, 0]))
         assert read.dtype == torch.float32
         assert np.allclose(read.numpy(), values[[2, 0]], atol=1e-6)
@@ -103,9 +103,9 @@ def test_a_large_map_whose_channels_are_unknown_is_refused(tmp_path: Path) -> No
     )
     labelled = labelled_rows(FeatureStore(made.write(tmp_path / "store")))
     with pytest.raises(ReduceError, match="could be"):
-        layer_vectors(labelled, "cube")
+        probe_rows(labelled.store, "cube", labelled.rows)
     with pytest.raises(ReduceError, match="too many for a probe"):
-        layer_vectors(labelled, "four")
+        probe_rows(labelled.store, "four", labelled.rows)
 
 
 def test_the_scaler_is_numpys_mean_and_std_and_leaves_constants_at_zero(
@@ -133,7 +133,7 @@ def test_the_scaler_is_numpys_mean_and_std_and_leaves_constants_at_zero(
 def test_a_value_that_is_not_finite_in_an_ok_row_is_reported(tmp_path: Path) -> None:
     x, y = blobs(12)
     root = write_store(tmp_path / "store", y, x=x)
-    rows = layer_vectors(labelled_rows(FeatureStore(root)), "x")
+    rows = probe_rows(FeatureStore(root), "x", np.arange(12))
     with pytest.raises(StoreError, match=r"row 5 \(00005.jpg\) of x is marked ok"):
         rows.check(torch.tensor([[1.0], [float("inf")]]), np.array([4, 5]))
 

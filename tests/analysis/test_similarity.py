@@ -19,7 +19,7 @@ from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import StandardScaler
 
 import featx
-from featx.analysis import LayerVectors
+from featx.analysis import LayerRows, LayerVectors
 from featx.analysis.similarity import (
     cosines_to_first,
 )
@@ -122,6 +122,15 @@ class TestNeighbours:
         distances, places = NearestNeighbors(algorithm="brute").fit(x).kneighbors(n_neighbors=6)
         assert np.array_equal(found.neighbours, places)
         assert np.allclose(found.scores, distances, rtol=1e-5, atol=0)
+
+    def test_a_value_that_is_not_finite_is_named(self) -> None:
+        run = make_run(40, 16)
+        flat = run.features["flat"].copy()
+        row = int(np.flatnonzero(np.isfinite(flat).all(1))[9])
+        flat[row, 1] = np.inf
+        store = write(with_features(run, flat=flat))
+        with pytest.raises(StoreError, match=f"row {row} .* of flat is marked ok"):
+            nearest_rows(store, "flat", device="cpu")
 
     def test_neighbours_are_much_nearer_than_other_rows_are_far(self) -> None:
         """One row is a million times as long, and two clouds are far from each other."""
@@ -245,7 +254,8 @@ class TestDuplicates:
         store = write(with_features(run, flat=flat))
         found = duplicate_groups(store, "flat", 1, "cpu")
         assert [group.tolist() for group in found] == [[2, 5, 11, 30], [8, 39]]
-        vectors = LayerVectors(store, "flat", torch.device("cpu"), unit=True)
+        rows = LayerRows(store, "flat", np.flatnonzero(store.ok))
+        vectors = LayerVectors([rows], torch.device("cpu"), unit=True)
         assert cosines_to_first(vectors, found[0]).tolist() == pytest.approx([1] * 4)
 
     @pytest.mark.slow
@@ -260,7 +270,8 @@ class TestDuplicates:
         store = write(with_features(run, flat=flat))
         found = duplicate_groups(store, "flat", 1, "cpu")
         assert [group.tolist() for group in found] == [[0, 4], [1, 5]]
-        vectors = LayerVectors(store, "flat", torch.device("cpu"), unit=True)
+        rows = LayerRows(store, "flat", np.flatnonzero(store.ok))
+        vectors = LayerVectors([rows], torch.device("cpu"), unit=True)
         assert cosines_to_first(vectors, found[1]).tolist() == [1, 1]
         near = cosines_to_first(vectors, np.array([2, 3]))[1]
         a, b = store["flat"][2].astype(np.float64), store["flat"][3].astype(np.float64)

@@ -425,7 +425,7 @@ def test_a_forked_child_decodes_with_threads_of_its_own(tmp_path: Path) -> None:
         assert np.array_equal(rows.take(np.arange(64)), values)  # threads and cache are there
         context = multiprocessing.get_context("fork")
         answer = context.Queue()
-        with chunk_cache.decode_pool().lock:  # and it stays locked in the child
+        with chunk_cache.decode_pool().chunks._lock:  # and it stays locked in the child
             child = context.Process(target=read_in_child, args=(path, answer))
             child.start()
         assert answer.get(timeout=60) == values.tobytes()
@@ -439,6 +439,7 @@ def test_the_cache_of_decoded_chunks_is_bounded_and_spares_decoding(
     values = numbers((64, 128))
     path = make_file(tmp_path / "x.h5", values, 8, "zstd")
     monkeypatch.setattr(chunk_cache, "CACHE_BYTES", 3 * 8 * 128 * 2)
+    monkeypatch.setattr(chunk_cache, "_shared", None)
     decoded: list[int] = []
     decode = Pipeline.decode
     monkeypatch.setattr(

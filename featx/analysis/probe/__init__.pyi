@@ -4,7 +4,7 @@ from .description import probe_sections as probe_sections
 from .heads import output_folder as output_folder
 from .labelled_rows import LabelledRows as LabelledRows
 from .layer_rows import crop_of as crop_of
-from .layer_rows import layer_vectors as layer_vectors
+from .layer_rows import probe_rows as probe_rows
 from .leakage import MIN_FEATURES as MIN_FEATURES
 from .leakage import NEAR_COSINE as NEAR_COSINE
 from .metrics import LABEL_THRESHOLD as LABEL_THRESHOLD

@@ -21,7 +21,7 @@ from featx.analysis.probe.labelled_rows import (
     match_classes,
     open_other_store,
 )
-from featx.analysis.probe.layer_rows import ATTENTIVE, Problem, layer_vectors, require_tokens
+from featx.analysis.probe.layer_rows import ATTENTIVE, Problem, probe_rows, require_tokens
 from featx.analysis.probe.leakage import NEAR_COSINE, NearDuplicates, near_duplicates, repeated_rows
 from featx.analysis.probe.methods import FittedProbe
 from featx.analysis.probe.metrics import Predictions, join_predictions, mean_and_spread
@@ -95,7 +95,9 @@ class ClassTask(RowTask):
         self._keeps_scores = num_scores <= max_scores
         names = [f"{SCORE}{name}" for name in training.classes] if self._keeps_scores else []
         self.columns = [*_COLUMNS, *names]
-        self._widest = max(layers, key=lambda layer: layer_vectors(training, layer).width)
+        self._widest = max(
+            layers, key=lambda layer: probe_rows(training.store, layer, training.rows).width
+        )
         self._near: dict[int, NearDuplicates] = {}
         self._draws: dict[tuple[str, str], list[Draw]] = {}
 

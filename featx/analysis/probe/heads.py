@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from featx.analysis.probe.layer_rows import Features, TokenLayout, Tokens
+from featx.analysis.layer_vectors import LayerVectors
+from featx.analysis.probe.layer_rows import TokenLayout, Tokens
 from featx.analysis.probe.metrics import CLASSIFICATION, MULTILABEL, Ints, Matrix
 from featx.base import float64_device
 from featx.errors import StoreError
@@ -66,7 +67,7 @@ class Scaler:
         return x.sub_(self.mean).div_(self.scale)
 
 
-def fit_scaler(features: Features | Tokens, places: Ints) -> Scaler:
+def fit_scaler(features: LayerVectors | Tokens, places: Ints) -> Scaler:
     """Compute mean and standard deviation of each feature over some places."""
     return scaler_of(block for _, block in features.blocks(places))
 
@@ -158,7 +159,7 @@ class Head:
         return values.sigmoid() if self.task == MULTILABEL else values.softmax(1)
 
 
-def scores_of(head: Head, features: Features, places: Ints) -> Matrix:
+def scores_of(head: Head, features: LayerVectors, places: Ints) -> Matrix:
     """Compute the scores of some places, (n, C)."""
     scores, done = np.empty((len(places), len(head.bias))), 0
     for span, block in features.blocks(places, len(head.bias)):

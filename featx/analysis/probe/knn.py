@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from featx.analysis.layer_vectors import unit_vectors
-from featx.analysis.probe.layer_rows import Features, Problem
+from featx.analysis.layer_vectors import LayerVectors, unit_vectors
+from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
 from featx.base import float64_device, rows_of_block
@@ -69,7 +69,7 @@ def vote(problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]) -> dict
 
 
 def _nearest(
-    features: Features, bank: Ints, queries: Ints, count: int, dtype: torch.dtype
+    features: LayerVectors, bank: Ints, queries: Ints, count: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     home = features.device if dtype == torch.float32 else float64_device(features.device)
 
@@ -88,7 +88,7 @@ def _nearest(
     return best_of_blocks(scored_blocks(), torch.from_numpy(queries).to(home), count)
 
 
-def _needed_dtype(features: Features, bank: Ints) -> torch.dtype:
+def _needed_dtype(features: LayerVectors, bank: Ints) -> torch.dtype:
     """Return float64 if a common offset makes most rows nearly parallel, else float32."""
     sample = bank[np.unique(np.linspace(0, len(bank) - 1, _SAMPLED_ROWS).astype(np.int64))]
     rows = unit_vectors(features.take(sample).to(float64_device(features.device)).double())

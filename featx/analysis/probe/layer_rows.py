@@ -1,4 +1,4 @@
-"""Rows of a layer as float32 vectors or tokens."""
+"""How the probes take the rows of a layer: as vectors or tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import CLASSIFICATION, Ints
-from featx.base import check_memory, rows_of_block
+from featx.base import check_memory
 from featx.config import ProbeConfig
-from featx.errors import ConfigError, ReduceError, StoreError
+from featx.errors import ConfigError, ReduceError
 from featx.layers import RowLayout, channels_last
 from featx.store import FeatureStore
 from featx.types import Array
@@ -22,87 +23,20 @@ from featx.types import Array
 MAX_FLAT = 8192
 """Number of values up to which a map or tokens are flattened; larger ones are averaged."""
 
-MAX_VALUE = torch.finfo(torch.float32).max / 2
-"""Largest absolute value of a feature; differences of larger ones may be infinite."""
 
-
-@dataclass(frozen=True)
-class LayerRows:
-    """One layer of a store, some of its rows, and how each row becomes a vector. Rows are averaged
-    over the axes `pooled`, counted with the batch axis, or flattened if it is None.
-    """
-
-    store: FeatureStore
-    layer: str
-    rows: Ints
-    pooled: tuple[int, ...] | None
-    width: int
-
-    @property
-    def reduction(self) -> str:
-        """Reduction of rows to vectors: 'none', 'flatten' or 'avg'."""
-        if self.pooled is not None:
-            return "avg"
-        return "none" if self.store[self.layer].ndim == 2 else "flatten"
-
-    def as_dict(self) -> dict[str, object]:
-        """Describe what the store holds of the layer, and how the probe makes vectors of it."""
-        dataset = self.store[self.layer]
-        return {
-            "layer": str(dataset.attrs.get("layer", "")),
-            "capture": str(dataset.attrs.get("capture", "")),
-            "stored": str(dataset.attrs.get("reduce", "")),
-            "shape": list(dataset.shape[1:]),
-            "then": self.reduction,
-            "axes": list(self.pooled or ()),
-        }
-
-    def vectors(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert stored rows (n, ...) to (n, D) float32."""
-        return as_vectors(values, self.pooled, self.width)
-
-    def read(self, places: Ints) -> torch.Tensor:
-        """Read the vectors of some of the rows, (n, D) float32 on the CPU."""
-        rows = self.rows[places]
-        values = np.asarray(self.store[self.layer][rows])
-        vectors = self.vectors(torch.from_numpy(values.astype(np.float32, copy=False)))
-        self.check(vectors, rows)
-        return vectors
-
-    def check(self, vectors: torch.Tensor, rows: Ints) -> None:
-        """Check that vectors are finite, and that float32 holds their differences."""
-        is_held = (vectors.abs() <= MAX_VALUE).all(1)
-        if not bool(is_held.all()):
-            row = int(rows[int((~is_held).nonzero()[0, 0])])
-            raise StoreError(
-                f"{self.store.root}: row {row} ({self.store.key_of(row)}) of {self.layer} is "
-                f"marked ok and has values that are not finite, or beyond {MAX_VALUE:.1e}, which a "
-                "probe cannot standardise. job=verify says whether they are damaged."
-            )
-
-
-def as_vectors(values: torch.Tensor, pooled: tuple[int, ...] | None, width: int) -> torch.Tensor:
-    """Convert stored rows to vectors, (n, D) float32."""
-    values = values.to(torch.float32)
-    if pooled:
-        values = values.mean(pooled)
-    return values.reshape(len(values), width)
-
-
-def layer_vectors(labelled: LabelledRows, layer: str) -> LayerRows:
+def probe_rows(store: FeatureStore, layer: str, rows: Ints) -> LayerRows:
     """Decide how the rows of a layer become vectors.
 
     Vectors stay as they are. Maps and tokens are flattened if they have at most MAX_FLAT values,
     and averaged over their positions otherwise. Raises ReduceError if the map is too large, and its
     channel axis is unknown.
     """
-    store = labelled.store
     shape = store[layer].shape[1:]
     numbers = int(np.prod(shape, dtype=np.int64))
     if len(shape) < 2 or numbers <= MAX_FLAT:
-        return LayerRows(store, layer, labelled.rows, None, numbers)
+        return LayerRows(store, layer, rows)
     if len(shape) == 2:  # tokens (T, C), including the class token
-        return LayerRows(store, layer, labelled.rows, (1,), shape[1])
+        return LayerRows(store, layer, rows, (1,))
     if len(shape) != 3:
         raise ReduceError(
             f"{layer} has rows of shape {shape}, {numbers} numbers: too many for a probe, and "
@@ -110,8 +44,7 @@ def layer_vectors(labelled: LabelledRows, layer: str) -> LayerRows:
             "layers=."
         )
     is_last = map_channels_last(store, layer, "averaging before a probe")
-    axes, width = ((1, 2), shape[2]) if is_last else ((2, 3), shape[0])
-    return LayerRows(store, layer, labelled.rows, axes, width)
+    return LayerRows(store, layer, rows, (1, 2) if is_last else (2, 3))
 
 
 def map_channels_last(store: FeatureStore, layer: str, purpose: str) -> bool:
@@ -136,72 +69,19 @@ def crop_of(store: FeatureStore) -> tuple[int, int] | None:
     return None if crop is None else (int(crop.group(1)), int(crop.group(2)))
 
 
-class Features:
-    """Vectors of one layer: those of the training rows, then those of another store's rows, if any.
-
-    They stay in memory on the device if they and a standardised copy fit into the given size.
-    Otherwise they are streamed: read from the store block by block. `whole` is (N, D) float32 on
-    the device, or None if the vectors are streamed.
-    """
-
-    def __init__(self, parts: list[LayerRows], device: torch.device, memory_bytes: float) -> None:
-        self.parts = parts
-        self.device = device
-        self.width = parts[0].width
-        self._starts = np.cumsum([0, *(len(part.rows) for part in parts)])
-        self.whole: torch.Tensor | None = None
-        num_bytes = 2 * 4 * len(self) * self.width
-        if num_bytes <= memory_bytes:
-            check_memory(
-                # On a GPU, which has the standardised copy, half of it is in this memory.
-                num_bytes if device.type == "cpu" else num_bytes // 2,
-                f"The {len(self)} vectors of {self.width} numbers",
-                "Lower probe.memory_gib, so that they are streamed.",
-            )
-            whole = torch.empty((len(self), self.width))
-            for places in self._spans(np.arange(len(self))):
-                whole[places[0] : places[-1] + 1] = self._read(places)
-            self.whole = whole.to(device)
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def blocks(self, places: Ints, num_outputs: int = 0) -> Iterator[tuple[Ints, torch.Tensor]]:
-        """Yield the places of a block in order, and their vectors, (n, D) float32 on the device.
-
-        A block has as many rows as also fit into it with `num_outputs` float64 values each.
-        """
-        for span in self._spans(places, num_outputs):
-            if self.whole is None:
-                yield span, self._read(span).to(self.device)
-            else:
-                yield span, self.whole[torch.from_numpy(span).to(self.device)]
-
-    def take(self, places: Ints) -> torch.Tensor:
-        """Copy the vectors of some places to a new (n, D) float32 tensor on the device."""
-        vectors = torch.empty((len(places), self.width), device=self.device)
-        done = 0
-        for span, block in self.blocks(places):
-            vectors[done : done + len(span)] = block
-            done += len(span)
-        return vectors
-
-    def _spans(self, places: Ints, num_outputs: int = 0) -> Iterator[Ints]:
-        size = rows_of_block(max(4 * self.width, 8 * num_outputs))
-        for start in range(0, len(places), size):
-            yield places[start : start + size]
-
-    def _read(self, places: Ints) -> torch.Tensor:
-        """Read vectors from the stores, (n, D) float32 on the CPU."""
-        vectors = torch.empty((len(places), self.width))
-        part_of = np.searchsorted(self._starts, places, side="right") - 1
-        for number, part in enumerate(self.parts):
-            in_part = np.flatnonzero(part_of == number)
-            if len(in_part):
-                vectors[torch.from_numpy(in_part)] = part.read(
-                    places[in_part] - self._starts[number]
-                )
-        return vectors
+def open_vectors(
+    parts: Sequence[LayerRows], device: torch.device, memory_bytes: float
+) -> LayerVectors:
+    """Open the vectors of a layer, in memory if they and a standardised copy fit into a size."""
+    num_rows, width = sum(len(part.rows) for part in parts), parts[0].width
+    num_bytes = 2 * 4 * num_rows * width
+    if device.type != "cuda" and num_bytes <= memory_bytes:
+        check_memory(
+            num_bytes,
+            f"The {num_rows} vectors of {width} numbers",
+            "Lower probe.memory_gib, so that they are streamed.",
+        )
+    return LayerVectors(parts, device, memory_bytes / 2)
 
 
 ATTENTIVE = "probe.method=attentive"
@@ -233,7 +113,7 @@ class TokenLayout:
 class Tokens:
     """Tokens of one layer: of the training rows, then of another store's rows, if any."""
 
-    def __init__(self, layout: TokenLayout, features: Features) -> None:
+    def __init__(self, layout: TokenLayout, features: LayerVectors) -> None:
         self.layout = layout
         self.features = features
         self.device = features.device
@@ -280,9 +160,8 @@ def layer_tokens(
     """Return the tokens of a layer that has them, as `require_tokens` has checked."""
     layout = token_layout(labelled[0].store, layer, ATTENTIVE)
     assert layout is not None, "require_tokens has been called"
-    width = layout.count * layout.width
-    parts = [LayerRows(each.store, layer, each.rows, None, width) for each in labelled]
-    return Tokens(layout, Features(parts, device, memory_bytes))
+    parts = [LayerRows(each.store, layer, each.rows) for each in labelled]
+    return Tokens(layout, open_vectors(parts, device, memory_bytes))
 
 
 @dataclass(frozen=True)
@@ -297,7 +176,7 @@ class Problem:
         task: 'classification', 'regression' or 'multilabel'.
     """
 
-    features: Features
+    features: LayerVectors
     y: Array
     num_outputs: int
     options: ProbeConfig

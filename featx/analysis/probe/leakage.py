@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.probe.heads import fit_scaler
-from featx.analysis.probe.layer_rows import Features
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.analysis.probe.splits import Split
 from featx.base import rows_of_block
@@ -29,7 +29,7 @@ MAX_PRODUCTS = 1 << 39
 """Maximum number of multiplications for the search, about 15 s on two cores."""
 
 
-def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
+def repeated_rows(features: LayerVectors, splits: Sequence[Split]) -> int | None:
     """Count the test rows of all splits whose vector equals that of a training row bit for bit.
 
     It is unknown, None, if the features are streamed.
@@ -65,7 +65,7 @@ class NearDuplicates:
         return dict(zip(self.test.tolist(), self.training.tolist(), strict=True))
 
 
-def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> NearDuplicates:
+def near_duplicates(features: LayerVectors, layer: str, splits: Sequence[Split]) -> NearDuplicates:
     """Find the test rows with a near-duplicate among the training rows, if that is affordable.
 
     All pairs of a test and a training row are compared by the cosine of vectors that are
@@ -91,7 +91,7 @@ def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> 
     return NearDuplicates(layer, None, test[order], training[order], cosines[order])
 
 
-def _why_not_checked(features: Features, layer: str, splits: Sequence[Split]) -> str | None:
+def _why_not_checked(features: LayerVectors, layer: str, splits: Sequence[Split]) -> str | None:
     """Return the reason why pairs of rows are not compared, or None."""
     pairs = sum(len(split.test) * len(split.train) for split in splits)
     if features.width < MIN_FEATURES:

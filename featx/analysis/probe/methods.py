@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.probe import knn, logistic_regression, ridge
 from featx.analysis.probe import minibatch_regression as minibatch
 from featx.analysis.probe.heads import (
@@ -24,7 +25,7 @@ from featx.analysis.probe.heads import (
     limit_notes,
     scores_of,
 )
-from featx.analysis.probe.layer_rows import Features, Problem
+from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.logistic_regression import Fit
 from featx.analysis.probe.metrics import CLASSIFICATION, MULTILABEL, REGRESSION, Ints, Matrix
 from featx.analysis.probe.records import Choice
@@ -129,7 +130,7 @@ def calibrate(problem: Problem, fitted: FittedProbe, temperature: float) -> Fitt
 
 
 def _head_probe(
-    features: Features,
+    features: LayerVectors,
     head: Head,
     setting: float,
     notes: Sequence[str] = (),
@@ -187,7 +188,7 @@ def _squared_error(truth: Matrix, predicted: Matrix) -> float:
 
 def _heads(
     problem: Problem, method: str, places: Ints, settings: Sequence[float]
-) -> tuple[Features, Sequence[Head], dict[str, Any]]:
+) -> tuple[LayerVectors, Sequence[Head], dict[str, Any]]:
     """Fit least squares, or logistic regression on tokens, with several penalties. Return what the
     heads read, a head for each penalty, and details about the fits.
     """

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
+from featx.analysis.layer_vectors import LayerVectors, as_vectors
 from featx.analysis.probe.heads import Attention, Head, Scaler
-from featx.analysis.probe.layer_rows import Features, Problem, threads_for
+from featx.analysis.probe.layer_rows import Problem, threads_for
 from featx.analysis.probe.logistic_regression import Fit
 from featx.analysis.probe.metrics import Ints
 from featx.errors import RunError
@@ -38,7 +39,7 @@ class Batches:
     """
 
     def __init__(
-        self, features: Features, places: Ints, y: Ints, batch_rows: int, seed: int
+        self, features: LayerVectors, places: Ints, y: Ints, batch_rows: int, seed: int
     ) -> None:
         self._rows, self._whole = features.parts[0], features.whole
         self._places, self._batch_rows = places, batch_rows
@@ -69,7 +70,7 @@ class Batches:
 
     def _read(self, items: Ints, places: Ints) -> torch.Tensor:
         values = torch.stack([value for value, _ in self._dataset.__getitems__(items.tolist())])
-        vectors = self._rows.vectors(values)
+        vectors = as_vectors(values, self._rows.pooled)
         self._rows.check(vectors, self._rows.rows[places])
         return vectors
 

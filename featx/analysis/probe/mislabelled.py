@@ -11,7 +11,7 @@ import torch
 
 from featx.analysis.probe import methods
 from featx.analysis.probe.labelled_rows import SEPARATOR, LabelledRows, labelled_rows, task_kind
-from featx.analysis.probe.layer_rows import Features, Problem, layer_vectors, threads_for
+from featx.analysis.probe.layer_rows import Problem, open_vectors, probe_rows, threads_for
 from featx.analysis.probe.metrics import Ints, Matrix, require_scikit_learn
 from featx.analysis.probe.splits import RowSplits, check_split, small_classes, split_rows
 from featx.base import check_memory, choose_device, exact_cuda, rows_of_block
@@ -116,7 +116,8 @@ def judge_labels(
         f"The probabilities of {len(labelled.classes)} classes",
         "Take labels with fewer classes (mislabelled.label_column).",
     )
-    features = Features([layer_vectors(labelled, layer)], chosen, options.memory_gib * (1 << 30))
+    parts = [probe_rows(store, layer, labelled.rows)]
+    features = open_vectors(parts, chosen, options.memory_gib * (1 << 30))
     problem = Problem(features, labelled.y, len(labelled.classes), options, seed)
     num_classes = len(labelled.classes)
     fits: list[methods.FittedProbe] = []

@@ -20,7 +20,7 @@ from featx.analysis.probe.comparisons import differences, metric_spreads
 from featx.analysis.probe.groups import missing_group_notes
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import LabelledRows, TaskKind
-from featx.analysis.probe.layer_rows import Features, Problem, layer_tokens, layer_vectors
+from featx.analysis.probe.layer_rows import Problem, layer_tokens, open_vectors, probe_rows
 from featx.analysis.probe.methods import FittedProbe
 from featx.analysis.probe.metrics import METRICS, Ints, Metric, Predictions
 from featx.analysis.probe.records import Choice, Record, Tested
@@ -336,8 +336,8 @@ class RowTask(Task[Problem, FittedProbe, Predictions]):
     def open_layer(self, layer: str, device: torch.device) -> Problem:
         options = self.config.probe
         memory_bytes = options.memory_gib * (1 << 30)
-        stored = [layer_vectors(each, layer) for each in self.stores]
-        features, tokens = Features(stored, device, memory_bytes), None
+        parts = [probe_rows(each.store, layer, each.rows) for each in self.stores]
+        features, tokens = open_vectors(parts, device, memory_bytes), None
         if "attentive" in options.methods:
             tokens = layer_tokens(self.stores, layer, device, memory_bytes)
         num_outputs, seed = len(self.training.classes), self.config.seed

@@ -20,7 +20,7 @@ dimensions. Computation is in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,14 +42,9 @@ _ROUNDING = 1e-13
 
 
 @dataclass(frozen=True)
-class CentredRows:
-    """Rows minus their mean, whose squared length is `mean_square`; `read` returns the rows [start,
-    stop) as (m, width) float64.
-    """
+class CentredRows(Rows):
+    """Rows in float64 minus their mean, whose squared length is `mean_square`."""
 
-    num_rows: int
-    width: int
-    read: Callable[[int, int], torch.Tensor]
     mean_square: float
 
 
@@ -75,9 +70,9 @@ def centred_layer(vectors: LayerVectors) -> CentredRows:
     """
     if MAX_WIDTH < vectors.width <= len(vectors):
         raise ConfigError(
-            f"{vectors.layer} has {vectors.width} values a row; over {len(vectors)} rows, layers "
-            f"of at most {MAX_WIDTH} are compared. Take fewer rows (cka.rows), or extract it with "
-            "reduce=avg."
+            f"{vectors.parts[0].layer} has {vectors.width} values a row; over {len(vectors)} rows, "
+            f"layers of at most {MAX_WIDTH} are compared. Take fewer rows (cka.rows), or extract "
+            "it with reduce=avg."
         )
     return centred_rows(Rows.of_layer(vectors))
 
@@ -91,9 +86,10 @@ def centred_rows(rows: Rows) -> CentredRows:
         # U S of the eigenvalues U S^2 U^T are rows of n values with these products.
         values, vectors = torch.linalg.eigh(products.gram)
         coordinates: torch.Tensor = vectors * values.clamp_min(0).sqrt()
-        square = products.mean_square
         return CentredRows(
-            rows.count, rows.count, lambda start, stop: coordinates[start:stop], square
+            *(rows.count, rows.count, rows.step),
+            lambda start, stop: coordinates[start:stop],
+            products.mean_square,
         )
     mean = torch.zeros((), dtype=torch.float64)
     for start in range(0, rows.count, rows.step):
@@ -103,7 +99,7 @@ def centred_rows(rows: Rows) -> CentredRows:
     def read(start: int, stop: int) -> torch.Tensor:
         return rows.read(start, stop).double() - mean
 
-    return CentredRows(rows.count, rows.width, read, float(mean @ mean))
+    return CentredRows(rows.count, rows.width, rows.step, read, float(mean @ mean))
 
 
 def layer_products(rows: CentredRows, measures: Collection[str]) -> LayerProducts:
@@ -112,7 +108,7 @@ def layer_products(rows: CentredRows, measures: Collection[str]) -> LayerProduct
     for start, stop in _spans(rows):
         squares.append(rows.read(start, stop).square().sum(dim=1))
     norm = float(product.norm())
-    if not norm > SAME * (norm + rows.num_rows * rows.mean_square):
+    if not norm > SAME * (norm + rows.count * rows.mean_square):
         return LayerProducts(torch.cat(squares), float("nan"), None)
     basis = None
     if "svcca" in measures:
@@ -160,8 +156,8 @@ def compare_products(
 def _spans(*layers: CentredRows) -> Iterator[tuple[int, int]]:
     """Yield the first and last row of blocks of two layers, as float64."""
     step = rows_of_block(4 * max(rows.width for rows in layers))
-    for start in range(0, layers[0].num_rows, step):
-        yield start, min(layers[0].num_rows, start + step)
+    for start in range(0, layers[0].count, step):
+        yield start, min(layers[0].count, start + step)
 
 
 def _debiased_cka(x: LayerProducts, y: LayerProducts, square: float) -> float:

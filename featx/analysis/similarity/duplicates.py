@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.layer_vectors import LayerVectors
+from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.base import choose_device, float64_device
 from featx.config import DuplicatesConfig
 from featx.store import FeatureStore
@@ -54,7 +54,8 @@ def duplicate_groups(
         LayerError: the store has no such layer.
     """
     threshold = DuplicatesConfig(threshold=threshold, standardise=standardise).least_cosine
-    vectors = LayerVectors(store, layer, choose_device(device), unit=True, standardise=standardise)
+    rows = LayerRows(store, layer, np.flatnonzero(store.ok))
+    vectors = LayerVectors([rows], choose_device(device), unit=True, standardise=standardise)
     return linked_groups(vectors, threshold, on_progress)
 
 
@@ -64,7 +65,7 @@ def linked_groups(
     """Find the groups of vectors of length 1; see `duplicate_groups`."""
     parents = np.arange(len(vectors))
     step = min(MAX_BLOCK_ROWS, vectors.block_rows)
-    for start, block in vectors.blocks(step):
+    for start, block in vectors.all_blocks(step):
         for other_start in range(start, len(vectors), step):
             other_block = vectors.block(other_start, min(len(vectors), other_start + step))
             places = np.array([start, other_start])
@@ -95,7 +96,7 @@ def cosines_to_first(vectors: LayerVectors, rows: npt.NDArray[np.int64]) -> npt.
     group = vectors.subset(np.searchsorted(vectors.rows, rows))
     first = group.block(0, 1)
     cosines = []
-    for _, block in group.blocks(group.block_rows):
+    for _, block in group.all_blocks(group.block_rows):
         pairs = np.stack([np.arange(len(block)), np.zeros(len(block), dtype=np.int64)], axis=1)
         cosines.append(exact_cosines(block, first, pairs))
     return np.concatenate(cosines).clip(-1, 1).astype(np.float32)

@@ -91,7 +91,7 @@ class RowIndex:
             raise ConfigError(f"{store.root} has one ok row only: it has no neighbours.")
         self._k = min(k, len(self._vectors) - 1)
         rng = np.random.default_rng([seed, 4])
-        num_kept = min(len(self._vectors), self._vectors.rows_of(block_sizes.KEEP_BYTES))
+        num_kept = min(len(self._vectors), block_sizes.KEEP_BYTES // (4 * self._vectors.width))
         max_lists = num_kept // TRAINING_ROWS_PER_LIST
         num_lists = min(round(4 * math.sqrt(len(self._vectors))), max_lists)
         self.num_lists, self.num_probed_lists = max(1, num_lists), 1
@@ -150,9 +150,8 @@ class RowIndex:
             places = np.sort(
                 rng.permutation(len(vectors))[: self.num_lists * TRAINING_ROWS_PER_LIST]
             )
-            rows = vectors.at(torch.from_numpy(places).to(vectors.device))
-            index.train(rows.cpu().numpy())
-        for _, block in vectors.blocks(vectors.block_rows):
+            index.train(vectors.take(places).cpu().numpy())
+        for _, block in vectors.all_blocks(vectors.block_rows):
             index.add(block.cpu().numpy())
         return index
 
@@ -161,8 +160,7 @@ class RowIndex:
         if self.num_lists > 1:
             self._index.nprobe = self.num_probed_lists
         vectors, k = self._vectors, self._k
-        queries = torch.from_numpy(places).to(vectors.device)
-        x = vectors.at(queries)
+        x = vectors.take(places)
         _, neighbour_places = self._index.search(x.cpu().numpy(), k + 1)
         # A row is its own nearest neighbour: move it to the end and drop the last entry. If the
         # index did not find the row itself, this drops the worst neighbour.

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
+from featx.base import rows_of_block
 
 Matrix = npt.NDArray[np.float64]
 
@@ -53,7 +54,7 @@ class Rows:
     @classmethod
     def of_layer(cls, vectors: LayerVectors) -> Rows:
         """Rows of a layer."""
-        step = max(1, vectors.block_rows // 2)
+        step = rows_of_block(4 * vectors.width)
         return cls(len(vectors), vectors.width, step, vectors.block)
 
     @classmethod

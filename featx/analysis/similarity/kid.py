@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from featx.analysis.layer_vectors import LayerVectors
+from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.analysis.statistics import MAX_SPECTRUM, Moments, gaussian_distance
 from featx.analysis.value_settings import refuse_other_layer
 from featx.base import choose_device, float64_device
@@ -81,7 +81,10 @@ def data_set_distance(
     checked = DistanceConfig(subsets=subsets, subset_rows=subset_rows)
     refuse_other_layer(store, other, layer)
     compute_device = float64_device(choose_device(device))
-    one, two = (LayerVectors(each, layer, compute_device) for each in (store, other))
+    one, two = (
+        LayerVectors([LayerRows(each, layer, np.flatnonzero(each.ok))], compute_device)
+        for each in (store, other)
+    )
     m = min(checked.subset_rows, len(one), len(two))
     if m < 2:
         raise ConfigError(
@@ -125,7 +128,7 @@ def squared_discrepancy(x: torch.Tensor, y: torch.Tensor) -> float:
 def _rows(vectors: LayerVectors, rng: np.random.Generator, count: int) -> torch.Tensor:
     """Return random rows without repetition, (count, D) float64."""
     places = np.sort(rng.permutation(len(vectors))[:count])
-    return vectors.at(torch.from_numpy(places).to(vectors.device)).double()
+    return vectors.take(places).double()
 
 
 def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | None]:
@@ -135,7 +138,7 @@ def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | 
     moments_of_both = []
     for vectors in (one, two):
         moments = Moments.empty(vectors.width)
-        for _, block in vectors.blocks(vectors.block_rows):
+        for _, block in vectors.all_blocks(vectors.block_rows):
             moments.update(block.cpu())
         moments_of_both.append(moments)
     return gaussian_distance(*moments_of_both), None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.layer_vectors import FAR, LayerVectors
+from featx.analysis.layer_vectors import FAR, LayerRows, LayerVectors
 from featx.base import block_sizes, choose_device, float64_device
 from featx.config import METRICS, NeighborsConfig, OutliersConfig, check_choice
 from featx.errors import ConfigError
@@ -114,14 +114,17 @@ def nearest_among(
         places: (q,) int64 places whose neighbours are wanted.
     """
     if len(vectors) < 2:
-        raise ConfigError(f"{vectors.root} has one ok row only: it has no neighbours.")
+        raise ConfigError(
+            f"{vectors.parts[0].store.root} has one ok row only: it has no neighbours."
+        )
     cosine = metric == "cosine"
     k = min(k, len(vectors) - 1)
     best_places, scores = [], []
     step = min(QUERIES, vectors.block_rows)
     for start in range(0, len(places), step):
-        queries = torch.from_numpy(places[start : start + step]).to(vectors.device)
-        best, best_scores = _nearest(vectors, vectors.at(queries), queries, k, cosine)
+        query_places = places[start : start + step]
+        x, queries = vectors.take(query_places), torch.from_numpy(query_places).to(vectors.device)
+        best, best_scores = _nearest(vectors, x, queries, k, cosine)
         best_places.append(best.cpu().numpy())
         scores.append(best_scores.cpu().numpy())
         on_progress(len(queries))
@@ -167,7 +170,8 @@ def nearest_to(
             f"({', '.join(map(str, ('n', *shape)))}), as {layer} of {store.root} has them."
         )
     vectors = metric_vectors(store, layer, metric, device, standardise, projection=projection)
-    x = vectors.prepare(features)
+    rows = torch.from_numpy(features).to(vectors.device).to(torch.float32)
+    x = vectors.prepare(rows.reshape(len(rows), vectors.width))
     no_places = torch.full((len(x),), -1, dtype=torch.int64, device=vectors.device)
     k = min(k, len(vectors))
     places, scores = _nearest(vectors, x, no_places, k, metric == "cosine")
@@ -239,10 +243,8 @@ def metric_vectors(
     """Return the vectors of a layer as a search by a metric needs them."""
     check_choice("metric", metric, METRICS)
     return LayerVectors(
-        store,
-        layer,
+        [LayerRows(store, layer, np.flatnonzero(store.ok) if rows is None else rows)],
         choose_device(device),
-        rows,
         unit=metric == "cosine",
         centre=True,
         standardise=standardise,
@@ -295,7 +297,7 @@ def _nearest(
         queries: torch.Tensor, in_float64: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the places of a block, and their scores; a larger score is nearer."""
-        for start, block in vectors.blocks(block_rows):
+        for start, block in vectors.all_blocks(block_rows):
             if in_float64:
                 wide, wide_block = queries.to(home).double(), block.to(home).double()
                 scores = -torch.cdist(wide, wide_block).to(queries)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.layer_vectors import LayerVectors
+from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.analysis.similarity.cross_measures import (
     CentredRows,
     LayerProducts,
@@ -233,7 +233,7 @@ class _Layers:
 
     def vectors(self, name: str) -> LayerVectors:
         """Open a layer; a small one is read into memory."""
-        return LayerVectors(self._store, name, self._device, rows=self.rows)
+        return LayerVectors([LayerRows(self._store, name, self.rows)], self._device)
 
     def centred(self, name: str) -> CentredRows:
         """Open a layer as centred rows; coordinates, which take time, are computed once."""

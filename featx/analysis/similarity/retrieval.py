@@ -86,10 +86,10 @@ def _nearness(
 ) -> npt.NDArray[np.float64]:
     """Compute minus the squared distances of some rows to all rows, rounded to _BITS bits."""
     home = float64_device(vectors.device)
-    wide = vectors.at(torch.from_numpy(places).to(vectors.device)).to(home).double()
+    wide = vectors.take(places).to(home).double()
     squares = wide.square().sum(1, keepdim=True)
     nearness = np.empty((len(places), len(vectors)))
-    for start, block in vectors.blocks(rows_of_block(4 * vectors.width)):
+    for start, block in vectors.all_blocks(rows_of_block(4 * vectors.width)):
         others = block.to(home).double()
         sums = squares + others.square().sum(1)
         # A power of two: it is the same for copies, whose sums may differ in the last bit.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import rows_of_block
-from featx.store import FeatureStore, check_rows_present
+from featx.analysis.layer_vectors import float_blocks
+from featx.store import FeatureStore
 from featx.types import TokenGeometry
 
 _CAPTURES = ("output", "input", "grad_output", "grad_input")
@@ -129,17 +129,3 @@ def feature_axis(shape: tuple[int, ...], places: TokenGeometry) -> int | None:
         return 2
     is_first = places.channels_first(shape)
     return None if is_first is None else 1 if is_first else 3
-
-
-def float_blocks(
-    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]
-) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield the values of some rows in blocks, (m, ...) float32, of which none may be missing."""
-    features = store[layer]
-    width = int(np.prod(features.shape[1:], dtype=np.int64))
-    step = rows_of_block(4 * width)
-    for start in range(0, len(rows), step):
-        block_rows = rows[start : start + step]
-        read = features[block_rows]
-        check_rows_present(store, layer, block_rows, read)
-        yield read.astype(np.float32, copy=False)

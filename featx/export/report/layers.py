@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import LabelledRows, crop_of, layer_vectors
+from featx.analysis import float_blocks
+from featx.analysis.probe import crop_of, probe_rows
 from featx.analysis.similarity import layer_similarity
-from featx.analysis.statistics import float_blocks
 from featx.base import rows_of_block
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channel_axis
@@ -124,13 +124,8 @@ def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     if len(rows) < 4:
         return RowVectors(layer, None, width, False, "a plot needs 4 rows or more.")
     try:
-        vectors = layer_vectors(
-            LabelledRows(store, rows, store.labels[rows], store.classes, ()), layer
-        )
-        # Blocks are limited by the size of stored rows, which may be much larger than the vectors.
-        step = rows_of_block(4 * width)
-        blocks = np.array_split(np.arange(len(rows)), -(-len(rows) // step))
-        x = np.concatenate([vectors.read(places).numpy() for places in blocks])
+        vectors = probe_rows(store, layer, rows)
+        x = vectors.read(np.arange(len(rows))).numpy()
     except (ReduceError, StoreError) as error:
         return RowVectors(layer, None, width, False, str(error))
     return RowVectors(layer, x, vectors.width, vectors.pooled is not None, "")

@@ -122,19 +122,8 @@ class OverwrittenTensor(torch.Tensor):
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-class _CapturedPass(PassRecord):
-    """What the layers have shown in one forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: dict[tuple[str, str], list[_Call]] = {}
-        self.outside: set[str] = set()
-
-
 class _CaptureHooks(LoopHooks):
     """Hooks that put each call into the record of its forward pass."""
-
-    record_type: type[PassRecord] = _CapturedPass
 
     def __exit__(self, *error: object) -> None:
         """Remove the hooks but keep the tensors, which may be read after the block."""
@@ -164,14 +153,12 @@ class _CaptureHooks(LoopHooks):
 
         return receive
 
-    def _add(self, record: Any, point: CapturePoint, call: _Call) -> None:
-        calls = record.shown.setdefault((point.name, point.operation), [])
+    def _add(self, record: PassRecord, point: CapturePoint, call: _Call) -> None:
+        calls = record.taken.setdefault((point.name, point.operation), [])
         if not record.is_open:
-            calls.clear()
-            if point.call is not None:
-                record.outside.add(point.name)
-                return
-        calls.append(call)
+            calls.clear()  # the latest call counts, and calls have no numbers
+        if record.is_open or point.call is None:
+            calls.append(call)
 
 
 class Captured(Mapping[str, torch.Tensor]):
@@ -198,10 +185,10 @@ class Captured(Mapping[str, torch.Tensor]):
                 f"{layer!r} is not captured; this block captures {list(self._points)}."
             )
         point = self._points[layer]
-        record: Any = self.hooks.record
+        record = self.hooks.record
         # An element of a module's output has precedence over an operation of the same name.
-        of_module = record.shown.get((layer, ""))
-        called: list[_Call] = of_module or record.shown.get((layer, point.operation), [])
+        of_module: list[_Call] | None = record.taken.get((layer, ""))
+        called = of_module or record.taken.get((layer, point.operation), [])
         calls = [call for call in called if call.gradients or not point.is_gradient]
         if len(calls) == 1:
             return calls[0]
@@ -212,7 +199,7 @@ class Captured(Mapping[str, torch.Tensor]):
                 f"the layer {layer!r} was called {len(calls)} times in the last forward pass; "
                 f"capture one of its calls: {listed}."
             )
-        if layer in record.outside:
+        if of_module == []:
             raise LayerError(
                 f"{layer!r}: calls are counted inside a call of the model itself, model(x), and "
                 f"the last call of this layer was outside of one. Capture {point.layer!r} without "

@@ -137,19 +137,15 @@ class CaptureHooks(LayerHooks):
         self._score = score
         self._keep = keep
         self._expected = expected
+        ends_early = expected.stop and expected.fired and score is None
+        self._num_until_stop = len(expected.fired or ()) if ends_early else None
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
-        """Put a captured tensor into the record of its pass."""
-        kept = record.taken.setdefault((point.name, point.operation), [])
-        kept.append(self._keep(point, tensor))
-
-    def take_all(self, points: list[CapturePoint], value: object) -> Any:
-        """Take the tensors of a call, and end the pass after the last expected capture."""
-        changed = super().take_all(points, value)
-        expected = self._expected.fired if self._expected.stop else None
-        if points and expected and len(self.record.taken) >= len(expected):
+        """Put a captured tensor into the record of its pass, and end it after the last one."""
+        kept = self._keep(point, tensor)
+        record.taken.setdefault((point.name, point.operation), []).append(kept)
+        if len(record.taken) == self._num_until_stop:
             raise StopForward
-        return changed
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run one forward pass and return the captured tensors.

@@ -95,7 +95,8 @@ class _EditHooks(LoopHooks):
         return super().points_of_call(key, points)
 
     def take_all(self, points: list[CapturePoint], value: object) -> object:
-        self._used.update(point.name for point in points)
+        for point in points:
+            self._used.add(point.name)
         return super().take_all(points, value)
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:

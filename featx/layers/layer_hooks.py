@@ -314,10 +314,10 @@ class LayerHooks:
 
         Outside of a pass it has no number, and is captured in loops of the user only.
         """
-        if not self.record.is_open:
+        record = self.record
+        if not record.is_open:
             return points if self.in_loop else []
-        calls = self.record.calls
-        number = calls[key] = calls.get(key, 0) + 1
+        number = record.calls[key] = record.calls.get(key, 0) + 1
         return [point for point in points if point.call is None or point.call == number]
 
     def _operation(self, name: str, module: str, function: object, result: object) -> object:
@@ -331,9 +331,9 @@ class LayerHooks:
         """Take tensors of a value; return it with those that replace others, or None."""
         record, changed = self.record, None
         for point in points:
-            now = value if changed is None else changed
+            now: Any = value if changed is None else changed
             path = path_to(now, point)
-            tensor = elements(now)[path]
+            tensor = elements(now)[path] if path else now
             with hide_operations():
                 if point.is_gradient:
                     new = self._follow(record, point, tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from featx.engine.batch_independence import (
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.errors import LayerError, RunError
 from featx.layers import (
+    ANYTHING,
     CaptureHooks,
     CapturePoint,
     ChosenLayers,
     Expected,
     Keep,
     OutputCollector,
+    PassRecord,
     bound_reduction,
     check_calls,
     check_positions,
@@ -49,21 +51,22 @@ class AttachedCaptures:
     """Captures of a model, and what its first forward pass with hooks has shown.
 
     Attributes:
-        order: their names in the order in which they fire; None if not yet known.
-        operations: operations of the trace up to the last capture, which every pass must repeat;
-            None if there is no trace or no operation.
-        follows_data: whether a forward pass reads tensor values, on which its control flow may
-            depend. Such a pass runs to its end, and its calls are counted.
-        num_calls: (name, capture) of each hooked module -> number of its calls in the first pass.
+        expected: what every later pass must repeat. Its calls are counted only if it follows the
+            data.
         row_bytes: bytes of all captured tensors of one image in float32.
     """
 
     points: tuple[CapturePoint, ...] = ()
-    order: tuple[str, ...] | None = None
-    operations: Sequence[str] | None = None
-    follows_data: bool = False
-    num_calls: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    expected: Expected = ANYTHING
     row_bytes: int = 1
+
+    @property
+    def follows_data(self) -> bool:
+        """Whether a forward pass reads tensor values, on which its control flow may depend.
+
+        Such a pass runs to its end.
+        """
+        return self.expected.calls is not None
 
     @property
     def takes_gradients(self) -> bool:
@@ -84,8 +87,7 @@ class AttachedCaptures:
         With `stop` a pass may end after the last capture, but never if the control flow follows the
         data.
         """
-        num_calls = self.num_calls if self.follows_data else None
-        expected = Expected(self.order, self.operations, num_calls, stop and num_calls is None)
+        expected = replace(self.expected, stop=stop and not self.follows_data)
         return CaptureHooks(module, self.points, keep, expected, score)
 
     def score(self, target: str | int, labels: Callable[[], torch.Tensor | None]) -> Score | None:
@@ -109,10 +111,9 @@ def attach_captures(
     The rows of the trial images are checked to depend on their own image only; noise replaces
     missing images. The collector that is returned expects the tensors of the captures.
     """
-    captures = AttachedCaptures(tuple(point for point, _ in chosen))
-    if model.traced is not None:
-        operations = model.traced.operations_up_to(captures.points) or None
-        captures = replace(captures, operations=operations)
+    points = tuple(point for point, _ in chosen)
+    operations = None if model.traced is None else model.traced.operations_up_to(points) or None
+    captures = AttachedCaptures(points, Expected(operations=operations))
     x, reads = model.trial_batch(), ValueReads()
 
     def keep(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,28 +125,23 @@ def attach_captures(
     # Copies of x, for a model may write to its input.
     with model.named_failure(x), torch.no_grad(), hooks, reads.watch():
         values = hooks.forward(x.clone())
-        captures = replace(
-            captures,
-            order=tuple(hooks.record.fired),
-            follows_data=reads.has_reads,
-            num_calls=hooks.num_calls,
-        )
-    _check_calls(model, captures, target)
+        first = hooks.record
+    _check_calls(model, points, first, target)
+    calls = first.calls if reads.has_reads else None
+    expected = replace(captures.expected, fired=first.fired, calls=calls)
     collector = OutputCollector(store_dtype)
     _expect_rows(model, chosen, values, collector)
     num_bytes = sum(4 * value[0].numel() for value in values.values())
-    captures = replace(captures, row_bytes=max(1, num_bytes))
+    captures = replace(captures, expected=expected, row_bytes=max(1, num_bytes))
     _check_rows(model, captures, score, x, values)
     return captures, collector
 
 
 def _check_calls(
-    model: DeviceModel,
-    captures: AttachedCaptures,
-    target: str | int,
+    model: DeviceModel, points: Sequence[CapturePoint], first: PassRecord, target: str | int
 ) -> None:
     """Check that every capture fired once, modules as in the trace, and that gradients arrived."""
-    fired, points = captures.order or (), captures.points
+    fired = first.fired
     silent = [point.name for point in points if point.is_gradient and point.name not in fired]
     if silent:
         raise LayerError(
@@ -153,8 +149,12 @@ def _check_calls(
             "the model does not depend on it."
         )
     if (traced := model.traced) is not None:
-        counts = {key: len(traced.by_module[traced.names[key[0]]]) for key in captures.num_calls}
-        check_calls(captures.num_calls, counts)
+        num_traced = {
+            (point.module, point.capture): len(traced.by_module[traced.names[point.module]])
+            for point in points
+            if not point.operation
+        }
+        check_calls(first.calls, num_traced)
     expected = [point.name for point in points]
     if sorted(fired) != sorted(expected):
         raise RunError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +31,6 @@ from featx.models import Backbone
 from featx.types import LayerSpec
 
 logger = logging.getLogger(__name__)
-
-_NO_THREAD = 0
-"""Thread id for hooks that currently see no forward pass; no thread has this id."""
 
 
 class Engine(DeviceModel):
@@ -266,10 +262,9 @@ class Engine(DeviceModel):
         """
         require(self.can_be_replicated, "an engine that cannot be replicated is replicated")
         synchronise(self.device)  # other streams do not wait for copies of weights
-        # From now on several threads call the module. The hooks of each engine see only the pass of
-        # its own thread, and those of this engine see none.
+        # From now on several threads call the module. The hooks of each engine see only the passes
+        # that it runs itself.
         self._is_shared = True
-        self._hooks.thread = _NO_THREAD
         while len(self._streams) < count:  # kept: the allocator keeps memory per stream
             self._streams.append(OwnStream(self.device))
         try:
@@ -277,7 +272,6 @@ class Engine(DeviceModel):
                 streams = self._streams[:count]
                 yield [stack.enter_context(self._replica(stream)) for stream in streams]
         finally:
-            self._hooks.thread = None
             self._is_shared = False
 
     @contextlib.contextmanager
@@ -290,7 +284,6 @@ class Engine(DeviceModel):
         replica._stream = stream
         replica._collector = self._collector.replica()
         replica._hooks = replica._hooks_of(replica._collector.keep, stop=True)
-        replica._hooks.thread = _NO_THREAD
         with replica._hooks:
             replica._forward = replica._hooks.forward
             yield replica
@@ -463,28 +456,12 @@ class Engine(DeviceModel):
         x = self._input(images)
         # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
         named = contextlib.nullcontext() if self.compute.compile else self.named_failure(x)
-        with named, torch.no_grad(), self._autocast(), self._hooks_of_this_thread():
+        with named, torch.no_grad(), self._autocast():
             values = dict(self._forward(x))
         for name, value in values.items():
             if len(value) != len(x):
                 raise RunError(f"{name} gave {len(value)} rows for a batch of {len(x)} images.")
         return values
-
-    @contextlib.contextmanager
-    def _hooks_of_this_thread(self) -> Iterator[None]:
-        """Limit the hooks of a replica to the forward pass of the calling thread, inside the block.
-
-        After the pass they see none, because the next pass of this thread may belong to another
-        replica.
-        """
-        if not self._is_shared:
-            yield
-            return
-        self._hooks.thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._hooks.thread = _NO_THREAD
 
     def _input(self, images: torch.Tensor) -> torch.Tensor:
         """Normalised images in the memory format of the run, always a copy.

@@ -209,7 +209,7 @@ class PreparedWeights:
     def _castable(self, compute: Compute, passes: Passes) -> CastableWeights:
         """Return the weights to cast once; none in fp32, with gradients or without captures."""
         captures, model = self._captures, self._model
-        if compute.precision == "fp32" or self._needs_gradients or captures.order is None:
+        if compute.precision == "fp32" or self._needs_gradients or captures.expected.fired is None:
             return CastableWeights()
         key = compute.precision, compute.channels_last, compute.fold_batchnorm
         if key not in self._proven:

@@ -7,6 +7,7 @@ from .call_hooks import every_call as every_call
 from .call_hooks import is_recomputed as is_recomputed
 from .call_hooks import uncompiled as uncompiled
 from .call_log import watch as watch
+from .capture_hooks import ANYTHING as ANYTHING
 from .capture_hooks import CaptureHooks as CaptureHooks
 from .capture_hooks import Expected as Expected
 from .capture_hooks import Keep as Keep
@@ -20,6 +21,7 @@ from .gradient_target import logits_of as logits_of
 from .gradient_target import target_classes as target_classes
 from .gradient_target import target_values as target_values
 from .gradient_target import values_of_classes as values_of_classes
+from .layer_hooks import PassRecord as PassRecord
 from .layer_hooks import pick as pick
 from .output_collector import OutputCollector as OutputCollector
 from .output_collector import check_storable as check_storable

@@ -283,11 +283,10 @@ class LoopHooks(LayerHooks):
         return not self.has_run and not self.threads and _has_compiled()
 
     def points_of_call(
-        self, key: tuple[int, str], points: list[CapturePoint]
+        self, key: tuple[str, str], points: list[CapturePoint]
     ) -> list[CapturePoint]:
-        """Return the captures of a call; outside a call of the model itself it has no number."""
         self.threads.add(threading.get_ident())
-        return super().points_of_call(key, points) if self.record.is_open else points
+        return super().points_of_call(key, points)
 
     def _operation(self, name: str, module: str, function: object, result: object) -> object:
         self.threads.add(threading.get_ident())

@@ -63,18 +63,15 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
 
 
 class _Call:
-    """What one call of a layer shows: its tensor, or the gradients that have reached it."""
+    """The tensor of one call of a layer."""
 
-    def __init__(self, point: CapturePoint, tensor: torch.Tensor | None = None) -> None:
-        self.gradients: list[torch.Tensor] = []
+    def __init__(self, point: CapturePoint, tensor: torch.Tensor) -> None:
         self._name = point.name
-        self._tensor, self._copy = tensor, None if tensor is None else lazy_copy(tensor)
-        self._version = None if tensor is None else version_of(tensor)
+        self._tensor, self._copy = tensor, lazy_copy(tensor)
+        self._version = version_of(tensor)
 
     def read(self) -> torch.Tensor:
-        """The layer's own tensor, or a copy if it was changed in place; or the last gradient."""
-        if self._tensor is None or self._copy is None:
-            return self.gradients[-1]
+        """The layer's own tensor, or a copy if it was changed in place."""
         if not isinstance(self._copy, OverwrittenTensor) and not self._is_unchanged():
             self._copy = self._copy.as_subclass(OverwrittenTensor)
             self._copy.layer = self._name
@@ -82,8 +79,6 @@ class _Call:
 
     def _is_unchanged(self) -> bool:
         """Return whether the tensor still holds the values that the layer returned."""
-        assert self._tensor is not None
-        assert self._copy is not None
         if version_of(self._tensor) != self._version:
             return False
         if self._tensor.layout != torch.strided or self._tensor.is_nested:
@@ -91,6 +86,10 @@ class _Call:
         # A write ends the sharing of memory, also one that `x.data` hides from the version counter.
         addresses = (torch._C._data_address(x) for x in (self._tensor, self._copy))  # type: ignore[attr-defined]
         return len(set(addresses)) == 1 or are_equal(self._tensor, self._copy)
+
+
+class _Gradients(list[torch.Tensor]):
+    """The gradients that have reached one call of a layer."""
 
 
 class OverwrittenTensor(torch.Tensor):
@@ -122,19 +121,8 @@ class OverwrittenTensor(torch.Tensor):
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-class _CapturedPass(PassRecord):
-    """What the layers have shown in one forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: dict[tuple[str, str], list[_Call]] = {}
-        self.outside: set[str] = set()
-
-
 class _CaptureHooks(LoopHooks):
     """Hooks that put each call into the record of its forward pass."""
-
-    record_type: type[PassRecord] = _CapturedPass
 
     def __exit__(self, *error: object) -> None:
         """Remove the hooks but keep the tensors, which may be read after the block."""
@@ -151,27 +139,25 @@ class _CaptureHooks(LoopHooks):
         self._add(record, point, _Call(point, tensor))
 
     def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], None]:
-        """Return the function that adds a gradient to its call in the record."""
-        call = _Call(point)
-        self._add(record, point, call)
+        """Return the function that adds a gradient to those of its call in the record."""
+        gradients = _Gradients()
+        self._add(record, point, gradients)
         # The graph must not keep the record, whose tensors may keep the graph.
-        reference = weakref.ref(call)
+        reference = weakref.ref(gradients)
 
         def receive(gradient: torch.Tensor) -> None:
             if (living := reference()) is not None:
                 refuse_transformed(point.name, gradient)
-                living.gradients.append(lazy_copy(gradient))  # autograd may add to it
+                living.append(lazy_copy(gradient))  # autograd may add to it
 
         return receive
 
-    def _add(self, record: Any, point: CapturePoint, call: _Call) -> None:
-        calls = record.shown.setdefault((point.name, point.operation), [])
+    def _add(self, record: PassRecord, point: CapturePoint, call: _Call | _Gradients) -> None:
+        calls = record.taken.setdefault((point.name, point.operation), [])
         if not record.is_open:
-            calls.clear()
-            if point.call is not None:
-                record.outside.add(point.name)
-                return
-        calls.append(call)
+            calls.clear()  # the latest call counts, and calls have no numbers
+        if record.is_open or point.call is None:
+            calls.append(call)
 
 
 class Captured(Mapping[str, torch.Tensor]):
@@ -182,27 +168,28 @@ class Captured(Mapping[str, torch.Tensor]):
         self.hooks = _CaptureHooks(model, points)
 
     def __getitem__(self, layer: str) -> torch.Tensor:
-        return self._call(layer).read()
+        call = self._call(layer)
+        return call.read() if isinstance(call, _Call) else call[-1]
 
     def gradients(self, layer: str) -> list[torch.Tensor]:
         """The gradients of a layer, one for each backward pass since its last forward pass."""
         point = self._points.get(layer)
         if point is None or not point.is_gradient:
             layer = with_capture(layer, "grad_output")
-        return list(self._call(layer).gradients)
+        return list(self._call(layer))
 
-    def _call(self, layer: str) -> _Call:
-        """The only call of a layer in the last forward pass."""
+    def _call(self, layer: str) -> Any:
+        """The _Call, or the _Gradients, of the only call of a layer in the last forward pass."""
         if layer not in self._points:
             raise LayerError(
                 f"{layer!r} is not captured; this block captures {list(self._points)}."
             )
         point = self._points[layer]
-        record: Any = self.hooks.record
+        record = self.hooks.record
         # An element of a module's output has precedence over an operation of the same name.
-        of_module = record.shown.get((layer, ""))
-        called: list[_Call] = of_module or record.shown.get((layer, point.operation), [])
-        calls = [call for call in called if call.gradients or not point.is_gradient]
+        of_module = record.taken.get((layer, ""))
+        called = of_module or record.taken.get((layer, point.operation), [])
+        calls = [call for call in called if call]  # no gradient may have arrived
         if len(calls) == 1:
             return calls[0]
         name, colon, kind = layer.partition(":")
@@ -212,7 +199,7 @@ class Captured(Mapping[str, torch.Tensor]):
                 f"the layer {layer!r} was called {len(calls)} times in the last forward pass; "
                 f"capture one of its calls: {listed}."
             )
-        if layer in record.outside:
+        if of_module == []:
             raise LayerError(
                 f"{layer!r}: calls are counted inside a call of the model itself, model(x), and "
                 f"the last call of this layer was outside of one. Capture {point.layer!r} without "

@@ -13,7 +13,6 @@ from torch import nn
 
 from featx.errors import RunError
 from featx.layers.layer_hooks import LayerHooks, PassRecord
-from featx.layers.operations import hide_operations
 from featx.layers.trace import CapturePoint
 
 
@@ -36,36 +35,35 @@ class Expected:
     calls: Mapping[tuple[str, str], int] | None = None
     stop: bool = False
 
-    def check(self, record: PassRecord, calls: Mapping[tuple[str, str], int]) -> None:
-        """Compare a pass, and the numbers of its calls, with the expected one.
+    def check(self, record: PassRecord) -> None:
+        """Compare a pass with the expected one.
 
         Raises:
             RunError: the passes differ.
         """
         if self.calls is not None:
-            check_calls(calls, self.calls)
-        missing = [name for name in self.fired or () if name not in record.fired]
-        if not missing:
-            self._check_operations(record.operations, record.num_until_capture)
-        if self.fired is not None and record.fired != list(self.fired):
+            check_calls(record.calls, self.calls)
+        fired = record.fired
+        missing = [name for name in self.fired or () if name not in fired]
+        if not missing and self.operations is not None:
+            operations = record.operations[: len(self.operations)]
+            self._check_operations(operations, self.operations)
+        if self.fired is not None and fired != list(self.fired):
             raise RunError(
-                f"the forward pass differs from the trial pass: {missing or record.fired} "
+                f"the forward pass differs from the trial pass: {missing or fired} "
                 f"{'did not fire' if missing else 'fired'}, expected {list(self.fired)}. The model "
                 "runs different layers for different batches, so its rows are not reproducible."
             )
 
-    def _check_operations(self, operations: Sequence[str], num_until_capture: int) -> None:
+    def _check_operations(self, operations: Sequence[str], expected: Sequence[str]) -> None:
         """Compare the operations up to the last captured one, and name the first difference."""
-        if self.operations is None or list(operations[:num_until_capture]) == list(self.operations):
-            return
-        operations = operations[: max(num_until_capture, len(self.operations))]
-        pairs = itertools.zip_longest(operations, self.operations, fillvalue="nothing")
-        actual, expected = next(pair for pair in pairs if pair[0] != pair[1])
-        raise RunError(
-            f"the forward pass differs from the trial pass: {actual} ran, expected {expected}. The "
-            "model runs different operations for different batches, so a name means different "
-            "operations and its rows are not reproducible."
-        )
+        for now, before in itertools.zip_longest(operations, expected, fillvalue="nothing"):
+            if now != before:
+                raise RunError(
+                    f"the forward pass differs from the trial pass: {now} ran, expected {before}. "
+                    "The model runs different operations for different batches, so a name means "
+                    "different operations and its rows are not reproducible."
+                )
 
 
 def check_calls(
@@ -139,25 +137,14 @@ class CaptureHooks(LayerHooks):
         self._score = score
         self._keep = keep
         self._expected = expected
+        ends_early = expected.stop and expected.fired and score is None
+        self._num_until_stop = len(expected.fired or ()) if ends_early else None
 
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
-        """Put a captured tensor into the record of its pass."""
-        record.values[point.name] = self._keep(point, tensor)
-
-    def receiver(self, record: PassRecord, point: CapturePoint) -> Callable[[torch.Tensor], None]:
-        """Return the function that puts a gradient into the record of its pass."""
-
-        def receive(gradient: torch.Tensor) -> None:
-            with hide_operations():
-                self.take(record, point, gradient)
-            record.fired.append(point.name)
-
-        return receive
-
-    def end_call(self, record: PassRecord) -> None:
-        """End the pass after the last expected capture."""
-        expected = self._expected
-        if expected.stop and expected.fired and len(record.fired) >= len(expected.fired):
+        """Put a captured tensor into the record of its pass, and end it after the last one."""
+        kept = self._keep(point, tensor)
+        record.taken.setdefault((point.name, point.operation), []).append(kept)
+        if len(record.taken) == self._num_until_stop:
             raise StopForward
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -173,29 +160,30 @@ class CaptureHooks(LayerHooks):
             RunError: the pass differs from the expected one.
         """
         self.reset()
-        if self._score is None:
-            with contextlib.suppress(StopForward), self.recording:
-                self._model(x)
-        else:
-            self._backward(x)
-        calls = {} if self._expected.calls is None else self.num_calls
-        self._expected.check(self.record, calls)
-        return self.record.values
+        self.record.is_open = True
+        try:
+            if self._score is None:
+                with contextlib.suppress(StopForward), self.recording:
+                    self._model(x)
+            else:
+                self._backward(x, self._score)
+        finally:
+            self.record.is_open = False
+        self._expected.check(self.record)
+        return {name: values[-1] for (name, _), values in self.record.taken.items()}
 
-    def _backward(self, x: torch.Tensor) -> None:
+    def _backward(self, x: torch.Tensor, score: Callable[[Any], torch.Tensor]) -> None:
         """Run a forward and a backward pass.
 
         The gradient is that of the sum over all images, which for each image is the gradient of its
         own number.
         """
-        assert self._score is not None
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             # A model may write to its input, which autograd does not allow for a leaf.
             model_input = leaf.clone()
-            self.record.is_open = True
             with self.recording:
                 output = self._model(model_input)
             self.end_pass(output)
-            total = self._score(output).sum()
+            total = score(output).sum()
         torch.autograd.grad(total, leaf, allow_unused=True)

@@ -84,7 +84,7 @@ class _EditHooks(LoopHooks):
         self._used: set[str] = set()
 
     def points_of_call(
-        self, key: tuple[int, str], points: list[CapturePoint]
+        self, key: tuple[str, str], points: list[CapturePoint]
     ) -> list[CapturePoint]:
         if not self.record.is_open and (numbered := [p for p in points if p.call is not None]):
             raise LayerError(
@@ -94,8 +94,12 @@ class _EditHooks(LoopHooks):
             )
         return super().points_of_call(key, points)
 
+    def take_all(self, points: list[CapturePoint], value: object) -> object:
+        for point in points:
+            self._used.add(point.name)
+        return super().take_all(points, value)
+
     def take(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-        self._used.add(point.name)
         with user_operations():
             new: object = self._edits[point.name](tensor)
         if not isinstance(new, torch.Tensor):
@@ -114,13 +118,6 @@ class _EditHooks(LoopHooks):
                     f"{expected} as the layer's."
                 )
         return new
-
-    def receiver(
-        self, record: PassRecord, point: CapturePoint
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the function that replaces the gradients of one call of a layer."""
-        self._used.add(point.name)
-        return lambda gradient: self.take(record, point, gradient)
 
     def check_used(self) -> None:
         """Check that the model has called each layer, if it ran or may have run."""

@@ -115,80 +115,74 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-_Key = tuple[int, str]
-"""Id of a module, and kind of capture."""
+_Key = tuple[str, str]
+"""Name of a module, and kind of capture."""
 
 
 @dataclass
 class PassRecord:
-    """Tensors and events that the hooks have seen in one forward pass.
+    """Tensors and events that the hooks have seen in one forward pass of one thread.
 
     Gradients arrive after the forward pass, possibly after another pass has started, so they are
     written into the record of the pass to which they belong.
 
     Attributes:
-        values: capture name -> tensor that `keep` returned, of the last call if there are several.
-        fired: names of the captures in the order in which they fired.
-        calls: (id of a module, kind of capture) -> number of calls so far.
+        taken: (name of a capture, its operation or '') -> what was kept of each of its calls, in
+            the order in which they fired.
+        calls: (name of a module, kind of capture) -> number of calls so far.
         operations: operations of the modules with a captured operation, in order.
-        num_until_capture: length of `operations` when the last captured operation had run.
-        inputs: ids of a running module and its thread -> names of captures, their inputs, the new
-            nodes of these, and versions.
-        given: the same ids -> inputs of a module that may return them, and their versions.
-        shared: outputs over the memory of an input, of the call of the model that is running.
-        is_open: whether a call of the model itself is running, where gradients are followed.
+        inputs: id of a running module -> names of captures, their inputs, the new nodes of these,
+            and versions.
+        given: id of a running module -> inputs that it may return, and their versions.
+        shared: outputs over the memory of an input, of the pass that is running.
+        is_open: whether the pass is running: a call of the model itself.
     """
 
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-    fired: list[str] = field(default_factory=list)
+    taken: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     calls: dict[_Key, int] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
-    num_until_capture: int = 0
-    inputs: dict[tuple[int, int], list[tuple[str, torch.Tensor, torch.Tensor, int]]] = field(
+    inputs: dict[int, list[tuple[str, torch.Tensor, torch.Tensor, int]]] = field(
         default_factory=dict
     )
-    given: dict[tuple[int, int], list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
+    given: dict[int, list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
     shared: list[SharedOutput] = field(default_factory=list)
     is_open: bool = False
 
-
-class _Records:
-    """The record of the current or last pass."""
-
-    def __init__(self, make: Callable[[], PassRecord]) -> None:
-        self.current = make()
+    @property
+    def fired(self) -> list[str]:
+        """Names of the captures, once for each call, in the order in which they fired first."""
+        return [name for (name, _), values in self.taken.items() for _ in values]
 
 
-class _RecordsPerThread(threading.local, _Records):
-    """The same, for each thread."""
+class _Records(threading.local):
+    """The record of the current or last pass of each thread."""
+
+    def __init__(self) -> None:
+        self.current = PassRecord()
 
 
 class LayerHooks:
     """Hooks at some capture points of one model; a context manager that removes them.
 
-    Subclasses implement `take` and `receiver`.
+    Subclasses implement `take`.
 
     Attributes:
         recording: context manager that records operations if any are captured.
-        thread: id of the only thread whose module calls are seen, as in `threading.get_ident`;
-            None for all threads. Operations are not limited by it.
     """
 
-    record_type: type[PassRecord] = PassRecord
     runs_first = False
     """Whether the hooks run before those that the modules have."""
     in_loop = False
-    """Whether the passes are those of a loop of the user, where each thread has its own, and a name
-    may mean an operation or an element of a module's output."""
+    """Whether the passes are those of a loop of the user, where layers are also called outside of
+    one, and a name may mean an operation or an element of a module's output."""
 
     def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
         self._model = model
-        self._records = (_RecordsPerThread if self.in_loop else _Records)(self.record_type)
+        self._records = _Records()
         self._stack = contextlib.ExitStack()
         self._followed = TensorHooks()
         self._recorder: OperationRecorder | None = None
         self.recording: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self.thread: int | None = None
         self._points: dict[_Key, list[CapturePoint]] = {}
         self._operations: dict[str, list[CapturePoint]] = {}
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -196,8 +190,7 @@ class LayerHooks:
             if point.operation:
                 self._operations.setdefault(point.operation, []).append(point)
             else:
-                key = id(self._modules[point.module]), point.capture
-                self._points.setdefault(key, []).append(point)
+                self._points.setdefault((point.module, point.capture), []).append(point)
         self._modules_with_operations = {point.module for point in points if point.operation}
         self._ambiguous = {point.name for point in points if point.operation and self.in_loop}
 
@@ -212,28 +205,21 @@ class LayerHooks:
 
         What it returns, unless None, replaces the gradient.
         """
-        raise NotImplementedError
 
-    def end_call(self, record: PassRecord) -> None:
-        """Called when tensors of a call have been taken."""
+        def receive(gradient: torch.Tensor) -> torch.Tensor | None:
+            with hide_operations():
+                return self.take(record, point, gradient)
+
+        return receive
 
     @property
     def record(self) -> PassRecord:
-        """Record of the last pass; with `in_loop`, of the last pass of the calling thread."""
+        """Record of the current or last pass of the calling thread."""
         return self._records.current
-
-    @property
-    def num_calls(self) -> dict[tuple[str, str], int]:
-        """(module, kind of capture) -> number of calls of the module in the last pass."""
-        num_by_key = self._records.current.calls
-        return {
-            (points[0].module, key[1]): num_by_key.get(key, 0)
-            for key, points in self._points.items()
-        }
 
     def reset(self) -> None:
         """Start the record of another pass."""
-        self._records.current = self.record_type()
+        self._records.current = PassRecord()
         if self._recorder is not None:
             self._recorder.reset()
 
@@ -264,10 +250,9 @@ class LayerHooks:
         # Attention first: its hooks run before the others, which then see the output as the
         # surrounding layers do.
         for key, points in sorted(self._points.items(), key=lambda item: item[0][1] != "attention"):
-            hooked, capture = self._modules[points[0].module], key[1]
+            (name, capture), hooked = key, self._modules[key[0]]
             if capture == "attention":
-                see = functools.partial(self._see, key, points)
-                hook_weights(hooks, points[0].module, hooked, see)
+                hook_weights(hooks, name, hooked, functools.partial(self._see, key, points))
             elif capture in ("input", "grad_input"):
                 before = functools.partial(self._before, key, points)
                 after = self._end_of_inputs if capture == "grad_input" else None
@@ -286,7 +271,7 @@ class LayerHooks:
     def _note_versions(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook before a module that may return one of its inputs itself."""
         inputs = elements([*args, *kwargs.values()]).values()
-        self.record.given[_call_of(module)] = [(tensor, version_of(tensor)) for tensor in inputs]
+        self.record.given[id(module)] = [(tensor, version_of(tensor)) for tensor in inputs]
 
     def _after(self, key: _Key, points: list[CapturePoint]) -> After:
         return lambda module, args, kwargs, output: self._see(key, points, output)
@@ -299,7 +284,7 @@ class LayerHooks:
             points = [p for p in points if p.name not in self._ambiguous or p.path in paths]
         value = self.take_all(points, value)
         if key[1] == "grad_output":
-            self.record.given.pop((key[0], threading.get_ident()), None)
+            self.record.given.pop(id(self._modules[key[0]]), None)
         return value
 
     def _end_of_inputs(self, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
@@ -308,7 +293,7 @@ class LayerHooks:
         If the module wrote to an input, the model may read it again, so it gets the history of the
         node.
         """
-        for name, tensor, node, version in self.record.inputs.pop(_call_of(module), ()):
+        for name, tensor, node, version in self.record.inputs.pop(id(module), ()):
             if not node.requires_grad:
                 raise LayerError(f"{name}: the layer detaches its input, so no gradient passes.")
             if node._version != version:
@@ -327,42 +312,35 @@ class LayerHooks:
     def points_of_call(self, key: _Key, points: list[CapturePoint]) -> list[CapturePoint]:
         """Count a call of a module, and return the captures of this call.
 
-        There are none if the call belongs to a thread that is not captured.
+        Outside of a pass it has no number, and is captured in loops of the user only.
         """
-        if self.thread is not None and self.thread != threading.get_ident():
-            return []
-        calls = self._records.current.calls
-        number = calls[key] = calls.get(key, 0) + 1
+        record = self.record
+        if not record.is_open:
+            return points if self.in_loop else []
+        number = record.calls[key] = record.calls.get(key, 0) + 1
         return [point for point in points if point.call is None or point.call == number]
 
     def _operation(self, name: str, module: str, function: object, result: object) -> object:
         """Record an operation, and take its result if requested."""
         if module not in self._modules_with_operations:
             return None
-        record = self._records.current
-        record.operations.append(name)
-        points = self._operations.get(name, [])
-        if points:
-            record.num_until_capture = len(record.operations)
-        return self.take_all(points, result)
+        self.record.operations.append(name)
+        return self.take_all(self._operations.get(name, []), result)
 
     def take_all(self, points: list[CapturePoint], value: object) -> Any:
         """Take tensors of a value; return it with those that replace others, or None."""
-        record, changed = self._records.current, None
+        record, changed = self.record, None
         for point in points:
-            now = value if changed is None else changed
+            now: Any = value if changed is None else changed
             path = path_to(now, point)
-            tensor = elements(now)[path]
+            tensor = elements(now)[path] if path else now
             with hide_operations():
                 if point.is_gradient:
                     new = self._follow(record, point, tensor)
                 else:
                     new = self.take(record, point, tensor)
-                    record.fired.append(point.name)
             if new is not None and new is not tensor:
                 changed = with_element(now, path, new)
-        if points:
-            self.end_call(record)
         return changed
 
     def _follow(
@@ -375,7 +353,7 @@ class LayerHooks:
                 "checkpoint with use_reentrant=True (use_reentrant=False allows it), or depends "
                 "neither on an input nor on a parameter that requires gradients."
             )
-        call = _call_of(self._modules[point.module])
+        call = id(self._modules[point.module])
         # The gradient of an input itself would include that of other layers which read it. Layers
         # such as nn.Identity, and dropout in eval mode, return their input.
         if point.capture == "grad_input":
@@ -413,8 +391,3 @@ class LayerHooks:
         shared, record.shared = record.shared, []
         for each in shared if output is not None else ():  # None after an exception
             each.check(elements(output).values())
-
-
-def _call_of(module: nn.Module) -> tuple[int, int]:
-    """Ids of a module and of the thread that calls it."""
-    return id(module), threading.get_ident()

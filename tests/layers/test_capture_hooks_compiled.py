@@ -6,6 +6,7 @@ tests/engine/test_engine.py has the slow tests with the compiler. Tolerance: non
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -117,6 +118,17 @@ def test_a_write_that_only_images_show_is_found_when_compiled() -> None:
         values = engine.run(x)
     assert torch.equal(values["layer"], x)
     assert values["clamp"].max() == 6
+
+
+def test_a_compiled_pass_may_run_in_another_thread_than_the_first() -> None:
+    x = noise()
+    with bound(backbone_of(ResidualConvNet()), "conv1", "fc") as engine:
+        engine.configure_compute(Compute("fp32", True, False, 4))
+        first = {name: value.clone() for name, value in engine.run(x).items()}
+        with ThreadPoolExecutor(1) as other:
+            second = other.submit(engine.run, x).result()
+    assert list(second) == ["conv1", "fc"]
+    assert all(torch.equal(second[name], value) for name, value in first.items())
 
 
 def test_captures_in_another_order_are_an_error_when_compiled() -> None:

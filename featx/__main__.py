@@ -336,6 +336,9 @@ def _stop(text: str, signum: int, frame: FrameType | None) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _exit(f"\n{text}\n", signum, frame)
         frame = frame.f_back
+    from featx.storage import s3_outage
+
+    s3_outage.stop_waiting()
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     from featx.pipeline import Interrupted

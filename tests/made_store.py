@@ -132,7 +132,7 @@ class MadeRun:
         """Compute the rows that were lost with damaged chunks, put to the sound ones."""
         rows = session.lost_rows()
         for part in session.parts_with(rows):
-            sound = session.read_part(part)
+            etag, sound = session.etag(part), session.read_part(part)
             stored, failures, images = sound.features, sound.failures, sound.images
             lost = sorted({*rows} & {*range(part.start, part.stop)})
             for name, values in stored.items():
@@ -141,7 +141,7 @@ class MadeRun:
             builder = PartBuilder(part, self.specs)
             damaged = sound.damaged | ({*self.damaged} & {*lost})
             builder.add(part.start, stored, failures, images, damaged)
-            session.replace(builder)
+            session.replace(builder, etag)
         if rows:
             session.survey_again()
         return rows

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import run_python
-from faulty_proxy import FAULTS, Fault, FaultyProxy, error, faulty_proxy, random_faults
-from object_server import place, rows_of
+from conftest import run_python, with_path
+from faulty_proxy import (
+    FAULTS,
+    Exchange,
+    Fault,
+    FaultyProxy,
+    drop_request,
+    error,
+    faulty_proxy,
+    random_faults,
+)
+from made_shards import images, write_shards, write_tar
+from object_server import place, rows_of, upload
 from tiny_model import COMMAND, extract, write_images
+from waiting import wait_until
 
 import featx
 from featx.errors import RunError, StoreError
-from featx.storage import s3_client
+from featx.storage import s3_client, s3_outage
 from featx.store import check_store
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "cache_folder")
@@ -97,3 +114,110 @@ def test_the_command_survives_faults_of_every_kind(
     assert "Traceback" not in done.stderr
     proxy.set_faults(lambda method, path: None)
     assert rows_of(featx.open(out)) == rows_of(near)
+
+
+@pytest.fixture
+def shards(
+    tmp_path: Path, bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
+    """Images in the bucket, behind the proxy; requests are repeated soon."""
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+    monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.01)
+    upload(write_shards(tmp_path / "shards", 24), f"s3://{bucket}/shards")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield {"name": "webdataset", "root": f"s3://{bucket}/shards"}
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def failing_reads(fault: Fault, first: int, stop: float) -> Callable[[str, str], Fault | None]:
+    """Choose a fault for the reads of shards from number `first` to `stop`."""
+    reads: list[str] = []
+
+    def choose(method: str, path: str) -> Fault | None:
+        reads.extend([path] if method == "GET" and path.endswith(".tar") else [])
+        return fault if path.endswith(".tar") and first <= len(reads) < stop else None
+
+    return choose
+
+
+def silence(exchange: Exchange) -> None:
+    time.sleep(2.5)
+    exchange.drop()
+
+
+@pytest.mark.parametrize("fault", [drop_request, error(503, "SlowDown"), silence])
+def test_images_in_a_bucket_are_waited_for_in_an_outage(
+    tmp_path: Path,
+    proxy: FaultyProxy,
+    shards: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault,
+) -> None:
+    """Longer than data.timeout_s; decoders say it once."""
+    monkeypatch.setattr(s3_client, "TIMEOUT_S", 2.0)
+    near = extract({"name": "webdataset", "root": str(tmp_path / "shards")}, out="near")
+    data = {**shards, "timeout_s": 0.5, "workers": 2}
+    proxy.set_faults(failing_reads(fault, 20, 30))
+    far = extract(data)
+    assert far.ok.all()
+    assert rows_of(far) == rows_of(near)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    waits, answers = (record.getMessage() for record in caplog.records)
+    assert "The run waits until the object store answers, at most 600 s" in waits
+    assert answers.startswith("the object store answers again after ")
+
+
+def test_an_outage_of_images_that_lasts_ends_the_run_which_is_resumed(
+    proxy: FaultyProxy,
+    shards: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(s3_outage, "MAX_OUTAGE_S", 0.5)
+    proxy.set_faults(failing_reads(drop_request, 20, float("inf")))
+    with pytest.raises(RunError, match=r"reading train-.*closed.*\. Nothing committed") as ended:
+        extract(shards)
+    assert ended.value.exit_code == 1
+    assert len(caplog.records) == 1, "an answer is logged, or each decoder logs"
+    proxy.set_faults(lambda method, path: None)
+    assert extract(shards).ok.all()
+
+
+def test_images_that_are_refused_in_mid_run_end_it_at_once(
+    proxy: FaultyProxy, shards: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.set_faults(failing_reads(error(403, "AccessDenied"), 20, float("inf")))
+    with pytest.raises(RunError, match=r"reading train-.*the server refuses it \(AccessDenied"):
+        extract(shards)
+    assert caplog.records == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_comparison_of_images_that_waits(
+    tmp_path: Path, bucket: str, proxy: FaultyProxy, shards: dict[str, Any]
+) -> None:
+    """With refresh=true, images are read by threads before the run has begun."""
+    command = [sys.executable, "-m", "featx", *COMMAND, "data=webdataset", "refresh=true"]
+    log = tmp_path / "log"
+    extract(shards)
+    files = images(tmp_path / "loose", 24)
+    changed = {name: files[name] for name in sorted(files)[16:32]} | {"0009.png": files["0000.png"]}
+    tar = write_tar(tmp_path / "changed.tar", changed)
+    s3_client.write(bucket, "shards/train-001.tar", tar.read_bytes())
+
+    def choose(method: str, path: str) -> Fault | None:
+        return drop_request if "the bytes are compared" in log.read_text() else None
+
+    proxy.set_faults(choose)
+    with log.open("w") as output:
+        running = subprocess.Popen(
+            [*command, f"data.root={shards['root']}"], env=with_path(TESTS), stderr=output
+        )
+    try:
+        wait_until(lambda: "The run waits until" in log.read_text(), running)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 130, log.read_text()
+    finally:
+        running.kill()
+        running.wait()

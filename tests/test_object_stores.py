@@ -18,17 +18,18 @@ import pytest
 import torch
 from conftest import Completed, with_path
 from made_store import make_run
-from object_server import RequestLog, num_parts, place, rows_of, upload, worker_pids
+from object_server import RequestLog, S3Requests, num_parts, place, rows_of, upload, worker_pids
 from tiny_model import COMMAND, KEYS, TRUSTED, extract, run_job, write_image, write_images
 from waiting import wait_until
 
 import featx as package
 from featx import jobs
 from featx.config import from_composed, from_keywords
-from featx.errors import ConfigError
+from featx.errors import ConfigError, RunError
 from featx.storage import s3_client
 from featx.store import check_store, layout
 from featx.torch import FeatureDataset, TokenDataset
+from featx.types import Listing
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "cache_folder")
 
@@ -114,6 +115,53 @@ def test_kills_at_any_moment_and_two_drivers_at_once(images: Path, out: str, wor
     assert not (place(out) / layout.DAMAGED).exists()
     assert not list((place(out) / layout.WORKERS).glob("*"))
     assert json.loads((place(out) / layout.SUMMARY).read_bytes())["failures"] == 0
+
+
+class ChangingImages:
+    """Images in memory; the function of a key in `meanwhile` is called once, when it is read."""
+
+    def __init__(self, images: Path) -> None:
+        self.images = {path.name.encode(): path.read_bytes() for path in images.rglob("*.png")}
+        self.meanwhile: dict[bytes, Callable[[], object]] = {}
+
+    def listing(self) -> Listing:
+        keys = np.array(sorted(self.images))
+        return Listing(keys, np.full(len(keys), -1))
+
+    def read(self, key: bytes) -> bytes:
+        data = self.images[key]
+        self.meanwhile.pop(key, bool)()
+        return data
+
+
+@pytest.mark.slow
+def test_a_driver_does_not_undo_a_row_that_another_has_refreshed(
+    tmp_path: Path, out: str, s3_requests: S3Requests
+) -> None:
+    """The image changes once more, and another driver refreshes its row, while one computes it."""
+    source = ChangingImages(write_images(tmp_path / "images", 9))
+    others = [(tmp_path / f"{seed}.png", seed) for seed in (77, 78)]
+    for path, seed in others:
+        write_image(path, seed)
+    first, second = (path.read_bytes() for path, _ in others)
+    extract(source, out=out)
+    request, key = s3_requests.answer, sorted(source.images)[5]
+
+    def refresh_second() -> None:
+        source.images[key] = second
+        extract(source, out=out, refresh=True)
+
+    def arm(operation: str, **parameters: Any) -> dict[str, Any]:
+        if operation == "head_object" and "/parts/" in parameters["Key"]:
+            s3_requests.answer, source.meanwhile[key] = request, refresh_second
+        return request(operation, **parameters)
+
+    source.images[key] = first
+    s3_requests.answer = arm
+    with pytest.raises(RunError, match=r"part-000001\.h5 was changed by another process"):
+        extract(source, out=out, refresh=True)
+    far = extract(source, out=out)
+    assert rows_of(far) == rows_of(extract(source, out="near"))
 
 
 @pytest.mark.slow

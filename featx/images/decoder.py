@@ -23,6 +23,7 @@ from featx.images.decoder_channels import (
     SlotLayout,
     error_bytes,
     fault_bytes,
+    outage_bytes,
     read_range,
     send,
     warning_bytes,
@@ -107,6 +108,12 @@ class Decoder:
         self._index, self._workers, self._channels = index, workers, channels
         self._take_warnings = take_warnings
         self._slots: dict[int, Slot] = {}
+
+    def report_outage(self, text: str, since: float) -> None:
+        """Tell the process of the model that a request for the row at hand waits."""
+        table = self._channels.table
+        group, row = int(table.groups[self._index]), int(table.rows[self._index])
+        send(self._channels.results, Kind.OUTAGE, group, row, outage_bytes(text, since))
 
     def serve(self) -> None:
         """Load groups until the pipe of tasks ends, or after a group that a new decoder follows."""

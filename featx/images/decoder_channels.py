@@ -176,7 +176,7 @@ class Job:
             self.error = row, error
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Group:
     """Some successive rows of a job, which one decoder loads.
 
@@ -185,6 +185,7 @@ class Group:
         stop: place after the last one.
         buffer: spool buffer with their encoded bytes, or NO_BUFFER.
         is_last: whether a new decoder takes the place of the one that has loaded them.
+        has_waited: whether its decoder has waited for an object store.
     """
 
     job: Job
@@ -192,6 +193,7 @@ class Group:
     stop: int
     buffer: int
     is_last: bool = False
+    has_waited: bool = False
 
     def place_of(self, row: int) -> int:
         """The first place of a row in the group."""
@@ -238,6 +240,7 @@ class Kind(IntEnum):
     DEATH = 4
     DAMAGED = 5
     NOT_STARTED = 6
+    OUTAGE = 7
 
 
 class Cause(IntEnum):
@@ -355,6 +358,11 @@ def error_bytes(error: BaseException) -> bytes:
 def fault_bytes(fault: ImageFault) -> bytes:
     """Status, name of the exception, and message of a failed row."""
     return pickle.dumps((int(fault.status), fault.error, _shortened(str(fault), 2000)))
+
+
+def outage_bytes(text: str, since: float) -> bytes:
+    """Message about an object store that a decoder waits for, and the time since which it does."""
+    return pickle.dumps((_shortened(text, 2000), since))
 
 
 def warning_bytes(warnings: Iterable[str]) -> bytes:

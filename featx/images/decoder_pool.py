@@ -53,6 +53,7 @@ from featx.images.decoder_channels import (
     anonymous_file,
 )
 from featx.images.decoder_supervisor import RESUME, START_ALL, Supervisor
+from featx.storage import s3_outage
 from featx.types import NO_IMAGE, Array, Failure, ImageFault, Status
 
 CAN_FORK = sys.platform.startswith("linux")
@@ -459,12 +460,18 @@ class DecoderPool:
                 return
             job = self._groups[group].job
             if kind == Kind.DONE:
-                buffer = self._groups.pop(group).buffer
-                if buffer != NO_BUFFER:
-                    self._spool.release(buffer)
+                done = self._groups.pop(group)
+                if done.buffer != NO_BUFFER:
+                    self._spool.release(done.buffer)
+                waiting = (each for each in self._groups.values() if each.has_waited)
+                if done.has_waited and job.error is None and not any(waiting):
+                    s3_outage.report_end()
                 self._count_done(job)
                 self.times.add(*times)
                 self._send()  # decoders have taken records, so that pipes may have room
+            elif kind == Kind.OUTAGE:
+                self._groups[group].has_waited = True
+                s3_outage.report(*pickle.loads(content))
             elif kind == Kind.DAMAGED:
                 job.damaged.add(row)
             elif kind == Kind.FAILURE:

@@ -25,6 +25,7 @@ from featx.base import end_with_parent, return_freed_memory
 from featx.images.decoder import Decoder, RowWorker
 from featx.images.decoder_channels import ATOMIC_BYTES, NO_ROW, Cause, Channels, Death, Kind, send
 from featx.images.decoder_warnings import redirect_warnings
+from featx.storage import s3_outage
 
 START_ALL, RESUME = b"a", b"r"
 """Orders to the supervisor: start all decoders, not only one; start decoders again after all ended.
@@ -126,7 +127,9 @@ class Supervisor:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 end_with_parent(supervisor)
                 os.close(self._control)
-                Decoder(index, self._workers, self._channels, redirect_warnings()).serve()
+                decoder = Decoder(index, self._workers, self._channels, redirect_warnings())
+                s3_outage.wait_in_child(decoder.report_outage)
+                decoder.serve()
                 code = 0
             finally:
                 # Nothing that was copied by the fork may be finalised here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from featx.base import name_text
-from featx.errors import DataError, RunError
+from featx.errors import DataError, ObjectStoreError, RunError
 from featx.types import Source
 
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
@@ -17,7 +17,8 @@ def read_image(source: Source, key: bytes) -> bytes:
 
     Raises:
         ImageFault: this image is missing or empty.
-        RunError: reading fails repeatedly with an OSError.
+        RunError: reading fails repeatedly with an OSError, or an object store refuses it or has not
+            answered for longer than a run waits.
         DataError: the source returned something else, which a plug-in may do.
     """
     for wait_s in (*RETRY_WAITS_S, None):
@@ -25,11 +26,13 @@ def read_image(source: Source, key: bytes) -> bytes:
             image = source.read(key)
         except OSError as error:
             # The disk, not the image: such a failure never becomes a row.
-            if wait_s is None:
+            was_repeated = isinstance(error, ObjectStoreError)
+            if wait_s is None or was_repeated:
+                times = "" if was_repeated else f", {len(RETRY_WAITS_S) + 1} times"
                 raise RunError(
-                    f"reading {name_text(key)} failed: {error.strerror or error}, "
-                    f"{len(RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
-                    "images can be read again, give the same command again."
+                    f"reading {name_text(key)} failed: {error.strerror or error}{times}. Nothing "
+                    "committed is lost; when the images can be read again, give the same command "
+                    "again."
                 ) from error
             time.sleep(wait_s)
         else:

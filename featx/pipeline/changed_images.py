@@ -19,6 +19,7 @@ import numpy.typing as npt
 from featx.base import log_message, name_text, num_cpus
 from featx.errors import counted
 from featx.images import read_image
+from featx.storage import s3_outage
 from featx.store import UNSETTLED, Manifest, changed_states, layout, stored_image_checksums
 from featx.types import (
     NO_IMAGE,
@@ -275,7 +276,10 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
             return NO_IMAGE
 
     current = np.empty(len(keys), dtype=np.uint64)
-    with ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-compare") as threads:
+    with (
+        s3_outage.waiting_limit(),
+        ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-compare") as threads,
+    ):
         for start in range(0, len(keys), _QUEUED_IMAGES):
             block = keys[start : start + _QUEUED_IMAGES].tolist()
             current[start : start + len(block)] = list(threads.map(checksum, block))

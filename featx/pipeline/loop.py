@@ -154,6 +154,7 @@ def run_parts(
     # end or are abandoned first, then the trace is written, then the pending commit is awaited. The
     # signal handlers stay in place until then.
     with (
+        s3_outage.waiting_limit(),
         stop_signals() as stop,
         _Commits(is_url(config.out)) as commits,
         trace as timeline,

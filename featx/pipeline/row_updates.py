@@ -252,6 +252,9 @@ class _RowReplacement:
         self._session = session
         self._rows = frozenset(rows)
         self._parts = {part.index: part for part in session.parts_with(rows)}
+        # Taken before the images are read: another driver that replaces a part later may have read
+        # newer ones.
+        self._etags = {index: session.etag(part) for index, part in self._parts.items()}
         self._spans = [span for part in self._parts.values() for span in self._batches_of(part)]
         self._num_left = Counter(span.index for span in self._spans)
         self._new: list[_NewRows] = []  # of the part whose batches are computed
@@ -313,4 +316,4 @@ class _RowReplacement:
             damaged |= new.damaged
         builder = PartBuilder(part, self._context.specs)
         builder.add(part.start, stored, failures, images, damaged)
-        self._session.replace(builder)
+        self._session.replace(builder, self._etags[part.index])

@@ -1,12 +1,14 @@
 """Discovery and reading of tar shards on a disk or behind a URL.
 
-Shards are named by a folder, a path, or a pattern of wildcards and brace ranges. URLs are read with
-fsspec (extra `remote`). Its credentials come from where each service looks for them (AWS_* in the
+Shards are named by a folder, a path, or a pattern of wildcards and brace ranges. fsspec lists and
+reads URLs (extra `remote`). Those of S3 are read as a store is, so that a run waits for a server
+that does not answer. Credentials come from where each service looks for them (AWS_* in the
 environment, ~/.aws, .netrc), never from data.root.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -28,7 +30,7 @@ from featx.sources.path_patterns import (
     has_stars,
     is_pattern,
 )
-from featx.storage import PositionedFile
+from featx.storage import PositionedFile, s3_client, s3_outage
 
 if TYPE_CHECKING:
     import fsspec
@@ -227,6 +229,10 @@ def _remote(root: str) -> list[Shard]:
     # fsspec keeps its objects, and what they have listed, as long as the process lives.
     system.invalidate_cache()
     try:
+        if "s3" in system.protocol and s3_outage.waits():
+            # Requests of fsspec do not wait, so a worker that starts in an outage does it here.
+            with contextlib.suppress(OSError):
+                next(s3_client.list_objects(system.split_path(path)[0], "", max_keys=1), None)
         # fsspec keeps http://host in the path, but strips s3:// and similar protocols.
         found = _remote_paths(system, path)
         with ThreadPoolExecutor(_REQUESTS) as threads:
@@ -291,12 +297,10 @@ def _remote_shard(system: fsspec.AbstractFileSystem, path: str, name: str) -> Sh
             if is_http:
                 arguments = system, path, size, version, offset, length
                 data: bytes = fsspec.asyn.sync(system.loop, _fetch_range, *arguments)
-            elif "s3" in system.protocol:  # cat_file does not return the version of the object
+            elif "s3" in system.protocol:
                 bucket, key, _ = system.split_path(path)
-                asked = f"bytes={offset}-{offset + length - 1}"
-                answer = system.call_s3("get_object", Bucket=bucket, Key=key, Range=asked)
-                data = fsspec.asyn.sync(system.loop, answer["Body"].read)
-                _check_version(url, version, answer)
+                data, metadata = s3_client.read(bucket, key, (offset, offset + length))
+                _check_version(url, version, {"ETag": metadata.etag})
             else:
                 data = system.cat_file(path, start=offset, end=offset + length)
         except (OSError, DataError):

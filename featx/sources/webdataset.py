@@ -94,7 +94,8 @@ class ShardSource:
         except OSError as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"data.root={self._root} cannot be read: {error}.") from error
+            problem = str(error).rstrip(".")
+            raise DataError(f"data.root={self._root} cannot be read: {problem}.") from error
         if any(index.compressed for index in self._indexes):
             require_extra("indexed_gzip", "a tar.gz", "indexed_gzip", "shards")
         skipped: Counter[str] = Counter()

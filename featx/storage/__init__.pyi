@@ -1,3 +1,4 @@
+from . import s3_client as s3_client
 from . import s3_outage as s3_outage
 from .durability import storage_errors as storage_errors
 from .durability import sync_entries as sync_entries

@@ -91,12 +91,20 @@ class AtomicFolder:
             return False
         return True
 
-    def replace(self, path: Path, data: bytes | memoryview) -> None:
+    def replace(self, path: Path, data: bytes | memoryview, etag: str | None = None) -> None:
         """Replace the content of a file, completely or not at all.
 
-        Raises RunError if the disk is full or fails; the old content is still there.
+        An object in a bucket must have the given entity tag, if any; on a disk the lock keeps
+        others from changing the file. Raises RunError if it has another, or if the disk is full or
+        fails; the old content is still there.
         """
         self._write(path, data, replace=True)
+
+    def etag(self, path: Path) -> str | None:
+        """Entity tag of an object, which changes with its content; None on a disk, or if there is
+        no object.
+        """
+        return None
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
         """Replace the content of a file from a job that holds no lock on the folder.

@@ -4,7 +4,8 @@ Every request that changes a store is in this module. A part is one object that 
 with `If-None-Match: *` only the first of several writers gets the name, and an acknowledged object
 is complete and durable. So there is no lock, nothing to sync and nothing half written; later
 writers find the part that exists. featx.json is created in the same way, and changed with
-`If-Match`, so a writer replaces only the content that it has read.
+`If-Match`, so a writer replaces only the content that it has read; so are parts, whose rows two
+drivers may compute again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from featx.errors import ObjectStoreError, StoreError
+from featx.errors import ObjectStoreError, RunError, StoreError
 from featx.storage import s3_client, s3_outage
 from featx.storage.durability import storage_error, with_retries
 from featx.storage.local_folder import AtomicFolder, names_aside
@@ -54,8 +55,26 @@ class S3Folder(AtomicFolder):
     def create(self, path: Path, text: str) -> bool:
         return self.publish(path, text.encode())
 
-    def replace(self, path: Path, data: bytes | memoryview) -> None:
-        with_retries(path, lambda: _write_object(path, data))
+    def replace(self, path: Path, data: bytes | memoryview, etag: str | None = None) -> None:
+        condition = {} if etag is None else {"IfMatch": etag}
+
+        def replace() -> bool:
+            # The object has the new content if the answer to an earlier attempt was lost, or if
+            # another process has computed the same.
+            return _write_object(path, data, **condition) or path.read_bytes() == data
+
+        if not with_retries(path, replace):
+            raise RunError(
+                f"{path} was changed by another process since this one began, so it was not "
+                "replaced. Nothing committed is lost. Give the same command again when that "
+                "process has ended."
+            )
+
+    def etag(self, path: Path) -> str | None:
+        assert isinstance(path, S3Path), f"{path} is no object"
+        with contextlib.suppress(FileNotFoundError):
+            return path.metadata().etag
+        return None
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
         """Same as `replace`, as requests leave no temporary files behind."""

@@ -7,7 +7,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from featx.errors import ObjectStoreError
@@ -33,15 +33,18 @@ class Outage:
     Attributes:
         limits: seconds that requests wait, of each `waiting_limit` that runs now.
         first_failure: time of the first failed request since the last answer, or None.
-        is_reported: whether the outage since `first_failure` was reported.
+        last_report: time at which an outage was reported last, or None.
+        reported_since: start of the reported outage that has not ended, or None.
+        tell_parent: function that takes the arguments of `report` in its place, or None.
     """
 
     limits: list[float] = field(default_factory=list)
     is_stopped: bool = False
     first_failure: float | None = None
     last_report: float | None = None
-    is_reported: bool = False
+    reported_since: float | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    tell_parent: Callable[[str, float], None] | None = None
 
 
 CURRENT = Outage()
@@ -49,16 +52,31 @@ CURRENT = Outage()
 
 def record_answer() -> None:
     """Record that the server has answered this process; report the end of a reported outage."""
-    outage = CURRENT
-    if outage.first_failure is None:
-        return
+    if CURRENT.first_failure is not None:
+        CURRENT.first_failure = None
+        report_end()
+
+
+def report(text: str, since: float) -> None:
+    """Log an outage since a time, unless it is in the log, or another was a moment ago."""
+    outage, now = CURRENT, time.monotonic()
     with outage.lock:
-        first_failure, outage.first_failure = outage.first_failure, None
-        was_reported, outage.is_reported = outage.is_reported, False
-    if first_failure is not None and was_reported:
-        logger.warning(
-            "the object store answers again after %.0f s", time.monotonic() - first_failure
+        is_new = outage.reported_since is None and (
+            outage.last_report is None or now - outage.last_report > _REPORT_INTERVAL_S
         )
+        if is_new:
+            outage.reported_since, outage.last_report = since, now
+    if is_new:
+        logger.warning("%s", text)
+
+
+def report_end() -> None:
+    """Log the end of the outage that was reported, if any."""
+    outage = CURRENT
+    with outage.lock:
+        since, outage.reported_since = outage.reported_since, None
+    if since is not None:
+        logger.warning("the object store answers again after %.0f s", time.monotonic() - since)
 
 
 def wait(error: ObjectStoreError, since: float, pause_s: float) -> bool:
@@ -74,19 +92,15 @@ def wait(error: ObjectStoreError, since: float, pause_s: float) -> bool:
         if outage.first_failure is None:
             outage.first_failure = since
         # Both are needed: another request may be answered, or may have waited before this one.
-        left_s = min(since, outage.first_failure) + limit_s - now
+        since = min(since, outage.first_failure)
+        left_s = since + limit_s - now
         if left_s <= 0 or outage.is_stopped:
             return False
-        is_new = not outage.is_reported and (
-            outage.last_report is None or now - outage.last_report > _REPORT_INTERVAL_S
-        )
-        if is_new:
-            outage.is_reported, outage.last_report = True, now
-    if is_new:
-        logger.warning(
-            "%s The run waits until the object store answers, at most %.0f s; nothing committed "
-            "is lost.", error, limit_s,
-        )  # fmt: skip
+    text = (
+        f"{error} The run waits until the object store answers, at most {limit_s:.0f} s; nothing "
+        "committed is lost."
+    )
+    (outage.tell_parent or report)(text, since)
     until = now + min(pause_s, left_s)
     while not outage.is_stopped and (left_s := until - time.monotonic()) > 0:
         time.sleep(min(left_s, CHECK_INTERVAL_S))
@@ -103,13 +117,27 @@ def waiting_limit(limit_s: float | None = None) -> Iterator[None]:
     """
     outage, limit_s = CURRENT, MAX_OUTAGE_S if limit_s is None else limit_s
     if not outage.limits:  # an outage of an earlier run says nothing about this one
-        outage.first_failure, outage.last_report, outage.is_reported = None, None, False
+        outage.first_failure = outage.last_report = outage.reported_since = None
     outage.limits.append(limit_s)
     outage.is_stopped = False
     try:
         yield
     finally:
         outage.limits.remove(limit_s)
+
+
+def wait_in_child(tell_parent: Callable[[str, float], None]) -> None:
+    """Make the requests of this forked process wait until it ends.
+
+    Its parent logs the outage: many processes wait for the same server.
+    """
+    global CURRENT
+    CURRENT = Outage(limits=[MAX_OUTAGE_S], tell_parent=tell_parent)
+
+
+def waits() -> bool:
+    """Return whether requests of this thread wait for a server that does not answer."""
+    return bool(CURRENT.limits) and may_wait()
 
 
 @contextlib.contextmanager

@@ -209,8 +209,9 @@ class CommittedParts:
                     aside = self._disk.set_aside(path, self._root)
                     logger.warning("%s is not valid: it is a folder, moved to %s.", path, aside)
             else:
+                etag = self._disk.etag(path)
                 rows = sound_rows_of_part(path, self._manifest, part, self._listing)
-                self._keep(path, part, rows, problem)
+                self._keep(path, part, rows, problem, etag)
 
     def _recorded_problem(self, path: Path) -> str | None:
         """Say what is wrong with a file that is known or recorded to be damaged, or None."""
@@ -263,7 +264,9 @@ class CommittedParts:
         elif all(part.index in self.indices for run in runs for part in run.parts()):
             self._disk.remove(path)
 
-    def _keep(self, path: Path, part: Part, rows: SoundRows, problem: str) -> None:
+    def _keep(
+        self, path: Path, part: Part, rows: SoundRows, problem: str, etag: str | None = None
+    ) -> None:
         """Write a part of which all rows are sound, or record those that are lost."""
         num_sound = int(rows.good.sum())
         if not self._is_dry:
@@ -275,7 +278,7 @@ class CommittedParts:
         if self._listing is not None and num_sound == len(part):
             if not self._is_dry:
                 data = rows.build(self._manifest.run_of(part), self._listing, self._manifest)
-                self._disk.replace(part_path(self._root, part.index), data)
+                self._disk.replace(part_path(self._root, part.index), data, etag)
             self.indices.add(part.index)
             self._lost.pop(part.index, None)
         else:

@@ -259,11 +259,18 @@ class StoreSession:
             )
         return rows
 
-    def replace(self, builder: PartBuilder) -> None:
-        """Replace a part; a crash leaves either the old or the new rows."""
+    def etag(self, part: Part) -> str | None:
+        """Entity tag of the file of a part in a bucket, for `replace`; None on a disk."""
+        return self.disk.etag(part_path(self.root, part.index))
+
+    def replace(self, builder: PartBuilder, etag: str | None) -> None:
+        """Replace a part; a crash leaves either the old or the new rows.
+
+        Raises RunError if the part is in a bucket and has no longer the entity tag.
+        """
         run = self.manifest.run_of(builder.part)
         data = builder.build(run, self.listing, self.manifest.to_json())
-        self.disk.replace(part_path(self.root, builder.part.index), data)
+        self.disk.replace(part_path(self.root, builder.part.index), data, etag)
         if builder.part.index not in self._parts.indices:
             self.record_commit(builder.part, builder.failures)
 

@@ -20,6 +20,7 @@ from tiny_model import extract
 from featx.errors import DataError, MissingExtraError
 from featx.sources import open_source
 from featx.sources.webdataset import WebDatasetOptions
+from featx.storage import s3_client
 from featx.types import Source
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -184,12 +185,14 @@ def test_features_from_a_web_server_are_those_from_the_disk(tmp_path: Path, serv
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch, s3_server: str) -> str:
+def s3(monkeypatch: pytest.MonkeyPatch, s3_server: str) -> Iterator[str]:
     """The URL of moto's S3 server."""
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     for name, value in environment(s3_server).items():
         monkeypatch.setenv(name, value)
-    return s3_server
+    s3_client.client.cache_clear()
+    yield s3_server
+    s3_client.client.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore")  # of botocore and its peers: no business of ours

@@ -23,6 +23,7 @@ from featx.storage.s3_folder import S3Folder
 from featx.store import (
     FeatureStore,
     Heartbeat,
+    PartBuilder,
     check_store,
     layout,
     read_heartbeats,
@@ -317,6 +318,26 @@ def test_two_writers_at_once_spoil_nothing(places: Iterator[S3Path]) -> None:
         for session in (one, other):
             session.write_failures()
     check_store_of(RUN, root)
+
+
+def test_two_writers_cannot_undo_the_rows_of_each_other(finished: S3Path) -> None:
+    """Both replace a part that they have read as it was at first, as refresh=true does."""
+    path = finished / layout.PARTS / layout.part_name(1)
+    with RUN.session(finished).hold() as one, RUN.session(finished).hold() as other:
+        part = RUN.as_run().parts()[1]
+        etag, rows = one.etag(part), one.read_part(part)
+        for values in rows.features.values():
+            values[0] += 1
+        refreshed = PartBuilder(part, RUN.specs)
+        refreshed.add(part.start, rows.features, rows.failures, rows.images)
+        other.replace(refreshed, etag)
+        written = path.read_bytes()
+        with pytest.raises(RunError, match=r"part-000001\.h5 was changed by another process"):
+            one.replace(RUN.builder(part), etag)
+        assert path.read_bytes() == written
+        one.replace(refreshed, etag)  # what is there already
+        one.replace(RUN.builder(part), one.etag(part))
+    check_store_of(RUN, finished)
 
 
 def meanwhile(s3_requests: S3Requests, condition: str, other: Callable[[], object]) -> None:

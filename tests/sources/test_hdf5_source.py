@@ -126,7 +126,7 @@ def test_labels_that_were_never_written_are_none(tmp_path: Path) -> None:
         assert "3 labels were never written" in listing.warnings[-1]
     none = hdf5(tmp_path / "x.h5").listing()
     assert none.label_note == (
-        "data.labels names no dataset; /labels looks like labels: data.labels=/labels"
+        "data.label_column names no dataset; /labels looks like labels: data.label_column=/labels"
     )
 
 

@@ -58,7 +58,10 @@ MISTAKES = [
     (["device=tpu"], "device=tpu: expected auto, cpu"),
     (["model=custom"], "model.factory"),
     (["model=timm"], "model=timm needs model.name=NAME"),
-    (["model.factory=a:b"], "model.factory has an effect with model.library=custom only"),
+    (
+        ["model.factory=a:b"],
+        "model.factory has an effect with model.library=custom or model.library=hub only",
+    ),
     (["data.background=notacolour"], "notacolour: expected a colour name"),
     (["max_failures=-1"], "max_failures=-1: expected a share"),
     (["data=folder", "data.root=/a b/c=d,#[x]'é"], "/a b/c=d,#[x]'é does not exist"),

@@ -100,8 +100,8 @@ MODELS = {
     ),
     "hub": (
         "$ $PYTHON -m make_model hub",
-        f"model=hub model.name=hub model.factory=small model.weights=null {SMALL_CROP} layers=['0'] "
-        f"{MADE}",
+        f"model=hub model.name=hub model.factory=small model.weights=null {SMALL_CROP} "
+        f"layers=['0'] {MADE}",
     ),
     "program": (
         "$ $PYTHON -m make_model export",
@@ -123,8 +123,7 @@ MODELS = {
         f"{VIT} 'layers={{blocks.0: cls, blocks.1: patch_avg, blocks.2: grid, blocks.3: avg}}' "
         "out=vit",
         f"{VIT} 'layers=[blocks.0,blocks.3]' reduce=sample reduce.k=5 out=sample",
-        f"{RESNET} layers=[layer2,layer3] reduce=align reduce.size=6 "
-        "reduce.pool=3 out=align",
+        f"{RESNET} layers=[layer2,layer3] reduce=align reduce.size=6 reduce.pool=3 out=align",
     ),
     "projections": (
         f"job=stats {RUN} reduce=avg".replace("out=store", "out=stats"),
@@ -247,8 +246,7 @@ JOBS = {
         LABELLED,
         "job=probe store=store 'probe.method=[linear,knn,ridge]' probe.bootstrap=100",
         "job=probe store=store probe.folds=3 probe.group_column=patient",
-        "job=probe store=store probe.split=use probe.shots=[1,2] "
-        "job.json=true",
+        "job=probe store=store probe.split=use probe.shots=[1,2] job.json=true",
         "job=probe store=store probe.label_column=age 'probe.method=[linear,knn]' probe.seeds=2",
         "job=probe store=store probe.label_column=tags probe.task=multilabel",
     ),

@@ -89,7 +89,7 @@ TRAINED = {"pretrained": True}
 
 def built(folder: Path | str, entry: str = "small", seed: int = 0, **more: Any) -> Backbone:
     options = {"args": TRAINED, "transform": TransformConfig(resize=32, crop=32), **more}
-    config = model_options(library="hub", name=str(folder), entry=entry, **options)
+    config = model_options(library="hub", name=str(folder), factory=entry, **options)
     return build_backbone(config, seed)
 
 

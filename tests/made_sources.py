@@ -72,7 +72,7 @@ def hdf5(images: Images) -> dict[str, Any]:
     with h5py.File("t.h5", "w") as file:
         file["images"] = np.stack(pixels)
         file["labels"] = [key[:3] for key in images]
-    return {"name": "hdf5", "root": "t.h5", "dataset": "images", "labels": "labels"}
+    return {"name": "hdf5", "root": "t.h5", "dataset": "images", "label_column": "labels"}
 
 
 def huggingface(images: Images) -> dict[str, Any]:

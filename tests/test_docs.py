@@ -59,7 +59,6 @@ NOT_RUN = {
     "store=runs/slides": "tiles of slides; tests/export/test_peer_formats.py reads such exports",
     "export.index=IVF1024": "thousands of rows; tests/export trains smaller indices",
     "probe.masks=": "masks; tests/jobs/test_probe_masks.py makes some",
-    "executor.devices=": "GPUs; tests/pipeline has processes",
     "executor.workers=": "several processes; tests/pipeline has them",
     "executor=": "a cluster; tests/pipeline runs the same path on this machine",
     "runs/textile ": "the tutorial, which has a test of its own",

@@ -72,7 +72,7 @@ def test_a_number_and_its_noun() -> None:
 
 
 OPTIONS = [
-    *("fold_batchnorm", "layers", "device", "target", "batch_size", "executor.devices"),
+    *("fold_batchnorm", "layers", "device", "target", "batch_size", "executor.workers"),
     *("attribute.method", "attribute.steps", "attribute.feature_map_layer", "data.root"),
     *("data.image_root", "probe.test_share", "probe.folds", "neighbors.key", "cka.rows"),
     *("verify.repair", "verify.reextract_rows", "model.factory", "model.weights", "model.args"),
@@ -87,7 +87,7 @@ OPTIONS = [
         ("attribute.maps", "attribute.feature_map_layer"),  # its singular
         ("data.images", "data.image_root"),
         ("probe.test", "probe.test_share"),
-        ("devices", "device, executor.devices"),  # the same word in a group
+        ("workers", "executor.workers"),  # the same word in a group
         ("similar.key", "neighbors.key"),  # in another group
         ("layrs", "layers"),  # a typo
         ("data.rot", "data.root"),  # a typo in a group, whose other names share the prefix

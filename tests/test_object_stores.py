@@ -186,7 +186,7 @@ def test_jobs_that_read_a_store(
     capfd.readouterr()
     assert run_job("status", store=out, json=True) == 0
     assert json.loads(capfd.readouterr().out)["parts_done"] == 6
-    probe = {"test_share": 0.3, "validation_share": 0.2}
+    probe = {"test_share": 0.3}
     assert run_job("probe", store=out, probe=probe, json=True) == 0
     result = json.loads(capfd.readouterr().out)
     kept = json.loads((place(out) / layout.PROBE).read_bytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from featx.config import (
     in_this_process,
     layer_requests,
     make_reduce,
+    reduction_of_args,
     with_statistics_at,
 )
 from featx.errors import ConfigError, FeatxError, LayerError, StoreError
@@ -206,12 +207,10 @@ def refuse_unnamed_code(config: Config, saved: Config, origin: str) -> None:
 def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
     """Return the options of the reduction that makes a dataset."""
     args: Json = dict(spec.reduce_args)
-    member = REDUCTIONS.get(spec.reduce)
-    if not member.needs_statistics:
+    if not REDUCTIONS.get(spec.reduce).needs_statistics:
         # The others follow from the layer (TokenSample.bound_args), and are compared with those
         # of the new rows.
-        option_names = {option.name for option in fields(member.options or ReduceConfig)}
-        return make_reduce(spec.reduce, **{key: args[key] for key in args if key in option_names})
+        return reduction_of_args(spec.reduce, args)
     from featx.analysis.statistics.reader import Statistics  # imports torch
 
     identity = args["stats_sha256"]

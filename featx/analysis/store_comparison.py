@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from featx.analysis.probe import METRICS
 from featx.base import shown_path
+from featx.config import listed_stores
 from featx.errors import ConfigError, FeatxError, counted
 from featx.storage import is_url
 from featx.store import FeatureStore, layout, read_result
@@ -76,8 +77,8 @@ def _open_stores(
     """
     if isinstance(given, os.PathLike):
         return [_open(given)]
-    if isinstance(given, str) and given.startswith("[") and given.endswith("]"):
-        given = [part.strip() for part in given[1:-1].split(",") if part.strip()]
+    if isinstance(given, str) and (several_given := listed_stores(given)) != [given]:
+        given = several_given
     if not isinstance(given, str):
         given = list(given)
         if not given:

@@ -42,16 +42,10 @@ def float64_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def choose_devices(
-    name: str, gpus: Sequence[int] | None, workers: int | None
-) -> list[torch.device]:
-    """The device of each worker, for the options `device` and `executor` of executor=local.
-
-    `gpus` are the numbers of GPUs, one worker each; without them, `workers` counts (None for one).
-    Raises ConfigError if a device does not exist on this machine.
+def choose_devices(name: str, workers: int | None) -> list[torch.device]:
+    """The device of each worker, for the options `device` and `executor.workers` of executor=local;
+    None stands for one. Raises ConfigError if a device does not exist on this machine.
     """
-    if gpus is not None:
-        return [choose_device(f"cuda:{number}") for number in gpus]
     first = choose_device(name)
     if workers is None or first.type != "cuda" or ":" in name:
         return [first] * (workers or 1)

@@ -51,6 +51,7 @@ from .model import model_options as model_options
 from .probe import ProbeConfig as ProbeConfig
 from .reduce import ReduceConfig as ReduceConfig
 from .reduce import make_reduce as make_reduce
+from .reduce import reduction_of_args as reduction_of_args
 from .run_config import CAPTURES as CAPTURES
 from .run_config import GRADIENTS as GRADIENTS
 from .run_config import PRESETS as PRESETS
@@ -60,6 +61,7 @@ from .run_config import Config as Config
 from .run_config import captures as captures
 from .run_config import in_this_process as in_this_process
 from .run_config import layer_requests as layer_requests
+from .run_config import listed_stores as listed_stores
 from .run_config import with_statistics_at as with_statistics_at
 from .saved_config import data_of_saved as data_of_saved
 from .saved_config import from_saved as from_saved
@@ -74,15 +76,12 @@ from .schema import without_model as without_model
 from .schema import without_object as without_object
 from .similarity import MEASURES as MEASURES
 from .similarity import METRICS as METRICS
-from .similarity import RSA_DISTANCES as RSA_DISTANCES
 from .similarity import USUAL_MEASURES as USUAL_MEASURES
 from .similarity import CkaConfig as CkaConfig
 from .similarity import DistanceConfig as DistanceConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import Metric as Metric
-from .similarity import MislabelledConfig as MislabelledConfig
 from .similarity import NeighborsConfig as NeighborsConfig
-from .similarity import OutliersConfig as OutliersConfig
 from .transform import INTERPOLATIONS as INTERPOLATIONS
 from .transform import USUAL_CROP as USUAL_CROP
 from .transform import USUAL_RESIZE as USUAL_RESIZE

@@ -60,7 +60,7 @@ class OnlyWith:
     """Annotates an option that has an effect only with some values of another one of its group,
     which must have or contain one of `values`, or any value if there are none.
 
-    `folds: Annotated[Count | None, OnlyWith("split", "kfold")] = None`
+    `k: Annotated[Count | None, OnlyWith("method", "knn")] = None`
     """
 
     option: str

@@ -37,7 +37,6 @@ ViewName = Literal[
     "original", "hflip", "vflip", "rot90", "rot180", "rot270", "transpose", "transverse"
 ]
 _Shares = Annotated[list[Annotated[float, Gt(0), Le(1)]], Len(2, 2)]
-_Quotients = Annotated[list[Positive], Len(2, 2)]
 
 
 @options("data")
@@ -66,16 +65,12 @@ class DataConfig:
     (counterclockwise), transpose and transverse (over the main diagonal and the other one)."""
     crops: Annotated[int, Ge(1), Le(1_000_000)] | None = None
     """Number of random resized crops of each image or box that become rows, besides data.views; the
-    key of a row decides its crop."""
+    key of a row decides its crop. The quotient of width and height is from 3/4 to 4/3."""
     crop_scale: Annotated[
         _Shares | None, OnlyWith("crops"), "[smallest,largest], above 0 and of at most 1, or null"
     ] = None
     """Smallest and largest share of the area that a crop of data.crops covers; null takes
     [0.08,1]."""
-    crop_ratio: Annotated[
-        _Quotients | None, OnlyWith("crops"), "[smallest,largest], above 0, or null"
-    ] = None
-    """Smallest and largest quotient of width and height of these crops; null takes 3/4 and 4/3."""
     exif: Literal["apply", "ignore"] = "apply"
     """apply turns an image upright as its EXIF orientation asks, ignore leaves it as stored."""
     background: str = "white"
@@ -107,9 +102,10 @@ class DataConfig:
             raise ConfigError(f"data={self.name} needs {self.root_help}.")
         if self.limit is not None and self.sample is not None:
             raise ConfigError("data.limit takes the first rows and data.sample others; give one.")
-        for key in ("crop_scale", "crop_ratio"):
-            if (bounds := getattr(self, key)) is not None and bounds[0] > bounds[1]:
-                raise ConfigError(f"data.{key}={bounds}: expected the smaller number first.")
+        if self.crop_scale is not None and self.crop_scale[0] > self.crop_scale[1]:
+            raise ConfigError(
+                f"data.crop_scale={self.crop_scale}: expected the smaller number first."
+            )
         if self.root_help is None and self.root:
             raise ConfigError(
                 f"data.root has no effect with data={self.name}; for a folder of images add "
@@ -123,8 +119,8 @@ class DataConfig:
 
     @property
     def crop_bounds(self) -> tuple[list[float], list[float]]:
-        """Bounds of the share and of the quotient of crops; without options torchvision's."""
-        return self.crop_scale or [0.08, 1.0], self.crop_ratio or [3 / 4, 4 / 3]
+        """Bounds of the share of the area and of width by height, by default torchvision's."""
+        return self.crop_scale or [0.08, 1.0], [3 / 4, 4 / 3]
 
     @property
     def location(self) -> str:

@@ -21,24 +21,14 @@ class ExecutorConfig:
     """Name of the executor; set by the option `executor` itself."""
     workers: Annotated[int, Ge(1), Le(100_000)] | None = None
     """Number of worker processes that share the parts: processes of this machine, each with its
-    share of the CPUs or a GPU of its own; actors of Ray; tasks of a Slurm array. null computes in
-    this process (local), takes as many actors as the cluster has room for (ray), or 8 tasks
-    (slurm)."""
+    share of the CPUs or a GPU of its own (of those in the environment variable
+    CUDA_VISIBLE_DEVICES); actors of Ray; tasks of a Slurm array. null computes in this process
+    (local), takes as many actors as the cluster has room for (ray), or 8 tasks (slurm)."""
 
     @property
     def has_workers(self) -> bool:
         """Whether other processes than that of the command compute."""
-        return self.workers is not None or self.gpu_indices is not None or self.name != "local"
-
-    @property
-    def gpu_indices(self) -> list[int] | None:
-        """GPUs of this machine with one worker each; None if the option was not given."""
-        return None
-
-    @property
-    def num_local_workers(self) -> int:
-        """Number of processes of this machine that compute, with executor=local."""
-        return len(self.gpu_indices) if self.gpu_indices is not None else int(self.workers or 1)
+        return self.workers is not None or self.name != "local"
 
     @property
     def num_cpus(self) -> int:

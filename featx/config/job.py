@@ -9,9 +9,6 @@ from annotated_types import Ge, Le
 from featx.config.checks import Count, NaturalNumber, OneOrMore, OnlyWith, names_tuple, options
 from featx.errors import ConfigError
 
-MAX_CONFORMANCE_IMAGES = 16
-"""Largest number of images that are compared; so many are read before a long run anyway."""
-
 ViewOfLayers = Literal["shapes", "cost", "values", "all", "watch"]
 """Values of job.show with job=layers; job=probe accepts `all` in addition to its default."""
 
@@ -27,7 +24,8 @@ class JobConfig:
     show: ViewOfLayers | None = None
     """Columns of job=layers: shapes (the default), cost (parameters, MFLOPs, ms, memory), values
     (on one image), all of these in one wide table, or watch: every call during a forward pass. With
-    job=probe, all adds few-shot accuracies, chosen settings and further scores."""
+    job=probe, all adds few-shot accuracies, chosen settings and further scores; with job=models it
+    prints all models, not the first 20."""
     depth: Annotated[int, Ge(1), Le(1000)] | Literal["all"] | None = None
     """Levels of modules that job=layers lists: 1, the top level (the default), 2 or more, or all,
     which also lists operations. A module that computes nearly everything is replaced by those
@@ -104,8 +102,6 @@ class ModelsConfig:
     query: str | None = None
     """Words that the name of a model, of its weights or of its library contains, such as dino, or a
     name that other programs have for it; null shows recommended models and the libraries."""
-    limit: Count = 20
-    """Largest number of models that are printed; job.json=true prints all."""
     local: bool = False
     """Show only models whose weights are on this machine."""
 
@@ -168,10 +164,7 @@ class ConformanceConfig:
 
     mode: Literal["off", "warn", "strict"] = "strict"
     """strict refuses a run whose values differ by more than featx promises (docs/models.md); warn
-    runs with a warning; off leaves the comparison out."""
-    images: Annotated[int, Ge(1), Le(MAX_CONFORMANCE_IMAGES)] = 8
-    """Number of images that go through the library's own transform and forward pass, 1 to 16; a
-    resume compares none."""
+    runs with a warning; off leaves the comparison out. A resume compares nothing."""
 
 
 Method = Literal[
@@ -204,9 +197,7 @@ class AttributeConfig:
     preprocessing; when not given) or blur (the image itself, blurred)."""
     window: Annotated[Count | None, OnlyWith("method", "occlusion")] = None
     """Side of the square that occlusion hides, in pixels of the crop; a seventh of the crop when
-    not given."""
-    stride: Annotated[Count | None, OnlyWith("method", "occlusion")] = None
-    """Pixels from one square of occlusion to the next, half of attribute.window when not given."""
+    not given. From one square to the next it is half of that."""
     per_class: NaturalNumber = 8
     """Number of rows drawn for each class of the data set, on one sheet below OUT/sheets; 0 draws
     none."""
@@ -214,11 +205,6 @@ class AttributeConfig:
     """Layer whose feature maps are drawn as well, for the first image of each sheet."""
 
     def __post_init__(self) -> None:
-        if self.window and self.stride and self.stride > self.window:
-            raise ConfigError(
-                f"attribute.stride={self.stride} is larger than attribute.window={self.window}: "
-                "pixels between two squares would never be hidden."
-            )
         if self.feature_map_layer is not None and not self.per_class:
             raise ConfigError(
                 "attribute.feature_map_layer draws a row of each sheet: attribute.per_class=0."
@@ -234,8 +220,8 @@ class AttributeConfig:
         settings: dict[str, Any] = {}
         if method == "integrated_gradients":
             settings["steps"] = self.steps or DEFAULT_STEPS
-        if method == "occlusion":
-            settings |= {"window": self.window, "stride": self.stride}
+        if method == "occlusion" and self.window is not None:
+            settings |= {"window": self.window, "stride": max(1, self.window // 2)}
         if method in BY_CAPTUM:
             settings["baseline"] = self.baseline or DEFAULT_BASELINE
         return settings

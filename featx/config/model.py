@@ -41,24 +41,17 @@ class CheckpointConfig:
     prefix: Annotated[str | None, MAY_BE_EMPTY] = None
     """Text before the names of the model in the file, such as 'teacher/backbone.', in which '/'
     stands for nesting; null finds it, unless several state dicts fit."""
-    convert: Literal["auto", "none", "timm"] = "auto"
+    convert: Literal["auto", "none", "timm", "resample"] = "auto"
     """Conversion of a file whose names are not those of the model: timm uses checkpoint_filter_fn
-    of the family (model=timm only), auto does so where the family has one, none refuses the
-    file."""
-    resample: bool = False
-    """Whether the conversion may interpolate position embeddings and patch embeddings of another
-    size, which changes the features."""
+    of the family (model=timm only), auto does so where the family has one, none refuses the file,
+    resample is timm that may interpolate position embeddings and patch embeddings of another size,
+    which changes the features."""
     sha256: _Sha256 = None
     """SHA-256 that the file must have, in 64 hex digits; it is checked before the file is read."""
 
     def __post_init__(self) -> None:
         if self.sha256 is not None:
             object.__setattr__(self, "sha256", self.sha256.lower())
-        if self.resample and self.convert == "none":
-            raise ConfigError(
-                "model.checkpoint.resample=true has no effect with convert=none: the conversion "
-                "is what resamples."
-            )
 
     def check_effect(self, has_file: bool, is_converted: bool) -> None:
         """Refuse options that would have no effect.
@@ -73,11 +66,10 @@ class CheckpointConfig:
                 f"model.checkpoint.{given[0]} has an effect with a file of your own in "
                 "model.weights only."
             )
-        if not is_converted and (self.resample or self.convert == "timm"):
-            key = "resample" if self.resample else "convert"
+        if not is_converted and self.convert in ("timm", "resample"):
             raise ConfigError(
-                f"model.checkpoint.{key} has an effect with model=timm only, which has functions "
-                "that convert files."
+                f"model.checkpoint.convert={self.convert} has an effect with model=timm only, "
+                "which has functions that convert files."
             )
 
 

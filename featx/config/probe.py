@@ -16,7 +16,7 @@ from featx.config.checks import (
     names_tuple,
     options,
 )
-from featx.errors import ConfigError
+from featx.errors import ConfigError, gone
 
 Method = Literal["linear", "knn", "ridge", "attentive"]
 
@@ -29,19 +29,17 @@ class ProbeConfig:
     """Method of the probe: linear (logistic regression), knn, ridge, or attentive (logistic
     regression on tokens weighted by a learned query), or a list of them, of which the first chooses
     the best layer."""
-    split: Literal["holdout", "kfold", "column"] = "holdout"
-    """Split into training and test rows: holdout (a share of each class is tested), kfold (each row
-    is tested once), or column (as probe.split_column or probe.split_file says)."""
-    test_share: Annotated[Share | None, OnlyWith("split", "holdout")] = None
-    """Share of each class that split=holdout tests, 0.2 when not given."""
-    folds: Annotated[Annotated[int, Ge(2), Le(1_000_000)] | None, OnlyWith("split", "kfold")] = None
-    """Number of folds of split=kfold, 5 when not given."""
-    split_file: Annotated[str | None, OnlyWith("split", "column")] = None
-    """CSV file with the columns key and split (train, validation or test), for split=column."""
-    split_column: Annotated[str | None, OnlyWith("split", "column")] = None
-    """Column of the store (data.columns) with train, validation or test, for split=column."""
+    test_share: Share | None = None
+    """Share of each class that is tested, 0.2 when no option says which rows are."""
+    folds: Annotated[int, Ge(2), Le(1_000_000)] | None = None
+    """Number of folds, each of which is tested once with the other rows for training; for
+    job=mislabelled 5 when not given."""
+    split: str | None = None
+    """Column of the store (data.columns) with train, validation or test, or a file NAME.csv with
+    the columns key and split."""
     label_column: str | None = None
-    """Column of the store (data.columns) to predict instead of its labels."""
+    """Column of the store (data.columns) whose labels are predicted, or judged by job=mislabelled,
+    instead of those of the store."""
     task: Literal["auto", "classification", "regression", "multilabel"] = "auto"
     """Kind of the labels in probe.label_column: classification (classes), regression (numbers), or
     multilabel (several labels a row, divided by probe.label_separator). auto takes fractional
@@ -67,7 +65,8 @@ class ProbeConfig:
         "2 to 10000, as `seed` chooses the split of one, or null",
     ] = None
     """Number of random splits, made with `seed` and the seeds that follow it, over which means and
-    standard deviations are given; for split=holdout and kfold."""
+    standard deviations are given. Also the number of random choices of the rows of probe.shots,
+    which is 5 without it."""
     bootstrap: Annotated[
         Annotated[int, Ge(100), Le(1_000_000)] | None,
         "100 to 1000000 resamples, as fewer do not give the ends of a 95 % interval, or null",
@@ -77,8 +76,6 @@ class ProbeConfig:
     compare_store: str | None = None
     """Another probed store, whose best layer is compared with that of this one on the test rows
     that both have."""
-    validation_share: Share = 0.2
-    """Share of the training rows of each class on which probe.l2 and probe.k are chosen."""
     l2: Annotated[NonNegative | None, OnlyWith("method", "linear", "ridge", "attentive")] = None
     """Strength of the L2 penalty of linear, ridge and attentive, relative to the mean loss; the
     best of several when not given."""
@@ -87,13 +84,8 @@ class ProbeConfig:
     which divides all logits by the number with the smallest loss."""
     k: Annotated[Count | None, OnlyWith("method", "knn")] = None
     """Number of neighbours of knn; the best of several when not given."""
-    temperature: Annotated[Positive | None, OnlyWith("method", "knn")] = None
-    """Temperature of knn, which weighs a neighbour by exp(cosine / temperature); 0.07 when not
-    given."""
     shots: Annotated[OneOrMore[Count] | None, "rows a class, such as 5 or [1,5,10]"] = None
     """Numbers of training rows per class to train with as well, such as [1,5,10]."""
-    draws: Annotated[Count | None, OnlyWith("shots")] = None
-    """Number of random choices of the rows of probe.shots, 5 when not given."""
     memory_gib: NonNegative = 4.0
     """Memory in GiB for the rows of a layer and their standardised copy; a larger layer is
     streamed."""
@@ -103,8 +95,6 @@ class ProbeConfig:
     learning_rate: Positive | None = None
     """Learning rate of AdamW at the first step, which falls to 0 along a cosine; 0.001 for a layer
     that is streamed and 0.01 for attentive when not given."""
-    clip_norm: Positive = 1.0
-    """Largest norm of the gradients of a step for a layer that is streamed and for attentive."""
 
     def __post_init__(self) -> None:
         if self.task in ("regression", "multilabel") and self.label_column is None:
@@ -119,25 +109,16 @@ class ProbeConfig:
 
     def _check_split(self) -> None:
         """Refuse options of the split that do not go together."""
-        if self.test_store and self.split != "holdout":
+        if sentence := gone(f"probe.split={self.split}"):
+            raise ConfigError(sentence)
+        names = ("test_share", "folds", "split", "test_store")
+        given = [f"probe.{name}" for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} each say which rows are tested; give one.")
+        if self.seeds is not None and (self.test_store or self.split):
             raise ConfigError(
-                f"probe.test_store says which rows are tested, and so does probe.split="
-                f"{self.split}; give one."
-            )
-        if self.test_store and self.test_share is not None:
-            raise ConfigError(
-                "probe.test_share has no effect with probe.test_store, which says which rows are "
-                "tested."
-            )
-        if self.seeds is not None and (self.test_store or self.split == "column"):
-            raise ConfigError(
-                f"probe.seeds={self.seeds}: the test rows are given, so that further seeds would "
-                "test the same rows. Use probe.split=holdout or kfold."
-            )
-        if self.split == "column" and bool(self.split_file) == bool(self.split_column):
-            raise ConfigError(
-                "probe.split=column needs probe.split_file=FILE.csv with the columns key and split "
-                "or probe.split_column=NAME, a column of the store; one of the two."
+                f"probe.seeds={self.seeds}: {given[0]} says which rows are tested, so that further "
+                "seeds would test the same rows. Use probe.test_share or probe.folds."
             )
 
     def _check_masks(self) -> None:

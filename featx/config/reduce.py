@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from featx.base import family
-from featx.config.checks import options
+from featx.config.checks import hints_of, options
 from featx.config.members import MemberGroup, make_member
 from featx.errors import ConfigError, FeatxError
 
@@ -36,6 +36,13 @@ class ReduceConfig:
         """
         return {}
 
+    @classmethod
+    def values_of_args(cls, args: Mapping[str, object]) -> dict[str, object]:
+        """Return the options of which a store has recorded these `args`; others of its parameters
+        follow from the layer.
+        """
+        return {name: args[name] for name in hints_of(cls) if name in args}
+
     @property
     def statistics_path(self) -> str | None:
         """Path of the statistics of job=stats that the reduction reads, or None."""
@@ -49,6 +56,12 @@ class ReduceConfig:
 def make_reduce(name: str, **values: object) -> ReduceConfig:
     """Make the options of a reduction, by its name and the values of its own options."""
     return make_member(MemberGroup("reduce", ReduceConfig), {"name": name, **values})  # type: ignore[no-any-return]
+
+
+def reduction_of_args(name: str, args: Mapping[str, object]) -> ReduceConfig:
+    """Make the options of a reduction from its parameters, as a store records them."""
+    options: type[ReduceConfig] = family("reduce").get(name).options or ReduceConfig
+    return make_reduce(name, **options.values_of_args(args))
 
 
 def reduction_options(value: object) -> ReduceConfig:

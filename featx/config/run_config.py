@@ -26,11 +26,9 @@ from featx.config import (
     ExportConfig,
     JobConfig,
     LogConfig,
-    MislabelledConfig,
     ModelConfig,
     ModelsConfig,
     NeighborsConfig,
-    OutliersConfig,
     ProbeConfig,
     ReduceConfig,
     ReportConfig,
@@ -63,9 +61,6 @@ SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
 
 MAX_SEED = 2**32 - 1
 """Largest seed that all libraries accept."""
-
-MAX_PART_MIB = 4096
-"""Largest size of a part in MiB; an object store takes 5 GiB in one request."""
 
 
 _Dtype = Literal["float16", "float32", "bfloat16"]
@@ -139,11 +134,8 @@ class Config:
     """Comparison of some images with the model library's own transform and forward pass, before a
     run starts."""
     part_rows: _Auto | Count = "auto"
-    """Number of rows per part, a power of two; auto derives it from bytes per row and measured
-    speed."""
-    part_mib: _Auto | Annotated[int, Ge(1), Le(MAX_PART_MIB)] = "auto"
-    """Largest size of a part in MiB with part_rows=auto, 1 to 4096; auto is 256. A part is at most
-    a minute of work in any case, and a resume keeps the rows per part of its store."""
+    """Number of rows per part, a power of two; auto takes as many as fit into 256 MiB and a minute
+    of work at the measured speed. A resume keeps that of its store."""
     codec: str = "none"
     """Compression of the stored chunks."""
     max_failures: _MaxFailures = 0.01
@@ -183,7 +175,8 @@ class Config:
     store: str | None = None
     """Folder or features.h5 of the store that a job reads, on a disk or as s3://bucket/folder. null
     takes `out`, for jobs that do not write to a folder of their own; the others need a value.
-    job=compare takes a list, [runs/a,runs/b], or a pattern, runs/*."""
+    job=compare, cka and distance take a list, [runs/a,runs/b], job=compare also a pattern,
+    runs/*."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """Statistics that job=stats computes of each layer, and a reference to compare them with."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -193,17 +186,14 @@ class Config:
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     """Fit and test of the classifiers of job=probe on the features of a store."""
     neighbors: NeighborsConfig = field(default_factory=NeighborsConfig)
-    """Nearest neighbours that job=neighbors finds."""
+    """Nearest neighbours that job=neighbors finds, and how near rows are for job=outliers and
+    job=duplicates."""
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     """Near-duplicates that job=duplicates finds."""
-    outliers: OutliersConfig = field(default_factory=OutliersConfig)
-    """Outliers, for job=outliers."""
-    mislabelled: MislabelledConfig = field(default_factory=MislabelledConfig)
-    """Labels that job=mislabelled judges."""
     cka: CkaConfig = field(default_factory=CkaConfig)
     """Layers and rows that job=cka compares."""
     distance: DistanceConfig = field(default_factory=DistanceConfig)
-    """Stores whose images job=distance compares."""
+    """Subsets over which job=distance averages KID."""
     zeroshot: ZeroshotConfig = field(default_factory=ZeroshotConfig)
     """Classifier of class names that job=zeroshot makes of the text tower of a CLIP model."""
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -219,11 +209,6 @@ class Config:
 
     def __post_init__(self) -> None:
         family("codec").get(self.codec)
-        if self.part_mib != "auto" and self.part_rows != "auto":
-            raise ConfigError(
-                f"part_mib={self.part_mib} has no effect with part_rows={self.part_rows}, which "
-                "says the size of a part already. Leave one of them out."
-            )
         self._check_workers()
         self._check_urls()
         if self.part_rows != "auto":
@@ -243,8 +228,10 @@ class Config:
         layer_requests(self)
 
     def store_path(self) -> Path:
-        """Return the store that a job reads: `store`, or `out` if that is null."""
-        path = parse_path(self.store or self.out).absolute()
+        """Return the store that a job reads, the first one of a list: `store`, or `out` if that is
+        null.
+        """
+        path = parse_path(listed_stores(self.store or self.out)[0]).absolute()
         if self.store is None and self.has_default_out and not path.exists():
             raise StoreError(
                 f"job={self.job.name} reads a store: say which with store=DIR, its folder or "
@@ -284,10 +271,10 @@ class Config:
         """Return the number of CPUs of each process that computes; `num_cpus` are here."""
         if self.executor.name != "local":
             return self.executor.num_cpus
-        return max(1, num_cpus // self.executor.num_local_workers)
+        return max(1, num_cpus // (self.executor.workers or 1))
 
     def _check_workers(self) -> None:
-        """Check the options that exclude worker processes, or a list of GPUs."""
+        """Check the options that exclude worker processes."""
         if self.is_distributed:
             for key in ("tensorboard", "profile"):
                 if getattr(self, key) is not False:
@@ -295,12 +282,6 @@ class Config:
                         f"{key} sees the batches of one process only; leave executor and its "
                         "options out with it."
                     )
-        gpus = self.executor.gpu_indices
-        if gpus is not None and self.device not in ("auto", "cuda"):
-            raise ConfigError(
-                f"executor.devices={gpus} are GPUs, and device={self.device} asks for something "
-                f"else. Leave device out, or give a number: executor.workers={len(gpus)}."
-            )
 
     def _check_urls(self) -> None:
         """Check the paths that may, or must not, lie in an object store."""
@@ -335,6 +316,13 @@ class Config:
         if isinstance(self.max_failures, float):
             return int(self.max_failures * num_rows + 1e-9)  # 0.29 of 100 are 29
         return int(self.max_failures)
+
+
+def listed_stores(text: str) -> list[str]:
+    """Return the stores of a list in brackets, such as '[runs/a,runs/b]', or the only one."""
+    parts = [part.strip() for part in text[1:-1].split(",")]
+    is_list = text.startswith("[") and text.endswith("]") and any(parts)
+    return [part for part in parts if part] if is_list else [text]
 
 
 def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:

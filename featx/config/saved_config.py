@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from featx.base import family
 from featx.config import DataConfig
-from featx.config.all_options import default_values, member_groups, option_tree
+from featx.config.all_options import Kind, default_values, member_groups, option_tree
 from featx.config.run_config import Config
 from featx.config.schema import from_values, merged_values, node_to_resolve
-from featx.errors import ConfigError
+from featx.errors import ConfigError, gone
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -22,13 +22,13 @@ def from_saved(text: str) -> Config:
     """Read a config that `saved_yaml` wrote.
 
     A store may come from a stranger, so no interpolation is resolved: a text that would read the
-    environment stays as it is. Raises ConfigError if it was saved by another version of featx, was
-    changed, or names a member of a package that is not installed.
+    environment stays as it is. Raises ConfigError if it has an option that this version of featx
+    does not know, was changed, or names a member of a package that is not installed.
     """
     import yaml
 
     try:
-        options = _load_mapping(text)
+        options = _of_this_version(_load_mapping(text))
         for group in member_groups().values():  # names a member that is not installed here
             if isinstance(values := options.get(group.name), Mapping) and group.selector in values:
                 family(group.option).get(str(values[group.selector]))
@@ -36,6 +36,54 @@ def from_saved(text: str) -> Config:
     except (yaml.YAMLError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"the config that the store keeps cannot be read: {reason}") from error
+
+
+_RENAMED = (("data", "labels", "label_column"), ("model", "entry", "factory"))
+"""Group, option of an earlier version, and the option that does the same."""
+
+_MAKE_VALUES = ("model", "data", "layers", "reduce")
+"""Groups whose options change what is stored."""
+
+
+def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
+    """Return saved options of an earlier version as those of this one that do the same."""
+    for name, before, now in _RENAMED:
+        group = _as_dict(options.get(name))
+        if (value := group.pop(before, None)) is not None:
+            group[now] = value
+    checkpoint = _as_dict(_as_dict(options.get("model")).get("checkpoint"))
+    if checkpoint.pop("resample", False):
+        checkpoint["convert"] = "resample"
+    for reduce in (options.get("reduce"), *_as_dict(options.get("layers")).values()):
+        values = _as_dict(reduce)
+        sides = [values.pop(side, None) for side in ("rows", "columns")]
+        if sides != [None, None]:  # of reduce=align 28 if one was not given
+            values["size"] = [28 if side is None else side for side in sides]
+    return _without_gone(options, "")
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _without_gone(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return options without those that are gone. An option that changes what is stored stays if it
+    has a value, so that it is refused.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        option = option_tree().get(name)
+        may_matter = name.partition(".")[0] in _MAKE_VALUES and value is not None
+        is_group = option is None or option.kind in (Kind.GROUP, Kind.SECTION)
+        is_gone = gone(name) or (name == "probe.split" and gone(f"{name}={value}"))
+        if isinstance(value, Mapping) and is_group:
+            inner = _without_gone(value, f"{name}.")
+            if inner or option is not None:
+                kept[key] = inner
+        elif may_matter or not is_gone:
+            kept[key] = value
+    return kept
 
 
 def _load_mapping(text: str) -> dict[str, object]:

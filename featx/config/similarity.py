@@ -1,4 +1,4 @@
-"""Options of job=neighbors, duplicates, outliers, mislabelled, cka and distance."""
+"""Options of job=neighbors, duplicates, outliers, cka and distance."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from featx.errors import ConfigError
 
 Metric = Literal["cosine", "euclidean"]
 METRICS: tuple[str, ...] = get_args(Metric)
-RsaDistance = Literal["correlation", "cosine"]
-RSA_DISTANCES: tuple[str, ...] = get_args(RsaDistance)
-Measure = Literal["cka", "cka_debiased", "rsa", "svcca", "procrustes"]
+Measure = Literal["cka", "cka_debiased", "rsa", "rsa_cosine", "svcca", "procrustes"]
 MEASURES: tuple[str, ...] = get_args(Measure)
 USUAL_MEASURES = MEASURES[:3]
 
 
 @options("neighbors")
 class NeighborsConfig:
-    """Nearest neighbours that job=neighbors finds."""
+    """Nearest neighbours that job=neighbors finds, and how near rows are for job=outliers and
+    job=duplicates."""
 
     key: str | None = None
     """Key of one image, whose neighbours alone are found and printed; null takes every row."""
@@ -31,13 +30,13 @@ class NeighborsConfig:
     """What images show, or a list of such texts, or a file NAME.txt with one a line: the rows whose
     embedding by a model with a text tower is nearest to each are printed."""
     k: Count = 10
-    """Number of neighbours of each row."""
+    """Number of neighbours of each row; their mean distance is the score of job=outliers."""
     metric: Metric = "cosine"
-    """Measure of nearness: cosine or euclidean."""
+    """Measure of nearness, also of job=outliers: cosine or euclidean."""
     standardise: bool = True
-    """Whether each value of the layer is standardised over all rows first, as in the report.
-    Cosines of the plain values are near 1 for all images of one kind. Texts are compared with the
-    plain values."""
+    """Whether each value of the layer is standardised over all rows first, as in the report, also
+    by job=duplicates. Cosines of the plain values are near 1 for all images of one kind. Texts are
+    compared with the plain values."""
     recall: Share | None = None
     """Share of the neighbours to find, such as 0.99, with an index of faiss (extra faiss, on the
     CPU), which is faster for very many rows. The share is measured and printed. null
@@ -64,57 +63,25 @@ class DuplicatesConfig:
     """Near-duplicates that job=duplicates finds."""
 
     threshold: Annotated[float, Gt(0), Le(1)] | None = None
-    """Smallest cosine that links two rows; linked rows form a group. null is 0.9, or 0.98 without
-    `standardise`."""
-    standardise: bool = True
-    """Whether each value of the layer is standardised over all rows before cosines are computed, as
-    in the report. Cosines of the plain values are near 1 for all images of one kind."""
+    """Smallest cosine that links two rows; linked rows form a group. null is 0.9, or 0.98 with
+    neighbors.standardise=false."""
 
-    @property
-    def least_cosine(self) -> float:
-        """The threshold that is given, or the default."""
-        return self.threshold or (0.9 if self.standardise else 0.98)
-
-
-@options("outliers")
-class OutliersConfig:
-    """Rows that job=outliers finds."""
-
-    k: Count = 10
-    """Number of nearest rows whose mean distance is the score of a row."""
-    metric: Metric = "cosine"
-    """Distance of two rows of standardised values: cosine (1 - cosine) or euclidean."""
-
-
-@options("mislabelled")
-class MislabelledConfig:
-    """Labels that job=mislabelled judges."""
-
-    folds: Annotated[int, Ge(2), Le(1_000_000)] = 5
-    """Number of folds: each row is judged by a linear probe that is fitted on the other folds."""
-    label_column: str | None = None
-    """Column of the store (data.columns) with the labels to judge instead of the store's."""
+    def least_cosine(self, standardised: bool) -> float:
+        """Return the threshold that is given, or the default."""
+        return self.threshold or (0.9 if standardised else 0.98)
 
 
 @options("cka")
 class CkaConfig:
     """Layers and rows that job=cka compares."""
 
-    other_store: str | None = None
-    """Second store, whose layers are compared with those of the first, with rows matched by key;
-    null compares the layers of one store."""
     measures: OneOrMore[Measure] | None = None
-    """Measures of similarity: cka, cka_debiased, rsa, svcca and procrustes (a distance), or some of
-    them; null takes the first three."""
+    """Measures of similarity: cka, cka_debiased, rsa (of distances of images by correlation),
+    rsa_cosine (by the cosine, which does not see a rotation), svcca and procrustes (a distance), or
+    some of them; null takes the first three."""
     rows: Annotated[int, Ge(4)] = 2000
-    """Largest number of rows to compare; of more rows, random ones are chosen. rsa takes at most
-    10000."""
-    rsa_distance: RsaDistance = "correlation"
-    """Distance of two images in RSA: correlation, or cosine, which does not see a rotation."""
-
-    def __post_init__(self) -> None:
-        if "rsa" not in self.chosen_measures and self.rsa_distance != "correlation":
-            raise ConfigError("cka.rsa_distance has an effect with rsa in cka.measures only.")
+    """Largest number of rows to compare; of more rows, random ones are chosen. rsa and rsa_cosine
+    take at most 10000."""
 
     @property
     def chosen_measures(self) -> tuple[str, ...]:
@@ -124,11 +91,8 @@ class CkaConfig:
 
 @options("distance")
 class DistanceConfig:
-    """Stores whose images job=distance compares."""
+    """Subsets over which job=distance averages KID."""
 
-    other_store: str | None = None
-    """Second store, with the same layers of the same model for other images."""
-    subsets: Annotated[int, Ge(1), Le(1_000_000)] = 100
-    """Number of random subsets over which KID is averaged."""
     subset_rows: Annotated[int, Ge(2)] = 1000
-    """Largest number of rows of each store in a subset."""
+    """Largest number of rows of each store in each of the 100 random subsets over which KID is
+    averaged."""

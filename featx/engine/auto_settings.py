@@ -152,10 +152,7 @@ class AutoSettings:
                 )
             return rows
         if self._stored_part_rows is not None:
-            rows = int(self._stored_part_rows)
-            if self._config.part_mib != "auto":
-                self.choices["part_rows"] = f"{rows} (as {self._what} started)"
-            return rows
+            return int(self._stored_part_rows)
         by_time = seconds / max(1e-6, self.seconds_per_image or 0)
         rows = layout.power_of_two_at_most(min(most_rows, by_time))
         rows = max(rows, layout.power_of_two_at_least(batch_size))

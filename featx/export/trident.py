@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import as_utf8, name_text
-from featx.config import Config, ExportConfig, NaturalNumber, Positive, options
+from featx.config import Config, ExportConfig, Positive, options
 from featx.errors import ConfigError
 from featx.export.base import (
     FORMATS,
@@ -51,8 +51,6 @@ class TridentOptions(ExportConfig):
     target_magnification: Positive | None = None
     """Magnification at which TRIDENT is told that the boxes were read; null is that of the whole
     images. A box of 512 pixels at 40 is a patch of 256 at 20."""
-    overlap: NaturalNumber = 0
-    """Pixels by which neighbouring boxes overlap, at the target magnification."""
     encoder: str | None = None
     """Name of the encoder, such as uni_v1: files are written to features_<encoder>, where the slide
     encoders of TRIDENT search them. null takes the name of the layer."""
@@ -156,14 +154,12 @@ class Trident(Format):
         name = PurePosixPath(image_name).stem
         places, positions = tiles[:, 0].copy(), tiles[:, 1:3]
         order = np.lexsort((positions[:, 0], positions[:, 1]))
-        attributes = self._attributes(image_name, name, places, sizes[0][0])
+        attributes = self._attributes(image_name, name, tiles)
         return _Slide(name, places, order, positions[order], attributes)
 
-    def _attributes(
-        self, image: str, name: str, places: npt.NDArray[np.int64], size: int
-    ) -> dict[str, object]:
+    def _attributes(self, image: str, name: str, tiles: npt.NDArray[np.int64]) -> dict[str, object]:
         """Return the attributes of `coords`, as TRIDENT's `coords_to_h5` writes them."""
-        options = self._options
+        options, places, size = self._options, tiles[:, 0], int(tiles[0, 3])
         level0 = options.magnification or self._value_of("level0_magnification", image, places)
         if level0 is None:
             raise ConfigError(
@@ -184,7 +180,7 @@ class Trident(Format):
             "patch_size_level0": size,
             "level0_magnification": _as_whole(level0),
             "target_magnification": _as_whole(target),
-            "overlap": options.overlap,
+            "overlap": round(_overlap(tiles[:, 1:3], size) * target / level0),
             "name": name,
             **{column: int(value) for column, value in sizes.items() if value is not None},
         }
@@ -236,6 +232,12 @@ class Trident(Format):
             '    X, coords = file["features"][:], file["coords"][:]\n'
             '    attributes = dict(file["coords"].attrs)'
         )
+
+
+def _overlap(positions: npt.NDArray[np.int64], size: int) -> int:
+    """Return by how many pixels tiles of a grid overlap the next ones; 0 if there is none."""
+    steps = np.concatenate([np.diff(np.unique(axis)) for axis in positions.T])
+    return max(0, size - int(steps.min(initial=size)))
 
 
 def _as_whole(number: float) -> int | float:

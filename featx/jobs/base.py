@@ -38,12 +38,11 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 RUN_OPTIONS = (
     *("model", "data", "layers", "capture", "reduce", "target", "out", "precision", "dtype"),
     *("batch_size", "device", "compile", "fold_batchnorm", "decode", "part_rows", "codec"),
-    *("part_mib", "conformance"),
-    *("max_failures", "nonfinite", "pack", "grow", "overwrite", "seed"),
+    *("conformance", "max_failures", "nonfinite", "pack", "grow", "overwrite", "seed"),
 )
 """Options of what a run computes and stores. Each other option is read by the jobs that name it."""
 
-CUSTOM_CODE = ("model.name", "model.library", "model.factory", "model.entry")
+CUSTOM_CODE = ("model.name", "model.library", "model.factory")
 """Options that allow a job to import the code that a store names; see docs/security.md."""
 
 _ALWAYS_READ = ("job.name", "log.json")

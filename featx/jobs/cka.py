@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import WIDTH, CountProgress, shown_path, table
-from featx.config import CkaConfig, Config
+from featx.config import CkaConfig, Config, listed_stores
+from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import open_input, result_folder
 from featx.store import FeatureStore, matching_layers
@@ -27,6 +28,7 @@ _NAN_IF_CONSTANT = ("cka", "svcca", "procrustes")
 _NAN_REASONS = {
     "cka_debiased": "no two images have more in common than others",
     "rsa": "all pairs of images have the same distance",
+    "rsa_cosine": "all pairs of images have the same distance",
 }
 """Measure -> why it can be NaN for a layer that is not equal for all images."""
 
@@ -35,7 +37,8 @@ _ALL_OF_ONE_STORE = "all layers of one of the stores"
 _TITLES = {
     "cka": "linear CKA",
     "cka_debiased": "linear CKA, debiased",
-    "rsa": "RSA",
+    "rsa": "RSA, correlation distance",
+    "rsa_cosine": "RSA, cosine distance",
     "svcca": "SVCCA, 99% of the variance",
     "procrustes": "Procrustes distance, squared",
 }
@@ -45,8 +48,8 @@ def run(config: Config, config_yaml: str) -> int:
     """Compare layers, write the result to layers.json, and print it."""
     from featx.analysis.similarity import layer_similarity  # which imports torch
 
-    store, options = open_input(config.store_path()), config.cka
-    other = None if options.other_store is None else open_input(options.other_store)
+    store, *others = map(open_input, listed_stores(str(config.store)))
+    other, options = others[0] if others else None, config.cka
     disk = result_folder(store, config)
     with CountProgress("layers") as progress:
         layers: Any = config.layers  # a mapping is refused by the next line
@@ -59,7 +62,6 @@ def run(config: Config, config_yaml: str) -> int:
             seed=config.seed,
             device=config.device,
             on_progress=progress.step,
-            rsa_distance=options.rsa_distance,
             measures=options.chosen_measures,
         )
     notes = _notes(similarity, store, other)
@@ -71,7 +73,6 @@ def run(config: Config, config_yaml: str) -> int:
         "seed": config.seed,
         "layers": list(similarity.layers),
         "others": list(similarity.others),
-        "rsa_distance": similarity.rsa_distance if "rsa" in similarity.measures else None,
         **{name: _as_json(values) for name, values in similarity.measures.items()},
         "notes": notes,
     }
@@ -147,8 +148,6 @@ def _tables(similarity: LayerSimilarity) -> list[str]:
             for layer, row in zip(similarity.layers, values.tolist(), strict=True)
         ]
         title = _TITLES[name]
-        if name == "rsa":
-            title += f", {similarity.rsa_distance} distance"
         table_of_names = table((title, *similarity.others), cells)
         if max(map(len, table_of_names.splitlines())) <= WIDTH:
             tables.append(table_of_names)
@@ -167,6 +166,11 @@ def _as_json(values: npt.NDArray[np.float64]) -> list[list[float | None]]:
     return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]
 
 
+def _check(config: Config) -> None:
+    if len(listed_stores(str(config.store))) > 2:
+        raise ConfigError(f"store={config.store}: job=cka compares the layers of two stores.")
+
+
 JOBS.register(
     Job(
         "cka",
@@ -175,5 +179,7 @@ JOBS.register(
         run=run,
         input=Input.STORE,
         reads=("job.json", "out", "layers", "device", "seed"),
+        check=_check,
+        takes_several_stores=True,
     )
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from featx.base import CountProgress, Table, shown_path
-from featx.config import Config, DistanceConfig
+from featx.config import Config, DistanceConfig, listed_stores
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import open_input
@@ -21,20 +21,18 @@ if TYPE_CHECKING:
 
 def run(config: Config, config_yaml: str) -> int:
     """Compute the distances in every common layer and print them."""
-    from featx.analysis.similarity import data_set_distance  # which imports torch
+    from featx.analysis.similarity import SUBSETS, data_set_distance  # which imports torch
 
-    options = config.distance
-    store, other = open_input(config.store_path()), open_input(str(options.other_store))
+    store, other = map(open_input, listed_stores(str(config.store)))
     layers = _common_layers(store, other, config)
     with CountProgress("subsets") as progress:
-        progress.begin(options.subsets * len(layers))
+        progress.begin(SUBSETS * len(layers))
         distances = [
             data_set_distance(
                 store,
                 other,
                 layer,
-                subsets=options.subsets,
-                subset_rows=options.subset_rows,
+                subset_rows=config.distance.subset_rows,
                 seed=config.seed,
                 device=config.device,
                 on_progress=progress.step,
@@ -45,7 +43,7 @@ def run(config: Config, config_yaml: str) -> int:
     summary = {
         "store": str(store.root),
         "other_store": str(other.root),
-        "subsets": options.subsets,
+        "subsets": SUBSETS,
         "seed": config.seed,
         "layers": [asdict(each) for each in distances],
         "notes": notes,
@@ -63,7 +61,7 @@ def run(config: Config, config_yaml: str) -> int:
     rows = [
         ("store", f"{shown_path(store.root)}, {first.rows} rows"),
         ("other store", f"{shown_path(other.root)}, {first.other_rows} rows"),
-        ("KID", f"mean of {options.subsets} subsets of {first.subset_rows} rows of each store"),
+        ("KID", f"mean of {SUBSETS} subsets of {first.subset_rows} rows of each store"),
         *((each.layer, f"no Fréchet distance: {each.not_available}")
           for each in distances if each.not_available is not None),
         ("notes", "\n".join(notes) if notes else None),
@@ -114,8 +112,10 @@ def _common_layers(store: FeatureStore, other: FeatureStore, config: Config) -> 
 
 
 def _check(config: Config) -> None:
-    if config.distance.other_store is None:
-        raise ConfigError("job=distance needs distance.other_store=DIR, the store to compare with.")
+    if len(listed_stores(str(config.store))) != 2:
+        raise ConfigError(
+            f"store={config.store}: job=distance needs two stores, 'store=[runs/a,runs/b]'."
+        )
 
 
 JOBS.register(
@@ -128,5 +128,6 @@ JOBS.register(
         reads=("job.json", "layers", "device", "seed"),
         why="it reads existing stores; `layers` selects their layers",
         check=_check,
+        takes_several_stores=True,
     )
 )

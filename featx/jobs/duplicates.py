@@ -33,12 +33,12 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.similarity import linked_groups
     from featx.base import choose_device
 
-    store, options = open_input(config.store_path()), config.duplicates
+    store, standardise = open_input(config.store_path()), config.neighbors.standardise
     rows_sha256 = store.rows_sha256
-    layer, threshold = chosen_layer(store, config), options.least_cosine
+    layer, threshold = chosen_layer(store, config), config.duplicates.least_cosine(standardise)
     disk, device = result_folder(store, config), choose_device(config.device)
     ok_rows = LayerRows(store, layer, np.flatnonzero(store.ok))
-    vectors = LayerVectors([ok_rows], device, unit=True, standardise=options.standardise)
+    vectors = LayerVectors([ok_rows], device, unit=True, standardise=standardise)
     with CountProgress("rows") as progress:
         progress.begin(len(vectors))
         groups = linked_groups(vectors, threshold, progress.step)
@@ -51,7 +51,7 @@ def run(config: Config, config_yaml: str) -> int:
     summary = {
         "layer": layer,
         "threshold": threshold,
-        "standardised": options.standardise,
+        "standardised": standardise,
         "rows": num_ok,
         "groups": len(groups),
         "rows_in_groups": num_in_groups,
@@ -65,7 +65,7 @@ def run(config: Config, config_yaml: str) -> int:
         ("layer", layer),
         (
             "threshold",
-            f"a cosine of {threshold:g}{' of standardised values' if options.standardise else ''}",
+            f"a cosine of {threshold:g}{' of standardised values' if standardise else ''}",
         ),
         ("rows", f"{num_in_groups} of {num_ok} in {counted(len(groups), 'group')}"),
         ("classes", f"{of_several} images of several classes"),
@@ -105,6 +105,6 @@ JOBS.register(
         DuplicatesConfig,
         run=run,
         input=Input.STORE,
-        reads=("job.json", "out", "layers", "device"),
+        reads=("job.json", "out", "layers", "device", "neighbors.standardise"),
     )
 )

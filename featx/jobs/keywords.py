@@ -49,7 +49,6 @@ class ExtractOptions(RunOptions, total=False):
     """Keywords of `featx.extract`: the options that job=extract reads."""
 
     dtype: Literal["float16", "float32", "bfloat16"]
-    part_mib: Literal["auto"] | int
     codec: str
     retry_failed: bool
     pack: Literal["auto"] | bool

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import CountProgress
-from featx.config import Config, MislabelledConfig
+from featx.config import Config
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import (
@@ -31,15 +31,16 @@ def run(config: Config, config_yaml: str) -> int:
     """Judge all labels, write them to mislabelled.csv, and print the least credible ones."""
     from featx.analysis.probe import judge_labels  # which imports torch
 
-    store, options = open_input(config.store_path()), config.mislabelled
+    store, options = open_input(config.store_path()), config.probe
     rows_sha256 = store.rows_sha256
     layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("folds") as progress:
-        progress.begin(options.folds)
+        folds = options.folds or 5
+        progress.begin(folds)
         judged = judge_labels(
             store,
             layer,
-            options.folds,
+            folds,
             options.label_column,
             config.seed,
             config.device,
@@ -99,9 +100,11 @@ JOBS.register(
     Job(
         "mislabelled",
         "Find rows of a labelled store whose label is improbable to a probe of the other rows.",
-        MislabelledConfig,
         run=run,
         input=Input.STORE,
-        reads=("job.json", "out", "layers", "device", "seed"),
+        reads=(
+            *("job.json", "out", "layers", "device", "seed"),
+            *("probe.folds", "probe.label_column"),
+        ),
     )
 )

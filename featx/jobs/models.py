@@ -7,7 +7,7 @@ from typing import Any
 
 from featx.base import Table, command_text, facts, size_text
 from featx.config import Config, ModelsConfig
-from featx.errors import counted, nearest
+from featx.errors import ConfigError, counted, nearest
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.models import (
     LIBRARIES,
@@ -22,6 +22,9 @@ from featx.models import (
     search_models,
 )
 
+_NUM_SHOWN = 20
+"""Number of models that are printed without job.show=all."""
+
 _NO_FIGURE = "-"
 """Text of a figure that is not known."""
 
@@ -30,7 +33,7 @@ def run(config: Config, config_yaml: str) -> int:
     """Print recommended models, or the models that match a query; returns the exit code 0."""
     disk = WeightsOnDisk()
     models = listed_models(disk.transformers_models())
-    query, limit = config.models.query, config.models.limit
+    query, limit = config.models.query, None if config.job.show == "all" else _NUM_SHOWN
     if config.models.local:
         models = [entry for entry in models if disk.size_of(entry)]
     if query is not None:
@@ -42,7 +45,9 @@ def run(config: Config, config_yaml: str) -> int:
     return 0
 
 
-def _local(models: Sequence[CatalogueEntry], limit: int, disk: WeightsOnDisk) -> Iterator[Any]:
+def _local(
+    models: Sequence[CatalogueEntry], limit: int | None, disk: WeightsOnDisk
+) -> Iterator[Any]:
     """Yield the models whose weights are on this machine as JSON types, and sections."""
     shown = models[:limit]
     yield {"models": [_as_json(entry, disk) for entry in models]}
@@ -88,7 +93,7 @@ def _library_text(name: str, models: Sequence[CatalogueEntry]) -> str:
 
 
 def _search(
-    query: str, limit: int, models: Sequence[CatalogueEntry], disk: WeightsOnDisk
+    query: str, limit: int | None, models: Sequence[CatalogueEntry], disk: WeightsOnDisk
 ) -> Iterator[Any]:
     """Yield the models that match a query as JSON types, and sections that show them."""
     names = {entry.name for entry in models}
@@ -116,8 +121,9 @@ def _search(
         return
     count = counted(len(matches), "model matches", "models match")
     first_matches = matches[:limit]
-    more = f"; the first {limit} of them, all with models.limit={len(matches)}"
-    yield f"{count} {query!r}{more if len(matches) > limit else ''}"
+    is_cut = len(first_matches) < len(matches)
+    more = f"; the first {limit} of them, all with job.show=all" if is_cut else ""
+    yield f"{count} {query!r}{more}"
     yield _table(first_matches, disk)
     yield [*_notes(first_matches), *notes] or None
 
@@ -171,6 +177,13 @@ def _notes(entries: Sequence[CatalogueEntry]) -> list[tuple[str, str]]:
     return rows
 
 
+def _check(config: Config) -> None:
+    if config.job.show not in (None, "all"):
+        raise ConfigError(f"job.show={config.job.show}: job=models has only job.show=all.")
+    if config.job.show == "all" and config.models.query is None and not config.models.local:
+        raise ConfigError("job.show=all has an effect with models.query or models.local only.")
+
+
 JOBS.register(
     Job(
         "models",
@@ -178,7 +191,8 @@ JOBS.register(
         ModelsConfig,
         run=run,
         input=Input.NOTHING,
-        reads=("job.json",),
+        reads=("job.json", "job.show"),
         why="it looks for models, and computes nothing",
+        check=_check,
     )
 )

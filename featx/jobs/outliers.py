@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import CountProgress
-from featx.config import Config, OutliersConfig
+from featx.config import Config
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import (
     NUM_SHOWN,
@@ -31,7 +31,7 @@ def run(config: Config, config_yaml: str) -> int:
     """Find outliers, write all rows to outliers.csv, and print the first ones."""
     from featx.analysis.similarity import find_outliers  # which imports torch
 
-    store, options = open_input(config.store_path()), config.outliers
+    store, options = open_input(config.store_path()), config.neighbors
     rows_sha256 = store.rows_sha256
     layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("rows") as progress:
@@ -92,9 +92,8 @@ JOBS.register(
     Job(
         "outliers",
         "Find rows of a store that are far from all others, or from their class.",
-        OutliersConfig,
         run=run,
         input=Input.STORE,
-        reads=("job.json", "out", "layers", "device"),
+        reads=("job.json", "out", "layers", "device", "neighbors.k", "neighbors.metric"),
     )
 )

@@ -60,7 +60,7 @@ def run(config: Config, config_yaml: str) -> int:
         disk.remove(page)  # of an earlier run: this process may end here
     has_page = predictions.task == "classification"
     if has_page:
-        whole = replace(config.data, views=None, crops=None, crop_scale=None, crop_ratio=None)
+        whole = replace(config.data, views=None, crops=None, crop_scale=None)
         html = render_predictions(predictions, whole, disk.root.name)
         disk.replace_unlocked(page, html.encode())
     summary = _summary(predictions, path, page if has_page else None)

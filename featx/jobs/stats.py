@@ -200,7 +200,7 @@ JOBS.register(
         run=run,
         input=Input.IMAGES,
         reads=(*RUN_OPTIONS, "store", "job.json", "executor", "refresh", "log.metrics", "profile"),
-        ignores=("dtype", "codec", "part_mib", "pack", "grow"),
+        ignores=("dtype", "codec", "pack", "grow"),
         check=_check,
         why="statistics are computed in float64 from the layer's values; no features are stored",
     )

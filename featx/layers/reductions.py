@@ -7,11 +7,11 @@ one of them runs. pca and whiten are bound by `featx.layers.projection`, which h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Len, Lt
 
 from featx.base import Member, Registry, for_options, sampled_positions
 from featx.config import Count, ReduceConfig, options
@@ -207,39 +207,45 @@ def _map(config: ReduceConfig, rows: RowLayout) -> Reduction:
     return map_view("map", rows)
 
 
-_USUAL_CELLS = 2
+_Size = Annotated[
+    Count | Annotated[list[Count], Len(2, 2)] | None,
+    "a whole number of at least 1, [rows,columns], or null",
+]
 
 
 @options("reduce")
-class GridOptions(ReduceConfig):
+class SizedOptions(ReduceConfig):
+    """Options of a reduction that gives a map of a certain size."""
+
+    size: _Size = None
+    """Number of rows and of columns of the result: a number for both, or [rows,columns]; null takes
+    2 for grid and 28 for align."""
+
+    usual_size: ClassVar[int]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        size = self.usual_size if self.size is None else self.size
+        return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+    @classmethod
+    def values_of_args(cls, args: Mapping[str, object]) -> dict[str, object]:
+        values = super().values_of_args(args)
+        return {**values, "size": [args["rows"], args["columns"]]} if "rows" in args else values
+
+
+@options("reduce")
+class GridOptions(SizedOptions):
     """Options of reduce=grid."""
 
     name: str = "grid"
-    size: Count = _USUAL_CELLS
-    """Number of cells per side."""
-    rows: Count | None = None
-    """Number of rows of cells, with reduce.columns instead of reduce.size."""
-    columns: Count | None = None
-    """Number of columns of cells."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.rows is None) != (self.columns is None):
-            raise ConfigError("reduce=grid: give both of reduce.rows and reduce.columns, or size.")
-        if self.rows is not None and self.size != _USUAL_CELLS:
-            raise ConfigError(
-                f"reduce.size={self.size} has no effect with reduce.rows and reduce.columns."
-            )
-
-    @property
-    def cells(self) -> tuple[int, int]:
-        return self.rows or self.size, self.columns or self.size
+    usual_size = 2
 
     @property
     def args(self) -> dict[str, float | str]:
-        if self.rows is None or self.columns is None:
-            return {"size": self.size}
-        return {"rows": self.rows, "columns": self.columns}
+        rows, columns = self.sides
+        return {"rows": rows, "columns": columns} if isinstance(self.size, list) else {"size": rows}
 
 
 @register(
@@ -253,13 +259,12 @@ def _grid(config: GridOptions, rows: RowLayout) -> Reduction:
     """Return means over the cells of a map or of patch tokens, (B, C, rows, columns)."""
     import torch.nn.functional as F
 
-    cells, to_map = config.cells, map_view("grid", rows)
+    cells, to_map = config.sides, map_view("grid", rows)
     _, num_rows, num_columns = reduced_shape(to_map, rows.shape)
     if num_rows < cells[0] or num_columns < cells[1]:
-        option = "reduce.size" if config.rows is None else "reduce.rows and reduce.columns"
         raise ReduceError(
             f"reduce=grid does not fit {rows.layer}: {cells[0]} x {cells[1]} cells are more than "
-            f"its {num_rows} x {num_columns} positions. Give a smaller {option}."
+            f"its {num_rows} x {num_columns} positions. Give a smaller reduce.size."
         )
 
     def grid(x: torch.Tensor) -> torch.Tensor:
@@ -268,21 +273,16 @@ def _grid(config: GridOptions, rows: RowLayout) -> Reduction:
     return grid
 
 
-_USUAL_GRID = 28
-
-
 @options("reduce")
-class AlignOptions(ReduceConfig):
+class AlignOptions(SizedOptions):
     """Options of reduce=align."""
 
     name: str = "align"
-    rows: Count | None = None
-    """Number of rows of the common grid; null takes 28."""
-    columns: Count | None = None
-    """Number of columns of the common grid; null takes 28."""
     pool: Count = 1
     """Side of the window that is averaged around each position before the map is resized; 3 for
     PatchCore."""
+
+    usual_size = 28
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -290,13 +290,9 @@ class AlignOptions(ReduceConfig):
             raise ConfigError(f"reduce.pool={self.pool}: expected an odd number above 0.")
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the common grid."""
-        return self.rows or _USUAL_GRID, self.columns or _USUAL_GRID
-
-    @property
     def args(self) -> dict[str, float | str]:
-        return {"rows": self.grid[0], "columns": self.grid[1], "pool": self.pool}
+        rows, columns = self.sides
+        return {"rows": rows, "columns": columns, "pool": self.pool}
 
 
 @register(
@@ -317,7 +313,7 @@ def _align(config: AlignOptions, rows: RowLayout) -> Reduction:
     """
     import torch.nn.functional as F
 
-    to_map, size, pool = map_view("align", rows), config.grid, config.pool
+    to_map, size, pool = map_view("align", rows), config.sides, config.pool
 
     def align(x: torch.Tensor) -> torch.Tensor:
         values = to_map(x).float()

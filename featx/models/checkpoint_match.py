@@ -154,7 +154,7 @@ def match_checkpoint(
         raise problem.as_error(origin, match.prefix)
     best = _only_match(module_state, needed, converted, origin)
     remaining = misfits(module_state, best)
-    if not remaining and not (reasons := _refusals(best, needed, options.resample)):
+    if not remaining and not (reasons := _refusals(best, needed, options.convert == "resample")):
         return best
     outcome = "; ".join(reasons) if not remaining else remaining.summary()
     conversion_text = (
@@ -290,8 +290,8 @@ def _refusals(match: CheckpointMatch, needed: Sequence[str], resample: bool) -> 
     if computed and not resample:
         reasons.append(
             f"{', '.join(computed[:3])} would be resampled, which changes the features; "
-            "model.checkpoint.resample=true allows it, and model.input_size builds the model for "
-            "the size of the file"
+            "model.checkpoint.convert=resample allows it, and model.input_size builds the model "
+            "for the size of the file"
         )
     made_up = [name for name in needed if not match.sources[name]]
     if made_up:

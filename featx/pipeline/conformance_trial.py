@@ -37,6 +37,9 @@ from featx.types import ImageFault, LayerSpec, Listing, Source, ViewSource
 if TYPE_CHECKING:
     from featx.layers import ChosenLayers
 
+NUM_COMPARED_IMAGES = 8
+"""Images that go through the library's own transform."""
+
 _FORWARD_IMAGES = 4
 """Images of the judgement of the forward pass. A wrong kernel or hook differs in every image."""
 
@@ -119,7 +122,7 @@ def _library_pixels(
     config: Config, loader: Loader, trial: TrialImages
 ) -> tuple[list[int], torch.Tensor]:
     """Send some trial images, at even distances, through the library's own transform."""
-    num_images, num_wanted = len(trial.rows), config.conformance.images
+    num_images, num_wanted = len(trial.rows), NUM_COMPARED_IMAGES
     numbers = sorted({i * num_images // num_wanted for i in range(num_wanted) if num_images})
     if trial.is_reference:
         return numbers, trial.images[numbers]

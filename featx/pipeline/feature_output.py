@@ -151,7 +151,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """Limits by `part_mib`, whose default is `layout.PART_BYTES`, and by `seconds_of_part`.
+        """Limits by `layout.PART_BYTES` and by `seconds_of_part`.
 
         Raises ConfigError if a row is larger than a chunk can be.
         """
@@ -163,10 +163,8 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
                     "reduction, such as reduce=avg or reduce=grid."
                 )
         row_bytes = sum(spec.row_bytes for spec in specs)
-        part_mib = self.config.part_mib
-        part_bytes = layout.PART_BYTES if part_mib == "auto" else int(part_mib) << 20
         seconds = seconds_of_part(work_s, self.config.executor.task_seconds)
-        return part_bytes / max(1, row_bytes), seconds
+        return layout.PART_BYTES / max(1, row_bytes), seconds
 
     def begin(self) -> dict[str, Any] | None:
         """Recognise a store that the same command has completed.

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from featx.pipeline.conformance_trial import TrialImages
 
 
-FEWEST_TRIAL_IMAGES = 8
-"""Number of trial images of the shortest runs, as far as the data set has so many."""
-
 _TRIED_PATHS = 16
 """Number of images of which one must exist before a model is loaded."""
 
@@ -266,6 +263,7 @@ def build_run_context(
     from featx.engine import TRIAL_IMAGES, AutoSettings, attach_windows, batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
     from featx.pipeline.conformance_trial import (
+        NUM_COMPARED_IMAGES,
         check_golden,
         compare_with_plain_path,
         take_plain_path,
@@ -275,7 +273,7 @@ def build_run_context(
     with contextlib.ExitStack() as stack:
         executor = config.executor
         local_workers = executor.workers if executor.name == "local" else None
-        devices = choose_devices(config.device, executor.gpu_indices, local_workers)
+        devices = choose_devices(config.device, local_workers)
         stack.enter_context(explained_memory(devices[0]))
         if devices[0].type == "cpu":
             keep_freed_memory()  # before any thread allocates
@@ -307,8 +305,7 @@ def build_run_context(
         # The trial passes over 16 images take longer than all passes of a run of 20. So a short run
         # measures on fewer images: a quarter of its own, as long as that is enough for the
         # comparison with the library's own path.
-        fewest = max(FEWEST_TRIAL_IMAGES, config.conformance.images)
-        count = min(TRIAL_IMAGES, max(fewest, len(listing) // 4))
+        count = min(TRIAL_IMAGES, max(NUM_COMPARED_IMAGES, len(listing) // 4))
         trial = _load_trial_images(loader, source, listing, decoding, count)
         engine.trial_images = trial.images
         windows = None

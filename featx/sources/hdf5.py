@@ -11,14 +11,14 @@ import math
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import name_text
-from featx.config import DataConfig, options
+from featx.config import MAY_BE_EMPTY, DataConfig, options
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, counted
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers, looks_like_labels
@@ -45,7 +45,7 @@ class Hdf5Options(DataConfig):
     name: str = "hdf5"
     dataset: str | None = None
     """Dataset that holds the images, such as /images."""
-    labels: str | None = None
+    label_column: Annotated[str | None, MAY_BE_EMPTY] = None
     """Dataset that holds the labels; null takes none."""
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Hdf5Options(DataConfig):
 
 def open_source(config: Hdf5Options) -> Source:
     """Open the dataset data.dataset of the file data.root."""
-    return Hdf5Source(config.path, config.dataset or "", config.labels)
+    return Hdf5Source(config.path, config.dataset or "", config.label_column)
 
 
 class Hdf5Source:
@@ -192,8 +192,8 @@ def _label_note(file: h5py.File, count: int) -> str:
             is_vector = entry.size == count == max(entry.shape, default=0)
             if is_vector and looks_like_labels(name):
                 found.append(f"/{name}")
-    looks = f"; {', '.join(found)} looks like labels: data.labels={found[0]}" if found else ""
-    return f"data.labels names no dataset{looks}"
+    looks = f"; {', '.join(found)} looks like labels: data.label_column={found[0]}" if found else ""
+    return f"data.label_column names no dataset{looks}"
 
 
 @dataclass(frozen=True)

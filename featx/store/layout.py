@@ -77,7 +77,7 @@ MAX_CHUNK_BYTES = (1 << 32) - 1
 """Largest size of a chunk in HDF5 1.10. A row is never divided."""
 
 PART_BYTES = 256 << 20
-"""Largest size of a part with part_rows=auto and part_mib=auto."""
+"""Largest size of a part with part_rows=auto."""
 
 COLUMN_CHUNK_ROWS = 1 << 14
 """Largest number of rows per chunk of key, label, status and the columns."""

@@ -50,7 +50,7 @@ SOURCES = {
     "parquet": "data=table data.root=DATA/photos.parquet data.columns=[age]",
     "tar": "data=webdataset data.root=DATA/shards",
     "tar-gz": "data=webdataset data.root=DATA/shards/zipped",
-    "hdf5": "data=hdf5 data.root=DATA/pixels.h5 data.dataset=/images data.labels=/labels",
+    "hdf5": "data=hdf5 data.root=DATA/pixels.h5 data.dataset=/images data.label_column=/labels",
     "hdf5-encoded": "data=hdf5 data.root=DATA/pixels.h5 data.dataset=/encoded",
     "mnist": "data=torchvision data.dataset=MNIST data.root=DATA/torchvision",
     "pets": "data=torchvision data.dataset=OxfordIIITPet data.root=DATA/torchvision",
@@ -100,8 +100,8 @@ MODELS = {
     ),
     "hub": (
         "$ $PYTHON -m make_model hub",
-        f"model=hub model.name=hub model.entry=small model.weights=null {SMALL_CROP} layers=['0'] "
-        f"{MADE}",
+        f"model=hub model.name=hub model.factory=small model.weights=null {SMALL_CROP} "
+        f"layers=['0'] {MADE}",
     ),
     "program": (
         "$ $PYTHON -m make_model export",
@@ -123,8 +123,7 @@ MODELS = {
         f"{VIT} 'layers={{blocks.0: cls, blocks.1: patch_avg, blocks.2: grid, blocks.3: avg}}' "
         "out=vit",
         f"{VIT} 'layers=[blocks.0,blocks.3]' reduce=sample reduce.k=5 out=sample",
-        f"{RESNET} layers=[layer2,layer3] reduce=align reduce.rows=6 reduce.columns=6 "
-        "reduce.pool=3 out=align",
+        f"{RESNET} layers=[layer2,layer3] reduce=align reduce.size=6 reduce.pool=3 out=align",
     ),
     "projections": (
         f"job=stats {RUN} reduce=avg".replace("out=store", "out=stats"),
@@ -246,9 +245,8 @@ JOBS = {
     "probe": (
         LABELLED,
         "job=probe store=store 'probe.method=[linear,knn,ridge]' probe.bootstrap=100",
-        "job=probe store=store probe.split=kfold probe.folds=3 probe.group_column=patient",
-        "job=probe store=store probe.split=column probe.split_column=use probe.shots=[1,2] "
-        "job.json=true",
+        "job=probe store=store probe.folds=3 probe.group_column=patient",
+        "job=probe store=store probe.split=use probe.shots=[1,2] job.json=true",
         "job=probe store=store probe.label_column=age 'probe.method=[linear,knn]' probe.seeds=2",
         "job=probe store=store probe.label_column=tags probe.task=multilabel",
     ),
@@ -283,8 +281,8 @@ JOBS = {
         f"job=neighbors store=store layers=pool neighbors.image=DATA/odd/sound.jpg {FACTORY}",
         "job=duplicates store=store layers=pool duplicates.threshold=0.9",
         "job=cka store=store 'cka.measures=[cka,cka_debiased,rsa,svcca,procrustes]'",
-        "job=cka store=store cka.other_store=other job.json=true",
-        "job=distance store=store distance.other_store=other distance.subset_rows=8",
+        "job=cka store=[store,other] job.json=true",
+        "job=distance store=[store,other] distance.subset_rows=8",
     ),
     "stats": (
         f"job=stats {RUN} reduce=avg",

@@ -120,14 +120,14 @@ def test_a_choice_at_the_end_of_the_grid_is_noted(
     noise = np.random.default_rng(1).normal(size=x.shape)
     x = (noise if method == "linear" else np.eye(3)[y]).astype(np.float32)
     problem = problem_of(tmp_path, x, y, ProbeConfig(l2=l2))
-    notes = methods.fit(problem, method, holdout(y, 0.3, 0.2, seed=0)).choice.notes
+    notes = methods.fit(problem, method, holdout(y, 0.3, seed=0)).choice.notes
     assert sum("is the last one of the grid on that side" in note for note in notes) == output
 
 
 @pytest.mark.slow
 def test_streamed_rows_end_near_the_same_minimum(tmp_path: Path) -> None:
     x, y = blobs(600, signal=0.3)
-    split = holdout(y, 0.3, 0.2, seed=0)
+    split = holdout(y, 0.3, seed=0)
     options = ProbeConfig(l2=1e-2, learning_rate=0.03, epochs=100)
     exact = methods.fit(problem_of(tmp_path, x, y, options), "linear", split)
     problem = problem_of(tmp_path, x, y, options, memory_bytes=0)
@@ -147,10 +147,13 @@ def test_streamed_rows_end_near_the_same_minimum(tmp_path: Path) -> None:
     assert np.abs(a - b).max() < 0.05
 
 
-def test_streaming_many_strengths_is_streaming_each(tmp_path: Path) -> None:
+def test_streaming_many_strengths_is_streaming_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradient of each strength is clipped by itself."""
+    monkeypatch.setattr(minibatch_regression, "CLIP_NORM", 0.05)
     x, y = blobs(200)
-    options = ProbeConfig(epochs=20, learning_rate=1e-2, clip_norm=0.05)
+    options = ProbeConfig(epochs=20, learning_rate=1e-2)
     problem, places = problem_of(tmp_path, x, y, options, memory_bytes=0), np.arange(150)
     scaler = fit_scaler(problem.features, places)
 
@@ -185,7 +188,8 @@ def test_gradients_reach_the_optimizer_clipped(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", noted)
     for clip_norm in (1e6, 0.01):
-        options = ProbeConfig(epochs=1, clip_norm=clip_norm)
+        monkeypatch.setattr(minibatch_regression, "CLIP_NORM", clip_norm)
+        options = ProbeConfig(epochs=1)
         problem, places = problem_of(tmp_path, x, y, options, memory_bytes=0), np.arange(60)
         scaler = fit_scaler(problem.features, places)
         minibatch_regression.fit_streamed(problem, places, scaler, (0.1,))

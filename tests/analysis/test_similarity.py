@@ -207,9 +207,8 @@ def test_what_cannot_be_asked_is_refused() -> None:
             with pytest.raises(ConfigError, match=rf"k={k}: expected a whole number of at least 1"):
                 search(store, "flat", k=k)
     assert nearest_to(store, "flat", np.ones((0, 5)), 3, device="cpu")[0].shape == (0, 3)
-    for name in ("subsets", "subset_rows"):
-        with pytest.raises(ConfigError, match=rf"{name}=0: expected a whole number"):
-            data_set_distance(store, store, "flat", **{name: 0})
+    with pytest.raises(ConfigError, match=r"subset_rows=0: expected a whole number"):
+        data_set_distance(store, store, "flat", subset_rows=0)
     alone = write(make_run(2, 4, failed=[0]), "alone")
     with pytest.raises(ConfigError, match="one ok row only"):
         nearest_rows(alone, "flat", device="cpu")
@@ -384,10 +383,11 @@ class TestLayerSimilarity:
         rng = np.random.default_rng(0)
         a = rng.integers(-100, 100, size=(30, 6)).astype(np.float32)
         run = with_features(make_run(30, 16, {"a": (6,), "away": (6,)}), a=a, away=a + 1_000_000)
-        found = layer_similarity(write(run), device="cpu", rsa_distance="cosine").measures
+        measures = ["cka", "cka_debiased", "rsa_cosine"]
+        found = layer_similarity(write(run), device="cpu", measures=measures).measures
         assert found["cka"][0, 1] == pytest.approx(1, abs=1e-5)
         assert found["cka_debiased"][0, 1] == pytest.approx(1, abs=1e-5)
-        assert found["rsa"][0, 1] == pytest.approx(exact_rsa(a, a + 1e6), abs=1e-4)
+        assert found["rsa_cosine"][0, 1] == pytest.approx(exact_rsa(a, a + 1e6), abs=1e-4)
 
     def test_rows_in_one_direction_have_no_rsa(self) -> None:
         sizes = np.random.default_rng(0).uniform(1, 9, size=(20, 1))
@@ -453,8 +453,9 @@ class TestLayerSimilarity:
             listing=replace(listing, keys=keys, labels=np.append(listing.labels, -1)),
             features={"z": np.concatenate([turned, np.ones((1, 5))]).astype(np.float32)},
         )
+        measures = ["cka", "cka_debiased", "rsa_cosine"]
         found = layer_similarity(
-            write(left), write(right, "other"), device="cpu", rsa_distance="cosine"
+            write(left), write(right, "other"), device="cpu", measures=measures
         )
         both = [row for i, row in enumerate(some.tolist()) if row not in FAILED and i != 1]
         assert found.num_common == found.num_rows == len(both)

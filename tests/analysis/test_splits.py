@@ -31,17 +31,17 @@ def counts(y: np.ndarray, places: np.ndarray) -> list[int]:
 
 
 def test_holdout_takes_a_share_of_each_class_and_leaves_a_single_row_to_train() -> None:
-    split = holdout(UNEVEN, 0.2, 0.25, seed=0)
+    split = holdout(UNEVEN, 0.2, seed=0)
     assert counts(UNEVEN, split.test) == [10, 4, 1, 0]
-    assert counts(UNEVEN, split.validation) == [10, 4, 0, 0]
-    assert counts(UNEVEN, split.fit) == [30, 12, 1, 1]
+    assert counts(UNEVEN, split.validation) == [8, 3, 0, 0]
+    assert counts(UNEVEN, split.fit) == [32, 13, 1, 1]
     together = np.sort(np.concatenate([split.fit, split.validation, split.test]))
     assert together.tolist() == list(range(73))
     assert split.train.tolist() == sorted([*split.fit.tolist(), *split.validation.tolist()])
 
 
 def test_kfold_tests_each_row_once_and_spreads_the_classes() -> None:
-    folds = kfold(UNEVEN, 5, 0.2, seed=0)
+    folds = kfold(UNEVEN, 5, seed=0)
     tested = np.concatenate([split.test for split in folds])
     assert sorted(tested.tolist()) == list(range(72))  # the single row of class 3 never is
     for split in folds:
@@ -56,7 +56,7 @@ def test_kfold_tests_each_row_once_and_spreads_the_classes() -> None:
 
 def test_more_folds_than_rows_are_refused() -> None:
     with pytest.raises(DataError, match="fold 5 is empty"):
-        kfold(np.array([0, 0, 1, 1]), 5, 0.2, seed=0)
+        kfold(np.array([0, 0, 1, 1]), 5, seed=0)
 
 
 def test_few_takes_what_there_is_and_each_draw_another() -> None:
@@ -71,8 +71,8 @@ def test_few_takes_what_there_is_and_each_draw_another() -> None:
 def test_validation_rows_are_drawn_from_the_training_rows() -> None:
     y = np.array([0, 1] * 10)
     train, test = np.arange(12), np.arange(14, 20)
-    drawn = with_validation(y, train, test, 0.5, 0)
-    assert len(drawn.validation) == 6
+    drawn = with_validation(y, train, test, 0)
+    assert len(drawn.validation) == 2
     assert drawn.train.tolist() == train.tolist()
 
 
@@ -115,7 +115,7 @@ def test_holdout_divides_no_group_and_meets_the_shares(pure: bool) -> None:
     y, groups = made_groups(300, 4, seed=1, pure=pure)
     order = np.random.default_rng(0).permutation(len(y))  # groups need not lie together
     y, groups = y[order], groups[order]
-    split = holdout(y, 0.2, 0.25, seed=3, groups=groups)
+    split = holdout(y, 0.2, seed=3, groups=groups)
     assert not sides(groups, split.test, split.train)
     assert not sides(groups, split.validation, split.fit)
     together = np.concatenate([split.fit, split.validation, split.test])
@@ -123,16 +123,16 @@ def test_holdout_divides_no_group_and_meets_the_shares(pure: bool) -> None:
     for label in range(4):
         rows = (y == label).sum()
         assert (y[split.test] == label).sum() / rows == pytest.approx(0.2, abs=0.03)
-        assert (y[split.validation] == label).sum() / rows == pytest.approx(0.2, abs=0.03)
-    again = holdout(y, 0.2, 0.25, seed=3, groups=groups)
+        assert (y[split.validation] == label).sum() / rows == pytest.approx(0.16, abs=0.03)
+    again = holdout(y, 0.2, seed=3, groups=groups)
     assert (again.test == split.test).all()
-    assert len(np.setdiff1d(holdout(y, 0.2, 0.25, seed=4, groups=groups).test, split.test))
+    assert len(np.setdiff1d(holdout(y, 0.2, seed=4, groups=groups).test, split.test))
 
 
 @pytest.mark.parametrize("pure", [True, False])
 def test_kfold_spreads_classes_as_well_as_scikit_learn(pure: bool) -> None:
     y, groups = made_groups(120, 5, seed=2, pure=pure)
-    folds = kfold(y, 5, 0.2, seed=0, groups=groups)
+    folds = kfold(y, 5, seed=0, groups=groups)
     assert np.sort(np.concatenate([split.test for split in folds])).tolist() == list(range(len(y)))
     for split in folds:
         assert not sides(groups, split.test, split.train)
@@ -151,11 +151,11 @@ def test_a_class_in_one_group_is_trained_on_and_one_in_two_is_tested() -> None:
     y = np.array([0] * 6 + [1] * 6 + [2] * 3)
     groups = np.array([0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5])
     for seed in range(20):
-        split = holdout(y, 0.2, 0.2, seed=seed, groups=groups)
+        split = holdout(y, 0.2, seed=seed, groups=groups)
         assert set(y[split.test]) == {0, 1}
         assert len(np.unique(groups[split.test])) == 2
         assert {0, 1, 2} == set(y[split.train])
-        folds = kfold(y, 2, 0.2, seed=seed, groups=groups)
+        folds = kfold(y, 2, seed=seed, groups=groups)
         for fold in folds:
             assert set(y[fold.test]) == {0, 1}
             assert set(y[fold.train]) == {0, 1, 2}
@@ -164,7 +164,7 @@ def test_a_class_in_one_group_is_trained_on_and_one_in_two_is_tested() -> None:
 def test_drawn_validation_rows_of_a_given_split_divide_no_group() -> None:
     y, groups = made_groups(60, 3, seed=5)
     train, test = np.flatnonzero(groups < 40), np.flatnonzero(groups >= 40)
-    split = with_validation(y, train, test, 0.2, 0, groups)
+    split = with_validation(y, train, test, 0, groups)
     assert not sides(groups, split.validation, split.fit)
     assert len(split.validation) == pytest.approx(0.2 * len(train), abs=12)
 

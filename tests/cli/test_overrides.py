@@ -159,13 +159,11 @@ def test_values_are_of_the_type_of_their_option() -> None:
     node = composed(
         "data.columns=[1,02,größe]",
         "probe.shots=[1,5]",
-        "executor.devices=[0,1]",
         "max_failures=1.0",
         "model.transform.mean=[0.5,0.5,0.5]",
     )
     assert node.data.columns == ["1", "02", "größe"]
     assert node.probe.shots == [1, 5]
-    assert node.executor.devices == [0, 1]
     assert (type(node.max_failures), node.max_failures) == (float, 1.0)
     assert node.model.transform.mean == [0.5, 0.5, 0.5]
 

@@ -78,7 +78,7 @@ def test_overwritten_tensors_are_kept_bit_for_bit(reduce: str, channels_last: bo
         assert torch.equal(values[name], expected), name
 
 
-ALIGN = AlignOptions(rows=8, columns=8)  # the size of the map, which is then not resized
+ALIGN = AlignOptions(size=8)  # the size of the map, which is then not resized
 
 
 @pytest.mark.parametrize("reduce", ["none", "flatten", "avg", "max", "gem", "grid", ALIGN])

@@ -170,7 +170,7 @@ def test_images_that_are_no_files_are_copied_and_arrays_become_png() -> None:
     with h5py.File("images.h5", "w") as file:
         file["images"] = pixels
         file["labels"] = ["a", "b"] * 3
-    data = {"name": "hdf5", "root": "images.h5", "dataset": "images", "labels": "labels"}
+    data = {"name": "hdf5", "root": "images.h5", "dataset": "images", "label_column": "labels"}
     extract(data, layers=["pool"], reduce="flatten")
     out = export()
     samples = samples_of(out)

@@ -69,7 +69,7 @@ def test_no_file_has_controls_or_formulas(store: featx.FeatureStore) -> None:
 def test_what_is_read_again_finds_its_rows(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    split = {"split": "column", "split_file": "split.csv"}
+    split = {"split": "split.csv"}
     run_job("probe", store="store", device="cpu")
     shutil.copy("store/probe/predictions.csv", "split.csv")
     first = Path("store/probe/predictions.csv").read_bytes()

@@ -265,9 +265,9 @@ def bag_of(folder: Path, slide: str) -> tuple[torch.Tensor, torch.Tensor, np.nda
 
 
 class TestTrident:
-    def write_tiles(self, num: int = 40, **columns: np.ndarray) -> MadeRun:
+    def write_tiles(self, num: int = 40, step: int = 512, **columns: np.ndarray) -> MadeRun:
         """Two slides, whose tiles are in another order by key than by position."""
-        boxes = [(i % 5 * 512, i // 5 * 512) for i in range(num // 2)]
+        boxes = [(i % 5 * step, i // 5 * step) for i in range(num // 2)]
         keys = [
             b"wsi/%s.svs#%d,%d,512,512" % (name, *box) for name in (b"s1", b"s2") for box in boxes
         ]
@@ -276,9 +276,10 @@ class TestTrident:
         run.write(Path("store"))
         return run
 
-    def test_tiles_are_sorted_and_belong_to_their_corners(self) -> None:
-        run = self.write_tiles()
-        out = export("trident", magnification=40, target_magnification=20, overlap=8)
+    @pytest.mark.parametrize(("step", "overlap"), [(496, 8), (512, 0), (600, 0)])
+    def test_tiles_are_sorted_and_belong_to_their_corners(self, step: int, overlap: int) -> None:
+        run = self.write_tiles(step=step)
+        out = export("trident", magnification=40, target_magnification=20)
         keys = run.listing.keys.tolist()
         seen = 0
         for name in ("s1", "s2"):
@@ -296,7 +297,7 @@ class TestTrident:
                 "patch_size_level0": 512,
                 "level0_magnification": 40,
                 "target_magnification": 20,
-                "overlap": 8,
+                "overlap": overlap,
                 "name": name,
                 "savetodir": "features_flat",
             }

@@ -210,7 +210,7 @@ def test_near_duplicates_across_the_split_come_first(split: str) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param({"memory_gib": 0.0}, "Not checked", marks=pytest.mark.slow),
-        ({"split": "kfold", "folds": 2}, "every image is tested once"),
+        ({"folds": 2}, "every image is tested once"),
         ({"test_store": "other"}, "40 test images"),
     ],
 )

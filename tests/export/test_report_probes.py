@@ -72,7 +72,7 @@ def test_errors_are_those_of_the_layer_that_each_fold_chose(
     """Headline, check, gallery and the text of job=probe name one number of errors."""
     x, y = blobs(num_rows=150, width=8, signal=0.8)
     write_store(Path("store"), y, a=x[:, :5], b=x[:, 3:])
-    run_job("probe", store="store", device="cpu", probe={"split": "kfold"})
+    run_job("probe", store="store", device="cpu", probe={"folds": 5})
     found, printed = json.loads(Path("store/probe.json").read_text()), capsys.readouterr().out
     assert set(found["layer_of_folds"]) == {"a", "b"}
     wrong = found["rows"] - found["correct"]

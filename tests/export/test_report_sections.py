@@ -245,7 +245,7 @@ def test_near_duplicates_of_a_probe_are_rows_of_this_store() -> None:
     x[8:16], other[5] = x[7], x[17]
     store = featx.open(write_store(Path("store"), y, x=x))
     make_labelled({"x": other}, y, ("c0", "c1", "c2")).changed(other=1).write(Path("other"))
-    names = {"method": "ridge", "split": "kfold", "folds": 3}
+    names = {"method": "ridge", "folds": 3}
     run_job("probe", store="store", device="cpu", probe=names)
     leaked = {row for pair in probes_of(store).leaked_pairs for row in pair[:2]}
     assert leaked

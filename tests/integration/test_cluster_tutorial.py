@@ -47,13 +47,12 @@ def here(words: list[str], folder: Path) -> list[str]:
     given = {
         "executor.workers": "2",
         "executor.cpus": "1",
-        "executor.partition": "main",
+        "executor.sbatch": "{partition: main}",
         "executor.folder": str(folder),
     }
     return [
         f"{key}={given[key]}" if (key := word.partition("=")[0]) in given else word
         for word in words
-        if "gres" not in word
     ]
 
 

@@ -75,25 +75,39 @@ def test_a_time_limit_shorter_than_a_part_says_what_to_change(
 
 
 def test_a_wrong_partition_is_one_line(photos: Path, cluster: SlurmCluster) -> None:
-    with running_driver(*SLURM, "executor.partition=mian") as driver:
+    with running_driver(*SLURM, "executor.sbatch={partition: mian}") as driver:
         assert driver.finish() == 2
     assert driver.output.strip() == (
-        "executor.partition=mian: this cluster has no partition mian. Nearest: main. "
+        "executor.sbatch.partition=mian: this cluster has no partition mian. Nearest: main. "
         "It has: brief, main, urgent."
     )
     assert not Path("store").exists()
 
 
 def test_what_no_node_has_is_refused_or_said(photos: Path, cluster: SlurmCluster) -> None:
-    with running_driver(*SLURM, "executor.gres=gpu:1") as driver:
+    with running_driver(*SLURM, "executor.sbatch={gres: gpu:1}") as driver:
         assert driver.finish() == 2
     assert "Slurm does not take the tasks: " in driver.output, driver.output
-    assert "executor.gres=gpu:1" in driver.output.strip().splitlines()[-1]
+    assert "executor.sbatch.gres=gpu:1" in driver.output.strip().splitlines()[-1]
     assert "Traceback" not in driver.output
 
 
+def test_a_misspelt_option_of_sbatch_is_named_by_sbatch(
+    photos: Path, cluster: SlurmCluster
+) -> None:
+    with running_driver(*SLURM, "executor.sbatch={partitoin: main}") as driver:
+        assert driver.finish() == 2
+    last = driver.output.strip().splitlines()[-1]
+    assert "Slurm does not take the tasks: unrecognized option '--partitoin=main'. They" in last
+    assert not list(Path().glob("**/result-*"))
+
+
 def test_why_a_task_waits_is_said(photos: Path, cluster: SlurmCluster) -> None:
-    given = ("executor.partition=brief", "executor.time_limit_min=3", "executor.workers=2")
+    given = (
+        "executor.sbatch={partition: brief}",
+        "executor.time_limit_min=3",
+        "executor.workers=2",
+    )
     with running_driver(*SLURM, *given) as driver:
         line = driver.wait_for("wait in the queue", 90)
         assert line == "2 of 2 tasks wait in the queue: PartitionTimeLimit (2)"

@@ -25,7 +25,7 @@ def given_split(keys: Iterable[str], splits: Iterable[str]) -> dict[str, str]:
     """Write a split file; returns the options that give it to a probe."""
     lines = [f"{key},{split}\n" for key, split in zip(keys, splits, strict=True)]
     Path("split.csv").write_text("key,split\n" + "".join(lines))
-    return {"split": "column", "split_file": "split.csv"}
+    return {"split": "split.csv"}
 
 
 def predictions(store: str = "store", **values: str) -> list[dict[str, str]]:

@@ -98,7 +98,7 @@ def test_regions_have_the_columns_of_their_image() -> None:
 def test_a_column_is_probed_for_and_another_says_the_split() -> None:
     write_table(32)
     extract(TABLE)
-    found = probe(split="column", split_column="side", label_column="patient")
+    found = probe(split="side", label_column="patient")
     assert found["classes"] == ["p0", "p1", "p2", "p3"]
     about = found["split"]
     assert (about["split_column"], about["label_column"]) == ("side", "patient")
@@ -113,7 +113,7 @@ def test_a_column_is_probed_for_and_another_says_the_split() -> None:
 def test_a_column_that_says_no_split_or_no_class_is_reported() -> None:
     write_table(16)
     extract(TABLE)
-    with pytest.raises(DataError, match="split_column=patient is 'p0'; expected train"):
-        probe(split="column", split_column="patient")
+    with pytest.raises(DataError, match=r"probe\.split=patient is 'p0'; expected train"):
+        probe(split="patient")
     with pytest.raises(StoreError, match=r"no column 'sides'.* Nearest: side"):
-        probe(split="column", split_column="sides")
+        probe(split="sides")

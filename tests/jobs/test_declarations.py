@@ -77,7 +77,7 @@ CALLS = [
     Call("mislabelled", {"store": "store", "layers": "conv", "out": "near", "device": "cpu"}),
     Call("compare", {"store": "[store,probed]", "out": "compared"}),
     Call("cka", {"store": "store", "out": "near"}),
-    Call("distance", {"store": "store", "distance": {"other_store": "store", "subsets": 2}}),
+    Call("distance", {"store": "[store,store]", "distance": {"subset_rows": 2}}),
     Call("export", {"store": "store", "out": "exported"}),
     Call("export", {"store": "store", "export": {"format": "webdataset"}, "data": "photos"}),
     Call("verify", {"store": "store"}),

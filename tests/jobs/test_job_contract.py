@@ -19,7 +19,7 @@ ARGUMENTS = {
     "attribute": (*MODEL, "part_rows=2", "out=maps", "attribute.method=[saliency]"),
     "cka": STORE,
     "compare": STORE,
-    "distance": (*STORE, "distance.other_store=store", "distance.subsets=2"),
+    "distance": ("store=[store,store]", "distance.subset_rows=2"),
     "duplicates": LAYER,
     "export": (*STORE, "export.format=npy"),
     "extract": (*RUN, "out=new"),

@@ -61,9 +61,9 @@ def test_planted_labels_come_first(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_probabilities_are_those_of_the_probe() -> None:
-    """The same folds, penalties and probabilities as job=probe probe.split=kfold."""
+    """The same folds, penalties and probabilities as job=probe with probe.folds."""
     planted_store()
-    options = {"split": "kfold", "folds": 4}
+    options = {"folds": 4}
     assert run_job("probe", store="store", layers="x", device="cpu", seed=3, probe=options) == 0
     judged = judge_labels(featx.open("store"), "x", 4, seed=3, device="cpu")
     tested = {line["key"]: line for line in csv_rows("store/probe/predictions.csv")}
@@ -165,7 +165,7 @@ def test_other_labels_are_refused() -> None:
         ("same", "of the class 'dog' only"),
     ):
         with pytest.raises(DataError, match=words):
-            ask(mislabelled={"label_column": column})
+            ask(probe={"label_column": column})
 
 
 @pytest.mark.slow
@@ -180,14 +180,14 @@ def test_a_folder_named_by_two_words_is_one_class() -> None:
 def test_labels_of_a_column() -> None:
     x, y = blobs(num_rows=60, signal=2.0)
     write_store(Path("store"), y[::-1].copy(), {"column": y}, x=x)
-    assert ask(mislabelled={"label_column": "column"})["accuracy"] > 0.9
+    assert ask(probe={"label_column": "column"})["accuracy"] > 0.9
 
 
 def test_too_many_folds() -> None:
     x, y = blobs(num_rows=6)
     write_store(Path("store"), y, x=x)
-    with pytest.raises(ConfigError, match=r"mislabelled.folds=20: 6 labelled rows of 3 classes"):
-        ask(mislabelled={"folds": 20})
+    with pytest.raises(ConfigError, match=r"probe.folds=20: 6 labelled rows of 3 classes"):
+        ask(probe={"folds": 20})
 
 
 def page_of() -> str:

@@ -19,9 +19,9 @@ def result(**asked: Any) -> Any:
     return job_result("models", models=asked)
 
 
-def text(capsys: pytest.CaptureFixture[str], **asked: Any) -> str:
+def text(capsys: pytest.CaptureFixture[str], show: str | None = None, **asked: Any) -> str:
     """The result as text."""
-    assert run_job("models", models=asked) == 0
+    assert run_job("models", models=asked, show=show) == 0
     return capsys.readouterr().out
 
 
@@ -60,12 +60,14 @@ def test_a_query_lists_matches_with_their_figures(capsys: pytest.CaptureFixture[
 
 
 def test_the_limit_is_said_and_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    count = len(result(query="vit", limit=3)["models"])
-    lines = text(capsys, query="vit", limit=3).splitlines()
+    count = len(result(query="vit")["models"])
+    lines = text(capsys, query="vit").splitlines()
     assert count > 300
-    assert lines[0].startswith(f"{count} models match 'vit'; the first 3 of them")
+    assert lines[0] == f"{count} models match 'vit'; the first 20 of them, all with job.show=all"
     table = lines[2 : lines.index("", 2)]
-    assert len(table) == 4, "a header and three models"
+    rows = [line for line in table if len(line.split()) > 3]  # long names take a second line
+    assert len(rows) == 21, "a header and 20 models"
+    assert text(capsys, "all", query="vit").startswith(f"{count} models match 'vit'\n")
 
 
 def test_a_name_of_another_program_leads_to_the_right_one(
@@ -95,7 +97,7 @@ def test_no_match_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("query", ["vit", "laion", "facebook/dinov2-base"])
 def test_lines_fit_a_terminal(query: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for shown in (text(capsys), text(capsys, query=query, limit=500)):
+    for shown in (text(capsys), text(capsys, "all", query=query)):
         assert max(map(len, shown.splitlines())) <= WIDTH
 
 
@@ -103,7 +105,7 @@ def test_lines_fit_a_terminal(query: str, capsys: pytest.CaptureFixture[str]) ->
     ("asked", "said"),
     [
         ({"query": " "}, r"models\.query is empty"),
-        ({"limit": 0}, r"models\.limit=0: expected a whole number of at least 1"),
+        ({"limit": 5}, r"models\.limit is gone: job\.show=all prints all models"),
     ],
 )
 def test_bad_options_are_refused(asked: dict[str, Any], said: str) -> None:

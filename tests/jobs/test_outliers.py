@@ -40,8 +40,7 @@ def store() -> featx.FeatureStore:
 
 
 def ask(job: str, layers: str | None = "flat", **options: Any) -> Any:
-    asked = {job: options} if options else {}
-    return job_result(job, store="store", layers=layers, device="cpu", **asked)
+    return job_result(job, store="store", layers=layers, device="cpu", **options)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
@@ -74,7 +73,7 @@ def test_distances_are_those_of_scikit_learn(
 def test_the_job_ranks_all_rows(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = ask("outliers", k=5)
+    summary = ask("outliers", neighbors={"k": 5})
     assert summary["farthest"][0]["row"] == 9
     assert [len(summary[name]) for name in ("farthest", "farthest_in_class")] == [10, 10]
     lines = csv_rows("store/outliers/outliers.csv")
@@ -102,7 +101,7 @@ def test_duplicates_of_standardised_values(store: featx.FeatureStore) -> None:
     """Cosines of plain values link every row here; standardised ones those of a copy only."""
     plain = duplicate_groups(store, "flat", 0.98, "cpu")
     assert max(map(len, plain)) > 30
-    assert ask("duplicates", threshold=0.999)["groups"] == 1
+    assert ask("duplicates", duplicates={"threshold": 0.999})["groups"] == 1
     assert [line["row"] for line in csv_rows("store/duplicates/duplicates.csv")] == ["5", "20"]
     rows = np.flatnonzero(store.ok)
     x = StandardScaler().fit_transform(store["flat"][rows].astype(np.float64))
@@ -111,7 +110,7 @@ def test_duplicates_of_standardised_values(store: featx.FeatureStore) -> None:
     linked = {int(rows[i]) for pair in pairs for i in pair}
     groups = duplicate_groups(store, "flat", 0.9, "cpu", standardise=True)
     assert {row for group in groups for row in group.tolist()} == linked
-    assert ask("duplicates", standardise=False)["threshold"] == 0.98
+    assert ask("duplicates", neighbors={"standardise": False})["threshold"] == 0.98
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_numbers_of_new_images_are_those_of_the_probe(
 
 
 def test_labels_of_new_images_are_those_of_the_probe(photos: Path) -> None:
-    options = {"label_column": "tags", "task": "multilabel", "split": "kfold", "folds": 2}
+    options = {"label_column": "tags", "task": "multilabel", "folds": 2}
     run_job("probe", store="store", device="cpu", seed=1, probe=options)
     found = json.loads(Path("store/probe.json").read_text())
     about = found["layers"]["pool"]["linear"]

@@ -32,7 +32,7 @@ def test_with_folds_the_top_is_nested_and_layers_are_their_own() -> None:
     x, y = blobs(300, signal=0.35)
     halves = {"even": x[:, ::2], "odd": x[:, 1::2], "late": x[:, 8:18]}
     write_store(Path("store"), y, **halves)
-    found = probe(split="kfold", method="ridge")
+    found = probe(folds=5, method="ridge")
     chosen = found["layer_of_folds"]
     assert len(set(chosen)) > 1
     values = [
@@ -41,7 +41,7 @@ def test_with_folds_the_top_is_nested_and_layers_are_their_own() -> None:
     ]
     assert found["folds"]["values"] == values
     assert found["accuracy"] == pytest.approx(np.mean(values))
-    single = probe(split="holdout", method="ridge")
+    single = probe(method="ridge")
     assert "layer_of_folds" not in single
     assert single["accuracy"] == single["layers"][single["layer"]]["ridge"]["accuracy"]
 
@@ -101,7 +101,7 @@ def test_the_layer_is_the_one_that_scikit_learn_chooses_on_the_validation_rows(
     assert f"Highest on the test rows: {highest['layer']}, " in out
 
 
-@pytest.mark.parametrize(("options", "splits"), [({"split": "kfold", "folds": 3}, 6), ({}, 2)])
+@pytest.mark.parametrize(("options", "splits"), [({"folds": 3}, 6), ({}, 2)])
 def test_every_split_of_every_seed_chooses_for_itself(
     capsys: pytest.CaptureFixture[str], options: dict[str, Any], splits: int
 ) -> None:
@@ -157,6 +157,6 @@ def test_intervals_on_noise_lie_above_chance_as_often_as_they_say() -> None:
         rng = np.random.default_rng(seed)
         layers = {f"l{i}": rng.normal(size=(120, 8)).astype(np.float32) for i in range(8)}
         write_store(Path(f"s{seed}"), np.arange(120) % 2, **layers)
-        above += probe(store=f"s{seed}", split="kfold", method="ridge")["interval"][0] > 0.5
+        above += probe(store=f"s{seed}", folds=5, method="ridge")["interval"][0] > 0.5
     # 2.5 % are meant; folds share training rows, and 100 draws of 5 % are at most 10 but for 1 %.
     assert above <= 10

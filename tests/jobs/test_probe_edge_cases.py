@@ -124,7 +124,7 @@ def test_test_rows_of_one_class_have_reasons() -> None:
     x, y = blobs(60, num_classes=2)
     role = np.where((np.arange(60) > 40) & (y == 1), b"test", b"train")
     write_store(Path("store"), y, {"role": role}, x=x)
-    found = probe(method=ALL, split="column", split_column="role", bootstrap=100)
+    found = probe(method=ALL, split="role", bootstrap=100)
     for method in ALL:
         about = found["layers"]["x"][method]
         check_reasons(about)

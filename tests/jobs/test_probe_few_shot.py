@@ -21,11 +21,12 @@ X, Y = blobs(90, signal=0.3)
 
 
 @pytest.mark.parametrize(
-    "split", [{}, pytest.param({"split": "kfold", "folds": 3}, marks=pytest.mark.slow)]
+    "options",
+    [{}, {"seeds": 2}, pytest.param({"folds": 3, "seeds": 4}, marks=pytest.mark.slow)],
 )
-def test_accuracies_follow_from_the_rows_of_each_draw(split: dict[str, Any]) -> None:
+def test_accuracies_follow_from_the_rows_of_each_draw(options: dict[str, Any]) -> None:
     write_store(Path("store"), Y, x=X, half=X[:, :9])
-    found = probe(method=["linear", "knn"], shots=[2, 5], draws=4, **split)
+    found = probe(method=["linear", "knn"], shots=[2, 5], **options)
     data = Path("store/probe/few_shot.csv").read_bytes()
     named = found["few_shot_predictions"]
     assert named["file"] == "probe/few_shot.csv"
@@ -36,7 +37,7 @@ def test_accuracies_follow_from_the_rows_of_each_draw(split: dict[str, Any]) -> 
             for shots in ("2", "5"):
                 about = found["layers"][layer][method]["few_shot"][shots]
                 accuracies = []
-                for draw in range(1, 5):
+                for draw in range(1, options.get("seeds", 5) + 1):
                     same = [r for r in rows if (r["shots"], r["draw"]) == (shots, str(draw))]
                     train = [int(r["key"][:5]) for r in same if r["split"] == "train"]
                     of_layer = [r for r in same if (r["layer"], r["method"]) == (layer, method)]
@@ -61,7 +62,7 @@ def test_shots_that_the_classes_do_not_have_are_named(capsys: pytest.CaptureFixt
     """80 % of 30 and of 10 rows are for training."""
     places = np.concatenate([np.flatnonzero(Y == 0)[:30], np.flatnonzero(Y == 1)[:10]])
     write_store(Path("store"), Y[places], x=X[places])
-    found = probe(method="ridge", shots=[2, 10, 100], draws=2)
+    found = probe(method="ridge", shots=[2, 10, 100])
     entry = found["few_shot"]
     assert [entry[shots]["rows_per_class"] for shots in ("2", "10", "100")] == [
         [2, 2], [8, 10], [8, 24],
@@ -73,14 +74,14 @@ def test_shots_that_the_classes_do_not_have_are_named(capsys: pytest.CaptureFixt
     assert (
         "100 a class: no class has so many training rows; all of them are taken, 8 to 24 a class."
     ) in out
-    assert [len(entry[shots]["values"]) for shots in ("2", "10", "100")] == [2, 2, 1]
+    assert [len(entry[shots]["values"]) for shots in ("2", "10", "100")] == [5, 5, 1]
     assert entry["100"]["std"] is None
 
 
 @pytest.mark.slow
 def test_a_probe_without_shots_removes_the_file_of_an_earlier_one() -> None:
     write_store(Path("store"), Y, x=X)
-    probe(shots=1, draws=1)
+    probe(shots=1)
     assert Path("store/probe/few_shot.csv").exists()
     assert "few_shot_predictions" not in probe()
     assert not Path("store/probe/few_shot.csv").exists()

@@ -195,7 +195,7 @@ def test_pixels_are_those_of_scikit_learn_and_torch() -> None:
 
 @pytest.mark.usefixtures("striped")
 def test_no_image_is_on_both_sides_and_groups_stay_whole() -> None:
-    found = probe(split="kfold", folds=3)
+    found = probe(folds=3)
     tested = [(row["fold"], row["key"]) for row in lines("maps")]
     folds = {key: {fold for fold, other in tested if other == key} for _, key in tested}
     assert len(folds) == 16

@@ -68,7 +68,7 @@ def recomputed(rows: list[Line], classes: list[str], probabilities: bool) -> dic
     "options",
     [
         pytest.param({}, id="holdout"),
-        pytest.param({"split": "kfold", "folds": 3}, id="kfold", marks=pytest.mark.slow),
+        pytest.param({"folds": 3}, id="kfold", marks=pytest.mark.slow),
     ],
 )
 def test_all_metrics_follow_from_the_predictions(options: dict[str, Any]) -> None:
@@ -339,7 +339,7 @@ def test_few_test_rows_are_not_called_better(capsys: pytest.CaptureFixture[str])
     "options",
     [
         pytest.param({}, id="holdout"),
-        pytest.param({"split": "kfold"}, id="kfold", marks=pytest.mark.slow),
+        pytest.param({"folds": 5}, id="kfold", marks=pytest.mark.slow),
     ],
 )
 def test_stores_are_compared_on_the_same_rows(

@@ -118,7 +118,7 @@ def test_labels_that_a_split_cannot_learn_are_named() -> None:
     tags = ["a;b" if i % 2 else "b" for i in range(300)]
     tags[4] += ";rare"
     store_with(tags=tags)
-    found = probe(label_column="tags", task="multilabel", method="knn", split="kfold", folds=2)
+    found = probe(label_column="tags", task="multilabel", method="knn", folds=2)
     [note] = [note for note in found["notes_on_rows"] if "nothing is learnt" in note]
     assert note.startswith("2 labels are in none or in all of the training rows of a split")
     assert note.endswith(": b, rare")
@@ -192,7 +192,7 @@ def test_infinite_numbers_are_counted() -> None:
 @pytest.mark.slow
 def test_whole_numbers_are_predicted_as_numbers_on_request() -> None:
     store_with(count=np.round(AGE).astype(np.int64))
-    found = probe(label_column="count", task="regression", split="kfold", folds=3)
+    found = probe(label_column="count", task="regression", folds=3)
     assert found["r2"] > 0.5
     assert sorted({row["fold"] for row in lines("linear")}) == ["1", "2", "3"]
     assert len(lines("linear")) == 300
@@ -373,7 +373,7 @@ def test_the_result_fits_into_a_terminal_and_the_report_has_it(
     long = "vision_tower.encoder.layers.encoder_layer_11.attention.out_proj"
     values = AGE if task == "regression" else np.char.encode(np.array(TAGS))
     write_store(Path("store"), Y, {column: values}, **{long: X, f"{long}.odd": X[:, 1::2]})
-    probe(label_column=column, task=task, method=["linear", "knn"], split="kfold", folds=2)
+    probe(label_column=column, task=task, method=["linear", "knn"], folds=2)
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if len(line) > WIDTH] == []
     assert out.startswith("Chosen layer: ")

@@ -148,7 +148,7 @@ def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -
     found = json.loads(Path("store/cka/layers.json").read_text())
     assert found["layers"] == found["others"] == ["flat", "map"]
     assert np.diag(found["rsa"]) == pytest.approx(1, abs=1e-5)
-    assert result("cka", layers="flat", other_store="store")["cka"][0][0] == pytest.approx(
+    assert result("cka", layers="flat", store="[store,store]")["cka"][0][0] == pytest.approx(
         1, abs=1e-5
     )
     assert result("cka", layers={"map": "avg", "fl*": "none"})["layers"] == [
@@ -171,12 +171,12 @@ def test_scores_of_wide_and_constant_layers_are_explained(
     ask("cka", layers=["flat", "map"], rows=11)
     assert equal in capsys.readouterr().out
     for store, other in (("store", "other"), ("other", "store")):
-        wide, equal = result(
-            "cka", store=store, layers=["flat", "map"], rows=11, other_store=other
-        )["notes"]
+        wide, equal = result("cka", store=f"[{store},{other}]", layers=["flat", "map"], rows=11)[
+            "notes"
+        ]
         assert f"11 images: map of {store}, map of {other}. Use" in wide
         assert equal == "nan, because all images have the same features: flat of store."
-    (equal,) = result("cka", layers="flat", other_store="other", measures=["cka"])["notes"]
+    (equal,) = result("cka", layers="flat", store="[store,other]", measures=["cka"])["notes"]
     assert equal.endswith("have the same features: all layers of one of the stores.")
 
 
@@ -185,7 +185,10 @@ def test_layers_without_an_order_of_distances_are_explained() -> None:
     run = make_run(30, 8, {"one": (1,), "flat": (5,)})
     run.write(Path("store"))
     found = result("cka", layers=None)
-    assert found["notes"] == ["RSA: nan where all pairs of images have the same distance: one."]
+    title = "RSA, correlation distance"
+    assert found["notes"] == [
+        f"{title}: nan where all pairs of images have the same distance: one."
+    ]
     assert found["rsa"][found["layers"].index("one")] == [None, None]
     assert found["cka"][0][0] == pytest.approx(1, abs=1e-5)
 
@@ -193,11 +196,11 @@ def test_layers_without_an_order_of_distances_are_explained() -> None:
 def test_few_rows_of_data_sets_are_explained() -> None:
     for name, num_rows in (("store", 30), ("other", 11)):
         make_run(num_rows, 8).write(Path(name))
-    biased, subsets = result("distance", layers=None, other_store="other")["notes"]
+    biased, subsets = result("distance", layers=None, store="[store,other]")["notes"]
     assert "more numbers than the smaller store rows (11): map." in " ".join(biased.split())
     assert "Each subset has all 11 rows of the smaller store" in subsets
     assert "Each subset" not in str(
-        result("distance", layers="flat", other_store="other", subset_rows=5)["notes"]
+        result("distance", layers="flat", store="[store,other]", subset_rows=5)["notes"]
     )
 
 
@@ -210,7 +213,6 @@ def test_measures_of_layers(store: featx.FeatureStore, capsys: pytest.CaptureFix
     assert "Procrustes distance, squared" in output
     found = json.loads(Path("store/cka/layers.json").read_text())
     assert "cka" not in found
-    assert found["rsa_distance"] is None
     assert np.diag(found["svcca"]) == pytest.approx(1)
     assert np.diag(found["procrustes"]) == pytest.approx(0, abs=1e-9)
 
@@ -219,16 +221,14 @@ def test_distance_of_two_stores(
     store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(20, 8).write(Path("other"))
-    summary = result("distance", layers=None, other_store="other", subsets=2)
+    summary = result("distance", layers=None, store="[store,other]")
     assert [each["layer"] for each in summary["layers"]] == ["flat", "map"]
     for each in summary["layers"]:
-        found = data_set_distance(
-            store, featx.open("other"), each["layer"], subsets=2, device="cpu"
-        )
+        found = data_set_distance(store, featx.open("other"), each["layer"], device="cpu")
         assert each == asdict(found)
-    ask("distance", layers=None, other_store="other", subsets=2)
+    ask("distance", layers=None, store="[store,other]")
     output = capsys.readouterr().out
-    assert "mean of 2 subsets of 20 rows of each store" in output
+    assert "mean of 100 subsets of 20 rows of each store" in output
     assert output.splitlines()[0].split()[:2] == ["layer", "Fréchet"]
 
 
@@ -257,7 +257,7 @@ def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert "store is not complete; 8 rows are there and ok" in capsys.readouterr().err
     make_run(21, 8).write(Path("whole"))
     for job in ("cka", "distance"):
-        ask(job, store="whole", other_store="store")
+        ask(job, store="[whole,store]")
         assert "store is not complete; 8 rows are there and ok" in capsys.readouterr().err
 
 
@@ -273,11 +273,9 @@ def test_what_is_refused(store: featx.FeatureStore) -> None:
         ("cka", {"rows": 3}, r"cka\.rows=3"),
         ("cka", {"measures": ["cca"]}, r"expected some of cka, .* Nearest: svcca"),
         ("cka", {"measures": []}, r"cka\.measures is empty: expected cka"),
-        ("cka", {"measures": "cka", "rsa_distance": "cosine"}, r"rsa_distance has an effect with"),
-        ("distance", {"subsets": 3}, r"needs distance\.other_store=DIR"),
-        ("distance", {"other_store": "store", "subsets": 0}, r"distance\.subsets=0"),
-        ("outliers", {"show": 3}, r"outliers\.show is gone: outliers\.csv has all rows"),
-        ("distance", {"other_store": "store", "subset_rows": 1}, r"distance\.subset_rows=1"),
+        ("cka", {"store": "[store,store,store]"}, "job=cka compares the layers of two stores"),
+        ("distance", {}, r"job=distance needs two stores, 'store=\[runs/a,runs/b\]'"),
+        ("distance", {"store": "[store,store]", "subset_rows": 1}, r"distance\.subset_rows=1"),
     ]
     for job, keys, message in refused:
         with pytest.raises(ConfigError, match=message):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featx.config import ReduceConfig, make_reduce
+from featx.config import ReduceConfig, make_reduce, reduction_of_args
 from featx.errors import ConfigError, ReduceError
 from featx.layers import Reduction, RowLayout, channels_last, reduction
 from featx.testing import ReductionContract
@@ -111,14 +111,22 @@ def test_grid_of_maps() -> None:
 
 def test_grid_of_rows_and_columns() -> None:
     x = torch.arange(16.0).view(1, 1, 4, 4)
-    y = reduced(x, "grid", rows=1, columns=4)
+    y = reduced(x, "grid", size=[1, 4])
     assert y[0, 0].tolist() == [[6, 7, 8, 9]]
-    with pytest.raises(ReduceError, match=r"4 x 5 cells are more.*reduce.rows and reduce.columns"):
-        reduced(x, "grid", rows=4, columns=5)
-    with pytest.raises(ConfigError, match=r"both of reduce.rows and reduce.columns"):
+    with pytest.raises(ReduceError, match=r"4 x 5 cells are more.* Give a smaller reduce\.size"):
+        reduced(x, "grid", size=[4, 5])
+    for size in ([4], [4, 0], [1, 2, 3], 0, "4"):
+        with pytest.raises(ConfigError, match=r"reduce\.size=.*expected a whole number .*columns"):
+            make_reduce("grid", size=size)
+    with pytest.raises(ConfigError, match=r"reduce\.rows is gone: reduce\.size=\[rows,columns\]"):
         make_reduce("grid", rows=4)
-    with pytest.raises(ConfigError, match=r"reduce.size=3 has no effect"):
-        make_reduce("grid", rows=4, columns=4, size=3)
+
+
+@pytest.mark.parametrize("asked", [make_reduce("grid", size=3), make_reduce("grid", size=[3, 4]),
+                                   make_reduce("align", size=[5, 6], pool=3), make_reduce("align"),
+                                   make_reduce("sample", k=3)])  # fmt: skip
+def test_parameters_in_a_store_make_the_same_reduction(asked: ReduceConfig) -> None:
+    assert reduction_of_args(asked.name, {**asked.args, "other": 1}).args == asked.args
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 5])
@@ -190,14 +198,14 @@ def patchcore_embedding(maps: list[torch.Tensor]) -> torch.Tensor:
 
 def test_concatenated_layers_of_align_are_patchcores() -> None:
     maps = [torch.randn(3, 6, 8, 8), torch.randn(3, 10, 4, 4), torch.randn(3, 5, 2, 2)]
-    asked = make_reduce("align", rows=8, columns=8, pool=3)
+    asked = make_reduce("align", size=8, pool=3)
     found = [reduction(asked, RowLayout("x", tuple(x.shape[1:]), (32, 32)))(x) for x in maps]
     torch.testing.assert_close(torch.cat(found, 1), patchcore_embedding(maps), rtol=0, atol=1e-5)
 
 
 def test_tokens_and_channels_last_maps_are_the_same_map() -> None:
     x = torch.randn(2, 6, 4, 4)
-    asked = make_reduce("align", rows=7, columns=5)
+    asked = make_reduce("align", size=[7, 5])
     expected = F.interpolate(x, (7, 5), mode="bilinear")
     tokens = torch.cat([torch.randn(2, 1, 6), x.flatten(2).transpose(1, 2)], 1)
     for given in (x, x.movedim(1, -1), tokens):
@@ -209,8 +217,8 @@ def test_tokens_and_channels_last_maps_are_the_same_map() -> None:
 def test_what_does_not_fit_align_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reduce\.pool=2: expected an odd number"):
         make_reduce("align", pool=2)
-    with pytest.raises(ConfigError, match=r"reduce\.rows=0"):
-        make_reduce("align", rows=0)
+    with pytest.raises(ConfigError, match=r"reduce\.size=\[0,3\]"):
+        make_reduce("align", size=[0, 3])
     with pytest.raises(ReduceError, match="expected a map or patch tokens"):
         reduction(make_reduce("align"), RowLayout("x", (6,), (32, 32)))
 
@@ -230,12 +238,12 @@ CASES = {
     "cls": (ReduceConfig("cls"), TOKENS),
     "patch_avg": (ReduceConfig("patch_avg"), TOKENS),
     "grid of a map": (make_reduce("grid", size=2), MAP),
-    "align of a map": (make_reduce("align", rows=5, columns=5, pool=3), MAP),
-    "align of tokens": (make_reduce("align", rows=5, columns=5), TOKENS),
+    "align of a map": (make_reduce("align", size=5, pool=3), MAP),
+    "align of tokens": (make_reduce("align", size=5), TOKENS),
     "sample of a map": (make_reduce("sample", k=5), MAP),
     "sample of tokens": (make_reduce("sample", k=5), TOKENS),
     "grid of tokens": (make_reduce("grid", size=2), TOKENS),
-    "grid of rows and columns": (make_reduce("grid", rows=3, columns=5), MAP),
+    "grid of rows and columns": (make_reduce("grid", size=[3, 5]), MAP),
     "map of a map": (make_reduce("map"), MAP),
     "map of tokens": (make_reduce("map"), TOKENS),
 }

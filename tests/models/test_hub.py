@@ -89,13 +89,13 @@ TRAINED = {"pretrained": True}
 
 def built(folder: Path | str, entry: str = "small", seed: int = 0, **more: Any) -> Backbone:
     options = {"args": TRAINED, "transform": TransformConfig(resize=32, crop=32), **more}
-    config = model_options(library="hub", name=str(folder), entry=entry, **options)
+    config = model_options(library="hub", name=str(folder), factory=entry, **options)
     return build_backbone(config, seed)
 
 
 RUN = {
     "model": {
-        "library": "hub", "name": "clone", "entry": "small", "args": TRAINED,
+        "library": "hub", "name": "clone", "factory": "small", "args": TRAINED,
         "transform": {"resize": 32, "crop": 32},
     },
     "layers": ["embedding"],
@@ -150,7 +150,7 @@ def test_new_images_after_an_edit_are_refused(clone: Path, photos: Path) -> None
     extract(photos, **RUN)
     fingerprint = json.loads(Path("store/featx.json").read_text())["fingerprint"]
     assert (fingerprint["model.entry"], fingerprint["model.args"]) == ("small", TRAINED)
-    code = {key: RUN["model"][key] for key in ("library", "name", "entry")}
+    code = {key: RUN["model"][key] for key in ("library", "name", "factory")}
     run_job("probe", store="store")
     image = str(next(photos.glob("*/*.png")))
     jobs_of_new_images: dict[str, dict[str, Any]] = {
@@ -172,7 +172,7 @@ def test_a_store_does_not_lead_to_a_checkout(
     extract(photos, **RUN)
     capsys.readouterr()
     asked = {"store": "store", "verify": {"reextract_rows": 2}}
-    other = {"library": "hub", "name": "clone", "entry": "asks"}
+    other = {"library": "hub", "name": "clone", "factory": "asks"}
     for values in ({}, {"model": other}):
         config, text = jobs.config_of_call("verify", {**asked, **values})
         with pytest.raises(ConfigError, match=r"add model=hub model\.name=clone"):
@@ -260,7 +260,7 @@ def test_names_that_are_no_checkout_are_refused(clone: Path, tmp_path: Path) -> 
     for name, message in cases.items():
         with pytest.raises(ModelError, match=message):
             built(name)
-    for values in ({"name": "clone"}, {"entry": "small"}):
+    for values in ({"name": "clone"}, {"factory": "small"}):
         with pytest.raises(ConfigError, match=r"model=hub needs model\.name=FOLDER"):
             model_options(**{"library": "hub", "name": "", **values})
 

@@ -221,8 +221,11 @@ def test_a_name_of_another_library(name: str, library: str, said: str) -> None:
         ({"library": "transformers", "name": "resnet50"}, "model=resnet50 (torchvision)"),
         ({"library": "transformers", "name": "ResNet-50"}, "model=resnet50 (torchvision)"),
         ({"library": "open_clip", "name": "dinov2_vits14"}, "model=vit_small_patch14_dinov2.lvd1"),
-        ({"library": "hub", "name": "dinov2_vits14", "entry": "x"}, "model=vit_small_patch14_di"),
-        ({"library": "hub", "name": "ViT-B/32", "entry": "x"}, "model=open_clip model.name=ViT-B-"),
+        ({"library": "hub", "name": "dinov2_vits14", "factory": "x"}, "model=vit_small_patch14_di"),
+        (
+            {"library": "hub", "name": "ViT-B/32", "factory": "x"},
+            "model=open_clip model.name=ViT-B-",
+        ),
     ],
 )
 def test_a_library_that_takes_any_name_says_who_has_it(options: dict[str, str], said: str) -> None:

@@ -304,9 +304,9 @@ def test_without_conversion_official_names_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("made_for", [{"img_size": 112}, {"patch_size": 8, "img_size": 32}])
 def test_resampling_has_to_be_asked_for(tmp_path: Path, made_for: dict[str, int]) -> None:
     path = saved(tmp_path, state_of(PLAIN, **made_for))
-    with pytest.raises(WeightsError, match=r"would be resampled.*checkpoint\.resample=true"):
+    with pytest.raises(WeightsError, match=r"would be resampled.*checkpoint\.convert=resample"):
         build(path, PLAIN)
-    backbone = build(path, PLAIN, resample=True)
+    backbone = build(path, PLAIN, convert="resample")
     [changed] = backbone.checkpoint["resample"]
     assert changed == ("patch_embed.proj.weight" if "patch_size" in made_for else "pos_embed")
     expected = timm.create_model(
@@ -328,7 +328,7 @@ def test_a_family_without_a_conversion_says_so(tmp_path: Path) -> None:
         build_backbone(config, 0)
 
 
-@pytest.mark.parametrize("option", [{"convert": "timm"}, {"resample": True}])
+@pytest.mark.parametrize("option", [{"convert": "timm"}, {"convert": "resample"}])
 @pytest.mark.parametrize("library", ["torchvision", "custom"])
 def test_other_libraries_convert_nothing(
     tmp_path: Path, library: str, option: dict[str, Any]
@@ -340,8 +340,6 @@ def test_other_libraries_convert_nothing(
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="resample=true has no effect with convert=none"):
-        CheckpointConfig(convert="none", resample=True)
     with pytest.raises(ConfigError, match="convert=tim: expected one of auto, none, timm"):
         CheckpointConfig(convert="tim")
     with pytest.raises(ConfigError, match="the 64 hex digits"):

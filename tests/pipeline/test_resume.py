@@ -506,44 +506,28 @@ def test_the_command_and_python_begin_the_same_store() -> None:
     assert {part.split("=")[0].split(".")[0] for part in COMMAND} == set(KEYS)
 
 
-@pytest.mark.slow
-def test_the_size_of_a_part_is_chosen_when_a_store_is_started(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_speed(monkeypatch, 1e-6)  # so fast that bytes limit a part, not seconds
-    wide = {**AUTO, "layers": ["conv"], "reduce": "none", "dtype": "float32", "pack": False}
-    for part_mib, part_rows in ((1, 2048), (3, 4096), ("auto", 1 << 19)):
-        extract(photos, out=f"store-{part_mib}", part_mib=part_mib, **wide)
-        manifest = Path(f"store-{part_mib}/featx.json").read_bytes()
-        assert json.loads(manifest)["part_rows"] == part_rows, part_mib
-    Path("store-1/parts/part-000000.h5").unlink()
-    assert extract(photos, out="store-1", part_mib=4096, **wide).complete
-    assert json.loads(Path("store-1/featx.json").read_bytes())["part_rows"] == 2048
-
-
 LIMIT = {"name": "slurm", "time_limit_min": 1}
 
 
 @pytest.mark.parametrize(
-    ("work_s", "keys", "most_bytes", "seconds"),
+    ("work_s", "keys", "seconds"),
     [
-        (30, {}, PART_BYTES, 2),
-        (2560, {}, PART_BYTES, 10),
-        (10**6, {}, PART_BYTES, 60),
-        (10**6, {"part_rows": "auto", "part_mib": 4096}, 4096 << 20, 60),
-        (10**6, {"executor": {"name": "slurm"}}, PART_BYTES, 60),
-        (10**6, {"executor": {**LIMIT, "time_limit_min": 4}}, PART_BYTES, 30),
-        (10**6, {"executor": LIMIT}, PART_BYTES, 7.5),
-        (10**6, {"executor": {"name": "slurm", "mode": "local"}}, PART_BYTES, 60),
+        (30, {}, 2),
+        (2560, {}, 10),
+        (10**6, {}, 60),
+        (10**6, {"executor": {"name": "slurm"}}, 60),
+        (10**6, {"executor": {**LIMIT, "time_limit_min": 4}}, 30),
+        (10**6, {"executor": LIMIT}, 7.5),
+        (10**6, {"executor": {"name": "slurm", "mode": "local"}}, 60),
     ],
 )
 def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
-    work_s: float, keys: dict[str, Any], most_bytes: int, seconds: float
+    work_s: float, keys: dict[str, Any], seconds: float
 ) -> None:
-    """Several fit into the time limit of a task, and `part_mib` is a limit beside the minute."""
+    """Several fit into the time limit of a task, and bytes are a limit beside the minute."""
     target = FeatureOutput(from_composed(from_keywords({**KEYS, **keys})))
     limits = target.part_limits(None, [make_spec("a", (1024,))], work_s)
-    assert limits == (most_bytes / 4096, seconds)
+    assert limits == (PART_BYTES / 4096, seconds)
 
 
 def test_a_row_that_is_larger_than_a_chunk_can_be_is_refused() -> None:

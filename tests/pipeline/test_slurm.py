@@ -128,8 +128,9 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     (photos / "cat" / "broken.png").write_bytes(b"no image")
     extract(photos, out="reference", max_failures=5)
     keys = {
-        "name": "slurm", "workers": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
-        "memory_gib": 3.0, "time_limit_min": 30, "folder": "jobs%A",
+        "name": "slurm", "workers": 3, "cpus": 1, "time_limit_min": 30, "folder": "jobs%A",
+        "sbatch": {"gres": "gpu:1", "partition": "short", "mem": "3G", "nice": 0, "qos": None,
+                   "exclusive": True, "hold": False},
     }  # fmt: skip
     store = extract(photos, executor=keys, max_failures=5)
     assert store.complete
@@ -143,10 +144,11 @@ def test_tasks_request_what_the_options_say_and_give_the_same_datasets(
     assert asked["wrap"].endswith(" $1 cpu 1800 $(date +%s)")
     assert asked.keys() - {"wrap", "output"} == {
         "parsable", "requeue", "job-name", "array", "ntasks", "open-mode", "cpus-per-task", "time",
-        "mem", "partition", "gres", "signal", "export",
+        "mem", "partition", "gres", "signal", "export", "nice", "exclusive",
     }  # fmt: skip
     given = [asked[name] for name in ("array", "cpus-per-task", "time", "mem", "partition", "gres")]
-    assert given == ["0-2", "1", "30", "3072M", "short", "gpu:1"]
+    assert given == ["0-2", "1", "30", "3G", "short", "gpu:1"]
+    assert (asked["nice"], asked["exclusive"]) == ("0", ""), "--exclusive has no value"
     assert asked["signal"] == "B:USR2@90"
     assert sorted(path.name for path in Path("store").iterdir() if path.is_dir()) == [".hydra"]
     assert extract(photos, executor=keys, max_failures=5).complete
@@ -207,9 +209,37 @@ def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlur
     cluster.refusals = ["sbatch: error: Batch job submission failed: Invalid qos specification"]
     with pytest.raises(ConfigError, match=r"Invalid qos.*executor.workers=2, executor.cpus=1"):
         extract(photos, executor={**SLURM, "workers": 2})
+    asked = {**SLURM, "workers": 2, "sbatch": {"qos": "high", "exclusive": True}}
+    cluster.refusals = ["sbatch: unrecognized option '--qos=high'\nTry \"sbatch --help\" for more"]
+    with pytest.raises(
+        ConfigError,
+        match=r"the tasks: unrecognized option '--qos=high'\. They ask for executor\.workers=2, .*"
+        r"executor\.sbatch\.qos=high, executor\.sbatch\.exclusive=true; ",
+    ):
+        extract(photos, executor=asked)
     cluster.refusals = ["sbatch: error: Unable to contact slurm controller (connect failure)"]
     with pytest.raises(RunError, match=r"controller of Slurm does not answer \(Unable to contact"):
         extract(photos, executor={**SLURM, "workers": 2})
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "message"),
+    [
+        ({"array": "0-3"}, r"sbatch\.array cannot be given: give executor\.workers, the number of"),
+        ({"time": 5}, r"sbatch\.time cannot be given: give executor\.time_limit_min"),
+        ({"cpus": 4}, r"sbatch\.cpus cannot be given: give executor\.cpus"),  # cpus-per-task
+        ({"job-name": "a"}, r"sbatch\.job-name cannot be given: the tasks of all runs are called"),
+        ({"output": "a"}, r"sbatch\.output cannot be given: featx reads the log"),
+        ({"no-requeue": True}, r"sbatch\.no-requeue cannot be given: a task that is preempted"),
+        ({"--gres": "gpu:1"}, r"'--gres' is no option of sbatch; .* without dashes in front"),
+        ({"cpus_per_gpu": 1}, "'cpus_per_gpu' is no option of sbatch"),
+        ({"gres": ["gpu:1"]}, "expected a mapping of options of sbatch, such as {partition: gpu"),
+        ({"gres": {"gpu": 1}}, "expected a mapping of options of sbatch"),
+    ],
+)
+def test_options_of_sbatch_that_cannot_be_given(sbatch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        slurm.SlurmOptions(sbatch=sbatch)
 
 
 def test_in_mid_run_a_controller_is_waited_for(

@@ -161,7 +161,7 @@ def test_why_tasks_wait_is_said_every_minute(answer: Answer, queue: Queue) -> No
 
 
 def check(partition: str | None) -> None:
-    slurm.check(SlurmOptions(partition=partition), Config())
+    slurm.check(SlurmOptions(sbatch={"partition": partition}), Config())
 
 
 def test_partitions_are_compared_with_the_cluster_s(answer: Answer) -> None:

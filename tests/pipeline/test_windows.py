@@ -117,7 +117,6 @@ def extract(model: nn.Module | dict[str, Any], data: object, **more: Any) -> fea
         "part_rows": 1,
         "max_failures": 1.0,
         "out": "store",
-        "conformance_images": 2,
     }
     return featx.extract(**{**settings, **more})
 
@@ -328,7 +327,7 @@ def test_a_box_of_an_image_goes_through_windows_of_its_own(same_size: Path) -> N
 @pytest.mark.slow
 def test_images_of_several_sizes_end_in_the_same_grid(mixed: Path) -> None:
     model = Stem().eval()
-    reduce = {"name": "grid", "rows": 2, "columns": 2}
+    reduce = {"name": "grid", "size": [2, 2]}
     store = extract(model, mixed, layers=["deep"], reduce=reduce, **WINDOWS)
     assert store["deep"].shape == (5, 4, 2, 2)
     for number in range(3):
@@ -355,7 +354,7 @@ def test_whole_maps_of_several_sizes_are_refused_before_the_run(mixed: Path) -> 
 def test_a_later_image_of_another_size_fails_with_the_reason(tmp_path: Path) -> None:
     """Of nine images that with the number 7 is not among the eight of the trial."""
     folder = write(tmp_path / "photos", *[(64, 64)] * 7, (64, 48), (64, 64))
-    store = extract(Stem(), folder, layers=["deep"], **WINDOWS, conformance_images=1)
+    store = extract(Stem(), folder, layers=["deep"], **WINDOWS)
     (failure,) = store.failures
     assert failure["key"] == "7.png"
     assert "64 x 48 pixels give deep a row of shape (4, 3, 4)" in failure["message"]
@@ -365,7 +364,7 @@ def test_a_later_image_of_another_size_fails_with_the_reason(tmp_path: Path) -> 
 
 def test_more_cells_than_positions_fail_the_image(tmp_path: Path) -> None:
     folder = write(tmp_path / "photos", (64, 64), (64, 32))
-    reduce = {"name": "grid", "rows": 3, "columns": 3}
+    reduce = {"name": "grid", "size": 3}
     store = extract(Stem(), folder, layers=["deep"], reduce=reduce, **WINDOWS)
     (failure,) = store.failures
     assert "3 x 3 cells are more than its 2 x 4 positions" in failure["message"]

@@ -102,14 +102,14 @@ def test_labels_are_one_number_or_text_a_row(tmp_path: Path) -> None:
         file["char"] = np.arange(5, dtype=np.uint16)
         file["char"].attrs["MATLAB_class"] = np.bytes_(b"char")
     for name in ("text", "fixed"):
-        named = hdf5(tmp_path / "x.h5", labels=name).listing()
+        named = hdf5(tmp_path / "x.h5", label_column=name).listing()
         assert (named.labels.tolist(), named.classes) == ([1, 0, 1, -1, 0], ("cat", "dog"))
-    refused(tmp_path / "x.h5", r"/short is \(2,\); expected \(5,\)", labels="/short")
-    vector = hdf5(tmp_path / "x.h5", labels="/matlab").listing()
+    refused(tmp_path / "x.h5", r"/short is \(2,\); expected \(5,\)", label_column="/short")
+    vector = hdf5(tmp_path / "x.h5", label_column="/matlab").listing()
     assert (vector.labels.tolist(), vector.classes) == ([2, 0, 1, 2, -1], ("0", "1", "2"))
-    refused(tmp_path / "x.h5", r"/onehot is \(5, 5\); expected \(5,\)", labels="/onehot")
-    refused(tmp_path / "x.h5", "/char is no dataset of whole numbers or text", labels="/char")
-    refused(tmp_path / "x.h5", "has no /none", labels="/none")
+    refused(tmp_path / "x.h5", r"/onehot is \(5, 5\); expected \(5,\)", label_column="/onehot")
+    refused(tmp_path / "x.h5", "/char is no dataset of whole numbers or text", label_column="/char")
+    refused(tmp_path / "x.h5", "has no /none", label_column="/none")
 
 
 def test_labels_that_were_never_written_are_none(tmp_path: Path) -> None:
@@ -118,15 +118,15 @@ def test_labels_that_were_never_written_are_none(tmp_path: Path) -> None:
         for name, dtype in (("labels", "u1"), ("text", h5py.string_dtype())):
             file.create_dataset(name, (5,), dtype, chunks=(2,), compression="gzip")
         file["labels"][:2], file["text"][:2] = [1, 2], ["dog", "cat"]
-    numbers = hdf5(tmp_path / "x.h5", labels="labels").listing()
+    numbers = hdf5(tmp_path / "x.h5", label_column="labels").listing()
     assert numbers.labels.tolist() == [1, 2, -1, -1, -1]
-    text = hdf5(tmp_path / "x.h5", labels="text").listing()
+    text = hdf5(tmp_path / "x.h5", label_column="text").listing()
     assert (text.labels.tolist(), text.classes) == ([1, 0, -1, -1, -1], ("cat", "dog"))
     for listing in (numbers, text):
         assert "3 labels were never written" in listing.warnings[-1]
     none = hdf5(tmp_path / "x.h5").listing()
     assert none.label_note == (
-        "data.labels names no dataset; /labels looks like labels: data.labels=/labels"
+        "data.label_column names no dataset; /labels looks like labels: data.label_column=/labels"
     )
 
 
@@ -346,7 +346,7 @@ def test_a_missing_filter_is_one_error_that_names_it(tmp_path: Path) -> None:
     refused(
         tmp_path / "z.h5",
         "/labels: the data are compressed with the HDF5 filter 32099",
-        labels="labels",
+        label_column="labels",
     )
 
 

@@ -40,7 +40,7 @@ def hdf5(root: Path, labels: Any) -> Listing:
     with h5py.File(root / "x.h5", "w") as file:
         file["images"] = np.zeros((len(labels), 4, 4, 3), np.uint8)
         file["labels"] = labels
-    return listed(Hdf5Options(root=str(root / "x.h5"), dataset="images", labels="labels"))
+    return listed(Hdf5Options(root=str(root / "x.h5"), dataset="images", label_column="labels"))
 
 
 def parquet_table(root: Path, labels: Any) -> Listing:

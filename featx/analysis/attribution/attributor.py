@@ -84,7 +84,7 @@ class Attributor(Engine):
         store_dtype: dtype of the heat maps in the store.
 
     Raises:
-        ConfigError: the window does not fit into the image, or the stride exceeds the window.
+        ConfigError: the window does not fit into the image.
         MissingExtraError: a method needs Captum, which is not installed.
     """
 
@@ -108,13 +108,7 @@ class Attributor(Engine):
                 f"{backbone.name} sees."
             )
         if "occlusion" in options.methods:
-            stride = options.stride or max(1, window // 2)
-            if stride > window:
-                raise ConfigError(
-                    f"attribute.stride={stride} is larger than the window of {window} pixels: "
-                    "pixels between two squares would never be hidden."
-                )
-            options = replace(options, window=window, stride=stride)
+            options = replace(options, window=window)
         self._captum = captum_version() if set(BY_CAPTUM) & set(options.methods) else ""
         self._options = options
         self._layer: CapturePoint | None = None
@@ -261,8 +255,7 @@ class Attributor(Engine):
         if "integrated_gradients" in options.methods:
             options = replace(options, steps=2)
         if "occlusion" in options.methods:
-            side = min(self.backbone.preprocess.crop)
-            options = replace(options, window=(side + 1) // 2, stride=(side + 1) // 2)
+            options = replace(options, window=(min(self.backbone.preprocess.crop) + 1) // 2)
         self._options = options
         try:
             yield

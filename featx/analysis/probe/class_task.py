@@ -88,7 +88,7 @@ class ClassTask(RowTask):
         check_memory(
             8 * (num_kept + num_judged) * len(training.classes),
             f"The probabilities of {len(training.classes)} classes",
-            "Test fewer rows (a smaller probe.test_share, probe.split=holdout), or give fewer "
+            "Test fewer rows (a smaller probe.test_share, without probe.folds), or give fewer "
             "methods or seeds.",
         )
         num_scores = num_tested * len(training.classes) * len(layers) * len(options.methods)
@@ -103,7 +103,7 @@ class ClassTask(RowTask):
 
     def make_splits(self, seed: int) -> RowSplits:
         rows, options = super().make_splits(seed), self.config.probe
-        if self.testing is None and options.split != "column":
+        if self.testing is None and options.split is None:
             folds = rows.settings.get("folds", 2)
             rows.notes.extend(small_classes(self.training, rows.groups, folds))
         grouped = rows.grouped

@@ -251,7 +251,7 @@ def compared_store_entry(
         raise DataError(
             f"probe.compare_store={other.store} has tested none of the {len(keys)} test rows of "
             "this probe. Probe both with the same rows, labels, seed and split; "
-            f"probe.split=column probe.split_file={other.store}/{layout.PROBE_HEADS}/"
+            f"probe.split={other.store}/{layout.PROBE_HEADS}/"
             f"{layout.PROBE_PREDICTIONS} takes the split of the other one."
         )
     rows = np.flatnonzero(is_tested)

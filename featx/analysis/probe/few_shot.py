@@ -47,7 +47,7 @@ def fit_few_shot(problem: Problem, method: str, splits: Sequence[Split]) -> tupl
     option = options.k if method == "knn" else options.l2
     for shots in options.all_shots:
         accuracies, rows, rows_of_classes = [], [], list[int]()
-        for number in range(options.draws or 5):
+        for number in range(options.seeds or 5):
             fold = number % len(splits)
             split = splits[fold]
             places = few_shot_places(problem.y, split.train, shots, number, problem.seed)

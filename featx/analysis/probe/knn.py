@@ -17,7 +17,7 @@ K_GRID = (1, 5, 10, 20, 50, 100, 200)
 """Numbers of neighbours to try, as far as there are enough rows."""
 
 TEMPERATURE = 0.07
-"""Default temperature T of the votes."""
+"""Temperature T of the votes, that of DINO."""
 
 _OFFSET = 1e4
 """Ratio of the square of the median direction to the median squared distance from it above which
@@ -50,7 +50,7 @@ def vote(problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]) -> dict
         votes.scatter_add_(1, labels, weights)
         return votes / votes.sum(1, keepdim=True)
 
-    temperature, largest = problem.options.temperature or TEMPERATURE, min(max(ks), len(bank))
+    largest = min(max(ks), len(bank))
     scores = {k: np.empty((len(queries), num_outputs)) for k in ks}
     dtype = _needed_dtype(features, bank)
     # As many queries as leave room for their similarities to one block of the bank.
@@ -61,7 +61,7 @@ def vote(problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]) -> dict
         for k, scores_of_k in scores.items():
             top = cosines[:, :k].double() if cosines.device.type != "mps" else cosines[:, :k]
             # Subtracting the largest exponent leaves the shares unchanged and avoids overflow.
-            weights = ((top - top[:, :1]) / temperature).exp()
+            weights = ((top - top[:, :1]) / TEMPERATURE).exp()
             weights = torch.where(torch.isfinite(top), weights, 0.0)  # -inf: no neighbour
             votes = combined(weights, places[:, :k]).cpu().double()
             scores_of_k[start : start + step] = votes.numpy()

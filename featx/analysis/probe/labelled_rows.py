@@ -285,7 +285,7 @@ def open_other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> F
     if other.root == store.root or other.attrs["fingerprint"] == store.attrs["fingerprint"]:
         raise ConfigError(
             f"probe.test_store={path} is the store that is trained on: its rows would be tested on "
-            "themselves. Use probe.split."
+            "themselves. Use probe.test_share or probe.folds."
         )
     for layer in layers:
         refuse_other_layer(store, other, layer)

@@ -25,6 +25,9 @@ BATCH_ROWS, TOKEN_BATCH_ROWS = 256, 64
 LEARNING_RATE, TOKEN_LEARNING_RATE = 1e-3, 1e-2
 """Learning rates at the first step when probe.learning_rate is not given."""
 
+CLIP_NORM = 1.0
+"""Largest norm of the gradients of a step."""
+
 EPOCHS = 20
 """Number of passes when probe.epochs is not given."""
 
@@ -82,7 +85,6 @@ def _train(
     batches: Batches,
     passes: int,
     rate: float,
-    clip_norm: float,
 ) -> int:
     """Minimise cross-entropy + l2/2 squares for S penalties in the same passes; returns the steps.
 
@@ -102,14 +104,14 @@ def _train(
             means = torch.stack([nn.functional.cross_entropy(each, labels) for each in logits])
             optimizer.zero_grad()
             torch.autograd.backward((means + penalties / 2 * squares).sum())
-            _clip(parameters, step, clip_norm)
+            _clip(parameters, step)
             for group in optimizer.param_groups:
                 group["lr"] = rate * (1 + math.cos(math.pi * step / num_steps)) / 2
             optimizer.step()
     return num_steps
 
 
-def _clip(parameters: Sequence[nn.Parameter], step: int, clip_norm: float) -> None:
+def _clip(parameters: Sequence[nn.Parameter], step: int) -> None:
     """Limit the norm of the gradient of each classifier."""
     grads = [each.grad for each in parameters if each.grad is not None]
     norms = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
@@ -118,7 +120,7 @@ def _clip(parameters: Sequence[nn.Parameter], step: int, clip_norm: float) -> No
             f"the gradient in step {step} of the probe is not finite. Lower "
             "probe.learning_rate, or look for extreme values with job=stats."
         )
-    factors = (clip_norm / norms.clamp(min=clip_norm)).to(norms)
+    factors = (CLIP_NORM / norms.clamp(min=CLIP_NORM)).to(norms)
     for grad in grads:
         grad.mul_(factors.view(-1, *[1] * (grad.ndim - 1)))
 
@@ -142,9 +144,7 @@ def fit_streamed(
 
     passes, rate = options.epochs or EPOCHS, options.learning_rate or LEARNING_RATE
     with threads_for(BATCH_ROWS * width, device):
-        num_steps = _train(
-            logits_of, [weight, bias], strengths, batches, passes, rate, options.clip_norm
-        )
+        num_steps = _train(logits_of, [weight, bias], strengths, batches, passes, rate)
     pairs = zip(weight.detach(), bias.detach(), strict=True)
     return [Fit(one.clone(), other.clone(), None, None, num_steps) for one, other in pairs]
 
@@ -180,9 +180,7 @@ def fit_attentive(
     passes = options.epochs or max(EPOCHS, math.ceil(MIN_STEPS / len(batches)))
     parameters, rate = [weight, bias, query], options.learning_rate or TOKEN_LEARNING_RATE
     with threads_for(TOKEN_BATCH_ROWS * tokens.layout.count * width, device):
-        num_steps = _train(
-            logits_of, parameters, strengths, batches, passes, rate, options.clip_norm
-        )
+        num_steps = _train(logits_of, parameters, strengths, batches, passes, rate)
     parts = zip(weight.detach(), bias.detach(), query.detach(), strict=True)
     heads = [
         Head(scaler, w.clone(), b.clone(), True, attention=Attention(q.clone(), tokens.layout))

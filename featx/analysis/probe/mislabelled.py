@@ -93,7 +93,7 @@ def judge_labels(
     """Predict each labelled row by the linear probe of job=probe, fitted on the other folds.
 
     The folds, the choice of the penalty and the probabilities are those of job=probe with
-    probe.split=kfold.
+    probe.folds.
 
     Args:
         label_column: column of the store with the labels; None takes the store's labels.
@@ -106,7 +106,7 @@ def judge_labels(
         LayerError: the store has no such layer.
     """
     require_scikit_learn()
-    options = ProbeConfig(split="kfold", folds=folds, label_column=label_column)
+    options = ProbeConfig(folds=folds, label_column=label_column)
     labelled = _rows_with_one_class(store, options)
     chosen = choose_device(device)
     splits = _splits(labelled, options, seed)
@@ -114,7 +114,7 @@ def judge_labels(
     check_memory(
         8 * num_scores,
         f"The probabilities of {len(labelled.classes)} classes",
-        "Take labels with fewer classes (mislabelled.label_column).",
+        "Take labels with fewer classes (probe.label_column).",
     )
     parts = [probe_rows(store, layer, labelled.rows)]
     features = open_vectors(parts, chosen, options.memory_gib * (1 << 30))
@@ -146,7 +146,7 @@ def judge_labels(
 def _rows_with_one_class(store: FeatureStore, options: ProbeConfig) -> LabelledRows:
     """Return the labelled rows, or say why a label cannot be judged."""
     column = options.label_column
-    name = "the label of a row" if column is None else f"mislabelled.label_column={column}"
+    name = "the label of a row" if column is None else f"probe.label_column={column}"
     if task_kind(store, options).name != "classification":
         raise DataError(
             f"{name} is a number with a fraction. job=mislabelled judges classes, of which one is "
@@ -178,7 +178,7 @@ def _splits(labelled: LabelledRows, options: ProbeConfig, seed: int) -> RowSplit
             check_split(split, labelled.y, labelled.classes, "row")
     except DataError as error:
         raise ConfigError(
-            f"mislabelled.folds={options.folds}: {counted(len(labelled.rows), 'labelled row')} of "
+            f"probe.folds={options.folds}: {counted(len(labelled.rows), 'labelled row')} of "
             f"{len(labelled.classes)} classes cannot be divided into so many folds that each have "
             "rows to train on and to test. Give fewer folds, or more images of a class."
         ) from error

@@ -213,7 +213,7 @@ def check_memory(patches: Patches, layer: str, num_rows: int, memory_gib: float)
             f"probe.masks: {layer} has {count} patches of {num_rows} images to train on, of "
             f"{patches.width} numbers and {patches.num_classes} classes, which need {needed:.2f} "
             f"GiB, more than probe.memory_gib={memory_gib:g}. Raise it if the machine has that "
-            "memory, train on fewer images (probe.test_share, probe.split=column), or extract "
+            "memory, train on fewer images (a larger probe.test_share, or probe.split), or extract "
             "fewer patches with reduce=grid."
         )
 

@@ -120,7 +120,7 @@ def _unused_options(options: ProbeConfig, layers: Mapping[str, Mapping[str, obje
     """Return the given options of training in steps, if nothing was trained so."""
     if "attentive" in options.methods or any(about.get("streamed") for about in layers.values()):
         return []
-    names, usual = ("epochs", "learning_rate", "clip_norm"), ProbeConfig()
+    names, usual = ("epochs", "learning_rate"), ProbeConfig()
     return [f"probe.{name}" for name in names if getattr(options, name) != getattr(usual, name)]
 
 

@@ -46,22 +46,22 @@ class Split:
         return np.sort(np.concatenate([self.fit, self.validation]))
 
 
-def holdout(
-    y: Ints, share: float, validation: float, seed: int, groups: Ints | None = None
-) -> Split:
+VALIDATION_SHARE = 0.2
+"""Share of the training rows of each class on which settings are chosen."""
+
+
+def holdout(y: Ints, share: float, seed: int, groups: Ints | None = None) -> Split:
     """Select a share of each class for testing, and a share of the rest for validation."""
     every = np.arange(len(y))
     test = _some_of_each_class(y, every, share, np.random.default_rng([seed, 1]), groups)
-    return with_validation(y, np.setdiff1d(every, test), test, validation, seed, groups)
+    return with_validation(y, np.setdiff1d(every, test), test, seed, groups)
 
 
 _FEWEST_UNITS = 3
 """Least number of rows or groups: one to test, one to choose settings on, one to fit."""
 
 
-def kfold(
-    y: Ints, folds: int, validation: float, seed: int, groups: Ints | None = None
-) -> list[Split]:
+def kfold(y: Ints, folds: int, seed: int, groups: Ints | None = None) -> list[Split]:
     """Make k splits that test every row once, with the rows of a class spread over the folds.
 
     A class with a single row or group is always trained on and never tested.
@@ -82,7 +82,7 @@ def kfold(
                 + (f"Give more {units}." if has_few else "Give fewer.")
             )
         train = np.flatnonzero(fold_of != fold)
-        splits.append(with_validation(y, train, test, validation, seed + fold, groups))
+        splits.append(with_validation(y, train, test, seed + fold, groups))
     return splits
 
 
@@ -109,10 +109,11 @@ def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> I
 
 
 def with_validation(
-    y: Ints, train: Ints, test: Ints, share: float, seed: int, groups: Ints | None = None
+    y: Ints, train: Ints, test: Ints, seed: int, groups: Ints | None = None
 ) -> Split:
     """Make a split whose validation rows are a share of the training rows."""
-    validation = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
+    rng = np.random.default_rng([seed, 2])
+    validation = _some_of_each_class(y, train, VALIDATION_SHARE, rng, groups)
     return Split(np.setdiff1d(train, validation), validation, np.sort(test))
 
 
@@ -137,16 +138,22 @@ ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "v
 """Texts that a split file or column may contain, and their meaning."""
 
 
+def is_split_file(split: str) -> bool:
+    """Return whether `probe.split` is a file, not a column of the store."""
+    return split.lower().endswith(".csv")
+
+
 def _given_split(
     options: ProbeConfig, seed: int, training: LabelledRows, groups: Ints | None, notes: list[str]
 ) -> Split:
-    if (column := options.split_column) is not None:
-        where, hint = f"probe.split_column={column}", ""
-        roles = _roles_of(training.store.column(column)[training.rows], where)
-        without = f"for which {column} is empty"
+    given = str(options.split)
+    path = Path(given).expanduser()
+    where = f"probe.split={given}"
+    if not is_split_file(given):
+        hint = ""
+        roles = _roles_of(training.store.column(given)[training.rows], where)
+        without = f"for which {given} is empty"
     else:
-        path = Path(options.split_file or "").expanduser()
-        where = f"probe.split_file={path}"
         hint = f" Keys are those of the store, such as {str(training.keys[0])!r}."
         roles, unknown = read_split_file(path, training.keys.tolist())
         if unknown:
@@ -164,7 +171,7 @@ def _given_split(
     train, validation, test = sides.values()
     if len(validation):
         return Split(train, validation, test)
-    return with_validation(training.y, train, test, options.validation_share, seed, groups)
+    return with_validation(training.y, train, test, seed, groups)
 
 
 def _roles_of(texts: Array, where: str) -> npt.NDArray[np.str_]:
@@ -188,7 +195,7 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
             missing_columns = {"key", "split"} - set(reader.fieldnames or ())
             if missing_columns:
                 raise DataError(
-                    f"probe.split_file={path} has no column "
+                    f"probe.split={path} has no column "
                     f"{' and '.join(sorted(missing_columns))}; its "
                     f"first line is {','.join(reader.fieldnames or ())!r}."
                 )
@@ -199,15 +206,15 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
                     continue  # a row without a split; a line that ends before it is an error
                 if role not in ROLES:
                     raise DataError(
-                        f"probe.split_file={path}, line {reader.line_num}: split is {role!r}, "
+                        f"probe.split={path}, line {reader.line_num}: split is {role!r}, "
                         "expected train, validation or test."
                     )
                 if role_of_key.setdefault(key, ROLES[role]) != ROLES[role]:
-                    raise DataError(f"probe.split_file={path} names {key!r} for two splits.")
+                    raise DataError(f"probe.split={path} names {key!r} for two splits.")
     except OSError as error:
-        raise DataError(f"probe.split_file={path} cannot be read: {error.strerror}.") from error
+        raise DataError(f"probe.split={path} cannot be read: {error.strerror}.") from error
     except csv.Error as error:
-        raise DataError(f"probe.split_file={path} is no CSV file: {error}.") from error
+        raise DataError(f"probe.split={path} is no CSV file: {error}.") from error
     # predictions.csv has the cells of `csv_cell`, a file of a user may have the keys themselves.
     names = [name if (name := csv_cell(key)) in role_of_key else key for key in keys]
     roles = np.array([role_of_key.get(name, "") for name in names], dtype=np.str_)
@@ -324,9 +331,8 @@ class RowSplits:
         """Return the entry `split` of probe.json as JSON types."""
         column = {} if options.label_column is None else {"label_column": options.label_column}
         return {
-            "kind": options.split,
             **column,
-            "validation_share": options.validation_share,
+            "validation_share": VALIDATION_SHARE,
             **self.settings,
             "seed": self.seed,
             "groups": None if self.grouped is None else self.grouped.as_dict(),
@@ -343,27 +349,27 @@ def split_rows(
     grouped, count = row_groups(training, options.group_column), len(training.y)
     # Groups of a single row each have no effect on splits.
     groups = None if grouped is None or grouped.num_groups == count else grouped.of_row
-    share = options.validation_share
     if testing is not None:
         groups = _groups_of_both(testing, options.group_column, groups, count)
         y = np.concatenate([training.y, testing.y])
         train, test = np.arange(count), np.arange(count, len(y))
-        row_splits = [with_validation(y, train, test, share, seed, groups)]
+        row_splits = [with_validation(y, train, test, seed, groups)]
         settings: dict[str, Any] = {"kind": "test_store", "test_store": str(testing.store.root)}
         notes = [*testing.notes, *overlap_notes(training, testing, options.group_column)]
-    elif options.split == "column":
+    elif options.split is not None:
         notes = list[str]()
         row_splits = [_given_split(options, seed, training, groups, notes)]
-        keys = ("split_file", "split_column")
-        settings = {key: value for key in keys if (value := getattr(options, key)) is not None}
+        kind = "split_file" if is_split_file(options.split) else "split_column"
+        settings = {"kind": "column", kind: options.split}
         if grouped is not None:
             notes += _divided_group_notes(training, grouped, row_splits[0])
-    elif options.split == "kfold":
-        settings, notes = {"folds": options.folds or 5}, []
-        row_splits = kfold(training.y, settings["folds"], share, seed, groups)
+    elif options.folds is not None:
+        settings, notes = {"kind": "kfold", "folds": options.folds}, []
+        row_splits = kfold(training.y, options.folds, seed, groups)
     else:
-        settings, notes = {"test_share": options.test_share or 0.2}, []
-        row_splits = [holdout(training.y, settings["test_share"], share, seed, groups)]
+        share = options.test_share or 0.2
+        settings, notes = {"kind": "holdout", "test_share": share}, []
+        row_splits = [holdout(training.y, share, seed, groups)]
     return RowSplits(seed, groups, row_splits, settings, grouped, notes)
 
 

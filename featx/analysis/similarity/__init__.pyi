@@ -2,6 +2,7 @@ from .duplicates import cosines_to_first as cosines_to_first
 from .duplicates import duplicate_groups as duplicate_groups
 from .duplicates import linked_groups as linked_groups
 from .faiss_index import RowIndex as RowIndex
+from .kid import SUBSETS as SUBSETS
 from .kid import DataSetDistance as DataSetDistance
 from .kid import data_set_distance as data_set_distance
 from .nearest_neighbours import Neighbours as Neighbours

@@ -53,7 +53,7 @@ def duplicate_groups(
         ConfigError: the threshold is out of range, or all rows failed.
         LayerError: the store has no such layer.
     """
-    threshold = DuplicatesConfig(threshold=threshold, standardise=standardise).least_cosine
+    threshold = DuplicatesConfig(threshold=threshold).least_cosine(standardise)
     rows = LayerRows(store, layer, np.flatnonzero(store.ok))
     vectors = LayerVectors([rows], choose_device(device), unit=True, standardise=standardise)
     return linked_groups(vectors, threshold, on_progress)

@@ -11,8 +11,8 @@ another:
               which does not see a rotation of the features
 
 Each measure is the dot product of two unit vectors, one per layer, so the cost is one Gram matrix
-per layer, and one more for RSA, not one per pair. Computation is in float64; the vectors of each
-layer are kept as float32.
+per layer, and one more for each RSA, not one per pair. Computation is in float64; the vectors of
+each layer are kept as float32.
 """
 
 from __future__ import annotations
@@ -113,19 +113,22 @@ def gram_products(
     return GramProducts(gram, float(mean @ mean), torch.cat(are_zero))
 
 
-def signatures(
-    rows: Rows, measures: Collection[str], rsa_distance: str = "correlation"
-) -> dict[str, torch.Tensor]:
+RSA_DISTANCES = {"rsa": "correlation", "rsa_cosine": "cosine"}
+"""Measure -> distance of two images."""
+
+
+def signatures(rows: Rows, measures: Collection[str]) -> dict[str, torch.Tensor]:
     """Compute the unit vectors of a layer whose dot products with those of another are measures.
     Return measure -> float32 on the CPU: (n^2,) for CKA, else (n (n - 1) / 2,); NaN if all rows are
     the same.
     """
     found = {}
-    if set(measures) - {"rsa"}:
+    if of_products := [name for name in measures if name not in RSA_DISTANCES]:
         products = gram_products(rows)
-        found = {name: _signature(products, name) for name in measures if name != "rsa"}
-    if "rsa" in measures:
-        found["rsa"] = _rsa_signature(rows, rsa_distance)
+        found = {name: _signature(products, name) for name in of_products}
+    for name in measures:
+        if name in RSA_DISTANCES:
+            found[name] = _rsa_signature(rows, RSA_DISTANCES[name])
     return found
 
 

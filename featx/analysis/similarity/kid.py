@@ -17,7 +17,7 @@ from featx.errors import ConfigError
 from featx.store import FeatureStore
 
 SUBSETS = 100
-"""Default number of subsets of KID, as in the published code."""
+"""Number of subsets of KID, as in the published code."""
 
 SUBSET_ROWS = 1000
 """Default number of rows of a subset of each store, as in the published code."""
@@ -51,7 +51,6 @@ def data_set_distance(
     other: FeatureStore,
     layer: str,
     *,
-    subsets: int = SUBSETS,
     subset_rows: int = SUBSET_ROWS,
     seed: int = 0,
     device: str = "auto",
@@ -78,7 +77,7 @@ def data_set_distance(
         ConfigError: a store has fewer than two rows that are ok.
         LayerError: one of the stores has no such layer.
     """
-    checked = DistanceConfig(subsets=subsets, subset_rows=subset_rows)
+    checked = DistanceConfig(subset_rows=subset_rows)
     refuse_other_layer(store, other, layer)
     compute_device = float64_device(choose_device(device))
     one, two = (
@@ -93,7 +92,7 @@ def data_set_distance(
         )
     rng = np.random.default_rng(seed)
     discrepancies = []
-    for _ in range(checked.subsets):
+    for _ in range(SUBSETS):
         x, y = (_rows(each, rng, m) for each in (one, two))
         discrepancies.append(squared_discrepancy(x, y))
         on_progress(1)

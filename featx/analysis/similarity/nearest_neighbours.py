@@ -12,7 +12,7 @@ import torch
 
 from featx.analysis.layer_vectors import FAR, LayerRows, LayerVectors
 from featx.base import block_sizes, choose_device, float64_device
-from featx.config import METRICS, NeighborsConfig, OutliersConfig, check_choice
+from featx.config import METRICS, NeighborsConfig, check_choice
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 from featx.types import Array, Status
@@ -202,7 +202,7 @@ def find_outliers(
         ConfigError: the metric is unknown, or there is no second row.
         LayerError: the store has no such layer.
     """
-    k = OutliersConfig(k=k).k
+    k = NeighborsConfig(k=k).k
     vectors = metric_vectors(store, layer, metric, device, standardise=True)
     found = nearest_among(vectors, np.arange(len(vectors)), k, metric, on_progress)
     class_distances = np.full(len(vectors), np.nan, np.float32)

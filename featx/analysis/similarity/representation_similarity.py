@@ -27,9 +27,9 @@ from featx.analysis.similarity.cross_measures import (
     cross_product,
     layer_products,
 )
-from featx.analysis.similarity.gram_measures import Matrix, Rows, signatures
+from featx.analysis.similarity.gram_measures import RSA_DISTANCES, Matrix, Rows, signatures
 from featx.base import check_memory, choose_device, float64_device, free_memory, return_freed_memory
-from featx.config import RSA_DISTANCES, USUAL_MEASURES, CkaConfig, check_choice, names_tuple
+from featx.config import USUAL_MEASURES, CkaConfig, check_choice, names_tuple
 from featx.errors import ConfigError, counted
 from featx.store import FeatureStore, matching_layers
 from featx.types import count_different_images
@@ -50,7 +50,7 @@ _FEWEST_ROWS = 4
 _VALUES = 1 << 16
 """Values of unit vectors that are multiplied at a time."""
 
-_GRAM_MEASURES = ("cka", "cka_debiased", "rsa")
+_GRAM_MEASURES = ("cka", "cka_debiased", *RSA_DISTANCES)
 """Measures that a matrix of n x n values gives."""
 
 
@@ -61,7 +61,6 @@ class LayerSimilarity:
     Attributes:
         measures: name of a measure -> (layers, others) float64; NaN if a layer is the same for all
             images. 'procrustes' is a distance, 0 for layers that differ by a rotation and a factor.
-        rsa_distance: distance of RSA, 'correlation' or 'cosine'.
         num_rows: number of images that were used.
         num_common: number of images that were available.
         num_different: number of used images that have other bytes in the second store.
@@ -70,7 +69,6 @@ class LayerSimilarity:
     layers: tuple[str, ...]
     others: tuple[str, ...]
     measures: dict[str, Matrix]
-    rsa_distance: str
     num_rows: int
     num_common: int
     num_different: int = 0
@@ -85,7 +83,6 @@ def layer_similarity(
     seed: int = 0,
     device: str = "auto",
     on_progress: Callable[[int], None] = lambda layers: None,
-    rsa_distance: str = "correlation",
     measures: Sequence[str] = USUAL_MEASURES,
 ) -> LayerSimilarity:
     """Compare the layers of a store with each other, or with those of another store.
@@ -95,15 +92,13 @@ def layer_similarity(
             used.
         layers: names or globs, applied to both stores; None for all layers.
         num_rows: number of random images, or all if there are fewer.
-        rsa_distance: distance of two images in RSA, 'correlation' or 'cosine'.
-        measures: some of 'cka', 'cka_debiased', 'rsa', 'svcca' and 'procrustes'.
+        measures: some of 'cka', 'cka_debiased', 'rsa', 'rsa_cosine', 'svcca' and 'procrustes'.
 
     Raises:
-        ConfigError: a measure or the distance is unknown, there are fewer than four common images,
+        ConfigError: a measure is unknown, there are fewer than four common images,
             only one layer, too many images for RSA, or a layer is too wide for so many images.
         LayerError: one of the stores has no such layer.
     """
-    check_choice("cka.rsa_distance", rsa_distance, RSA_DISTANCES)
     names: list[Any] = list(names_tuple(measures))
     options = CkaConfig(measures=names, rows=num_rows)
     measures = options.chosen_measures
@@ -120,7 +115,7 @@ def layer_similarity(
     elif len(left.names) < 2:
         raise ConfigError(
             f"{store.root} has one layer to compare, {left.names[0]}; name more with layers=, "
-            "or another store with cka.other_store=."
+            "or another store as store=[A,B]."
         )
     gram_measures = [name for name in measures if _needs_gram(name, count)]
     cross_measures = [name for name in measures if name not in gram_measures]
@@ -130,14 +125,13 @@ def layer_similarity(
             left,
             right,
             gram_measures,
-            rsa_distance,
             (lambda layers: None) if cross_measures else on_progress,
         )
     if cross_measures:
         matrices |= _compare_by_products(left, right, cross_measures, on_progress)
     sorted_matrices = {name: matrices[name] for name in measures}
     return LayerSimilarity(
-        left.names, right.names, sorted_matrices, rsa_distance, count, num_common, num_different
+        left.names, right.names, sorted_matrices, count, num_common, num_different
     )
 
 
@@ -158,9 +152,11 @@ def rsa(x: npt.ArrayLike, y: npt.ArrayLike, distance: str = "correlation") -> fl
     Raises ConfigError if the distance is unknown, the numbers of rows differ, or a number is not
     finite.
     """
-    check_choice("distance", distance, RSA_DISTANCES)
+    measure_of = {each: name for name, each in RSA_DISTANCES.items()}
+    check_choice("distance", distance, list(measure_of))
     x, y = _checked_matrices(x, y)
-    a, b = (signatures(Rows.of_matrix(z), ["rsa"], distance)["rsa"] for z in (x, y))
+    measure = measure_of[distance]
+    a, b = (signatures(Rows.of_matrix(z), [measure])[measure] for z in (x, y))
     return float(a @ b)
 
 
@@ -248,20 +244,19 @@ class _Layers:
 
 def _needs_gram(measure: str, num_rows: int) -> bool:
     """Return whether a measure is computed from matrices of n x n values."""
-    if measure == "rsa" and num_rows > RSA_ROWS:
+    if measure in RSA_DISTANCES and num_rows > RSA_ROWS:
         raise ConfigError(
             f"RSA of {num_rows} images compares {num_rows * (num_rows - 1) // 2} distances; at "
-            f"most {RSA_ROWS} images are taken. Give a smaller cka.rows, or leave rsa out: "
+            f"most {RSA_ROWS} images are taken. Give a smaller cka.rows, or leave {measure} out: "
             "cka.measures=[cka,cka_debiased]."
         )
-    return measure == "rsa" or (measure in _GRAM_MEASURES and num_rows <= GRAM_ROWS)
+    return measure in RSA_DISTANCES or (measure in _GRAM_MEASURES and num_rows <= GRAM_ROWS)
 
 
 def _compare_by_grams(
     left: _Layers,
     right: _Layers,
     measures: Sequence[str],
-    rsa_distance: str,
     on_progress: Callable[[int], None],
 ) -> dict[str, Matrix]:
     """Compute measures of gram_measures.py for all pairs of layers.
@@ -285,7 +280,7 @@ def _compare_by_grams(
         found = {name: torch.empty((len(layers.names), lengths[name])) for name in measures}
         for i, layer in enumerate(layers.names):
             rows = Rows.of_layer(layers.vectors(layer))
-            for name, vector in signatures(rows, measures, rsa_distance).items():
+            for name, vector in signatures(rows, measures).items():
                 found[name][i] = vector
             # The memory of freed Gram matrices, which malloc keeps, is up to three times as much.
             if free is not None and 4 * needed > free:

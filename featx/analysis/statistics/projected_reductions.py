@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from featx.analysis.statistics.covariance import principal_components, rank_of, whitening
 from featx.analysis.statistics.reader import Statistics
 from featx.analysis.value_settings import refuse_changes
-from featx.config import GRADIENTS, Config, ReduceConfig, make_reduce
+from featx.config import GRADIENTS, Config, ReduceConfig, reduction_of_args
 from featx.errors import ConfigError, ReduceError
 from featx.layers import (
     REDUCTIONS,
@@ -83,7 +83,7 @@ def first_reduction(about: dict[str, Any]) -> ReduceConfig:
         )
     prefix = "reduce_"
     args = {key.removeprefix(prefix): about[key] for key in about if key.startswith(prefix)}
-    return make_reduce(about["reduce"], **args)
+    return reduction_of_args(about["reduce"], args)
 
 
 def _refuse_another_tensor(

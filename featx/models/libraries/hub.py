@@ -1,4 +1,4 @@
-"""model=hub model.name=FOLDER model.entry=FUNCTION: models of a hubconf.py.
+"""model=hub model.name=FOLDER model.factory=FUNCTION: models of a hubconf.py.
 
 The code of the folder runs with the permissions of the user, who names it in the command.
 """
@@ -50,18 +50,18 @@ class HubOptions(CodeModelConfig):
 
     name: str = ""
     library: str = "hub"
-    entry: str | None = None
+    factory: str | None = None
     """Function of hubconf.py that returns the torch.nn.Module."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function. A resume refuses other values."""
 
-    required = ("name", "entry")
-    needs = "model.name=FOLDER, a clone with a hubconf.py, and model.entry=FUNCTION of this file"
+    required = ("name", "factory")
+    needs = "model.name=FOLDER, a clone with a hubconf.py, and model.factory=FUNCTION of this file"
 
     @property
     def code(self) -> str:
         """Options of the command that name folder and function."""
-        return f"model=hub model.name={self.name} model.entry={self.entry}"
+        return f"model=hub model.name={self.name} model.factory={self.factory}"
 
     def code_sha256(self) -> str | None:
         """SHA-256 of the .py files of the folder; None if it is not on this machine."""
@@ -86,7 +86,7 @@ class Hub(ModelLibrary[HubOptions]):
             names_text,
         )
 
-        folder, entry, loading = _find_folder(config.name), str(config.entry), {}
+        folder, entry, loading = _find_folder(config.name), str(config.factory), {}
         preprocess = stated_preprocess(config.transform)
         log_message(f"running {entry} of {folder / 'hubconf.py'}")
         code = _sha256(folder)
@@ -126,7 +126,7 @@ def _build_untrained(config: HubOptions, seed: int, option: str) -> nn.Module:
     """Return the model with random parameters, which `option` asks for."""
     from featx.models.user_code import build_untrained
 
-    what = f"{option}: {config.entry} of {config.name}"
+    what = f"{option}: {config.factory} of {config.name}"
     advice = "see its arguments, such as 'model.args={pretrained: false}'."
     return build_untrained(lambda number: _call_entry(config, number), seed, what, advice)
 
@@ -186,7 +186,7 @@ def _call_entry(config: HubOptions, seed: int) -> nn.Module:
     from featx.models.user_code import refuse_other_objects
 
     folder, args = _find_folder(config.name), dict(config.args)
-    where = f"{config.name}: {config.entry} of hubconf.py"
+    where = f"{config.name}: {config.factory} of hubconf.py"
     # The block of `seeded` comes first: threads wait there, so that no two change sys.path at once.
     with seeded(seed), _importable(folder, config.name):
         try:
@@ -225,7 +225,7 @@ def _function(folder: Path, config: HubOptions) -> Any:
         for name, value in vars(hubconf).items()
         if callable(value) and not name.startswith("_")
     }
-    entry = str(config.entry)
+    entry = str(config.factory)
     if entry not in functions:
         listed = ", ".join(list(functions)[:20]) or "none"
         near = nearest(entry, functions) or f" Expected one of {listed}."

@@ -278,10 +278,11 @@ def _create_from_file(
     names = (getattr(module, "pretrained_cfg", None) or {}).get("classifier") or ()
     heads = (names,) if isinstance(names, str) else tuple(names)
     conversion = timm_conversion(module)
-    if config.checkpoint.convert == "timm" and conversion is None:
+    convert = config.checkpoint.convert
+    if convert in ("timm", "resample") and conversion is None:
         raise ConfigError(
-            f"model.checkpoint.convert=timm: timm has no function that converts files of {name}. "
-            "Leave the option out."
+            f"model.checkpoint.convert={convert}: timm has no function that converts files of "
+            f"{name}. Leave the option out."
         )
 
     def with_classes(number: int) -> nn.Module:

@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from annotated_types import MinLen
-
 from featx.base import log_message, num_cpus
-from featx.config import ExecutorConfig, NaturalNumber, options
-from featx.errors import ConfigError, counted
+from featx.errors import counted
 from featx.pipeline.executors.job_folder import WorkerSpec
 from featx.pipeline.executors.process_pool import ProcessPool, temporary_worker_folder
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
-
-
-@options("executor")
-class LocalOptions(ExecutorConfig):
-    """Options of executor=local."""
-
-    name: str = "local"
-    devices: Annotated[
-        Annotated[list[NaturalNumber], MinLen(1)] | None,
-        "a list of GPUs, such as [0,1]; for a number of workers give executor.workers=2",
-    ] = None
-    """GPUs of this machine, one worker each: [0,1] is cuda:0 and cuda:1."""
-
-    def __post_init__(self) -> None:
-        if self.devices is not None and self.workers is not None:
-            raise ConfigError(
-                f"executor.devices={self.devices} means {len(self.devices)} workers; leave "
-                "executor.workers out."
-            )
-
-    @property
-    def gpu_indices(self) -> list[int] | None:
-        return self.devices
 
 
 def run(options: object, context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
@@ -51,7 +23,6 @@ EXECUTORS.register(
     Executor(
         name="local",
         help="The process of the command, or worker processes of this machine.",
-        options=LocalOptions,
         run=run,
     )
 )

@@ -12,11 +12,12 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from featx.base import for_options, module_command, module_environment
-from featx.config import Config, Count, ExecutorConfig, Positive, options
+from featx.config import Config, Count, ExecutorConfig, options
 from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
 from featx.pipeline.executors.job_folder import WorkerSpec, shared_folder
 from featx.pipeline.executors.process_pool import ProcessPool
@@ -66,6 +67,34 @@ _NO_CONTROLLER = re.compile(
 """Output of a Slurm command whose controller does not answer now."""
 
 
+_FOR_TIME = "give executor.time_limit_min, after which the remaining parts are submitted again"
+_FOR_LOGS = "featx reads the log of a task in executor.folder to say why the task ended"
+_FOR_PARTS = "a task is one process, which takes parts until none is left"
+_OWN = {
+    "array": "give executor.workers, the number of tasks",
+    "cpus-per-task": "give executor.cpus",
+    "error": _FOR_LOGS,
+    "export": "tasks get the environment of the command",
+    "job-name": "the tasks of all runs are called featx; executor.sbatch={comment: TEXT} is free",
+    "no-requeue": "a task that is preempted has to come back",
+    "ntasks": _FOR_PARTS,
+    "ntasks-per-node": _FOR_PARTS,
+    "open-mode": _FOR_LOGS,
+    "output": _FOR_LOGS,
+    "parsable": "featx reads the number of the job",
+    "requeue": "tasks that are preempted come back anyway",
+    "signal": "featx asks for a signal before the time limit, to commit what is computed",
+    "time": _FOR_TIME,
+    "time-min": _FOR_TIME,
+    "wait": "featx waits for the tasks itself",
+    "wrap": "featx says what a task does",
+}
+"""Option of sbatch that featx gives, or that would break a run -> what to do instead."""
+
+_NAME = re.compile("[a-z][a-z-]*")
+"""Name of an option of sbatch, without the dashes in front."""
+
+
 @options("executor")
 class SlurmOptions(ExecutorConfig):
     """Options of executor=slurm."""
@@ -74,14 +103,13 @@ class SlurmOptions(ExecutorConfig):
     cpus: Count | None = None
     """Number of CPUs of each task, 4 when not given; on a CPU also the number of threads that
     compute."""
-    gres: str | None = None
-    """Generic resources of each task as Slurm writes them, such as gpu:1; null asks for none."""
-    partition: str | None = None
-    """Partition of the cluster; null takes its default."""
-    account: str | None = None
-    """Account that is charged; null takes your default one."""
-    memory_gib: Positive | None = None
-    """Memory of each task in GiB; null takes the cluster's default."""
+    sbatch: Annotated[
+        dict[str, bool | int | float | str | None],
+        "a mapping of options of sbatch, such as {partition: gpu, gres: gpu:1, mem: 32G}",
+    ] = field(default_factory=dict)
+    """Further options of sbatch for each task, by their long names, such as {partition: gpu,
+    gres: gpu:1, mem: 32G, qos: high}; true stands for an option without a value, such as
+    {exclusive: true}. What is not given is the default of the cluster."""
     time_limit_min: Count | None = None
     """Minutes that a task may run before its remaining parts are submitted again, 240 when not
     given. Several parts have to fit into this time, so part_rows=auto takes it into account."""
@@ -93,17 +121,35 @@ class SlurmOptions(ExecutorConfig):
     the set-up."""
 
     def __post_init__(self) -> None:
-        for option in ("gres", "partition", "account", "memory_gib", "time_limit_min"):
-            value = getattr(self, option)
-            if self.mode == "local" and value is not None:
+        for option in ("sbatch", "time_limit_min"):
+            if self.mode == "local" and (value := getattr(self, option)):
                 raise ConfigError(
                     f"executor.{option}={value} has no effect with executor.mode=local, whose "
                     "tasks are processes of this machine; leave one of them out."
                 )
+        for name in self.sbatch:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"executor.sbatch: {name!r} is no option of sbatch; expected a long name "
+                    "without dashes in front, such as gres or mail-type."
+                )
+            # sbatch also takes the beginning of a name.
+            for own, instead in _OWN.items():
+                if own.startswith(name):
+                    raise ConfigError(f"executor.sbatch.{name} cannot be given: {instead}.")
 
     @property
     def num_cpus(self) -> int:
         return self.cpus or 4
+
+    @property
+    def requests(self) -> Mapping[str, str | None]:
+        """Values of `sbatch` as sbatch reads them, None for an option without a value."""
+        return {
+            name: None if value is True else str(value)
+            for name, value in self.sbatch.items()
+            if value is not None and value is not False
+        }
 
     @property
     def shared_folder(self) -> str | None:
@@ -135,11 +181,11 @@ def check(options: SlurmOptions, config: Config) -> None:
         return  # there is no sinfo: sbatch will report what is wrong
     if code:
         raise _no_controller(error)
-    partition, names = options.partition, sorted(set(out.split()))
+    partition, names = options.requests.get("partition"), sorted(set(out.split()))
     for name in (partition or "").split(","):
         if name and name not in names:
             raise ConfigError(
-                f"executor.partition={partition}: this cluster has no partition {name}."
+                f"executor.sbatch.partition={partition}: this cluster has no partition {name}."
                 f"{nearest(name, names)} It has: {', '.join(names)}."
             )
 
@@ -205,15 +251,7 @@ class JobArray(WorkerPool):
         super().__init__(spec, session, folder, options.workers or _NUM_TASKS)
         self._device = device
         self._minutes = options.time_limit_min or DEFAULT_TIME_LIMIT_MIN
-        # Option of sbatch -> option of the executor, and its value.
-        self._requests = {
-            "cpus-per-task": ("cpus", options.num_cpus),
-            "time": ("time_limit_min", self._minutes),
-            "mem": ("memory_gib", options.memory_gib and f"{options.memory_gib * 1024:.0f}M"),
-            "partition": ("partition", options.partition),
-            "gres": ("gres", options.gres),
-            "account": ("account", options.account),
-        }
+        self._cpus, self._requests = options.num_cpus, options.requests
         self._ids: dict[int, str] = {}  # number of a task -> its id in Slurm
         self._unsent: list[int] = []  # numbers of tasks that Slurm could not take so far
         self._states: dict[str, TaskState] = {}
@@ -228,9 +266,9 @@ class JobArray(WorkerPool):
         """Submit tasks as one array; during a run they wait if the controller does not answer."""
         numbers = [*self._unsent, *numbers]
         code, out, error = run_command(self._command(numbers), module_environment())
-        if code == 0:
+        job = out.strip().partition(";")[0]  # the name of the cluster may follow
+        if code == 0 and job.isdigit():  # options such as test-only submit nothing
             self._unsent = []
-            job = out.strip().partition(";")[0]  # the name of the cluster may follow
             ids = [f"{job}_{index}" for index in range(len(numbers))]
             self._ids.update(zip(numbers, ids, strict=True))
             shown = ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "")
@@ -240,9 +278,13 @@ class JobArray(WorkerPool):
         if not self._ids and is_silent:
             raise _no_controller(error)
         if not self._ids:
-            given = [("workers", len(numbers)), *self._requests.values()]
-            given = [(key, value) for key, value in given if value is not None]
-            requested = ", ".join(f"executor.{key}={value}" for key, value in given)
+            given: dict[str, object] = {
+                "workers": len(numbers),
+                "cpus": self._cpus,
+                "time_limit_min": self._minutes,
+                **{f"sbatch.{name}": value or "true" for name, value in self._requests.items()},
+            }
+            requested = ", ".join(f"executor.{name}={value}" for name, value in given.items())
             raise ConfigError(
                 f"Slurm does not take the tasks: {last_line(error)}. They ask for {requested}; "
                 "`sinfo` and `scontrol show partition` show what the cluster has."
@@ -306,14 +348,16 @@ class JobArray(WorkerPool):
     def _command(self, numbers: Sequence[int]) -> list[str]:
         task = module_command("featx.pipeline.executors.slurm_task", str(self.spec.folder))
         logs = str(self.spec.folder).replace("%", "%%")  # sbatch replaces %A, %x, ... in the path
-        options = {
+        options: dict[str, object] = {
+            **self._requests,
             "job-name": "featx",
             "array": f"0-{len(numbers) - 1}",
             "ntasks": 1,
             "output": f"{logs}/%A_%a.log",
             "open-mode": "append",
             "export": "ALL",  # also where SBATCH_EXPORT=NONE is the default of a cluster
-            **{name: value for name, (_, value) in self._requests.items() if value is not None},
+            "cpus-per-task": self._cpus,
+            "time": self._minutes,
             "wrap": f"set -- {' '.join(map(str, numbers))}; shift $SLURM_ARRAY_TASK_ID; "
             f"exec {shlex.join(task)} $1 {self._device} {60 * self._minutes} $(date +%s)",
         }
@@ -321,7 +365,10 @@ class JobArray(WorkerPool):
         # only: it would end a task with a short limit right after its start.
         if self._minutes * 60 > 10 * SIGNAL_DELAY_S:
             options["signal"] = f"B:USR2@{SIGNAL_DELAY_S}"
-        given = [f"--{option}={value}" for option, value in options.items()]
+        given = [
+            f"--{option}" if value is None else f"--{option}={value}"
+            for option, value in options.items()
+        ]
         return ["sbatch", "--parsable", "--requeue", *given]
 
     def _update_states(self, ids: Sequence[str]) -> None:
@@ -380,6 +427,7 @@ class JobArray(WorkerPool):
 def last_line(text: str) -> str:
     """Last line of the output of a Slurm command without its name: 'Invalid partition name'."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("Try ")]  # its help
     return re.sub(r"^\w+(:? (error|fatal))?: ", "", lines[-1]) if lines else "no reason given"
 
 

@@ -24,7 +24,7 @@ is below 3."""
 
 
 class LayerVectors:
-    """Rows of a layer as flat float32 vectors.
+    """Rows of a layer as flat vectors of one dtype.
 
     Args:
         rows: (n,) rows of the store in any order, none of which failed; None for all such rows.
@@ -36,6 +36,7 @@ class LayerVectors:
         standardise: whether each value has the mean over the rows subtracted, and is divided by
             its standard deviation, before all else. A value that is equal in all rows becomes 0.
         projection: (D, P) float32 by which rows of the store are multiplied first, or None.
+        dtype: of the vectors: float32, or float64 where rounding to float32 would be too coarse.
 
     Attributes:
         rows: (n,) int64 row of the store of each vector. An index into `rows` is called a place.
@@ -57,9 +58,10 @@ class LayerVectors:
         centre: bool = False,
         standardise: bool = False,
         projection: npt.NDArray[np.float32] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._features = store[layer]
-        self._store, self.layer, self.device = store, layer, device
+        self._store, self.layer, self.device, self._dtype = store, layer, device, dtype
         self.root = store.root
         self.rows = np.flatnonzero(store.ok) if rows is None else rows
         if not len(self.rows):
@@ -87,8 +89,8 @@ class LayerVectors:
         kept_bytes = block_sizes.KEEP_BYTES
         if device.type == "cuda":
             kept_bytes = int(torch.cuda.mem_get_info(device)[0]) // 2
-        if 4 * self.width * len(self) <= kept_bytes:
-            all_vectors = torch.empty((len(self), self.width), device=device)
+        if dtype.itemsize * self.width * len(self) <= kept_bytes:
+            all_vectors = torch.empty((len(self), self.width), dtype=dtype, device=device)
             for start, block in self.blocks(self.block_rows):
                 all_vectors[start : start + len(block)] = block
             self._all_vectors = all_vectors
@@ -106,7 +108,7 @@ class LayerVectors:
 
     def rows_of(self, num_bytes: int) -> int:
         """Return the number of vectors that take `num_bytes`, at least one."""
-        return max(1, num_bytes // (4 * max(1, self.width)))
+        return max(1, num_bytes // (self._dtype.itemsize * max(1, self.width)))
 
     @property
     def block_rows(self) -> int:
@@ -114,7 +116,7 @@ class LayerVectors:
         return self.rows_of(2 * block_sizes.BLOCK_BYTES)
 
     def block(self, start: int, stop: int) -> torch.Tensor:
-        """Return the vectors at the places [start, stop), (stop - start, width) float32."""
+        """Return the vectors at the places [start, stop), (stop - start, width)."""
         if self._all_vectors is not None:
             return self._all_vectors[start:stop]
         return self._read_rows(self.rows[start:stop])
@@ -133,9 +135,9 @@ class LayerVectors:
 
     def prepare(self, rows: Array) -> torch.Tensor:
         """Scale and centre rows (m, ...) as those of the store, of which they need not be. Return
-        (m, width) float32.
+        (m, width).
         """
-        vectors = torch.from_numpy(rows).to(self.device).to(torch.float32)
+        vectors = torch.from_numpy(rows).to(self.device).to(self._dtype)
         vectors = vectors.reshape(len(rows), self.width)
         if not self._unit and self._scaler is None and self._centre is None:
             return vectors
@@ -181,7 +183,7 @@ class LayerVectors:
             if self._unit:
                 wide[is_zero] = 0
                 wide[is_zero, 0] = FAR
-        return wide.to(torch.float32).to(vectors.device)
+        return wide.to(vectors)
 
 
 def unit_vectors(vectors: torch.Tensor) -> torch.Tensor:

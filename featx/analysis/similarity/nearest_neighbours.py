@@ -235,18 +235,21 @@ def metric_vectors(
     standardise: bool,
     rows: npt.NDArray[np.int64] | None = None,
     projection: npt.NDArray[np.float32] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> LayerVectors:
     """Return the vectors of a layer as a search by a metric needs them."""
     check_choice("metric", metric, METRICS)
+    chosen = choose_device(device)
     return LayerVectors(
         store,
         layer,
-        choose_device(device),
+        float64_device(chosen) if dtype == torch.float64 else chosen,
         rows,
         unit=metric == "cosine",
         centre=True,
         standardise=standardise,
         projection=projection,
+        dtype=dtype,
     )
 
 

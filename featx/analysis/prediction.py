@@ -24,7 +24,7 @@ from featx.analysis.new_images import (
     images_read_as,
     list_given_images,
 )
-from featx.analysis.probe.heads import Head, output_folder, read_head
+from featx.analysis.probe.heads import Head, read_head
 from featx.analysis.probe.layer_rows import as_vectors
 from featx.analysis.probe.metrics import (
     CLASSIFICATION,
@@ -262,7 +262,7 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     the layer has no head.
     """
     opened = FeatureStore(store)
-    folder = output_folder(opened)
+    folder = opened.folder
     path = folder / layout.PROBE
     try:
         result = read_result(path)

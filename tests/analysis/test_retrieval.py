@@ -121,9 +121,7 @@ def exact_nearness(x: np.ndarray, metric: str, standardise: bool) -> list[list[F
         gaps = [[[s - t for s, t in zip(a, b, strict=True)] for b in rows] for a in rows]
         return [[-dot(gap, gap) for gap in line] for line in gaps]
     # The square of a cosine with its sign.
-    return [
-        [abs(dot(a, b)) * dot(a, b) / (dot(a, a) * dot(b, b)) for b in rows] for a in rows
-    ]
+    return [[abs(dot(a, b)) * dot(a, b) / (dot(a, a) * dot(b, b)) for b in rows] for a in rows]
 
 
 @pytest.mark.parametrize("standardise", [False, True])
@@ -135,7 +133,7 @@ def test_pairs_that_are_exactly_as_near_are_ties(metric: str, standardise: bool)
         rng = np.random.default_rng(seed)
         base = rng.integers(-1, 2, (3, 4))
         base[~base.any(1), 0] = 1  # no row of zeros
-        # All columns have the same mean and deviation, neither of which is a finite binary fraction.
+        # All columns have one mean and one deviation, neither of which is a finite binary fraction.
         x = np.concatenate([np.roll(base, shift, axis=1) for shift in range(4)])
         y = rng.permutation(12) % 3
         near = exact_nearness(x, metric, standardise)

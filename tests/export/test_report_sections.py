@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from encoded_images import encode
-from made_store import make_labelled, make_run
+from made_store import make_header, make_labelled, make_run
 from PIL import Image
 from probe_problem import blobs, write_store
 from tiny_model import run_job
@@ -212,6 +213,12 @@ def test_speed_of_runs() -> None:
     assert [each["images_per_second"] for each in found["runs"]] == [12.5, None]
     packed = featx.open(run.write(Path("packed"), packed=True))
     assert "no summary.json" in speed_of(packed)["missing"]
+    run.session(Path("packed")).write_summary(entry)
+    file = Path("packed/features.h5")
+    assert [each["images_per_second"] for each in speed_of(featx.open(file))["runs"]] == [12.5]
+    other = replace(run, header=make_header(crop=32)).write(Path("other"), packed=True)
+    (other / "features.h5").rename("packed/other.h5")
+    assert "single file" in speed_of(featx.open("packed/other.h5"))["missing"]
     (root / "summary.json").write_text("[]")
     assert "cannot be read" in speed_of(featx.open(root))["missing"]
 

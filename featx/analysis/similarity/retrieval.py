@@ -58,7 +58,8 @@ def retrieval_metrics(
     vectors = metric_vectors(store, layer, metric, device, standardise, dtype=torch.float64)
     vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
     is_ranked = len(rows) <= MAX_RANKED
-    num_nearer, precisions = [], []
+    num_nearer: list[Array] = []
+    precisions: list[float] = []
     block_rows = rows_of_block(16 * len(rows))  # distances, and what is compared of them
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]

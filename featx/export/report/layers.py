@@ -182,10 +182,10 @@ def layer_plot(
 def same_class_shares(
     x: npt.NDArray[np.float32], labels: npt.NDArray[np.int64], images: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return the share of the NEAREST labelled rows of other images that have the class of each row.
+    """Return the share of the NEAREST labelled rows that have the class of each row.
 
-    Nearness is the cosine of values standardised over the labelled rows. `images` are (n,) numbers,
-    equal for rows of one image or video. A row without a label, which is -1, has NaN.
+    Nearness is the cosine of values standardised over the labelled rows. Other rows of an image or
+    video, which have an equal number in `images`, do not count. A row without a label (-1) has NaN.
     """
     shares = np.full(len(labels), np.nan)
     labelled = np.flatnonzero(labels >= 0)

@@ -43,7 +43,7 @@ from featx.export.results import rankings_of
 from featx.export.selection import data_of_store
 from featx.sources import origins_of
 from featx.storage import AtomicFolder
-from featx.store import FeatureStore, load_manifest, matching_layers
+from featx.store import FeatureStore, manifest_of, matching_layers
 from featx.types import Json
 
 NAME = "report.html"
@@ -79,7 +79,7 @@ def run_report(config: Config, log: Callable[[str], None]) -> Json:
             "leaves t-SNE out."
         )
     store = FeatureStore(config.store_path(), verify="rows")
-    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
+    manifest = manifest_of(store)
     place = {name: i for i, name in enumerate(manifest.layers if manifest else ())}
     layers = matching_layers(store, config.layers)
     layers = tuple(sorted(layers, key=lambda name: place.get(name, -1)))  # in order of execution

@@ -24,6 +24,7 @@ from .heartbeat import read_heartbeats as read_heartbeats
 from .heartbeat import refuse_other_writers as refuse_other_writers
 from .heartbeat import report_lost_work as report_lost_work
 from .image_states import UNSETTLED as UNSETTLED
+from .image_states import add_image_checksums as add_image_checksums
 from .image_states import changed_states as changed_states
 from .image_states import stored_image_checksums as stored_image_checksums
 from .image_states import write_image_states as write_image_states

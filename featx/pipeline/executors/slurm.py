@@ -127,8 +127,8 @@ def check(options: SlurmOptions, config: Config) -> None:
         return
     if "\\" in str(folder := Path(options.folder or config.out).expanduser().absolute()):
         raise ConfigError(
-            f"executor=slurm: {folder} has a backslash, which Slurm removes from names of logs. "
-            "executor.folder=DIR names a folder without one, which all machines see, for the tasks."
+            f"executor=slurm: {folder} has a backslash, so Slurm would put no number of a task "
+            "into the names of logs. executor.folder=DIR names a folder without one for the tasks."
         )
     if shutil.which("sbatch") is None:
         raise ConfigError(

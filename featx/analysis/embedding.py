@@ -20,12 +20,11 @@ from featx.analysis.new_images import (
     config_with_factory,
     list_given_images,
 )
-from featx.analysis.value_settings import manifest_of
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.models import copied
 from featx.pipeline import RunContext, run_parts
-from featx.store import FeatureStore, matching_layers
+from featx.store import FeatureStore, manifest_of, matching_layers
 from featx.types import Array, Batch
 
 

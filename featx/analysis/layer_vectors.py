@@ -123,10 +123,11 @@ class LayerVectors:
         standardise: whether each value has the mean over the rows subtracted, and is divided by
             its standard deviation, before all else. A value that is equal in all rows becomes 0.
         projection: (D, P) float32 by which rows of the store are multiplied first, or None.
+        dtype: of the vectors: float32, or float64 where rounding to float32 would be too coarse.
 
     Attributes:
         rows: (n,) int64 rows of the first store.
-        whole: (N, width) float32 on the device, or None if the vectors are streamed.
+        whole: (N, width) on the device, or None if the vectors are streamed.
         scale: number by which centred vectors are divided unless `unit`, so that float32 holds
             their squares; a power of two.
 
@@ -144,8 +145,10 @@ class LayerVectors:
         centre: bool = False,
         standardise: bool = False,
         projection: npt.NDArray[np.float32] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.parts, self.rows, self.device = tuple(parts), parts[0].rows, device
+        self._dtype = dtype
         self._starts = np.cumsum([0, *(len(part.rows) for part in parts)])
         if not len(self):
             raise ConfigError(f"{parts[0].store.root} has no row of {parts[0].layer} that is ok.")
@@ -170,8 +173,8 @@ class LayerVectors:
             keep_bytes = block_sizes.KEEP_BYTES
             if device.type == "cuda":
                 keep_bytes = int(torch.cuda.mem_get_info(device)[0]) // 2
-        if 4 * self.width * len(self) <= keep_bytes:
-            whole = torch.empty((len(self), self.width), device=device)
+        if dtype.itemsize * self.width * len(self) <= keep_bytes:
+            whole = self._empty(len(self))
             for start, block in self.all_blocks(rows_of_block(4 * self.width)):
                 whole[start : start + len(block)] = block
             self.whole = whole
@@ -194,7 +197,7 @@ class LayerVectors:
         return subset
 
     def block(self, start: int, stop: int) -> torch.Tensor:
-        """Return the vectors at the places [start, stop), (stop - start, width) float32."""
+        """Return the vectors at the places [start, stop), (stop - start, width)."""
         if self.whole is not None:
             return self.whole[start:stop]
         return self._read(np.arange(start, stop))
@@ -218,7 +221,7 @@ class LayerVectors:
         """Copy the vectors at some places to a new (m, width) tensor."""
         if self.whole is not None:
             return self.whole[torch.from_numpy(places).to(self.device)]
-        vectors, done = torch.empty((len(places), self.width), device=self.device), 0
+        vectors, done = self._empty(len(places)), 0
         for span, block in self.blocks(places):
             vectors[done : done + len(span)] = block
             done += len(span)
@@ -232,7 +235,8 @@ class LayerVectors:
         return self._read(unique.cpu().numpy())[back]
 
     def prepare(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Scale and centre (m, width) float32 vectors, of any rows, as those of the store."""
+        """Scale and centre (m, width) vectors, of any rows, as those of the store."""
+        vectors = vectors.to(self._dtype)
         if not self._unit and self._scaler is None and self._centre is None:
             return vectors
         parts = torch.split(vectors, max(1, _DOUBLES_BYTES // (4 * max(1, self.width))))
@@ -252,6 +256,10 @@ class LayerVectors:
         deviation = (squares / len(self)).sqrt()
         deviation[deviation == 0] = 1
         return mean, deviation
+
+    def _empty(self, count: int) -> torch.Tensor:
+        """Return an uninitialised tensor for some vectors."""
+        return torch.empty((count, self.width), dtype=self._dtype, device=self.device)
 
     def _read(self, places: Ints) -> torch.Tensor:
         """Read vectors from the stores, and scale and centre them."""
@@ -285,7 +293,7 @@ class LayerVectors:
             if self._unit:
                 wide[is_zero] = 0
                 wide[is_zero, 0] = FAR
-        return wide.to(torch.float32).to(vectors.device)
+        return wide.to(vectors)
 
 
 def unit_vectors(vectors: torch.Tensor) -> torch.Tensor:

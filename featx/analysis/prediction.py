@@ -25,7 +25,7 @@ from featx.analysis.new_images import (
     images_read_as,
     list_given_images,
 )
-from featx.analysis.probe.heads import Head, output_folder, read_head
+from featx.analysis.probe.heads import Head, read_head
 from featx.analysis.probe.metrics import (
     CLASSIFICATION,
     LABEL_THRESHOLD,
@@ -260,7 +260,7 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     the layer has no head.
     """
     opened = FeatureStore(store)
-    folder = output_folder(opened)
+    folder = opened.folder
     path = folder / layout.PROBE
     try:
         result = read_result(path)

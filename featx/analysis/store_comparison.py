@@ -18,7 +18,7 @@ from featx.base import shown_path
 from featx.config import listed_stores
 from featx.errors import ConfigError, FeatxError, counted
 from featx.storage import is_url
-from featx.store import FeatureStore, layout, read_result
+from featx.store import FeatureStore, layout, read_result, read_summary
 from featx.types import Json, count_different_images
 
 
@@ -145,17 +145,15 @@ def _noting(path: Path, notes: list[str]) -> Iterator[None]:
 
 def _images_per_second(store: FeatureStore, notes: list[str]) -> float | None:
     """Return the speed of the last run that computed rows; None if it is unknown."""
-    path = store.root / layout.SUMMARY
-    with _noting(path, notes):
-        speeds = [each["images_per_second"] for each in read_result(path)["runs"]]
+    with _noting(store.folder / layout.SUMMARY, notes):
+        speeds = [each["images_per_second"] for each in read_summary(store)["runs"]]
         return next((float(each) for each in reversed(speeds) if each is not None), None)
     return None
 
 
 def _probe(store: FeatureStore, notes: list[str]) -> Json | None:
     """Return the answer of job=probe; None without one."""
-    folder = store.root if store.root.is_dir() else store.root.parent
-    path = folder / layout.PROBE
+    path = store.folder / layout.PROBE
     with _noting(path, notes):
         result = read_result(path)
         if result["rows_sha256"] != store.rows_sha256:

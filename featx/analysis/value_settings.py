@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from featx.errors import StoreMismatchError
-from featx.store import FeatureStore, Manifest, Run, load_manifest
+from featx.store import FeatureStore, Run, manifest_of
 
 _SAME = ("layer", "capture", "target", "reduce", "row", "shape", "weights_sha256", "transform")
 """Settings that decide values, besides the parameters of the reduction and those of the model."""
@@ -41,13 +41,6 @@ def refuse_changes(
     ]
     if lines:
         raise StoreMismatchError("\n".join([f"{message}:", *lines, *filter(None, [advice])]))
-
-
-def manifest_of(store: FeatureStore) -> Manifest | None:
-    """Return the featx.json of a store, or None without its own."""
-    manifest, _ = load_manifest(store.root if store.root.is_dir() else store.root.parent)
-    has_own = manifest is not None and manifest.digest == store.attrs["fingerprint"]
-    return manifest if has_own else None
 
 
 def run_of_layer(store: FeatureStore, layer: str) -> Run | None:

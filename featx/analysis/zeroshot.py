@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.analysis.probe.heads import Head, Scaler, extraction_entries, head_bytes, output_folder
+from featx.analysis.probe.heads import Head, Scaler, extraction_entries, head_bytes
 from featx.analysis.similarity import nearest_to
+from featx.analysis.value_settings import run_of_layer
 from featx.base import choose_device
 from featx.config import Config, from_saved
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
 from featx.models import TEMPLATE_SETS, TextClassifier, TextVectors, text_classifier, text_vectors
 from featx.storage import open_folder
-from featx.store import FeatureStore, Run, layout, load_manifest, result_json
+from featx.store import FeatureStore, Run, layout, result_json
 
 FORMAT = 1
 """Version of the format of zeroshot.json."""
@@ -69,7 +70,7 @@ def run_zeroshot(config: Config) -> dict[str, Any]:
         "num_templates": classifier.templates,
         **_accuracy(store, head, classes),
     }
-    folder = output_folder(store)
+    folder = store.folder
     disk = open_folder(folder)
     path = folder / layout.ZEROSHOT_HEADS / f"{EMBEDDING}.safetensors"
     disk.make_folder(path.parent)
@@ -174,12 +175,11 @@ def _run_of(store: FeatureStore) -> Run:
             f"{store.root} has no embedding, which texts are compared with; it has "
             f"{', '.join(store.layers)}. Extract it with layers=[embedding]."
         )
-    manifest, _ = load_manifest(output_folder(store))
-    run = None if manifest is None else manifest.first_run_with(EMBEDDING)
+    run = run_of_layer(store, EMBEDDING)
     if run is None:
         raise StoreError(
-            f"{store.root} has no featx.json, which says with which model it was made. Give the "
-            "folder that job=extract made."
+            f"{store.root} has no featx.json of its own, which says with which model it was made. "
+            "Give the folder that job=extract made."
         )
     return run
 

@@ -6,7 +6,7 @@ BLOCK_BYTES = 64 << 20
 """Bytes of a block of rows, or of the numbers that are computed of it."""
 
 KEEP_BYTES = 2 << 30
-"""Size up to which a layer, as float32, is kept in memory. On CUDA the limit is half of the free
+"""Size up to which the vectors of a layer are kept in memory. On CUDA the limit is half of the free
 memory."""
 
 

@@ -260,7 +260,7 @@ def _finite_text(traced: Trace, profiled: Profile) -> str:
     if first is None:
         return "every value of every layer is finite on this image"
     (module, number), is_cause = first
-    has_calls = len(traced.by_module[module]) > 1
+    has_calls = module != "" and len(traced.by_module[module]) > 1
     name = f"{module}@{number}" if has_calls else module or "what the model returns"
     values = profiled.values[module, number]
     count = sum(given.count for given in values.outputs.values())

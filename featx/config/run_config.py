@@ -40,7 +40,7 @@ from featx.config import (
 from featx.config.checks import Count, NaturalNumber, OneOrMore, names_tuple, options
 from featx.config.reduce import reduction_options
 from featx.errors import ConfigError, StoreError
-from featx.storage import is_url, parse_path
+from featx.storage import folder_of, is_url, parse_path
 
 PRESETS = ("embedding", "output", "stages", "leaves", "all")
 """Names of sets of layers that `layers` takes instead of names."""
@@ -259,7 +259,7 @@ class Config:
                     f"job={self.job.name} writes to a disk, and {root} lies in an object store: "
                     "say where with out=DIR."
                 )
-            return (root if root.is_dir() else root.parent) / name
+            return folder_of(root) / name
         return Path(self.out).expanduser().absolute()
 
     @property

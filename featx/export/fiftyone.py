@@ -23,7 +23,7 @@ from featx.base import as_utf8, csv_cell, log_message, name_text
 from featx.config import Config
 from featx.errors import ConfigError, StoreError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
-from featx.export.results import lines_of, result_of, result_path
+from featx.export.results import lines_of, result_of
 from featx.export.selection import (
     EncodedImages,
     ExportSelection,
@@ -264,7 +264,7 @@ def _test_lines(store: FeatureStore, result: Json) -> Iterator[tuple[int, dict[s
         log_message("predictions of the probe are left out: they are not classes of these rows")
         return
     row_of_cell = {csv_cell(str(key)): row for row, key in enumerate(store.keys.tolist())}
-    path = result_path(store, layout.PROBE)
+    path = store.folder / layout.PROBE
     lines = read_prediction_lines(path.parent, result)
     if lines is None:
         raise StoreError(

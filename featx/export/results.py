@@ -7,7 +7,6 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from featx.base import as_utf8, csv_cell
 from featx.errors import StoreError
@@ -18,18 +17,11 @@ _SHOWN = 16
 """Maximum number of images of a ranking."""
 
 
-def result_path(store: FeatureStore, file: str) -> Path:
-    """Return the path of a file of results, which is named below the folder of the store."""
-    from featx.analysis.probe import output_folder  # which imports torch
-
-    return output_folder(store) / file
-
-
 def result_of(store: FeatureStore, file: str, log: Callable[[str], None]) -> Json | None:
     """Read the result file of a job, whose name has that of the job as its stem. Return None if the
     job has not run, or on another state of the store, which is logged.
     """
-    path = result_path(store, file)
+    path = store.folder / file
     try:
         result = read_result(path)
     except FileNotFoundError:
@@ -44,7 +36,7 @@ def lines_of(store: FeatureStore, job: str, result: Json) -> Iterator[tuple[int,
     """Read the table of a job, line by line, with the row of the store that each is of. Raises
     StoreError if the table is missing, or is not the one that the result of the job names.
     """
-    path = result_path(store, f"{job}/{job}.csv")
+    path = store.folder / f"{job}/{job}.csv"
     if not path.is_file():
         raise StoreError(f"{path} is missing: run job={job} again, which writes it.")
     data = path.read_bytes()
@@ -78,7 +70,7 @@ def rankings_of(store: FeatureStore, log: Callable[[str], None]) -> list[Ranking
             if (result := result_of(store, file, log)) is not None:
                 rankings += make(store, result)
         except (OSError, LookupError, TypeError, ValueError) as error:
-            path = result_path(store, file)
+            path = store.folder / file
             log(f"{path} is not as job={job} writes it, and left out: {error!r}")
     return [ranking for ranking in rankings if ranking.captions]
 

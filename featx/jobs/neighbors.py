@@ -21,6 +21,7 @@ from featx.jobs.similarity_files import (
     open_input,
     result_folder,
 )
+from featx.sources import origins_of
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore
 from featx.types import Json
@@ -159,9 +160,6 @@ def _neighbors_of_all(
         retrieval = retrieval_metrics(
             store, layer, found.metric, config.device, options.standardise
         )
-    labels = store.labels[found.rows]
-    labelled = labels >= 0
-    same_class = store.labels[found.neighbours[labelled, 0]] == labels[labelled]
     summary = {
         "layer": layer,
         "metric": found.metric,
@@ -170,11 +168,21 @@ def _neighbors_of_all(
         "k": found.neighbours.shape[1],
         "exact": index is None,
         "index": None if index is None else index.as_dict(),
-        "nearest_of_same_class": float(same_class.mean()) if labelled.any() else None,
+        "nearest_of_same_class": _same_class_share(store, found),
         "retrieval": retrieval,
         "files": [str(path) for path in files],
     }
     return summary, index
+
+
+def _same_class_share(store: FeatureStore, found: Neighbours) -> float | None:
+    """Return the share of labelled rows whose nearest row of another image has their class."""
+    origins = np.unique(origins_of(store.key_bytes)[0], return_inverse=True)[1]
+    is_other = origins[found.neighbours] != origins[found.rows][:, None]
+    nearest = found.neighbours[np.arange(len(found.rows)), is_other.argmax(1)]
+    labels = store.labels[found.rows]
+    same_class = (store.labels[nearest] == labels)[(labels >= 0) & is_other.any(1)]
+    return float(same_class.mean()) if len(same_class) else None
 
 
 def _write_files(
@@ -279,8 +287,11 @@ def _retrieval_text(retrieval: Json) -> str:
         f"mAP not available: {retrieval['not_available']}" if mean is None else f"mAP {mean:.3f}"
     )
     text = f"{', '.join(texts)}\nof {retrieval['queries']} labelled rows among all labelled ones"
+    kind = retrieval["left_out"]
     if left_out := retrieval["queries_left_out"]:
         text += f"; {left_out} left out as the only ones of their class"
+    if kind is not None:
+        text += f"\nrows of the same {kind} are left out of a ranking"
     return text
 
 

@@ -29,8 +29,7 @@ def chosen_layer(store: FeatureStore, config: Config) -> str:
     """Return the layer that `layers` names; without it that of job=probe, or `embedding`."""
     if config.layers is None and len(store.layers) > 1:
         probed = None
-        folder = store.root if store.root.is_dir() else store.root.parent
-        if (path := folder / layout.PROBE).exists():
+        if (path := store.folder / layout.PROBE).exists():
             probed = read_result(path).get("layer")
         for name in (probed, "embedding"):
             if name in store.layers:

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -150,7 +151,8 @@ def every_call(
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if name == "":  # a new pass; an exception may have interrupted the one before
+        # A new pass; an exception may have interrupted the one before.
+        if name == "" and not is_inner_call(module):
             running.opened.clear()
             running.num_ended.clear()
         # A checkpoint interrupts the calls that it runs again once it has what it needs of them.
@@ -229,7 +231,7 @@ class LoopHooks(LayerHooks):
         self._stack.enter_context(self.recording)
 
     def _begin(self, module: nn.Module, args: object, kwargs: object) -> None:
-        if not is_recomputed():
+        if not is_recomputed() and not is_inner_call(module):
             self._refuse_replaced()
             self.reset()
             self.record.is_open = self.has_run = True
@@ -260,7 +262,8 @@ class LoopHooks(LayerHooks):
                     )
 
     def _end(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        self.end_pass(output)
+        if not is_inner_call(module):
+            self.end_pass(output)
 
     def why_unseen(self) -> str:
         """Sentence about calls that no hook sees, or ''."""
@@ -304,6 +307,22 @@ def _has_compiled() -> bool:
 def is_recomputed() -> bool:
     """Return whether this code runs in a backward pass, where checkpoints call layers again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_inner_call(module: nn.Module) -> bool:
+    """Return whether the running call of a module is inside another one of it, in a model that
+    calls itself.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    # The stack knows it also after an exception for which torch runs no hooks, such as Ctrl-C.
+    frame: FrameType | None = sys._getframe()
+    num_running = 0
+    while frame is not None:
+        is_call = frame.f_code is nn.Module._call_impl.__code__
+        num_running += is_call and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return num_running > 1
 
 
 _forward, _compiled_call = ModuleSetting("forward"), ModuleSetting("_compiled_call_impl")

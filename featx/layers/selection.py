@@ -254,7 +254,8 @@ def _output_points(request: str, trace: Trace, left_out: list[str]) -> Iterator[
     """
     if split_capture(request)[1] != "output":
         raise LayerError(f"{request!r}: the preset output is what the model returns. Name a layer.")
-    outputs = trace.by_module[""][0].outputs
+    calls = trace.by_module[""]  # several of a model that calls itself; the last is the outermost
+    number, outputs = calls[-1].number if len(calls) > 1 else None, calls[-1].outputs
     logits = outputs.keys() & {(), ("logits",)}
     rows = {path for path, shape in outputs.items() if shape[:1] == (trace.batch_size,)}
     chosen = [path for path in outputs if path in ((rows & logits) or rows)]
@@ -266,7 +267,7 @@ def _output_points(request: str, trace: Trace, left_out: list[str]) -> Iterator[
     left_out.extend(f"output{element_name(path)}" for path in outputs if path not in chosen)
     for path in chosen:
         name = "output" if len(chosen) == 1 else f"output{element_name(path)}"
-        yield CapturePoint(name, "", "output", None, path)
+        yield CapturePoint(name, "", "output", number, path)
 
 
 def last_linear(trace: Trace) -> str | None:

@@ -71,6 +71,7 @@ class ImageChanges:
         num_unknown: number of computed rows without a checksum of their image.
         states: (N,) IMAGE_STATE to store for the next comparison, or None if the data set knows no
             states.
+        checksums: (N,) uint64 checksums of the images of the rows, to store with the states.
     """
 
     changed: tuple[npt.NDArray[np.int64], ...]
@@ -79,6 +80,7 @@ class ImageChanges:
     num_read: int
     num_unknown: int
     states: npt.NDArray[np.void] | None
+    checksums: npt.NDArray[np.uint64]
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
@@ -129,7 +131,7 @@ def compare_images(
     has_checksum = expected != UNKNOWN_IMAGE
     doubtful = np.full(len(keys), read_all)
     if states is not None:
-        doubtful = changed_states(states_file, states)
+        doubtful = changed_states(states_file, states, expected)
     doubtful = has_checksum & present & (doubtful | mixed)
     rows = np.flatnonzero(doubtful)
     current = expected.copy()
@@ -158,6 +160,7 @@ def compare_images(
         num_read=len(rows),
         num_unknown=int((computed & ~has_checksum).sum()),
         states=states,
+        checksums=expected,
     )
 
 
@@ -173,6 +176,11 @@ def _current_states(
     states = np.full(len(keys), UNSETTLED)
     states[slice(None) if present is None else present] = source_states
     return states
+
+
+def row_checksums(root: Path, manifest: Manifest) -> npt.NDArray[np.uint64]:
+    """Checksums of the images of all rows of a store, UNKNOWN_IMAGE for rows that it lacks."""
+    return _expected(manifest.num_rows, _images_of_runs(root, manifest))[0]
 
 
 def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:

@@ -26,6 +26,7 @@ from featx.pipeline.row_updates import (
     check_images_before_adding,
     compute_lost_rows,
     has_mixed_rows,
+    keep_image_checksums,
     retry_failed_rows,
 )
 from featx.pipeline.run_context import RunContext
@@ -280,6 +281,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
                 "which the command with these layers computes."
             )
         session.write_failures()
+        keep_image_checksums(session)
         request = None
         if session.is_complete and self._finished is not None:
             request = self._finished.digest(session.manifest, session.listing)

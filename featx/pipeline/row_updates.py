@@ -22,13 +22,21 @@ from featx.pipeline.changed_images import (
     changed_text,
     gone_images_text,
     image_changes,
+    row_checksums,
     rows_of_two_images,
     unknown_images_text,
 )
 from featx.pipeline.loop import run_parts
 from featx.pipeline.row_failures import Rows, compute_rows
 from featx.pipeline.run_context import RunContext
-from featx.store import PartBuilder, Run, StoreSession, layout, write_image_states
+from featx.store import (
+    PartBuilder,
+    Run,
+    StoreSession,
+    add_image_checksums,
+    layout,
+    write_image_states,
+)
 from featx.types import NO_IMAGE, Array, Batch, Failure, Part, Status
 
 if TYPE_CHECKING:
@@ -154,8 +162,15 @@ def _changes(context: RunContext, session: StoreSession) -> ImageChanges:
         read_all=context.config.refresh is True,
     )
     if changes.states is not None:
-        write_image_states(session.disk, session.root / layout.IMAGES, changes.states)
+        path = session.root / layout.IMAGES
+        write_image_states(session.disk, path, changes.states, changes.checksums)
     return changes
+
+
+def keep_image_checksums(session: StoreSession) -> None:
+    """Add the checksums of the images of all rows to their states, at the end of a run."""
+    checksums = row_checksums(session.root, session.manifest)
+    add_image_checksums(session.disk, session.root / layout.IMAGES, checksums)
 
 
 def compute_lost_rows(context: RunContext, session: StoreSession) -> int:

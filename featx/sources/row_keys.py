@@ -138,3 +138,15 @@ def origin_of(key: bytes) -> tuple[bytes, str | None]:
     if match := _FRAME.fullmatch(key):
         key, kind = match[1], "video"
     return key, kind
+
+
+def origins_of(
+    keys: npt.NDArray[np.bytes_],
+) -> tuple[npt.NDArray[np.bytes_], str | None]:
+    """Return what (n,) rows were taken from, see `origin_of`: the (n,) keys of their images and
+    videos, and 'image', 'video', 'image or video', or None if no two rows can have one in common.
+    """
+    origins = [origin_of(key) for key in keys.tolist()]
+    kinds = {kind for _, kind in origins if kind is not None}
+    kind = " or ".join(sorted(kinds)) or None
+    return np.array([origin for origin, _ in origins], dtype=np.bytes_), kind

@@ -13,6 +13,7 @@ from .s3_file import S3File as S3File
 from .s3_file import prefetch_files as prefetch_files
 from .s3_folder import open_folder as open_folder
 from .s3_path import S3Path as S3Path
+from .s3_path import folder_of as folder_of
 from .s3_path import is_url as is_url
 from .s3_path import parse_path as parse_path
 from .s3_path import paths_in as paths_in

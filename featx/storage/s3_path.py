@@ -63,6 +63,11 @@ def parse_path(text: str | os.PathLike[str]) -> Path:
     return S3Path("s3:", bucket, key)
 
 
+def folder_of(root: Path) -> Path:
+    """Folder of a store that is given by its folder or by its file, where its other files are."""
+    return root if root.is_dir() else root.parent
+
+
 class S3Path(PosixPath):
     """Key of an object, or prefix of keys that acts as a folder.
 

@@ -10,6 +10,8 @@ from .compatibility import refuse_difference as refuse_difference
 from .contents import no_store_at as no_store_at
 from .dtypes import from_raw as from_raw
 from .file_checks import DamageReport as DamageReport
+from .folder_files import manifest_of as manifest_of
+from .folder_files import read_summary as read_summary
 from .hdf5_files import damage_text as damage_text
 from .hdf5_files import open_hdf5 as open_hdf5
 from .hdf5_files import open_metadata as open_metadata
@@ -24,6 +26,7 @@ from .heartbeat import read_heartbeats as read_heartbeats
 from .heartbeat import refuse_other_writers as refuse_other_writers
 from .heartbeat import report_lost_work as report_lost_work
 from .image_states import UNSETTLED as UNSETTLED
+from .image_states import add_image_checksums as add_image_checksums
 from .image_states import changed_states as changed_states
 from .image_states import stored_image_checksums as stored_image_checksums
 from .image_states import write_image_states as write_image_states

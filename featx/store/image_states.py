@@ -1,11 +1,13 @@
 """Record of the images that rows were computed from: their checksums, and images.h5.
 
 images.h5 is a cache of states (size, modification time, ...) in which images were last known to be
-those of their rows. Without it, the bytes of all images are compared.
+those of their rows. Without it, the bytes of all images are compared. It also has the checksums of
+the images of rows that were stored then, so that the file of another store hides no change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 
@@ -28,8 +30,10 @@ _ROWS_AT_ONCE = 1 << 18
 """Rows whose states are read together."""
 
 
-def image_states_file(states: npt.NDArray[np.void]) -> bytes:
-    """Content of images.h5: /size, /mtime_ns and /tag, (N,) int64 each."""
+def image_states_file(states: npt.NDArray[np.void], checksums: npt.NDArray[np.uint64]) -> bytes:
+    """Content of images.h5: /size, /mtime_ns and /tag, (N,) int64 each, and the (N,) checksums of
+    the images, UNKNOWN_IMAGE for those of rows that are not stored yet.
+    """
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
         file.attrs["featx_format"] = layout.FORMAT
@@ -37,17 +41,49 @@ def image_states_file(states: npt.NDArray[np.void]) -> bytes:
             file.create_dataset(
                 name, data=states[name], compression="gzip", compression_opts=1, shuffle=True
             )
+        file[layout.IMAGE_CHECKSUM] = checksums
     return buffer.getvalue()
 
 
-def write_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.void]) -> None:
-    """Write images.h5 if its content, (N,) IMAGE_STATE, changes."""
-    if changed_states(path, states).any():
-        disk.replace(path, image_states_file(states))
+def write_image_states(
+    disk: AtomicFolder,
+    path: Path,
+    states: npt.NDArray[np.void],
+    checksums: npt.NDArray[np.uint64],
+) -> None:
+    """Write images.h5 if its content changes; see `image_states_file`."""
+    has_checksums = False
+    with contextlib.suppress(*layout.UNREADABLE), open_metadata(path) as file:
+        has_checksums = np.array_equal(file[layout.IMAGE_CHECKSUM], checksums)
+    if not has_checksums or changed_states(path, states).any():
+        disk.replace(path, image_states_file(states, checksums))
 
 
-def changed_states(path: Path, states: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+def add_image_checksums(disk: AtomicFolder, path: Path, checksums: npt.NDArray[np.uint64]) -> None:
+    """Add the (N,) checksums of images whose rows were stored since images.h5 was written.
+
+    The states stay those from before the images were read.
+    """
+    states = np.full(len(checksums), UNSETTLED)
+    try:
+        with open_metadata(path) as file:
+            for name in IMAGE_STATE.names or ():
+                known = file[name][: len(states)]
+                states[name][: len(known)] = known
+    except layout.UNREADABLE:
+        return  # the data set knows no states, or the bytes are compared next time
+    write_image_states(disk, path, states, checksums)
+
+
+def changed_states(
+    path: Path,
+    states: npt.NDArray[np.void],
+    checksums: npt.NDArray[np.uint64] | None = None,
+) -> npt.NDArray[np.bool_]:
     """Return (N,) bool, whether the states, (N,) IMAGE_STATE, differ from those in images.h5.
+
+    With (N,) checksums of images, a state in the file of an image with another checksum does not
+    count; UNKNOWN_IMAGE there, or in the file, differs from no other.
 
     They are compared in pieces, so that they are in memory once. The file may be missing, and has
     fewer rows if the data set has grown; rows that it does not have count as UNSETTLED.
@@ -64,6 +100,10 @@ def changed_states(path: Path, states: npt.NDArray[np.void]) -> npt.NDArray[np.b
                 for name, values in fields.items():
                     known[name] = values[rows]
                 changed[rows] = states[rows] != known
+                if checksums is not None and layout.IMAGE_CHECKSUM in file:
+                    then, now = file[layout.IMAGE_CHECKSUM][rows], checksums[rows]
+                    is_known = (then != UNKNOWN_IMAGE) & (now != UNKNOWN_IMAGE)
+                    changed[rows] |= is_known & (then != now)
     except layout.UNREADABLE:
         return ~unsettled  # the file is a cache; without it the bytes are compared
     return changed

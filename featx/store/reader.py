@@ -23,7 +23,7 @@ from featx.base import (
     name_text,
 )
 from featx.errors import LayerError, StoreError, nearest
-from featx.storage import parse_path
+from featx.storage import folder_of, parse_path
 from featx.store import layout
 from featx.store.chunk_reader import Verify, check_verify
 from featx.store.contents import Contents, find_contents
@@ -194,6 +194,11 @@ class FeatureStore:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the files next to the rows, such as probe.json."""
+        return folder_of(self.root)
 
     @property
     def layers(self) -> tuple[str, ...]:

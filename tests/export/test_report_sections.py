@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from encoded_images import encode
-from made_store import make_labelled, make_run
+from made_store import make_header, make_labelled, make_run
 from PIL import Image
 from probe_problem import blobs, write_store
 from tiny_model import run_job
@@ -90,7 +91,7 @@ def test_principal_components_are_those_of_an_svd(shape: tuple[int, int]) -> Non
 def plot_of(
     store: featx.FeatureStore, layer: str, rows: np.ndarray, seed: int = 0, tsne: bool = False
 ) -> dict[str, Any]:
-    return layer_plot(row_vectors(store, layer, rows), store.labels[rows], seed, tsne)
+    return layer_plot(row_vectors(store, layer, rows), store.labels[rows], rows, seed, tsne)
 
 
 def test_a_plot_of_two_groups_keeps_them_apart() -> None:
@@ -131,22 +132,28 @@ def test_a_layer_without_a_plot_says_why() -> None:
     assert "a plot needs 4 rows" in plot_of(store, "flat", np.arange(3), tsne=True)["note"]
 
 
-def test_shares_of_the_same_class_among_the_nearest(set_block_sizes: Callable[..., None]) -> None:
+@pytest.mark.parametrize("rows_of_image", [1, 3, 50])
+def test_shares_of_the_same_class_among_the_nearest(
+    set_block_sizes: Callable[..., None], rows_of_image: int
+) -> None:
+    """Of other images: boxes and views of one are near to each other."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(50, 4)).astype(np.float32)
     labels = rng.integers(0, 3, 50)
     labels[7] = -1
+    images = np.arange(50) // rows_of_image
     known = x[labels >= 0]
     unit = (x - known.mean(0)) / known.std(0)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     expected = np.full(50, np.nan)
     for row in range(50):
-        others = [i for i in np.argsort(-(unit @ unit[row])) if i != row and labels[i] >= 0][:10]
-        expected[row] = (labels[others] == labels[row]).mean()
+        order = np.argsort(-(unit @ unit[row]))
+        others = [i for i in order if images[i] != images[row] and labels[i] >= 0][:10]
+        expected[row] = (labels[others] == labels[row]).mean() if others else np.nan
     expected[7] = np.nan
-    assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
+    assert same_class_shares(x, labels, images) == pytest.approx(expected, nan_ok=True)
     set_block_sizes(4 * 100)
-    assert same_class_shares(x, labels) == pytest.approx(expected, nan_ok=True)
+    assert same_class_shares(x, labels, images) == pytest.approx(expected, nan_ok=True)
 
 
 def test_pairs_of_near_duplicates(set_block_sizes: Callable[..., None]) -> None:
@@ -206,6 +213,12 @@ def test_speed_of_runs() -> None:
     assert [each["images_per_second"] for each in found["runs"]] == [12.5, None]
     packed = featx.open(run.write(Path("packed"), packed=True))
     assert "no summary.json" in speed_of(packed)["missing"]
+    run.session(Path("packed")).write_summary(entry)
+    file = Path("packed/features.h5")
+    assert [each["images_per_second"] for each in speed_of(featx.open(file))["runs"]] == [12.5]
+    other = replace(run, header=make_header(crop=32)).write(Path("other"), packed=True)
+    (other / "features.h5").rename("packed/other.h5")
+    assert "single file" in speed_of(featx.open("packed/other.h5"))["missing"]
     (root / "summary.json").write_text("[]")
     assert "cannot be read" in speed_of(featx.open(root))["missing"]
 

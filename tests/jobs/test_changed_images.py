@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,28 @@ def test_results_of_rows_before_a_refresh_are_left_out(photos: Path) -> None:
     assert after.attrs["fingerprint"] == before.attrs["fingerprint"]
     (note,) = compare_stores("store").notes
     assert "probe.json belongs to another state of the store: left out" in note
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_states_of_another_run_with_equal_settings_hide_no_change(
+    photos: Path, is_older: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    age(photos)
+    extract(photos)
+    shutil.copytree("store", "before")
+    changed = sorted_photos(photos)[1]
+    write_image(changed, 77)
+    age(photos)
+    extract(photos, overwrite=True)
+    shutil.copy("store/images.h5", "before/images.h5")
+    if is_older:  # a file without checksums is read as before
+        with h5py.File("before/images.h5", "r+") as file:
+            del file["image_checksum"]
+        extract(photos, out="before")
+        return
+    with pytest.raises(StoreMismatchError, match="1 image has changed"):
+        extract(photos, out="before")
+    assert "1 image may have changed: the bytes are compared" in capfd.readouterr().err
 
 
 def test_a_touched_image_is_read_once(photos: Path, compared: list[bytes]) -> None:

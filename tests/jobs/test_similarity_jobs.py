@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from csv_rows import csv_rows
-from made_store import make_run
+from made_store import make_labelled, make_run
 from tiny_model import job_result, run_job
 
 import featx
@@ -78,6 +78,22 @@ def test_of_every_row(store: featx.FeatureStore) -> None:
     known = store.labels[expected.rows] >= 0
     same = store.labels[expected.rows] == store.labels[expected.neighbours[:, 0]]
     assert summary["nearest_of_same_class"] == pytest.approx(same[known].mean())
+
+
+def test_other_views_of_an_image_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 8)).repeat(2, axis=0)  # each image and its mirror image are equal
+    run = make_labelled({"flat": x}, (np.arange(20) % 2).repeat(2), ["cat", "dog"])
+    keys = np.array([b"%02d.jpg%s" % (i, end) for i in range(20) for end in (b"", b"#hflip")])
+    replace(run, listing=replace(run.listing, keys=keys)).write(Path("views"))
+    summary = result("neighbors", store="views", k=4)
+    share = summary["retrieval"]["recall"]["1"]
+    assert summary["nearest_of_same_class"] == pytest.approx(share)
+    assert share < 1
+    capsys.readouterr()
+    ask("neighbors", store="views", k=1)
+    assert "rows of the same image are left out of a ranking" in capsys.readouterr().out
+    assert result("neighbors", store="views", k=1)["nearest_of_same_class"] is None
 
 
 def test_a_full_disk_leaves_both_files_of_an_earlier_search(

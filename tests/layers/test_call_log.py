@@ -16,6 +16,8 @@ from torch import nn
 from zoo import ZeroDivisionBetween
 
 import featx
+from featx.config import ReduceConfig
+from featx.layers import select, trace_forward
 
 
 class Block(nn.Module):
@@ -221,3 +223,61 @@ def test_threads_that_share_a_model_are_watched_each_by_itself() -> None:
         return Counter((row.layer, row.depth, row.is_backward) for row in log.rows)
 
     assert rows(8, 4) == Counter({row: 8 * n for row, n in rows(1, 1).items()})
+
+
+class CallsItself(nn.Module):
+    """A model of three passes through one layer, each inside a call of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = self.conv(x)
+        return self(x, depth - 1) if depth else x
+
+
+def test_each_call_of_a_model_that_calls_itself_has_its_number() -> None:
+    model, x = CallsItself().eval(), torch.randn(2, 3, 6, 6)
+    expected = [model.conv(x), model.conv(model.conv(x)), model(x)]
+    assert plain(watched(model, x)) == [
+        "(the model) CallsItself 2x3x6x6 -> ...",
+        "conv Conv2d 2x3x6x6 -> 2x3x6x6 float32",
+        "(the model) CallsItself 2x3x6x6 -> ...",
+        "  conv@2 Conv2d 2x3x6x6 -> 2x3x6x6 float32",
+        "  (the model) CallsItself 2x3x6x6 -> ...",
+        "    conv@3 Conv2d 2x3x6x6 -> 2x3x6x6 float32",
+        "  (the model) CallsItself 2x3x6x6 -> 2x3x6x6 float32",
+        "@2 CallsItself 2x3x6x6 -> 2x3x6x6 float32",
+        "@3 CallsItself 2x3x6x6 -> 2x3x6x6 float32",
+    ]
+    traced = trace_forward(model, x)
+    names = [traced.call_name(call) for call in traced.calls if call.module]
+    assert names == ["conv@1", "conv@2", "conv@3"]
+    assert traced.calls[-1].mflops == pytest.approx(3 * traced.calls[0].mflops)
+    layers = ["conv@1", "conv@2", "conv@3"]
+    with torch.no_grad(), featx.capture(model, layers) as features:
+        for _ in range(2):
+            model(x)
+            for name, tensor in zip(layers, expected, strict=True):
+                assert torch.equal(features[name], tensor)
+    with torch.no_grad(), featx.edit(model, {"conv@2": torch.zeros_like}):
+        edited = model(x)
+    assert torch.equal(edited, model.conv(torch.zeros_like(x)))
+    chosen = select([("output", ReduceConfig())], traced, None, ()).chosen
+    assert [(point.module, point.call) for point, _ in chosen] == [("", 3)]
+
+
+def test_a_pass_of_a_model_that_calls_itself_is_over_after_ctrl_c() -> None:
+    model, x = CallsItself().eval(), torch.randn(2, 3, 6, 6)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad(), featx.capture(model, ["conv@1", "conv@2"]) as features:
+        handle = model.conv.register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):  # after which torch calls no hooks
+            model(x)
+        handle.remove()
+        model(2 * x)
+        assert torch.equal(features["conv@1"], model.conv(2 * x))

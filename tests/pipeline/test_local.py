@@ -151,6 +151,26 @@ def test_workers_that_never_come_up_end_the_run_with_their_last_words(
 
 
 @pytest.mark.slow
+def test_a_worker_that_is_interrupted_while_it_imports_prints_no_traceback(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    def interrupted(folder: Path, number: int, device: str) -> list[str]:
+        code = (
+            "import os, runpy, signal; os.kill(os.getpid(), signal.SIGINT); "
+            "runpy.run_module('featx.pipeline.executors.worker', run_name='__main__')"
+        )
+        return [sys.executable, "-c", code, str(folder), str(number), device]
+
+    root = tmp_path / "store"
+    with run.session(root).hold() as session:
+        task = StubTask(run, root, tmp_path)
+        spec = stub_spec(root, session.missing(), Config(), task)
+        pool = ProcessPool(spec, session, root / "jobs", ["cpu"], command=interrupted)
+        with pytest.raises(RunError, match="was killed by SIGINT before it had a part") as error:
+            pool.run()
+    assert "output" not in str(error.value)
+
+
 def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
     work: Callable[..., RunOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -409,6 +409,14 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: MadeSlurm) -> 
     assert list(Path("jobs").iterdir()) == []
 
 
+def test_slurm_gets_no_folder_with_a_backslash(photos: Path, cluster: MadeSlurm) -> None:
+    with pytest.raises(ConfigError, match=r"st\\ore has a backslash.*executor.folder=DIR"):
+        extract(photos, out="st\\ore", executor=SLURM)
+    assert not Path("st\\ore").exists()
+    assert extract(photos, out="st\\ore", executor={**SLURM, "folder": "jobs"}).complete
+    assert extract(photos, out="lo\\cal", executor={**SLURM, "mode": "local"}).complete
+
+
 def test_only_what_a_killed_driver_has_left_is_deleted_of_a_folder_jobs(photos: Path) -> None:
     left, mine = Path("store/jobs/0123abcd/claims"), Path("store/jobs/mine")
     for keys in ({}, {"layers": ["pool"]}, {"overwrite": True}):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from featx.storage import AtomicFolder
-from featx.store import UNSETTLED, changed_states, write_image_states
+from featx.store import UNSETTLED, add_image_checksums, changed_states, write_image_states
 from featx.store.image_states import image_states_file
-from featx.types import IMAGE_STATE
+from featx.types import IMAGE_STATE, UNKNOWN_IMAGE
 
 
 def made_states(num_rows: int) -> np.ndarray:
@@ -21,12 +21,16 @@ def made_states(num_rows: int) -> np.ndarray:
     return states
 
 
+def made_checksums(num_rows: int) -> np.ndarray:
+    return np.arange(num_rows, dtype=np.uint64) + 1000
+
+
 @pytest.mark.parametrize("name", IMAGE_STATE.names or ())
 def test_each_field_of_each_row_counts(tmp_path: Path, name: str) -> None:
     """Of more rows than are compared at once."""
     num_rows = 300_000
     path, states = tmp_path / "images.h5", made_states(num_rows)
-    path.write_bytes(image_states_file(states))
+    path.write_bytes(image_states_file(states, made_checksums(len(states))))
     assert not changed_states(path, states).any()
     rows = [0, 1, *(1 << k for k in range(1, 19)), num_rows - 1]
     states[name][rows] += 1
@@ -35,10 +39,12 @@ def test_each_field_of_each_row_counts(tmp_path: Path, name: str) -> None:
 
 def test_rows_that_the_file_lacks_are_unsettled(tmp_path: Path) -> None:
     path, states = tmp_path / "images.h5", made_states(10)
-    path.write_bytes(image_states_file(states[:7]))
+    path.write_bytes(image_states_file(states[:7], made_checksums(7)))
     states[8] = UNSETTLED
     assert np.flatnonzero(changed_states(path, states)).tolist() == [7, 9]
-    path.write_bytes(image_states_file(made_states(12)))  # more than the listing has
+    path.write_bytes(
+        image_states_file(made_states(12), made_checksums(12))
+    )  # more than the listing has
     assert np.flatnonzero(changed_states(path, states)).tolist() == [8]
 
 
@@ -47,7 +53,7 @@ def test_without_a_file_that_can_be_read_every_state_has_changed(tmp_path: Path)
     states[3] = UNSETTLED
     every = [row for row in range(10) if row != 3]
     assert np.flatnonzero(changed_states(path, states)).tolist() == every
-    whole = bytes(image_states_file(states))
+    whole = bytes(image_states_file(states, made_checksums(len(states))))
     path.write_bytes(whole[: len(whole) // 2])
     assert np.flatnonzero(changed_states(path, states)).tolist() == every
     path.write_bytes(whole)
@@ -58,9 +64,31 @@ def test_without_a_file_that_can_be_read_every_state_has_changed(tmp_path: Path)
 
 def test_the_file_is_written_only_if_it_changes(tmp_path: Path) -> None:
     path, disk = tmp_path / "images.h5", AtomicFolder(tmp_path)
-    write_image_states(disk, path, made_states(10))
+    write_image_states(disk, path, made_states(10), made_checksums(10))
     before = path.stat().st_ino
-    write_image_states(disk, path, made_states(10))
+    write_image_states(disk, path, made_states(10), made_checksums(10))
     assert path.stat().st_ino == before
-    write_image_states(disk, path, made_states(11))
+    write_image_states(disk, path, made_states(11), made_checksums(11))
     assert not changed_states(path, made_states(11)).any()
+
+
+def test_a_state_of_an_image_with_another_checksum_does_not_count(tmp_path: Path) -> None:
+    path, states, checksums = tmp_path / "images.h5", made_states(10), made_checksums(10)
+    checksums[[2, 3]] = UNKNOWN_IMAGE  # not stored when the file was written
+    path.write_bytes(image_states_file(states, checksums))
+    of_rows = made_checksums(10)
+    of_rows[[3, 5, 7]] = 1, UNKNOWN_IMAGE, 1
+    assert np.flatnonzero(changed_states(path, states, of_rows)).tolist() == [7]
+    with h5py.File(path, "r+") as file:  # as earlier versions wrote it
+        del file["image_checksum"]
+    assert not changed_states(path, states, of_rows).any()
+
+
+def test_checksums_are_added_to_the_states_that_are_there(tmp_path: Path) -> None:
+    path, disk, states = tmp_path / "images.h5", AtomicFolder(tmp_path), made_states(10)
+    add_image_checksums(disk, path, made_checksums(10))
+    assert not path.exists(), "the data set knows no states"
+    write_image_states(disk, path, states[:8], np.full(8, UNKNOWN_IMAGE))
+    add_image_checksums(disk, path, made_checksums(10))  # of a data set that has grown
+    assert np.flatnonzero(changed_states(path, states, made_checksums(10))).tolist() == [8, 9]
+    assert changed_states(path, states, made_checksums(10) + np.uint64(1)).all()

@@ -1,7 +1,6 @@
 from .class_task import MAX_SCORES as MAX_SCORES
 from .class_task import SCORE as SCORE
 from .description import probe_sections as probe_sections
-from .heads import output_folder as output_folder
 from .labelled_rows import LabelledRows as LabelledRows
 from .layer_rows import crop_of as crop_of
 from .layer_rows import probe_rows as probe_rows

@@ -30,7 +30,7 @@ from featx.analysis.probe.texts import (
 )
 from featx.base import Section, command_text, percent_text, shown_path
 from featx.errors import counted, first_names
-from featx.storage import parse_path
+from featx.storage import folder_of, parse_path
 from featx.store import layout
 from featx.types import Json
 
@@ -100,7 +100,7 @@ def _facts(result: Json) -> list[tuple[str, str | None]]:
     if len(notes) > _NOTES:
         notes = [*notes[:_NOTES], f"and {len(notes) - _NOTES} more, in probe.json"]
     store = parse_path(result["store"])
-    folder = store if store.is_dir() else store.parent
+    folder = folder_of(store)
     files = [layout.PROBE, result["predictions"]["file"]]
     commands = [command_text("job=report", f"store={shown_path(store)}")]
     if result["head"]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import Ints, Matrix
 from featx.errors import counted
-from featx.sources import origin_of
+from featx.sources import origins_of
 from featx.types import NO_IMAGE, Array
 
 
@@ -60,7 +60,7 @@ def row_groups(labelled: LabelledRows, column: str | None = None) -> Groups | No
     With both, rows are in one group if a chain of shared images, videos or values links them.
     Return None if neither keys nor a column define any.
     """
-    origins, kind = _origins(labelled)
+    origins, kind = origins_of(labelled.store.key_bytes[labelled.rows])
     if column is None:
         return None if kind is None else Groups(np.unique(origins, return_inverse=True)[1], kind)
     values, is_missing = _column_values(labelled, column)
@@ -77,7 +77,9 @@ def row_groups(labelled: LabelledRows, column: str | None = None) -> Groups | No
 def overlap_notes(training: LabelledRows, testing: LabelledRows, column: str | None) -> list[str]:
     """Return notes about what occurs both in training rows and in test rows of another store."""
     notes = []
-    (ours, kind), (theirs, _) = _origins(training), _origins(testing)
+    (ours, kind), (theirs, _) = (
+        origins_of(rows.store.key_bytes[rows.rows]) for rows in (training, testing)
+    )
     sums, their_sums = (rows.store.image_checksums[rows.rows] for rows in (training, testing))
     if kind != "video" and (sums > NO_IMAGE).all() and (their_sums > NO_IMAGE).all():
         if count := int(np.isin(their_sums, sums).sum()):
@@ -113,13 +115,6 @@ def missing_group_notes(grouped: Groups | None, column: str | None) -> list[str]
         f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
         "a group of its own"
     ]
-
-
-def _origins(labelled: LabelledRows) -> tuple[Array, str | None]:
-    origins = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
-    kinds = {kind for _, kind in origins if kind is not None}
-    kind = " or ".join(sorted(kinds)) or None
-    return np.array([origin for origin, _ in origins], dtype=np.bytes_), kind
 
 
 def _column_values(labelled: LabelledRows, column: str) -> tuple[Array, npt.NDArray[np.bool_]]:

@@ -24,7 +24,7 @@ from featx.analysis.probe.metrics import CLASSIFICATION, MULTILABEL, Ints, Matri
 from featx.base import float64_device
 from featx.errors import StoreError
 from featx.storage import S3Path
-from featx.store import FeatureStore, Run, layout
+from featx.store import Run, layout
 from featx.types import Json
 
 FORMAT = 1
@@ -166,11 +166,6 @@ def scores_of(head: Head, features: LayerVectors, places: Ints) -> Matrix:
         scores[done : done + len(span)] = head.scores(block).numpy()
         done += len(span)
     return scores
-
-
-def output_folder(store: FeatureStore) -> Path:
-    """Return the folder for files computed from a store: its folder, or that of its single file."""
-    return store.root if store.root.is_dir() else store.root.parent
 
 
 def head_path(folder: Path, layer: str) -> Path:

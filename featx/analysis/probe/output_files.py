@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.analysis.probe.comparisons import OtherProbe
-from featx.analysis.probe.heads import extraction_entries, head_bytes, head_path, output_folder
+from featx.analysis.probe.heads import extraction_entries, head_bytes, head_path
 from featx.analysis.probe.task import COLUMNS, AnyTask
 from featx.analysis.value_settings import run_of_layer
 from featx.base import csv_bytes, csv_cell
@@ -25,7 +25,7 @@ STORE_ATTRIBUTES = ("fingerprint", "model", "weights", "weights_sha256", "transf
 
 def write_probe(task: AnyTask, result: dict[str, Any]) -> None:
     """Write the heads, the predictions and probe.json, and name the files in it."""
-    folder = output_folder(task.store)
+    folder = task.store.folder
     paths = {layer: head_path(folder, layer) for layer in task.heads}
     layer_of = {path: layer for layer, path in paths.items()}
     for layer, path in paths.items():
@@ -104,7 +104,7 @@ def is_of_answer(line: Mapping[str, str], result: Json) -> bool:
 def read_probe(path: str) -> OtherProbe:
     """Read the predictions of the best layer of a store, as its probe.json names it."""
     store = FeatureStore(path)
-    folder = output_folder(store)
+    folder = store.folder
     remedy = f"python -m featx job=probe store={path} makes it."
     try:
         about = read_result(folder / layout.PROBE)

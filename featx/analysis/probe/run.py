@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from featx.analysis.probe.class_task import MAX_SCORES, ClassTask
-from featx.analysis.probe.heads import output_folder
 from featx.analysis.probe.labelled_rows import task_kind
 from featx.analysis.probe.layer_rows import threads_for
 from featx.analysis.probe.metrics import require_scikit_learn
@@ -48,7 +47,7 @@ def run_probe(
     store = FeatureStore(config.store_path(), verify="rows")
     rows_sha256 = store.rows_sha256  # before the rows, so that a later change is refused
     kind, device = task_kind(store, config.probe), choose_device(config.device)
-    layers, folder = matching_layers(store, config.layers), output_folder(store)
+    layers, folder = matching_layers(store, config.layers), store.folder
     open_folder(folder).make_folder(folder)  # first, so that an unusable path fails early
     task: AnyTask
     if kind.name == "segmentation":

@@ -239,16 +239,19 @@ def metric_vectors(
     standardise: bool,
     rows: npt.NDArray[np.int64] | None = None,
     projection: npt.NDArray[np.float32] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> LayerVectors:
     """Return the vectors of a layer as a search by a metric needs them."""
     check_choice("metric", metric, METRICS)
+    chosen = choose_device(device)
     return LayerVectors(
         [LayerRows(store, layer, np.flatnonzero(store.ok) if rows is None else rows)],
-        choose_device(device),
+        float64_device(chosen) if dtype == torch.float64 else chosen,
         unit=metric == "cosine",
         centre=True,
         standardise=standardise,
         projection=projection,
+        dtype=dtype,
     )
 
 

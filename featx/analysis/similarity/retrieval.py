@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors
-from featx.base import float64_device, rows_of_block
+from featx.base import rows_of_block
+from featx.sources import origins_of
 from featx.store import FeatureStore
+from featx.types import Array
 
 RECALL_AT = (1, 5, 10)
 """Numbers k of the nearest rows among which recall@k looks for the class."""
@@ -19,9 +19,9 @@ RECALL_AT = (1, 5, 10)
 MAX_RANKED = 10_000
 """Number of rows up to which mAP is computed, which sorts all rows for each of them."""
 
-_BITS = 32
-"""Bits of a squared distance |a - b|^2, relative to |a|^2 + |b|^2, that decide which row is nearer.
-The bits behind them are rounding errors of sums in float64, which differ between copies."""
+_TIE = 2.0**-32
+"""Difference of two squared distances |a - b|^2 up to which they count as equal, relative to
+|a|^2 + |a - b|^2. Rounding errors of sums of thousands of products in float64 are far below it."""
 
 
 def retrieval_metrics(
@@ -30,72 +30,85 @@ def retrieval_metrics(
     """Retrieve the other labelled rows for each labelled row, by nearness.
 
     recall@k is the share of queries with a row of their class among the k nearest (H. Jegou et al.,
-    Product Quantization for Nearest Neighbor Search, TPAMI 2011); rows of other classes that are as
-    near count as nearer. mAP is the mean over queries of the average precision of their ranking, as
-    scikit-learn's label_ranking_average_precision_score. A query whose class has no other row is
-    left out, but is among the rows that others retrieve. With cosine, vectors of zeros come last,
-    and to one of them all rows are as near.
+    Product Quantization for Nearest Neighbor Search, TPAMI 2011). mAP is the mean over queries of
+    the average precision of their ranking: the mean over the rows of its class of the share of
+    their class among all rows that are at most as far. Rows of the same image or video as a query
+    (boxes, views, frames) are left out of its ranking, as the splits of job=probe keep them
+    together. A query whose class has no other row is left out, but is among the rows that others
+    retrieve. With cosine, vectors of zeros come last, and to one of them all rows are as near.
 
-    Squared distances |a - b|^2 are rounded to 2^-32 of |a|^2 + |b|^2, so that copies are as near as
-    each other. A map counts as one long vector. Return queries; queries_left_out; recall, k ->
-    share; map, None if it is not available, and not_available, the reason or None. Return None if
-    no class has two rows.
+    Rows of other classes that are as near as one of the class count as nearer than it. Rows are as
+    near if their squared distances differ by no more than _TIE, so that the rounding of sums, which
+    depends on the order of rows and values, decides nothing. A map counts as one long vector.
+
+    Returns:
+        queries; queries_left_out; left_out: 'image', 'video' or 'image or video' of whose rows a
+        ranking has none, or None; recall, k -> share; map, None if it is not available, and
+        not_available, the reason or None. None if no class has two rows of different images.
     """
     labels = np.asarray(store.labels)
     rows = np.flatnonzero(store.ok & (labels >= 0))
     labels = labels[rows]
-    counts = np.bincount(labels) if len(labels) else np.zeros(1, np.int64)
-    queries = np.flatnonzero(counts[labels] > 1)
+    names, kind = origins_of(store.key_bytes[rows])
+    origins = np.unique(names, return_inverse=True)[1]
+    pairs = np.unique(np.stack([labels, origins], axis=1), axis=0)
+    queries = np.flatnonzero(np.bincount(pairs[:, 0])[labels] > 1)  # images of the class
     if not len(queries):
         return None
-    vectors = metric_vectors(store, layer, metric, device, standardise)
+    vectors = metric_vectors(store, layer, metric, device, standardise, dtype=torch.float64)
     vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
-    reason = None  # why mAP is not computed
-    if importlib.util.find_spec("sklearn") is None:
-        reason = 'scikit-learn is not installed: pip install "featx[evaluation]"'
-    elif len(rows) > MAX_RANKED:
-        reason = f"{len(rows)} labelled rows are more than {MAX_RANKED}"
-    num_nearer, precisions = [], []
-    block_rows = rows_of_block(16 * len(rows))  # scores, and what is compared of them
+    is_ranked = len(rows) <= MAX_RANKED
+    num_nearer: list[Array] = []
+    precisions: list[float] = []
+    block_rows = rows_of_block(16 * len(rows))  # distances, and what is compared of them
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
-        scores = _nearness(vectors, places, metric == "cosine")
-        itself = np.arange(len(places)), places
-        scores[itself] = -np.finfo(np.float64).max  # comes last, behind all rows of its class
-        same = labels[places][:, None] == labels
-        same[itself] = False
-        nearest = np.where(same, scores, -np.inf).max(1, keepdims=True)
-        num_nearer.append(((scores >= nearest) & ~same).sum(1))
-        if reason is None:
-            from sklearn.metrics import label_ranking_average_precision_score
-
-            precision = label_ranking_average_precision_score(same, scores)
-            precisions.append(len(places) * float(precision))
+        distances, squares = _squared_distances(vectors, places, metric == "cosine")
+        is_other = origins[places][:, None] != origins
+        distances[~is_other] = np.inf
+        same = is_other & (labels[places][:, None] == labels)
+        nearest = np.where(same, distances, np.inf).min(1, keepdims=True)
+        num_nearer.append((~same & (distances <= _limits(nearest, squares))).sum(1))
+        if is_ranked:
+            precisions += map(_average_precision, distances, same, squares)
     ranks = np.concatenate(num_nearer)
     return {
         "queries": len(queries),
         "queries_left_out": len(rows) - len(queries),
+        "left_out": kind,
         "recall": {str(k): float((ranks < k).mean()) for k in RECALL_AT if k < len(rows)},
-        "map": None if reason is not None else float(sum(precisions) / len(queries)),
-        "not_available": reason,
+        "map": float(np.mean(precisions)) if is_ranked else None,
+        "not_available": (
+            None if is_ranked else f"{len(rows)} labelled rows are more than {MAX_RANKED}"
+        ),
     }
 
 
-def _nearness(
+def _limits(distances: Array, squares: Array) -> Array:
+    """Return the largest squared distances that count as equal to some of a row with |a|^2."""
+    return distances + _TIE * (squares + distances)
+
+
+def _average_precision(distances: Array, same: Array, square: Array) -> float:
+    """Compute the mean over the rows of the class of their share among the rows that are at most as
+    far. `distances` and `same` are (n,); same is false where a distance is infinite.
+    """
+    order = np.argsort(distances)
+    distances, same = distances[order], same[order]
+    ends = np.searchsorted(distances, _limits(distances[same], square), side="right")
+    return float((np.cumsum(same)[ends - 1] / ends).mean())
+
+
+def _squared_distances(
     vectors: LayerVectors, places: npt.NDArray[np.int64], cosine: bool
-) -> npt.NDArray[np.float64]:
-    """Compute minus the squared distances of some rows to all rows, rounded to _BITS bits."""
-    home = float64_device(vectors.device)
-    wide = vectors.take(places).to(home).double()
-    squares = wide.square().sum(1, keepdim=True)
-    nearness = np.empty((len(places), len(vectors)))
-    for start, block in vectors.all_blocks(rows_of_block(4 * vectors.width)):
-        others = block.to(home).double()
-        sums = squares + others.square().sum(1)
-        # A power of two: it is the same for copies, whose sums may differ in the last bit.
-        step = torch.exp2(sums.clamp_min(1e-300).log2().floor() - _BITS)
-        near = ((2 * (wide @ others.T) - sums) / step).round() * step
-        nearness[:, start : start + len(block)] = near.cpu().numpy()
+) -> tuple[Array, Array]:
+    """Compute the (q, n) squared distances of some rows to all rows, and the (q, 1) |a|^2."""
+    queries = vectors.take(places)
+    squares = queries.square().sum(1, keepdim=True)
+    distances = np.empty((len(places), len(vectors)))
+    for start, block in vectors.all_blocks(rows_of_block(8 * vectors.width)):
+        found = squares + block.square().sum(1) - 2 * (queries @ block.T)
+        distances[:, start : start + len(block)] = found.clamp_min(0).cpu().numpy()
     if cosine:  # no row is nearer to a vector of zeros than another
-        nearness[(squares > FAR_SQUARE)[:, 0].cpu().numpy()] = 0
-    return nearness
+        distances[(squares > FAR_SQUARE)[:, 0].cpu().numpy()] = 0
+    return distances, squares.cpu().numpy()

@@ -49,6 +49,7 @@ from featx.pipeline import (
 from featx.storage import AtomicFolder, exclusive_lock
 from featx.store import (
     Grid,
+    add_image_checksums,
     clear_heartbeats,
     content_tags_digest,
     layout,
@@ -281,6 +282,8 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         session, seconds = self.write_session, outcome.metrics.seconds
         session.finish()
         session.write_failures()
+        states_file = session.path.with_name(STATS_IMAGES)
+        add_image_checksums(session.disk, states_file, session.checksums)
         if (write_s := seconds["write"]) is not None:
             seconds["write"] = write_s + time.perf_counter() - started_at
         del seconds["copy"]  # only one flag per row is copied
@@ -350,7 +353,7 @@ def _check_images(context: RunContext, session: StatsSession) -> None:
     if not config.refresh and rows:
         log_message(f"{changed_failures_text(keys, rows)}")
     if changes.states is not None:
-        write_image_states(session.disk, states_file, changes.states)
+        write_image_states(session.disk, states_file, changes.states, changes.checksums)
 
 
 def _check_reference(reference: Statistics, output: StatsOutput, context: RunContext) -> None:

@@ -217,6 +217,7 @@ class StatsSession:
         created = self._write(self.path, 0, self.num_rows, contents)
         require(created, f"another process wrote {self.path} without the lock")
         self._failures = {failure.row: failure for failure in contents.failures}
+        self.checksums = contents.checksums
         self.complete = True
 
     def read(self, path: Path, start: int, stop: int) -> Contents:

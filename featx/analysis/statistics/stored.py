@@ -25,7 +25,7 @@ from featx.store import (
     Manifest,
     check_rows_present,
     layout,
-    load_manifest,
+    manifest_of,
     matching_layers,
 )
 from featx.types import Failure, Part, Status
@@ -40,10 +40,10 @@ def stats_of_store(config: Config) -> dict[str, object]:
     FeatxError if the store is not complete or damaged, or the folder has other statistics.
     """
     store = FeatureStore(str(config.store), verify="rows")
-    folder = store.root if store.root.is_dir() else store.root.parent
+    folder = store.folder
     if is_url(folder):
         raise ConfigError(f"store={store.root}: statistics are written to a disk only; copy it.")
-    manifest, _ = load_manifest(folder)
+    manifest = manifest_of(store)
     if manifest is None or not store.complete:
         raise StoreError(
             f"{store.root} is not the complete store of a run; job=status says what is missing."

@@ -132,7 +132,11 @@ def row_vectors(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
 
 
 def layer_plot(
-    vectors: RowVectors, labels: npt.NDArray[np.int64], seed: int, tsne: bool
+    vectors: RowVectors,
+    labels: npt.NDArray[np.int64],
+    images: npt.NDArray[np.int64],
+    seed: int,
+    tsne: bool,
 ) -> dict[str, Any]:
     """Compute the embedding plot of a layer. Return name, width and pooled as of `vectors`; pca
     ((n, 2) float64 scores of the first two components, or None), explained (share of the variance
@@ -158,7 +162,7 @@ def layer_plot(
         return {**plot, "note": "All selected rows have the same vector."}
     plane = np.zeros((len(scores), 2))
     plane[:, : scores.shape[1]] = scores[:, :2]
-    same_class = same_class_shares(vectors.x, labels)
+    same_class = same_class_shares(vectors.x, labels, images)
     return {
         **plot,
         "pca": plane,
@@ -171,12 +175,12 @@ def layer_plot(
 
 
 def same_class_shares(
-    x: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]
+    x: npt.NDArray[np.float32], labels: npt.NDArray[np.int64], images: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """Return the share of the NEAREST labelled rows that have the class of each row.
 
-    Nearness is the cosine of values standardised over the labelled rows. A row without a label,
-    which is -1, has NaN.
+    Nearness is the cosine of values standardised over the labelled rows. Other rows of an image or
+    video, which have an equal number in `images`, do not count. A row without a label (-1) has NaN.
     """
     shares = np.full(len(labels), np.nan)
     labelled = np.flatnonzero(labels >= 0)
@@ -184,15 +188,16 @@ def same_class_shares(
     if count < 1:
         return shares
     unit = standardised_units(x[labelled].astype(np.float64))
-    classes = labels[labelled]
+    classes, images = labels[labelled], images[labelled]
     step = rows_of_block(4 * len(labelled))
     for start in range(0, len(labelled), step):
         cosines = unit[start : start + step] @ unit.T
-        places = np.arange(len(cosines))
-        cosines[places, start + places] = -np.inf
+        cosines[images[start : start + step, None] == images] = -np.inf
         nearest = np.argpartition(-cosines, count - 1, axis=1)[:, :count]
-        same = classes[nearest] == classes[start : start + step, None]
-        shares[labelled[start : start + step]] = same.mean(1)
+        is_other = np.isfinite(np.take_along_axis(cosines, nearest, axis=1))
+        same = is_other & (classes[nearest] == classes[start : start + step, None])
+        num_others = np.where(is_other.any(1), is_other.sum(1), np.nan)
+        shares[labelled[start : start + step]] = same.sum(1) / num_others
     return shares
 
 

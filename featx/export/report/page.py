@@ -41,8 +41,9 @@ from featx.export.report.similar_rows import (
 from featx.export.report.thumbnails import UNDECODED, UNREAD, Thumbnails
 from featx.export.results import rankings_of
 from featx.export.selection import data_of_store
+from featx.sources import origins_of
 from featx.storage import AtomicFolder
-from featx.store import FeatureStore, load_manifest, matching_layers
+from featx.store import FeatureStore, manifest_of, matching_layers
 from featx.types import Json
 
 NAME = "report.html"
@@ -78,7 +79,7 @@ def run_report(config: Config, log: Callable[[str], None]) -> Json:
             "leaves t-SNE out."
         )
     store = FeatureStore(config.store_path(), verify="rows")
-    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
+    manifest = manifest_of(store)
     place = {name: i for i, name in enumerate(manifest.layers if manifest else ())}
     layers = matching_layers(store, config.layers)
     layers = tuple(sorted(layers, key=lambda name: place.get(name, -1)))  # in order of execution
@@ -149,6 +150,7 @@ class Page:
         self.rows, most = ok, config.report.rows
         if len(ok) > most:
             self.rows = np.sort(np.random.default_rng(self.seed).choice(ok, most, replace=False))
+        self.images = np.unique(origins_of(store.key_bytes[self.rows])[0], return_inverse=True)[1]
         self.probes, self.reasons = probes_of(store), reasons_of(store)
         self.plotted = _layers_to_plot(layers, self.probes)
         self.duplicates = find_duplicates(store, self.plotted, self.rows, self.probes)
@@ -166,7 +168,8 @@ class Page:
             # Vectors are read again here, so that those of a single layer are in memory at a time.
             vectors = row_vectors(store, layer, self.rows)
             labels = store.labels[self.rows]
-            self.plots[layer] = layer_plot(vectors, labels, self.seed, config.report.tsne)
+            tsne = config.report.tsne
+            self.plots[layer] = layer_plot(vectors, labels, self.images, self.seed, tsne)
         self.folders = _folders(config, store)
         norms = [token_norms(store, layer, self.rows) for layer in layers]
         self.token_norms = [each for each in norms if each is not None]
@@ -225,7 +228,7 @@ class Page:
         labels, shares = store.labels[rows], None
         vectors = row_vectors(store, layer, rows)
         if vectors.x is not None and (labels >= 0).any():
-            shares = same_class_shares(vectors.x, labels)
+            shares = same_class_shares(vectors.x, labels, self.images)
         tested = np.ones(len(rows), bool)
         if probes.predicted is not None and (probes.predicted.roles == TEST).any():
             tested = probes.predicted.roles[rows] == TEST

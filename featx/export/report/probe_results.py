@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe import is_of_answer, layer_results, output_folder, read_prediction_lines
+from featx.analysis.probe import is_of_answer, layer_results, read_prediction_lines
 from featx.base import as_utf8, csv_cell, csv_line
 from featx.export.report.html import without_folder
 from featx.store import FeatureStore, layout, read_result
@@ -124,7 +124,7 @@ class Probes:
 
 def probes_of(store: FeatureStore) -> Probes:
     """Read probe.json and predictions.csv of a store."""
-    folder = output_folder(store)
+    folder = store.folder
     path = folder / layout.PROBE
     try:
         result = read_result(path)

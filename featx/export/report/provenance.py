@@ -20,7 +20,7 @@ from featx.export.report.html import without_folders, without_folders_in_yaml
 from featx.export.report.probe_results import ROLES
 from featx.pipeline import RESPONSE
 from featx.storage import paths_in
-from featx.store import FeatureStore, layout, load_manifest, read_result
+from featx.store import FeatureStore, layout, manifest_of, read_summary
 from featx.types import Status
 
 CLASSES_SHOWN = 40
@@ -92,7 +92,7 @@ def provenance_of(
     (not computed yet), num_unlabelled, num_classes, num_ok_classes (those with an ok row); classes
     (the largest ones with their rows by role); and pending (layers of an unfinished run).
     """
-    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
+    manifest = manifest_of(store)
     runs = [
         {
             "layers": [spec.name for spec in run.layers],
@@ -178,17 +178,16 @@ def _versions(attrs: Mapping[str, object]) -> str:
 
 def speed_of(store: FeatureStore) -> dict[str, object]:
     """Return the runs of a store as in summary.json, and `missing`, why there are none."""
-    if store.root.is_file():
-        alone = "A single file records no times; summary.json is in the folder of the store."
-        return {"runs": [], "missing": alone}
     try:
-        runs = read_result(store.root / layout.SUMMARY)["runs"]
+        runs = read_summary(store)["runs"]
         for run in runs:
             numbers = [*run["seconds"].values(), *(run.get(name) for name in _NUMBERS)]
             sum(0.0 if number is None else float(number) for number in numbers)
         return {"runs": runs, "missing": ""}
     except FileNotFoundError:
         missing = "There is no summary.json yet: a run writes it when it ends."
+        if store.root != store.folder:
+            missing = "A single file records no times; summary.json is in the folder of the store."
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         missing = f"summary.json cannot be read: {error}."
     return {"runs": [], "missing": missing}

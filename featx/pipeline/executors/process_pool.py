@@ -57,6 +57,19 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def _blocked_sigint() -> Iterator[None]:
+    """Start processes for which SIGINT waits until they unblock it.
+
+    Python would print a traceback if it came while they import modules.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def worker_command(folder: Path, number: int, device: str) -> list[str]:
     """Command that starts a worker; the process id of a parent may follow."""
     return module_command("featx.pipeline.executors.worker", str(folder), str(number), device)
@@ -94,7 +107,7 @@ class ProcessPool(WorkerPool):
             is_tied = not self.outlives_driver
             path = self._log(number)
             open_folder(path.parent).append(path, "")  # an error if the disk is full
-            with path.open("ab") as log:
+            with path.open("ab") as log, _blocked_sigint():
                 self._processes[number] = subprocess.Popen(
                     [*command, str(os.getpid())] if is_tied else command,
                     env=module_environment(),

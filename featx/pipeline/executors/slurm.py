@@ -166,11 +166,16 @@ class SlurmOptions(ExecutorConfig):
 def check(options: SlurmOptions, config: Config) -> None:
     """Check that Slurm, its controller and the partition are available.
 
-    Raises ConfigError if this machine has no Slurm, or the cluster no such partition, and RunError
-    if the controller does not answer.
+    Raises ConfigError if this machine has no Slurm, the cluster no such partition, or the folder of
+    the logs a name that Slurm changes, and RunError if the controller does not answer.
     """
     if options.mode == "local":
         return
+    if "\\" in str(folder := Path(options.folder or config.out).expanduser().absolute()):
+        raise ConfigError(
+            f"executor=slurm: {folder} has a backslash, so Slurm would put no number of a task "
+            "into the names of logs. executor.folder=DIR names a folder without one for the tasks."
+        )
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "executor=slurm: there is no Slurm on this machine (sbatch is not found). Start the "

@@ -294,6 +294,9 @@ def _interrupted_at_end(left_s: float | None) -> Iterator[list[str]]:
 
 def main(folder: str, number: str, device: str, parent: str = "") -> None:
     """Run a worker of this machine; with the process id of a parent it dies with that process."""
+    # It ends without a traceback, also while later imports run; the driver says what ended it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if parent:
         end_with_parent(int(parent))
     run_worker(read_spec(Path(folder)), int(number), device)

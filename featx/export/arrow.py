@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from featx.export.selection import ExportSelection, about_text
+from featx.export.selection import ExportSelection, about_text, with_texts
 from featx.types import Array
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def listing(
         "class": pa.array(selection.class_texts(start, stop), pa.string()),
         "status": pa.array(selection.status[start:stop]),
     }
-    of_store = {name: pa.array(values[start:stop]) for name, values in columns.items()}
+    of_store = {name: pa.array(with_texts(values[start:stop])) for name, values in columns.items()}
     return {name: arrays[name] for name in names} | of_store
 
 

@@ -66,7 +66,7 @@ class Csv(Format):
     def opening(self, out: Path) -> str:
         layer = self.selection.layers[0]
         columns = self.selection.named_columns(_LISTING)
-        texts = [name for name, values in columns.items() if values.dtype.kind == "U"]
+        texts = [name for name, values in columns.items() if values.dtype.kind == "S"]
         return (
             "import pandas as pd\n"
             # A class 007 or NA is a text, which pandas would make a number or NaN.

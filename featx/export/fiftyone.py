@@ -53,7 +53,7 @@ _RESULTS = {
 }
 """Field of a label or of a result -> its type; there is none of a job that has not run."""
 
-_COLUMN_TYPES = {"i": "IntField", "f": "FloatField", "b": "BooleanField", "U": "StringField"}
+_COLUMN_TYPES = {"i": "IntField", "f": "FloatField", "b": "BooleanField", "S": "StringField"}
 """Kind of a dtype of numpy -> type of the field."""
 
 _SAMPLE_BYTES = 2000
@@ -139,12 +139,14 @@ class FiftyOne(Format):
     def _write_samples(self, folder: ExportFolder, paths: Iterable[str]) -> None:
         """Write samples.json, with the paths of the images in the order of the rows."""
         selection, n = self.selection, len(self.selection)
-        columns = {name: _column(values) for name, values in self._columns.items()}
         each_path = iter(paths)
         with folder.file("samples.json") as file:
             file.write(b'{"samples": [')
             for start, stop, values in selection.blocks(0, n):
                 keys, classes = selection.key_texts(start, stop), selection.class_texts(start, stop)
+                columns = {
+                    name: _column(of_all[start:stop]) for name, of_all in self._columns.items()
+                }
                 for position in range(start, stop):
                     place = position - start
                     row, raw = int(selection.rows[position]), bytes(selection.keys[position])
@@ -153,7 +155,7 @@ class FiftyOne(Format):
                         "row": row,
                         "ground_truth": _classification(raw, "ground_truth", classes[place]),
                         **self._results.get(row, {}),
-                        **{name: column[position] for name, column in columns.items()},
+                        **{name: column[place] for name, column in columns.items()},
                     }
                     digest = _hash(raw)
                     sample = {

@@ -22,7 +22,7 @@ from featx.types import Json
 
 _LISTING = ("key", "row", "label", "status")
 
-_VALUES = {"U": "string", "i": "int64", "f": "float64", "b": "bool"}
+_VALUES = {"S": "string", "i": "int64", "f": "float64", "b": "bool"}
 """Kind of NumPy dtype of a store's column -> name of the type in `datasets`."""
 
 

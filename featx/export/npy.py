@@ -36,7 +36,7 @@ class Npy(Format):
             "labels": selection.labels,
             "status": selection.status,
             "rows": selection.rows,
-            **{f"columns/{name}": values for name, values in selection.column_arrays.items()},
+            **{f"columns/{name}": values for name, values in selection.columns.items()},
         }
         for name, column in columns.items():
             with folder.file(f"{name}.npy") as file:

@@ -34,10 +34,7 @@ class Safetensors(ShardedFormat):
 
     def __init__(self, selection: ExportSelection, config: Config) -> None:
         super().__init__(selection, config)
-        arrays = self.selection.column_arrays
-        names = zip(self.selection.named_columns(_TAKEN), arrays, strict=True)
-        self._columns = {column_name: arrays[name] for column_name, name in names}
-
+        self._columns = self.selection.named_columns(_TAKEN)
         row_bytes = self.selection.row_bytes() + _LISTING_BYTES + self.selection.keys.dtype.itemsize
         row_bytes += sum(values.dtype.itemsize for values in self._columns.values())
         self._shards = self.shards(row_bytes, "features-{}.safetensors")

@@ -101,21 +101,12 @@ class ExportSelection:
 
     @cached_property
     def columns(self) -> dict[str, Array]:
-        """Name -> (n,) values of each column of the data set, as returned by `FeatureStore.column`.
+        """Name -> (n,) values of each column of the data set, as returned by
+        `FeatureStore.stored_column`: texts are bytes, of which `with_texts` decodes a block.
 
-        A missing number is NaN, a missing text is ''.
+        A missing number is NaN, a missing text is b''.
         """
-        return {name: self.store.column(name)[self.rows] for name in self.store.columns}
-
-    @cached_property
-    def column_arrays(self) -> dict[str, Array]:
-        """`columns` for formats of plain arrays, with texts as (n,) fixed-length UTF-8 bytes."""
-        return {
-            name: np.char.encode(values, "utf-8", "surrogateescape")
-            if values.dtype.kind == "U"
-            else values
-            for name, values in self.columns.items()
-        }
+        return {name: self.store.stored_column(name)[self.rows] for name in self.store.columns}
 
     def named_columns(self, taken: Sequence[str]) -> dict[str, Array]:
         """Return `columns` under the names that they have in one table with other columns."""
@@ -155,10 +146,12 @@ class ExportSelection:
         return sum(self.store[name].nbytes for name in layers) // max(1, len(self.store))
 
     def block_rows(self, layers: Sequence[str] | None = None) -> int:
-        """Return the number of rows whose keys and features take half a block, from one to
-        BLOCK_ROWS.
+        """Return the number of rows whose keys, columns and features take half a block, from one
+        to BLOCK_ROWS.
         """
-        row_bytes = self.row_bytes(layers) + self.keys.dtype.itemsize
+        listing = [self.keys, *self.columns.values()]
+        # As text, a byte takes up to four.
+        row_bytes = self.row_bytes(layers) + sum(4 * values.dtype.itemsize for values in listing)
         return min(BLOCK_ROWS, rows_of_block(2 * row_bytes))
 
     def blocks(
@@ -193,7 +186,7 @@ class ExportSelection:
         attrs = self.store.attrs
         # A format may store texts as bytes.
         columns = {
-            name: "text" if values.dtype.kind == "U" else values.dtype.name
+            name: "text" if values.dtype.kind == "S" else values.dtype.name
             for name, values in self.columns.items()
         }
         return {
@@ -219,7 +212,7 @@ class ExportSelection:
     def fingerprint(self) -> dict[str, Any]:
         """Description of the rows as JSON types, equal for two exports with the same rows."""
         listing = (self.rows, self.keys, self.labels, self.status)
-        columns = [(repr(name), values) for name, values in self.column_arrays.items()]
+        columns = [(repr(name), values) for name, values in self.columns.items()]
         return {
             "store's fingerprint": str(self.store.attrs.get("fingerprint", "")),
             "layers": {name: f"{self.row_shape(name)} {self.dtype(name)}" for name in self.layers},
@@ -323,9 +316,16 @@ def about_text(selection: ExportSelection) -> str:
     return json.dumps(selection.about, sort_keys=True)
 
 
+def with_texts(column: Array) -> Array:
+    """Return some values of a column of `ExportSelection.columns`, bytes as text."""
+    if column.dtype.kind != "S":
+        return column
+    return np.char.decode(column, "utf-8", "surrogateescape")
+
+
 def as_json_values(column: Array) -> list[object]:
     """Return values of a column for JSON, which has no NaN: a missing number is None."""
-    values = column.astype(object)
+    values = with_texts(column).astype(object)
     if column.dtype.kind == "f":
         values[np.isnan(column)] = None
     return list(values)

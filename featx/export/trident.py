@@ -27,7 +27,7 @@ from featx.export.base import (
     only_layer_of,
     refuse_maps,
 )
-from featx.export.selection import ExportSelection
+from featx.export.selection import ExportSelection, with_texts
 from featx.sources import parse_box_key
 from featx.types import Array
 
@@ -190,7 +190,7 @@ class Trident(Format):
         values = self.selection.columns.get(column)
         if values is None:
             return None
-        distinct = np.unique(values[places])
+        distinct = np.unique(with_texts(values[places]))
         if len(distinct) > 1 or distinct.dtype.kind not in "if" or not distinct[0] > 0:
             values_text = ", ".join(map(str, distinct[:3]))
             raise ConfigError(

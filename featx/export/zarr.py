@@ -12,7 +12,7 @@ from featx.base import import_extra
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
-from featx.export.selection import ExportSelection
+from featx.export.selection import ExportSelection, with_texts
 from featx.types import Array
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Zarr(Format):
             **{f"columns/{name}": values for name, values in selection.columns.items()},
         }
         for name, column in columns.items():
-            if column.dtype.kind == "U":
+            if column.dtype.kind == "S":
                 self._write_texts(group, name, column)
                 continue
             array = group.create_array(
@@ -85,7 +85,7 @@ class Zarr(Format):
         self._write_texts(group, "key", None)
 
     def _write_texts(
-        self, group: zarr.Group, name: str, texts: npt.NDArray[np.str_] | None
+        self, group: zarr.Group, name: str, texts: npt.NDArray[np.bytes_] | None
     ) -> None:
         """Write an array of texts block by block; None writes the keys."""
         n = len(self.selection)
@@ -94,8 +94,10 @@ class Zarr(Format):
         )
         for start in range(0, n, _COLUMN_ROWS):
             stop = min(n, start + _COLUMN_ROWS)
-            block = self.selection.key_texts(start, stop) if texts is None else texts[start:stop]
-            array[start:stop] = np.array(list(block), np.dtypes.StringDType())
+            block = self.selection.key_texts(start, stop)
+            if texts is not None:
+                block = with_texts(texts[start:stop]).tolist()
+            array[start:stop] = np.array(block, np.dtypes.StringDType())
 
     def opening(self, out: Path) -> str:
         return (

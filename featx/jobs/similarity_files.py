@@ -18,8 +18,13 @@ NUM_SHOWN = 10
 
 
 def open_input(path: str | Path) -> FeatureStore:
-    """Open a store, and warn on stderr if rows are missing."""
+    """Open a store, and warn on stderr if rows are missing.
+
+    A job whose store is refreshed and packed meanwhile ends with an error: rows of both states are
+    told apart by the checksums of their images, which the store knows once they were read.
+    """
     store = FeatureStore(path, verify="rows")
+    _ = store.rows_sha256
     if not store.complete:
         log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
     return store

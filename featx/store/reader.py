@@ -237,15 +237,20 @@ class FeatureStore:
         Raises:
             StoreError: there is no such column.
         """
+        values = self.stored_column(name)
+        return _texts(values) if values.dtype.kind == "S" else values
+
+    def stored_column(self, name: str) -> Array:
+        """Values of a column as `column` returns them, but texts as (N,) fixed-length UTF-8 bytes,
+        which take a quarter of the memory.
+        """
         if name not in self.columns:
             raise StoreError(
                 f"{self.root} has no column {name!r}; it has {', '.join(self.columns) or 'none'}."
                 f"{nearest(name, self.columns)}"
             )
         values = self._column(f"{layout.COLUMNS}/{name}", "Sbif")
-        if values.dtype.kind != "S":
-            return values
-        return _texts(values)
+        return values.view(values.dtype.str)  # drops the metadata that h5py adds to dtypes
 
     @cached_property
     def status(self) -> npt.NDArray[np.uint8]:

@@ -6,13 +6,16 @@ import contextlib
 import json
 import math
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import run_python
 from format_readers import READERS
+from probe_problem import write_store
 from test_formats import export
 from tiny_model import extract, write_image
 
@@ -217,3 +220,22 @@ def test_an_export_of_other_columns_is_refused(store: featx.FeatureStore) -> Non
         export("zarr")
     export("zarr", overwrite=True)
     assert READERS["zarr"](Path("out")).columns["age"] == COLUMNS["age"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+@pytest.mark.parametrize("form", ["npy", "csv"])
+def test_texts_are_exported_in_blocks(form: str) -> None:
+    """All texts as numpy's take four times their bytes, twice: of all rows, and of those chosen."""
+    # The peak of this process, without that of the one that started it, as getrusage counts.
+    run = (
+        "import sys, featx\n"
+        "featx.export_store('store', export={'format': sys.argv[1]}, out='out')\n"
+        "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+    )
+    peaks = {}
+    for num_rows in (100, 20_000):
+        folder, y = Path(str(num_rows)), np.arange(num_rows) % 2
+        texts = np.full(num_rows, b"x" * 2000)
+        write_store(folder / "store", y, {"caption": texts}, x=np.ones((num_rows, 1), np.float32))
+        peaks[num_rows] = int(run_python("-c", run, form, cwd=folder).stdout.splitlines()[-1])
+    assert peaks[20_000] - peaks[100] < 6 * (texts.nbytes >> 10), peaks

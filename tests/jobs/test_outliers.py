@@ -113,13 +113,11 @@ def test_duplicates_of_standardised_values(store: featx.FeatureStore) -> None:
     assert ask("duplicates", neighbors={"standardise": False})["threshold"] == 0.98
 
 
-@pytest.mark.parametrize(
-    "job", slow_except(["outliers", "duplicates", "mislabelled", "probe"], "outliers")
-)
-def test_results_are_not_said_to_be_of_rows_that_changed_during_the_job(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of many parts only some stay open: the others are gone once they were computed again."""
+@pytest.fixture
+def replaced_on_read(in_tmp_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of many parts, of which some stay open, that is refreshed and packed when its first
+    rows are read.
+    """
     photos = write_images(Path("photos"), 24)
     tiny_extract(photos, reduce="avg", pack=False)
     shutil.copytree("store", "new")
@@ -136,8 +134,23 @@ def test_results_are_not_said_to_be_of_rows_that_changed_during_the_job(
         return values
 
     monkeypatch.setattr(LayerReader, "read", read_and_replace)
+
+
+@pytest.mark.usefixtures("replaced_on_read")
+@pytest.mark.parametrize(
+    "job", slow_except(["outliers", "duplicates", "mislabelled", "probe"], "outliers")
+)
+def test_results_are_not_said_to_be_of_rows_that_changed_during_the_job(job: str) -> None:
+    """The parts that were closed are gone once their rows were computed again."""
     with contextlib.suppress(StoreError):  # if it reads rows again
         run_job(job, store="store", layers=["conv"], device="cpu")
     assert not Path("store/parts").exists()
     for path in Path("store").rglob(f"{job}.json"):
         assert json.loads(path.read_text())["rows_sha256"] != featx.open("store").rows_sha256
+
+
+@pytest.mark.usefixtures("replaced_on_read")
+def test_rows_of_two_states_are_not_neighbours() -> None:
+    with pytest.raises(StoreError, match="has changed since it was opened"):
+        run_job("neighbors", store="store", layers=["conv"], device="cpu")
+    assert not list(Path("store").rglob("neighbors.npz"))

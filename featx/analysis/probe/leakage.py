@@ -115,11 +115,15 @@ def _most_similar(unit: torch.Tensor, test: Ints, train: Ints) -> tuple[Ints, Ma
     is_other = torch.ones(len(unit), dtype=torch.bool)
     is_other[torch.from_numpy(train)] = False
     is_other = is_other.to(unit.device)
-    block_rows = rows_of_block(4 * len(unit))
+    block_rows = min(len(test), rows_of_block(4 * len(unit)))
+    # One matrix for all blocks. malloc keeps what is freed (`keep_freed_memory`), and places the
+    # results there, so that no further matrix would fit into the memory of an earlier one.
+    products = unit.new_empty((block_rows, len(unit)))
     places, cosines = [], []
     for start in range(0, len(test), block_rows):
         queries = unit[torch.from_numpy(test[start : start + block_rows]).to(unit.device)]
-        best = (queries @ unit.T).masked_fill_(is_other, -math.inf).max(1)
+        block = torch.mm(queries, unit.T, out=products[: len(queries)])
+        best = block.masked_fill_(is_other, -math.inf).max(1)
         places.append(best.indices.cpu().numpy())
         cosines.append(best.values.cpu().double().numpy())
     return np.concatenate(places), np.concatenate(cosines)

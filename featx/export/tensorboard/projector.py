@@ -16,6 +16,7 @@ import numpy.typing as npt
 from featx.base import free_title, log_message
 from featx.config import ReduceConfig
 from featx.errors import ReduceError, counted
+from featx.export.selection import with_texts
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout
 from featx.types import Failure
@@ -113,11 +114,11 @@ def _metadata(store: FeatureStore, rows: npt.NDArray[np.int64]) -> list[tuple[ob
     labels = store.labels[rows].tolist()
     columns: dict[str, Sequence[object]] = {
         "label": [store.classes[label] if label >= 0 else "(none)" for label in labels],
-        "key": store.keys[rows].tolist(),
+        "key": [store.key_of(row) for row in rows.tolist()],
         "row": rows.tolist(),
     }
     for name in store.columns:
-        columns[free_title(name, columns)] = list(store.column(name)[rows])
+        columns[free_title(name, columns)] = list(with_texts(store.stored_column(name)[rows]))
     return [tuple(columns), *zip(*columns.values(), strict=True)]
 
 

@@ -59,6 +59,7 @@ def stats_of_store(config: Config) -> dict[str, object]:
     path = session.path
     with exclusive_lock(folder / layout.LOCK):
         clear_files(disk, config.overwrite)
+        checksums = store.image_checksums  # before the rows: one state of the store
         failures = _failures(store)
         failed = [failure.row for failure in failures]
         if path.exists():
@@ -66,7 +67,7 @@ def stats_of_store(config: Config) -> dict[str, object]:
                 found = session.read(path, 0, len(store))
             except DamagedError as error:
                 raise StoreError(f"{error} overwrite=true computes it again.") from error
-            same_images = np.array_equal(found.checksums, store.image_checksums)
+            same_images = np.array_equal(found.checksums, checksums)
             if not same_images or [failure.row for failure in found.failures] != failed:
                 raise StoreMismatchError(
                     f"{store.root} has other rows than when {path} was computed from it (images "
@@ -82,7 +83,7 @@ def stats_of_store(config: Config) -> dict[str, object]:
                     name: _sum(store, layer, part_rows, failed, device, progress)
                     for name, layer in layers.items()
                 }
-            session.write(Contents(moments, failures, store.image_checksums))
+            session.write(Contents(moments, failures, checksums))
     return summary_of(Statistics(path), reference, failures)
 
 

@@ -11,8 +11,9 @@ import torch
 from made_store import make_labelled
 
 from featx.analysis import LayerVectors
+from featx.analysis.probe import probe_rows
 from featx.analysis.probe.labelled_rows import labelled_rows
-from featx.analysis.probe.layer_rows import Problem, open_vectors, probe_rows
+from featx.analysis.probe.layer_rows import Problem, open_vectors
 from featx.config import ProbeConfig
 from featx.store import FeatureStore
 

@@ -96,7 +96,13 @@ def test_a_sweep_over_a_pattern_runs(
     monkeypatch.setattr(
         sys,
         "argv",
-        ["featx", "-m", "job=models", "models.limit=1", "experiment=glob([web_images,exact])"],
+        [
+            "featx",
+            "-m",
+            "job=models",
+            "models.query=resnet18",
+            "experiment=glob([web_images,exact])",
+        ],
     )
     assert run_command() == 0
     assert "[2 of 2] experiment=web_images" in capsys.readouterr().err

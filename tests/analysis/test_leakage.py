@@ -22,7 +22,7 @@ own_process()
 keep_freed_memory()
 block_sizes.BLOCK_BYTES = 16 << 20
 x, y = blobs(20_000, width=64)
-features, split = features_of(Path(), x, y), holdout(y, 0.2, 0.2, seed=0)
+features, split = features_of(Path(), x, y), holdout(y, 0.2, seed=0)
 before = mib()
 near_duplicates(features, "x", [split])
 print(mib() - before, 4 * len(split.test) * len(x) >> 20)

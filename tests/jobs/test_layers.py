@@ -280,7 +280,9 @@ def test_keys_that_would_have_no_effect(layers: Layers) -> None:
         layers("costs")
     node = from_keywords({"model": MODEL})
     node["job"]["show"] = "cost"
-    with pytest.raises(ConfigError, match=r"job\.show has an effect with job=layers and job=probe"):
+    with pytest.raises(
+        ConfigError, match=r"job\.show has an effect with job=layers, job=models and job=probe"
+    ):
         jobs.check(from_composed(node))
     node["job"].update(show=None, depth=2)
     with pytest.raises(ConfigError, match=r"job\.depth has an effect with job=layers only"):

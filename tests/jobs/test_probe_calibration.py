@@ -52,16 +52,16 @@ def test_the_temperature_has_limits() -> None:
     assert fit_temperature(logits, np.array([1, 0])) == pytest.approx(HIGHEST)
 
 
-@pytest.mark.parametrize("split", ["holdout", "kfold"])
+@pytest.mark.parametrize("folds", [None, 5], ids=["holdout", "kfold"])
 def test_the_head_is_divided_by_the_temperature_and_classes_stay(
-    split: str, capsys: pytest.CaptureFixture[str]
+    folds: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     x, y = blobs(300, num_classes=4, signal=0.4)
     write_store(Path("store"), y, x=x)
-    plain = probe(l2=1e-4, split=split)
+    plain = probe(l2=1e-4, folds=folds)
     before = load_file("store/probe/x.safetensors")
     capsys.readouterr()
-    scaled = probe(l2=1e-4, split=split, calibration="temperature")
+    scaled = probe(l2=1e-4, folds=folds, calibration="temperature")
     after = load_file("store/probe/x.safetensors")
     temperature = scaled["calibration_temperature"]
     assert temperature > 1.2, "a weak penalty is over-confident"

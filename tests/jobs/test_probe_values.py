@@ -126,14 +126,14 @@ def test_labels_that_a_split_cannot_learn_are_named() -> None:
 
 def test_knn_averages_the_values_of_the_nearest_rows() -> None:
     store_with(age=AGE)
-    probe(label_column="age", task="regression", method="knn", k=3, temperature=0.2)
+    probe(label_column="age", task="regression", method="knn", k=3)
     rows = lines("knn")
     test = [int(row["key"].removesuffix(".jpg")) for row in rows]
     train = np.setdiff1d(np.arange(300), test)
     unit = X / np.linalg.norm(X.astype(np.float64), axis=1, keepdims=True)
     cosines = unit[test] @ unit[train].T
     nearest = np.argsort(-cosines, axis=1)[:, :3]
-    weights = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.2)
+    weights = np.exp(np.take_along_axis(cosines, nearest, 1) / 0.07)
     expected = (weights * AGE[train][nearest]).sum(1) / weights.sum(1)
     assert [float(row["predicted"]) for row in rows] == pytest.approx(expected, rel=1e-5)
 

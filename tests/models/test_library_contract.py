@@ -69,7 +69,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return model_options(
         library="hub",
         name=str(folder),
-        entry="SmallConvNet",
+        factory="SmallConvNet",
         weights=None,
         transform=transform,
     )

@@ -120,7 +120,10 @@ def test_a_size_that_is_not_square() -> None:
         ({"args": {"checkpoint_path": "x.pth"}}, r"model\.weights=PATH"),
         ({"args": {"glubal_pool": "avg"}}, "unexpected keyword argument 'glubal_pool'"),
         ({"input_size": [448]}, r"expected \[height, width\]"),
-        ({"factory": "a:b"}, r"model\.factory has an effect with model\.library=custom only"),
+        (
+            {"factory": "a:b"},
+            r"model\.factory has an effect with model\.library=custom or model\.library=hub",
+        ),
     ],
 )
 def test_what_is_refused_of_timm(options: dict[str, Any], message: str) -> None:

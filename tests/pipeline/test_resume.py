@@ -263,7 +263,7 @@ def test_every_use_of_a_store_asks_for_its_model(photos: Path) -> None:
 
     extract(photos, model=model(1.0))
     take_statistics(1.0)
-    assert run_job("probe", store="store", probe={"split": "kfold", "folds": 2}) == 0
+    assert run_job("probe", store="store", probe={"folds": 2}) == 0
     image = [photos / "cat" / "000.png"]
     uses: list[Callable[[float], object]] = [
         lambda scale: extract(photos, model=model(scale), layers=["pool"]),

@@ -322,7 +322,8 @@ def set_free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def set_free(*num_bytes: float | None) -> None:
         looks = list(num_bytes)
-        for module in ("base.machine", "engine.auto_settings", "engine.batch_parallelism"):
+        # base.machine last: a module that is imported after it would keep the replacement.
+        for module in ("engine.auto_settings", "engine.batch_parallelism", "base.machine"):
             monkeypatch.setattr(
                 f"featx.{module}.free_memory", lambda: looks.pop(0) if len(looks) > 1 else looks[0]
             )

@@ -22,7 +22,7 @@ from featx.analysis.new_images import (
 )
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
-from featx.models import copied
+from featx.models import copy_model
 from featx.pipeline import RunContext, run_parts
 from featx.store import FeatureStore, manifest_of, matching_layers
 from featx.types import Array, Batch
@@ -147,7 +147,7 @@ class Embedder(LoadedFunction):
                 recipe = ExtractionRecipe.of_run(str(store.root), run, names)
                 run_config = recipe.config_for(config, DataConfig())
                 # A given module has the captures of one run at a time.
-                factory = copied(model_factory) if models else model_factory
+                factory = copy_model(model_factory) if models else model_factory
                 models.append(LoadedModel(recipe, run_config, pads, factory))
         super().__init__(models)
 

@@ -1,4 +1,4 @@
-"""Rows of a layer as float32 vectors on a device, in memory or read in blocks."""
+"""Rows of a layer as vectors on a device, in memory or read in blocks."""
 
 from __future__ import annotations
 
@@ -187,6 +187,11 @@ class LayerVectors:
         """Number of vectors that are compared with others at a time."""
         return rows_of_block(2 * self.width)
 
+    @property
+    def _double_rows(self) -> int:
+        """Number of vectors that are converted to float64 at a time."""
+        return max(1, _DOUBLES_BYTES // (4 * max(1, self.width)))
+
     def subset(self, places: Ints) -> LayerVectors:
         """Return the vectors at some places of a store, scaled and centred as all of them are."""
         subset = copy.copy(self)
@@ -239,7 +244,7 @@ class LayerVectors:
         vectors = vectors.to(self._dtype)
         if not self._unit and self._scaler is None and self._centre is None:
             return vectors
-        parts = torch.split(vectors, max(1, _DOUBLES_BYTES // (4 * max(1, self.width))))
+        parts = torch.split(vectors, self._double_rows)
         return torch.cat([self._scaled_and_centred(part) for part in parts])
 
     def _mean_and_deviation(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,11 +252,10 @@ class LayerVectors:
         home = float64_device(self.device)
         total = torch.zeros(self.width, dtype=torch.float64, device=home)
         squares = torch.zeros_like(total)
-        block_rows = max(1, _DOUBLES_BYTES // (4 * max(1, self.width)))
-        for _, block in self.all_blocks(block_rows):
+        for _, block in self.all_blocks(self._double_rows):
             total += block.to(home).double().sum(0)
         mean = total / len(self)
-        for _, block in self.all_blocks(block_rows):
+        for _, block in self.all_blocks(self._double_rows):
             squares += (block.to(home).double() - mean).square().sum(0)
         deviation = (squares / len(self)).sqrt()
         deviation[deviation == 0] = 1

@@ -77,8 +77,8 @@ def _open_stores(
     """
     if isinstance(given, os.PathLike):
         return [_open(given)]
-    if isinstance(given, str) and (several_given := listed_stores(given)) != [given]:
-        given = several_given
+    if isinstance(given, str) and (listed := listed_stores(given)) != [given]:
+        given = listed
     if not isinstance(given, str):
         given = list(given)
         if not given:

@@ -197,7 +197,7 @@ class AttributeConfig:
     preprocessing; when not given) or blur (the image itself, blurred)."""
     window: Annotated[Count | None, OnlyWith("method", "occlusion")] = None
     """Side of the square that occlusion hides, in pixels of the crop; a seventh of the crop when
-    not given. From one square to the next it is half of that."""
+    not given. The square moves by half of that."""
     per_class: NaturalNumber = 8
     """Number of rows drawn for each class of the data set, on one sheet below OUT/sheets; 0 draws
     none."""

@@ -24,7 +24,7 @@ from .golden import write_golden as write_golden
 from .libraries import LIBRARIES as LIBRARIES
 from .libraries import ModelLibrary as ModelLibrary
 from .libraries import build_backbone as build_backbone
-from .libraries import copied as copied
+from .libraries import copy_model as copy_model
 from .libraries import given_factory as given_factory
 from .libraries import resolve_library as resolve_library
 from .preprocessing import stated_preprocess as stated_preprocess

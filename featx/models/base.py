@@ -21,8 +21,8 @@ from featx.images import Preprocess
 
 _GENERATOR = threading.RLock()
 
-_lent: WeakSet[nn.Module] = WeakSet()
-"""Modules of the user that a backbone has now."""
+_modules_in_use: WeakSet[nn.Module] = WeakSet()
+"""Modules of the user that belong to a backbone now."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,13 @@ class Backbone:
         _check_module(self.module, self.name)
         self.choices: dict[str, str] = {}
         if self.is_users:
-            if self.module in _lent:
+            if self.module in _modules_in_use:
                 raise ModelError(
                     f"{self.name}: another run or embedder uses this module, with its own captures "
                     "and precision. Close that first, or give a copy of the module, or a function "
                     "that builds one."
                 )
-            _lent.add(self.module)
+            _modules_in_use.add(self.module)
             self._modes = [(module, module.training) for module in self.module.modules()]
             self._parameters = [
                 (x, x.data, x.grad, x.requires_grad) for x in self.module.parameters()
@@ -183,7 +183,7 @@ class Backbone:
         """
         if not self.is_users:
             return
-        _lent.discard(self.module)
+        _modules_in_use.discard(self.module)
         if any(type(data) is not torch.Tensor for _, data, _, _ in self._parameters):
             self.module.to(self._device)  # tensor subclasses, whose data cannot be replaced
         for x, data, gradient, requires_grad in self._parameters:

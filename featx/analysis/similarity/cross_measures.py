@@ -87,9 +87,11 @@ def centred_rows(rows: Rows) -> CentredRows:
         values, vectors = torch.linalg.eigh(products.gram)
         coordinates: torch.Tensor = vectors * values.clamp_min(0).sqrt()
         return CentredRows(
-            *(rows.count, rows.count, rows.step),
-            lambda start, stop: coordinates[start:stop],
-            products.mean_square,
+            rows.count,
+            width=rows.count,
+            step=rows.step,
+            read=lambda start, stop: coordinates[start:stop],
+            mean_square=products.mean_square,
         )
     mean = torch.zeros((), dtype=torch.float64)
     for start in range(0, rows.count, rows.step):

@@ -1,4 +1,4 @@
-from .custom import copied as copied
+from .custom import copy_model as copy_model
 from .custom import given_factory as given_factory
 from .registry import LIBRARIES as LIBRARIES
 from .registry import ModelLibrary as ModelLibrary

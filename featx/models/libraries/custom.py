@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from featx.models.base import Backbone
 
 
-Model = TypeVar("Model")
+_Model = TypeVar("_Model")
 
 _PYTHON_OBJECT = "python object"
 """Stands in model.factory for the module of an object that a Python program passes."""
@@ -118,7 +118,7 @@ class Custom(ModelLibrary[CustomOptions]):
                 "its own. Leave model.weights out, or give a function that builds the module."
             )
         elif config.weights is not None:
-            module = copied(module) if is_given else module  # the user's own keeps its weights
+            module = copy_model(module) if is_given else module  # the user's own keeps its weights
             weights = config.weights
             loading = load_own_weights(module, weights, config.checkpoint)
         return Backbone(
@@ -169,7 +169,7 @@ def _modules_digest(module: nn.Module) -> str:
     return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", repr(module)).encode()).hexdigest()
 
 
-def copied(model: Model) -> Model:
+def copy_model(model: _Model) -> _Model:
     """Return a copy of a given module, or of an object that builds one; functions and texts are
     returned as they are.
     """

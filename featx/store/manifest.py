@@ -262,7 +262,7 @@ def read_manifest(root: Path) -> Manifest | None:
     """Read featx.json of a store; None if there is no such file.
 
     Raises StoreError if the file cannot be read, is damaged, or has a newer format, or files of the
-    store are links to where there is nothing now: a run would start again beside them.
+    store are links to where there is nothing now: a run would start again next to them.
     """
     path = root / layout.MANIFEST
     for name in (layout.MANIFEST, layout.LISTING, layout.PACKED, layout.PARTS):

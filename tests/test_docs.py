@@ -255,10 +255,6 @@ MADE_FIRST = {
         PHOTOS.replace("[avgpool]", "[embedding]").replace("runs/photos", "runs/places"),
     ],
     "reference/options/cka": [PHOTOS.replace("[avgpool]", "[layer4,avgpool]")],
-    "reference/options/distance": [
-        PHOTOS,
-        "data=folder data.root=theirs model=resnet18 layers=[avgpool] out=runs/other",
-    ],
     "similarity": [
         "data=folder data.root=photos model=resnet18 'layers={layer4: avg, avgpool: flatten}' "
         "out=runs/photos",
@@ -351,7 +347,7 @@ def test_every_command_runs(
     first = [f"python -m featx {line}" for line in made]
     for line in [*first, *lines]:
         words = line.removeprefix("python -m featx").strip()
-        if "neighbors.key=cat/001.jpg" in words:
+        if "neighbors.image=cat/001.jpg" in words:
             words = words.replace("cat/001.jpg", "cat/000.png")
         if words.startswith("-"):
             continue  # --help and -m end or fork Hydra; test_command.py has them

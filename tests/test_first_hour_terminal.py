@@ -111,7 +111,7 @@ def test_a_sweep_over_a_pattern_runs(
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("--watch", "status.watch=true"),
+        ("--masks=x", "probe.masks=x"),
         ("--limit=3", "data.limit=3"),
         ("--out=x", "key=value, without dashes: out=x"),
         ("--repair", "verify.repair=true"),

@@ -214,11 +214,10 @@ def test_jobs_that_read_a_store(
 @pytest.mark.slow
 def test_heat_maps_and_their_sheets(images: Path, out: str, workers: int | None) -> None:
     (images / "cat" / "000.png").write_bytes(b"no image")
-    keys = {key: value for key, value in KEYS.items() if key != "layers"}
-    keys |= {"data": str(images), "max_failures": 5, "executor": {"workers": workers}}
+    keys = {**KEYS, "layers": "deep", "data": str(images), "max_failures": 5}
+    keys["executor"] = {"workers": workers}
     method = {
         "method": ["gradcam", "saliency"],
-        "layer": "deep",
         "feature_map_layer": "conv",
         "per_class": 1,
     }

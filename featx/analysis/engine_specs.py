@@ -75,7 +75,8 @@ def _attributor(config: Config, backbone: Backbone, device: torch.device, dtype:
 
     if backbone.missing_heads:
         raise ModelError(f"heat maps explain logits: {no_logits(backbone)}")
-    return Attributor(backbone, device, dtype, config.target, config.attribute)
+    layer = None if config.layers is None else layer_requests(config)[0][0]
+    return Attributor(backbone, device, dtype, config.target, config.attribute, layer)
 
 
 def _attribution_layers(config: Config, engine: Engine) -> Selection:

@@ -211,6 +211,5 @@ def _split_notes(entries: Sequence[Json]) -> Iterator[str]:
     else:
         first, second = (shown_path(each["store"]) for each in probed[:2])
         yield (
-            f"job=probe store={second} probe.compare_store={first} tests whether two probes "
-            "differ on the same rows"
+            f"job=probe 'store=[{second},{first}]' tests whether two probes differ on the same rows"
         )

@@ -282,11 +282,11 @@ def _never_called(traced: Trace) -> list[str]:
     ]
 
 
-def outline(traced: Trace, depth: int) -> frozenset[str]:
-    """Return the names of the modules down to a depth.
+def outline(traced: Trace) -> frozenset[str]:
+    """Return the names of the modules at the top level of the model.
 
-    Depth 1 is the top level of the model. A module that computes nearly everything, such as the
-    `blocks` or `features` of many models, tells nothing, so the modules inside it take its place.
+    A module that computes nearly everything, such as the `blocks` or `features` of many models,
+    tells nothing, so the modules inside it take its place.
     """
     modules_inside = _modules_inside(traced)
     max_mflops = _MOST * traced.calls[-1].mflops
@@ -302,11 +302,7 @@ def outline(traced: Trace, depth: int) -> frozenset[str]:
             )
         return names
 
-    listed_modules = level = open_module("")
-    for _ in range(depth - 1):
-        level = [name for module in level for name in modules_inside.get(module, ())]
-        listed_modules = [*listed_modules, *level]
-    return frozenset(listed_modules)
+    return frozenset(open_module(""))
 
 
 def last_stage(traced: Trace, modules: Collection[str]) -> str | None:

@@ -34,7 +34,6 @@ from .job import LogConfig as LogConfig
 from .job import ModelsConfig as ModelsConfig
 from .job import ReportConfig as ReportConfig
 from .job import StatsConfig as StatsConfig
-from .job import StatusConfig as StatusConfig
 from .job import VerifyConfig as VerifyConfig
 from .job import ZeroshotConfig as ZeroshotConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY
@@ -78,7 +77,6 @@ from .similarity import MEASURES as MEASURES
 from .similarity import METRICS as METRICS
 from .similarity import USUAL_MEASURES as USUAL_MEASURES
 from .similarity import CkaConfig as CkaConfig
-from .similarity import DistanceConfig as DistanceConfig
 from .similarity import DuplicatesConfig as DuplicatesConfig
 from .similarity import Metric as Metric
 from .similarity import NeighborsConfig as NeighborsConfig

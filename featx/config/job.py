@@ -9,9 +9,6 @@ from annotated_types import Ge, Le
 from featx.config.checks import Count, NaturalNumber, OneOrMore, OnlyWith, names_tuple, options
 from featx.errors import ConfigError
 
-ViewOfLayers = Literal["shapes", "cost", "values", "all", "watch"]
-"""Values of job.show with job=layers; job=probe accepts `all` in addition to its default."""
-
 
 @options("job")
 class JobConfig:
@@ -21,23 +18,19 @@ class JobConfig:
     """Name of the job, from the option `job` itself."""
     json: bool = False
     """Print the result of the job as JSON."""
-    show: ViewOfLayers | None = None
+    show: Literal["shapes", "cost", "values", "all", "watch", "local"] | None = None
     """Columns of job=layers: shapes (the default), cost (parameters, MFLOPs, ms, memory), values
     (on one image), all of these in one wide table, or watch: every call during a forward pass. With
     job=probe, all adds few-shot accuracies, chosen settings and further scores; with job=models it
-    prints all models, not the first 20."""
-    depth: Annotated[int, Ge(1), Le(1000)] | Literal["all"] | None = None
-    """Levels of modules that job=layers lists: 1, the top level (the default), 2 or more, or all,
-    which also lists operations. A module that computes nearly everything is replaced by those
-    inside it."""
+    prints all models, not the first 20, and local those whose weights are on this machine. With
+    job=status, watch shows the status again every 5 s until the run is complete."""
 
     def __post_init__(self) -> None:
-        for key in ("show", "depth"):
-            value = getattr(self, key)
-            if self.json and value not in (None, "shapes"):
-                raise ConfigError(
-                    f"job.{key}={value} has no effect with job.json=true, which gives everything."
-                )
+        is_in_json = self.name != "status" and self.show not in (None, "shapes", "local")
+        if self.json and is_in_json:
+            raise ConfigError(
+                f"job.show={self.show} has no effect with job.json=true, which gives everything."
+            )
 
 
 @options("log")
@@ -56,14 +49,6 @@ class LogConfig:
                 f"log.metrics={self.metrics}: the name has to end in .prom, because node_exporter "
                 "reads no other files."
             )
-
-
-@options("status")
-class StatusConfig:
-    """Display of job=status."""
-
-    watch: bool = False
-    """Show the status again every 5 s until the run is complete."""
 
 
 @options("stats")
@@ -102,8 +87,6 @@ class ModelsConfig:
     query: str | None = None
     """Words that the name of a model, of its weights or of its library contains, such as dino, or a
     name that other programs have for it; null shows recommended models and the libraries."""
-    local: bool = False
-    """Show only models whose weights are on this machine."""
 
     def __post_init__(self) -> None:
         if self.query is not None and not self.query.strip():
@@ -134,12 +117,6 @@ class ReportConfig:
     """Largest number of images that are read again for thumbnails; 0 leaves them out."""
     tsne: bool = True
     """Plot t-SNE as well as PCA; false saves its time, and needs no scikit-learn."""
-    texts: OneOrMore[str] | None = None
-    """What images show, or a list of such texts, or a file NAME.txt with one a line: the page shows
-    the images nearest to each, as neighbors.text of job=neighbors ranks them."""
-    compare_stores: OneOrMore[str] | None = None
-    """Other stores, or a pattern such as runs/*: the page has the table of job=compare over this
-    store and them."""
 
 
 @options("zeroshot")
@@ -185,9 +162,6 @@ class AttributeConfig:
     method: OneOrMore[Method] = "gradcam"
     """Method of attribution: saliency, input_x_gradient, integrated_gradients, gradcam,
     guided_gradcam or occlusion, or a list of them."""
-    layer: Annotated[str | None, OnlyWith("method", *OF_A_LAYER)] = None
-    """Layer of gradcam and guided_gradcam. null takes the last stage; of a transformer with a class
-    token it takes the stage before, whose patch tokens still have an effect."""
     steps: Annotated[Count | None, OnlyWith("method", "integrated_gradients")] = None
     """Number of points between baseline and image for integrated_gradients, 32 when not given."""
     baseline: Annotated[Literal["black", "mean", "blur"] | None, OnlyWith("method", *BY_CAPTUM)] = (

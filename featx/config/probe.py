@@ -73,9 +73,6 @@ class ProbeConfig:
     ] = None
     """Number of resamples of the test rows, such as 1000, for intervals of all metrics of the best
     layer; rows of a group are drawn together."""
-    compare_store: str | None = None
-    """Another probed store, whose best layer is compared with that of this one on the test rows
-    that both have."""
     l2: Annotated[NonNegative | None, OnlyWith("method", "linear", "ridge", "attentive")] = None
     """Strength of the L2 penalty of linear, ridge and attentive, relative to the mean loss; the
     best of several when not given."""
@@ -136,7 +133,7 @@ class ProbeConfig:
             raise ConfigError(
                 "probe.calibration has an effect on classes of images only, not with probe.masks."
             )
-        for key in ("label_column", "test_store", "seeds", "bootstrap", "compare_store", "shots"):
+        for key in ("label_column", "test_store", "seeds", "bootstrap", "shots"):
             if getattr(self, key) is not None:
                 raise ConfigError(f"probe.{key} has no effect with probe.masks; leave it out.")
 

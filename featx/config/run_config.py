@@ -20,7 +20,6 @@ from featx.config import (
     CkaConfig,
     ConformanceConfig,
     DataConfig,
-    DistanceConfig,
     DuplicatesConfig,
     ExecutorConfig,
     ExportConfig,
@@ -33,7 +32,6 @@ from featx.config import (
     ReduceConfig,
     ReportConfig,
     StatsConfig,
-    StatusConfig,
     VerifyConfig,
     ZeroshotConfig,
 )
@@ -95,7 +93,9 @@ class Config:
     presets, or a mapping of these to reductions (null: that of `reduce`); null takes embedding. A
     name is that of a module, or that of an operation as torch.fx names it (layer1.0.add). For jobs
     that read a store: names or globs of its layers; null takes all. job=neighbors, duplicates,
-    outliers, mislabelled and predict take one, by default that of the probe."""
+    outliers, mislabelled and predict take one, by default that of the probe. job=attribute takes
+    one module for gradcam and guided_gradcam; null takes the last stage, and the stage before it of
+    a transformer with a class token, whose patch tokens still have an effect."""
     capture: OneOrMore[Capture] = "output"
     """Tensor of a layer to capture: output, input, grad_output or grad_input (gradients of
     `target`), attention (weights of an attention module), or a list of them."""
@@ -174,9 +174,10 @@ class Config:
     choose, and of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
     """Folder or features.h5 of the store that a job reads, on a disk or as s3://bucket/folder. null
-    takes `out`, for jobs that do not write to a folder of their own; the others need a value.
-    job=compare, cka and distance take a list, [runs/a,runs/b], job=compare also a pattern,
-    runs/*."""
+    takes `out`, for jobs that do not write to a folder of their own; the others need a value. In a
+    list, [runs/a,runs/b], job=cka and distance compare two stores, job=compare and report several,
+    and job=probe its best layer with that of another probed store, on the test rows of both.
+    job=compare, and job=report behind the first store, also take patterns, runs/*."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """Statistics that job=stats computes of each layer, and a reference to compare them with."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -192,8 +193,6 @@ class Config:
     """Near-duplicates that job=duplicates finds."""
     cka: CkaConfig = field(default_factory=CkaConfig)
     """Layers and rows that job=cka compares."""
-    distance: DistanceConfig = field(default_factory=DistanceConfig)
-    """Subsets over which job=distance averages KID."""
     zeroshot: ZeroshotConfig = field(default_factory=ZeroshotConfig)
     """Classifier of class names that job=zeroshot makes of the text tower of a CLIP model."""
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -202,8 +201,6 @@ class Config:
     """Contents of the page of job=report."""
     models: ModelsConfig = field(default_factory=ModelsConfig)
     """Models that job=models looks for."""
-    status: StatusConfig = field(default_factory=StatusConfig)
-    """View of a run in job=status."""
     log: LogConfig = field(default_factory=LogConfig)
     """Messages of the command during a run."""
 

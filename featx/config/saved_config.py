@@ -54,6 +54,8 @@ def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
     checkpoint = _as_dict(_as_dict(options.get("model")).get("checkpoint"))
     if checkpoint.pop("resample", False):
         checkpoint["convert"] = "resample"
+    if (layer := _as_dict(options.get("attribute")).pop("layer", None)) is not None:
+        options["layers"] = [layer]
     for reduce in (options.get("reduce"), *_as_dict(options.get("layers")).values()):
         values = _as_dict(reduce)
         sides = [values.pop(side, None) for side in ("rows", "columns")]

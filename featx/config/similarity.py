@@ -1,4 +1,4 @@
-"""Options of job=neighbors, duplicates, outliers, cka and distance."""
+"""Options of job=neighbors, duplicates, outliers and cka."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class NeighborsConfig:
     """Nearest neighbours that job=neighbors finds, and how near rows are for job=outliers and
     job=duplicates."""
 
-    key: str | None = None
-    """Key of one image, whose neighbours alone are found and printed; null takes every row."""
     image: str | None = None
-    """Image file that is no row of the store: its features are computed by the model of the store,
-    and its neighbours alone are found and printed."""
+    """Key of a row, or an image file that is no row (./NAME if it has the name of one), whose
+    features the model of the store computes. Its neighbours alone are found and printed; null takes
+    every row."""
     text: OneOrMore[str] | None = None
     """What images show, or a list of such texts, or a file NAME.txt with one a line: the rows whose
-    embedding by a model with a text tower is nearest to each are printed."""
+    embedding by a model with a text tower is nearest to each are printed, or shown by
+    job=report."""
     k: Count = 10
     """Number of neighbours of each row; their mean distance is the score of job=outliers."""
     metric: Metric = "cosine"
-    """Measure of nearness, also of job=outliers: cosine or euclidean."""
+    """Measure of nearness, also of job=outliers and export.format=faiss: cosine or euclidean."""
     standardise: bool = True
     """Whether each value of the layer is standardised over all rows first, as in the report, also
     by job=duplicates. Cosines of the plain values are near 1 for all images of one kind. Texts are
@@ -43,11 +43,10 @@ class NeighborsConfig:
     searches exactly."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("key", "image", "text") if getattr(self, name) is not None]
+        given = [name for name in ("image", "text") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(
-                "neighbors.key is a row of the store, neighbors.image an image that is none, and "
-                f"neighbors.text what images show: give one of {' and '.join(given)}."
+                "neighbors.image is an image, and neighbors.text what images show: give one."
             )
         if given and self.recall is not None:
             raise ConfigError(
@@ -87,12 +86,3 @@ class CkaConfig:
     def chosen_measures(self) -> tuple[str, ...]:
         """The measures, in the given order."""
         return USUAL_MEASURES if self.measures is None else names_tuple(self.measures)
-
-
-@options("distance")
-class DistanceConfig:
-    """Subsets over which job=distance averages KID."""
-
-    subset_rows: Annotated[int, Ge(2)] = 1000
-    """Largest number of rows of each store in each of the 100 random subsets over which KID is
-    averaged."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.base import free_memory, import_extra, size_text
-from featx.config import Config, ExportConfig, Metric, options
+from featx.config import Config, ExportConfig, options
 from featx.errors import ConfigError, RunError, counted
 from featx.export import arrow
 from featx.export.base import (
@@ -48,12 +48,13 @@ class FaissOptions(ExportConfig):
 
     index: str = "Flat"
     """Index as a text of faiss.index_factory, such as Flat, SQfp16, HNSW32 or IVF4096,PQ64."""
-    metric: Metric = "cosine"
-    """Measure of nearness: cosine (unit vectors and inner product) or euclidean (squared)."""
 
 
 class Faiss(Format):
     """<layer>.index for each layer, and keys.parquet, which has a line for each id.
+
+    With neighbors.metric=cosine an index holds unit vectors and searches by the inner product, with
+    euclidean by the squared distance.
 
     faiss holds a whole index in memory, here as in every program that reads it. Indices that are
     trained see evenly spaced rows of the store, so that the same store gives the same index.
@@ -62,13 +63,17 @@ class Faiss(Format):
     def __init__(self, selection: ExportSelection, config: Config) -> None:
         super().__init__(selection, config)
         option = "export.format=faiss"
-        self._options = self.own_options(FaissOptions)
+        self._options, self._metric = self.own_options(FaissOptions), config.neighbors.metric
         refuse_maps(self.selection, "an index of faiss holds vectors")
         self._faiss = import_extra("faiss", option, "the package faiss", "faiss")
         import_extra("pyarrow.parquet", option, "the package pyarrow", "export")
         self._columns = self.selection.named_columns(_LISTING)
         for layer in self.selection.layers:
             self._check_training(self._empty_index(layer), layer)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint, "metric": self._metric}
 
     def write(self, folder: ExportFolder) -> None:
         """Write one index per layer, and the map of keys."""
@@ -80,7 +85,7 @@ class Faiss(Format):
             arrow.table(
                 selection,
                 arrow.listing(selection, start, stop, _LISTING, self._columns),
-                metric=self._options.metric,
+                metric=self._metric,
             )
             for start, stop in selection.spans(0, len(selection))
         )
@@ -90,7 +95,7 @@ class Faiss(Format):
     def _empty_index(self, layer: str) -> Any:
         """Make the index of a layer, without vectors."""
         faiss, width = self._faiss, self.selection.row_shape(layer)[0]
-        cosine = self._options.metric == "cosine"
+        cosine = self._metric == "cosine"
         kind = faiss.METRIC_INNER_PRODUCT if cosine else faiss.METRIC_L2
         try:
             return faiss.index_factory(width, self._options.index, kind)
@@ -114,7 +119,7 @@ class Faiss(Format):
 
     def _vectors(self, rows: Array) -> npt.NDArray[np.float32]:
         """Return (n, D) float32 rows as the index holds them."""
-        if self._options.metric == "cosine":
+        if self._metric == "cosine":
             return unit_rows(rows)
         return np.ascontiguousarray(rows, np.float32)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 
 import numpy as np
 from PIL import Image
@@ -11,7 +12,7 @@ from PIL import Image
 from featx.analysis import ATTRIBUTIONS
 from featx.analysis.attribution import Tile, contact_sheet, feature_map_grid
 from featx.base import log_message, name_bytes, print_result
-from featx.config import METHODS, OF_A_LAYER, AttributeConfig, Config
+from featx.config import METHODS, OF_A_LAYER, AttributeConfig, Config, layer_requests
 from featx.errors import ConfigError, InternalError
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job
 from featx.pipeline import RunContext, RunObserver, describe_end, run_extraction, store_exit_code
@@ -150,6 +151,17 @@ def _check(config: Config) -> None:
             "model.window.size does not go with job=attribute: a heat map explains the output for "
             "an image at the input size of the model. Leave it out."
         )
+    if config.layers is None:
+        return
+    if not set(OF_A_LAYER) & set(config.attribute.methods):
+        raise ConfigError(
+            f"layers has an effect with attribute.method={' or '.join(OF_A_LAYER)} only."
+        )
+    if isinstance(config.layers, Mapping) or len(layer_requests(config)) > 1:
+        raise ConfigError(
+            f"layers={config.layers}: job=attribute takes the name of one module, such as "
+            "layers=[layer4]."
+        )
 
 
 JOBS.register(
@@ -160,8 +172,8 @@ JOBS.register(
         run=run,
         input=Input.IMAGES,
         reads=(*RUN_OPTIONS, "executor", "retry_failed", "refresh", "log.metrics", "profile"),
-        ignores=("layers", "capture", "reduce"),
-        why="attribute.method and attribute.layer say what is computed",
+        ignores=("capture", "reduce"),
+        why="attribute.method and layers say what is computed",
         makes_store=True,
         takes_gradients=True,
         check=_check,

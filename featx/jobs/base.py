@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -88,6 +89,7 @@ class Job(Member):
             a bucket.
         takes_gradients: whether it computes gradients of `target`, whatever is captured.
         takes_several_stores: whether `store` may be a list in brackets or a pattern.
+        shows: values of `job.show` that it takes.
     """
 
     run: Callable[[Config, str], int]
@@ -100,12 +102,14 @@ class Job(Member):
     makes_store: bool = False
     takes_gradients: bool = False
     takes_several_stores: bool = False
+    shows: tuple[str, ...] = ()
 
     def may_read(self, option: str) -> bool:
         """Return whether the job reads an option, whatever the values of the others are."""
         own_group = () if self.options is None else (self.name,)
         store = {Input.STORE: ("store",), Input.STORE_OR_OUT: ("store", "out")}
-        reads = (*_ALWAYS_READ, *own_group, *store.get(self.input, ()), *self.reads)
+        show = ("job.show",) if self.shows else ()
+        reads = (*_ALWAYS_READ, *own_group, *show, *store.get(self.input, ()), *self.reads)
         return _is_within(option, reads) and not _is_within(option, self.ignores)
 
 
@@ -129,6 +133,10 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
         _check_one_store(config, job)
     if job.input is Input.IMAGES:
         _check_gradients(config, job)
+    if job.shows and config.job.show not in (None, *job.shows):
+        raise ConfigError(
+            f"job.show={config.job.show}: job={job.name} has {', '.join(job.shows)} only."
+        )
     job.check(config)
     if given is None:
         given = given_by_value(config)
@@ -216,12 +224,14 @@ def call_of_job(
 
 
 def config_of_store_call(job: str, keys: Mapping[str, object], store: object) -> Config:
-    """Return the checked config of a call from Python that reads a store. The store, or its path,
-    was given as the first argument or is a keyword. Raises ConfigError if a keyword is unknown, or
-    does not fit.
+    """Return the checked config of a call from Python that reads a store. The store, its path, or a
+    list of stores was given as the first argument or is a keyword. Raises ConfigError if a keyword
+    is unknown, or does not fit.
     """
     if store is not None and "store" in keys:
         raise ConfigError("store is given twice: as the first argument, and as store=.")
+    if isinstance(store, list | tuple):
+        store = f"[{','.join(map(os.fspath, store))}]"
     return config_of_call(job, keys if store is None else {**keys, "store": store})[0]
 
 

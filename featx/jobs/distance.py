@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from featx.base import CountProgress, Table, shown_path
-from featx.config import Config, DistanceConfig, listed_stores
+from featx.config import Config, listed_stores
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import open_input
@@ -32,7 +32,6 @@ def run(config: Config, config_yaml: str) -> int:
                 store,
                 other,
                 layer,
-                subset_rows=config.distance.subset_rows,
                 seed=config.seed,
                 device=config.device,
                 on_progress=progress.step,
@@ -92,7 +91,7 @@ def _notes(
     if first.subset_rows == fewest:
         notes.append(
             f"Each subset has all {fewest} rows of the smaller store, so the standard deviation of "
-            "KID is too small; distance.subset_rows=N takes fewer."
+            "KID is too small; subset_rows=N of featx.similarity.data_set_distance takes fewer."
         )
     return notes
 
@@ -122,7 +121,6 @@ JOBS.register(
     Job(
         "distance",
         "Compare the images of two stores by KID and Fréchet distance.",
-        DistanceConfig,
         run=run,
         input=Input.STORE,
         reads=("job.json", "layers", "device", "seed"),

@@ -63,7 +63,9 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _reads_with(config: Config) -> Collection[str]:
-    """Return the options that say where the images are, if the export has images."""
+    """Return the measure of an index, or where the images are if the export has images."""
+    if config.export.format == "faiss":
+        return ("neighbors.metric",)
     has_images = config.export.format in ("webdataset", "fiftyone")
     return ("data.name", "data.root") if has_images else ()
 

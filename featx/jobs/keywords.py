@@ -12,6 +12,7 @@ from featx.config import (
     ExecutorConfig,
     ExportConfig,
     ModelConfig,
+    NeighborsConfig,
     ReduceConfig,
     ReportConfig,
     StatsConfig,
@@ -82,4 +83,5 @@ class ReportOptions(TypedDict, total=False):
     device: str
     seed: int
     store: str | PathLike[str] | None
+    neighbors: NeighborsConfig | Mapping[str, Any]
     report: ReportConfig | Mapping[str, Any]

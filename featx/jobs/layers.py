@@ -158,18 +158,17 @@ def _table_contents(
 
     rows = _rows(config, engine, traced, profiled)
     lines: list[tuple[str, str]] = []
-    depth = config.job.depth or 1
     stage = None
-    if config.layers is None and depth != "all":
+    if config.layers is None:
         num_all = len(rows)
-        modules = outline(traced, depth)
+        modules = outline(traced)
         stage = last_stage(traced, modules)
         item_bytes = np.dtype(config.dtype).itemsize
         rows = table_rows(traced, item_bytes, captures(config), profiled, modules)
-        hint = f", or 'layers=[{stage}.**]' for what is inside {stage}" if stage else ""
+        inside = f", 'layers=[{stage}.**]' for what is inside {stage}" if stage else ""
         lines += [
             ("listed", f"{len(rows)} of {num_all} layers and operations"),
-            ("more", f"job.depth={depth + 1}, job.depth=all{hint}"),
+            ("more", f"'layers=[**]' for all{inside}"),
         ]
     if show == "shapes":
         lines.append(("columns", "job.show=cost, values, all or watch; job.json=true"))
@@ -269,14 +268,9 @@ def _watch(engine: Engine, images: torch.Tensor) -> None:
 
 
 def _check(config: Config) -> None:
-    """Refuse a depth beside named layers, and a table of layers beside the calls of a pass."""
-    if config.job.depth is None and config.layers is None:
-        return
-    option = "layers" if config.layers is not None else "job.depth"
-    if config.job.show == "watch":
-        raise ConfigError(f"{option} has no effect with job.show=watch, which prints every call.")
-    if config.layers is not None and config.job.depth is not None:
-        raise ConfigError("job.depth has no effect if layers names what is listed; give one.")
+    """Refuse a table of layers beside the calls of a pass."""
+    if config.layers is not None and config.job.show == "watch":
+        raise ConfigError("layers has no effect with job.show=watch, which prints every call.")
 
 
 JOBS.register(
@@ -286,11 +280,12 @@ JOBS.register(
         run=run,
         input=Input.IMAGES,
         reads=(
-            *("job.json", "job.show", "job.depth", "model", "data", "layers", "capture"),
+            *("job.json", "model", "data", "layers", "capture"),
             *("precision", "dtype", "batch_size", "device", "decode", "seed"),
         ),
         ignores=("model.golden",),
         why="it lists layers, and stores nothing",
+        shows=("shapes", "cost", "values", "all", "watch"),
         check=_check,
     )
 )

@@ -34,26 +34,24 @@ def run(config: Config, config_yaml: str) -> int:
     disk = WeightsOnDisk()
     models = listed_models(disk.transformers_models())
     query, limit = config.models.query, None if config.job.show == "all" else _NUM_SHOWN
-    if config.models.local:
-        models = [entry for entry in models if disk.size_of(entry)]
+    is_local = config.job.show == "local"
+    if is_local:
+        models, limit = [entry for entry in models if disk.size_of(entry)], None
     if query is not None:
         print_summary(config, *_search(query, limit, models, disk))
-    elif config.models.local:
-        print_summary(config, *_local(models, limit, disk))
+    elif is_local:
+        print_summary(config, *_local(models, disk))
     else:
         print_summary(config, *_overview(models, disk))
     return 0
 
 
-def _local(
-    models: Sequence[CatalogueEntry], limit: int | None, disk: WeightsOnDisk
-) -> Iterator[Any]:
+def _local(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> Iterator[Any]:
     """Yield the models whose weights are on this machine as JSON types, and sections."""
-    shown = models[:limit]
     yield {"models": [_as_json(entry, disk) for entry in models]}
     yield counted(len(models), "model has", "models have") + " weights on this machine"
-    yield _table(shown, disk) if shown else None
-    yield _notes(shown) or None
+    yield _table(models, disk) if models else None
+    yield _notes(models) or None
 
 
 def _overview(models: Sequence[CatalogueEntry], disk: WeightsOnDisk) -> Iterator[Any]:
@@ -178,10 +176,8 @@ def _notes(entries: Sequence[CatalogueEntry]) -> list[tuple[str, str]]:
 
 
 def _check(config: Config) -> None:
-    if config.job.show not in (None, "all"):
-        raise ConfigError(f"job.show={config.job.show}: job=models has only job.show=all.")
-    if config.job.show == "all" and config.models.query is None and not config.models.local:
-        raise ConfigError("job.show=all has an effect with models.query or models.local only.")
+    if config.job.show == "all" and config.models.query is None:
+        raise ConfigError("job.show=all has an effect with models.query only.")
 
 
 JOBS.register(
@@ -191,7 +187,8 @@ JOBS.register(
         ModelsConfig,
         run=run,
         input=Input.NOTHING,
-        reads=("job.json", "job.show"),
+        reads=("job.json",),
+        shows=("all", "local"),
         why="it looks for models, and computes nothing",
         check=_check,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from featx.base import log_message
-from featx.config import Config, ProbeConfig
+from featx.config import Config, ProbeConfig, listed_stores
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, Input, Job, print_summary
 
@@ -26,9 +26,12 @@ def _reads_with(config: Config) -> Collection[str]:
 
 
 def _check(config: Config) -> None:
-    """Refuse views of other jobs."""
-    if config.job.show not in (None, "all"):
-        raise ConfigError(f"job.show={config.job.show}: job=probe has only job.show=all.")
+    """Refuse more stores than are compared."""
+    stores = listed_stores(config.store or "")
+    if len(stores) > 2 or (len(stores) > 1 and config.probe.masks is not None):
+        raise ConfigError(
+            f"store={config.store}: job=probe compares the classes of images in two stores."
+        )
 
 
 JOBS.register(
@@ -38,8 +41,10 @@ JOBS.register(
         ProbeConfig,
         run=run,
         input=Input.STORE_OR_OUT,
-        reads=("job.json", "job.show", "layers", "device", "seed"),
+        reads=("job.json", "layers", "device", "seed"),
         reads_with=_reads_with,
+        shows=("all",),
         check=_check,
+        takes_several_stores=True,
     )
 )

@@ -84,11 +84,12 @@ def attributed(
     prefix: int = 0,
     dtype: str = "float32",
     precision: str = "fp32",
+    layer: str | None = None,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     options = AttributeConfig(method=list(methods), **settings)
     backbone = backbone_of(module, x.shape[2], prefix, x.shape[1])
-    with Attributor(backbone, torch.device("cpu"), dtype, target, options) as attributor:
+    with Attributor(backbone, torch.device("cpu"), dtype, target, options, layer) as attributor:
         chosen = attributor.select(attributor.trace()).chosen
         attributor.attach_captures(chosen)
         attributor.configure_compute(Compute(precision, False, precision != "fp32", len(x)))
@@ -388,7 +389,7 @@ def test_no_hook_outlives_an_exception(left: int) -> None:
         ("aside", "target=predicted has no gradient at"),
         ("fc", "expected a map"),
         ("twoo", "Nearest: two"),
-        (None, "no stages were found in this model; give attribute.layer"),
+        (None, r"no stages were found in this model; give layers=\[NAME\]"),
     ],
 )
 def test_a_layer_that_says_nothing_of_where_is_refused(layer: str | None, expected: str) -> None:
@@ -455,7 +456,6 @@ def test_a_window_larger_than_the_image_is_refused() -> None:
         ({"method": "grad_cam"}, "attribute.method=grad_cam: expected some of saliency"),
         ({"method": ["gradcam", "gradcam"]}, "a value is repeated"),
         ({"method": []}, "attribute.method is empty: expected"),
-        ({"method": "saliency", "layer": "two"}, "attribute.layer has an effect with"),
         ({"steps": 3}, "attribute.steps has an effect with"),
         ({"baseline": "black"}, "attribute.baseline has an effect with"),
         (

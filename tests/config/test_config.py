@@ -294,6 +294,10 @@ probe: {split: kfold, temperature: 0.1, l2: 0.5}
 outliers: {k: 3}
 mislabelled: {folds: 3}
 part_mib: 512
+job: {name: extract, depth: 2}
+status: {watch: true}
+distance: {subset_rows: 5}
+neighbors: {key: a.jpg, k: 3}
 """
 """Options that a store of an earlier version may have."""
 
@@ -311,9 +315,30 @@ def test_a_config_of_an_earlier_version_is_read_as_one_of_this() -> None:
         executor={"name": "slurm", "cpus": 3},
         conformance={"mode": "warn"},
         probe={"l2": 0.5},
+        neighbors={"k": 3},
     )  # fmt: skip
     hub = from_saved("model: {library: hub, name: clone, entry: small}").model
     assert hub == model_options(library="hub", name="clone", factory="small")
+    maps = from_saved("{layers: null, attribute: {layer: deep, per_class: 3}}")
+    assert (maps.layers, maps.attribute.per_class) == (["deep"], 3)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"status_watch": True}, "status_watch"),
+        ({"neighbors": {"key": "a"}}, r"neighbors\.key is gone: neighbors\.image takes the key"),
+        ({"attribute": {"layer": "a"}}, r"attribute\.layer is gone: layers=\[NAME\] names it"),
+        ({"executor": {"address": "auto"}}, r"address is gone: .* variable RAY_ADDRESS"),
+        ({"probe": {"compare_store": "b"}}, r"compare_store is gone: store=\[A,B\] names"),
+        ({"export": {"clam": True}}, r"export\.clam is gone: export\.format=clam writes"),
+    ],
+)
+def test_an_option_that_is_gone_says_what_replaces_it(
+    keywords: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**keywords)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ class TestTrident(_Vectors):
     @pytest.fixture(scope="class")
     @classmethod
     def export_options(cls) -> Mapping[str, Any]:
-        return {"format": "trident", "magnification": 40, "clam": True}
+        return {"format": "trident", "magnification": 40}
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -86,5 +86,5 @@ def test_what_is_read_again_finds_its_rows(
     run_job("probe", store="store", device="cpu", probe=split)
     assert Path("store/probe/predictions.csv").read_bytes() == first
     shutil.copytree("store", "other")
-    run_job("probe", store="store", device="cpu", probe={**split, "compare_store": "other"})
+    run_job("probe", store="[store,other]", device="cpu", probe=split)
     run_job("report", store="store", device="cpu", report={"tsne": False})

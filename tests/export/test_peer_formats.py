@@ -279,7 +279,7 @@ class TestTrident:
     @pytest.mark.parametrize(("step", "overlap"), [(496, 8), (512, 0), (600, 0)])
     def test_tiles_are_sorted_and_belong_to_their_corners(self, step: int, overlap: int) -> None:
         run = self.write_tiles(step=step)
-        out = export("trident", magnification=40, target_magnification=20)
+        out = export("trident", magnification=[40, 20])
         keys = run.listing.keys.tolist()
         seen = 0
         for name in ("s1", "s2"):
@@ -305,10 +305,11 @@ class TestTrident:
 
     def test_clam_reads_the_same_tiles_in_float32(self) -> None:
         self.write_tiles()
-        out = export("trident", magnification=20, clam=True, encoder="uni_v1")
+        out = export("trident", magnification=20, encoder="uni_v1")
+        bags = export("clam")
         for name in ("s1", "s2"):
             tiles = SlideTiles.read(out / f"features_uni_v1/{name}.h5")
-            tensor, features, coords = bag_of(out, name)
+            tensor, features, coords = bag_of(bags, name)
             assert tensor.dtype == features.dtype == torch.float32
             assert np.array_equal(tensor.numpy(), tiles.features.astype(np.float32))
             assert torch.equal(tensor, features)
@@ -324,6 +325,10 @@ class TestTrident:
             assert attributes["target_magnification"] == value
             assert attributes["level0_height"] == value
             assert "level0_width" not in attributes
+        out = export("trident", magnification=[None, 10], overwrite=True)
+        for name, value in (("s1", 128), ("s2", 256)):
+            attributes = SlideTiles.read(out / f"features_flat/{name}.h5").attributes
+            assert (attributes["patch_size"], attributes["target_magnification"]) == (value, 10)
 
     def test_the_reserved_space_holds_many_narrow_tiles(self) -> None:
         keys = sorted(b"s.svs#%d,%d,8,8" % (i % 64 * 8, i // 64 * 8) for i in range(3000))
@@ -336,7 +341,7 @@ class TestTrident:
         with pytest.raises(ConfigError, match=r"export\.magnification=40"):
             export("trident")
         with pytest.raises(ConfigError, match="expected a whole number"):
-            export("trident", magnification=40, target_magnification=7)
+            export("trident", magnification=[40, 7])
         export("trident", magnification=40)
         with pytest.raises(StoreMismatchError, match=r"magnification: 40.0, now 20"):
             export("trident", magnification=20)

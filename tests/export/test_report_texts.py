@@ -22,9 +22,9 @@ from clip_zoo import write_folder
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 
-def section(name: str, **options: Any) -> str:
+def section(name: str, store: str = "store", **options: Any) -> str:
     """Return a section of the page of the store, '' without it."""
-    run_job("report", store="store", device="cpu", report={"tsne": False, **options})
+    run_job("report", store=store, device="cpu", report={"tsne": False}, neighbors=options)
     text = Path("store/report.html").read_text(encoding="utf-8")
     found = re.search(rf'(?s)<section id="{name}">.*?</section>', text)
     return "" if found is None else found.group()
@@ -44,7 +44,7 @@ def test_rows_of_images_are_those_of_the_search(tmp_path: Path) -> None:
     keys = featx.open("store").keys
     Path("texts.txt").write_text("\n".join(texts))
     for given in (texts, "texts.txt"):
-        found = section("texts", texts=given)
+        found = section("texts", text=given)
         assert "<b>dog" not in found
         for text, nearest, scores in zip(texts, rows, cosines, strict=True):
             strip = found[found.index(html.escape(text)) :]
@@ -59,7 +59,7 @@ def test_rows_of_images_are_those_of_the_search(tmp_path: Path) -> None:
     [
         ("a dog", StoreError, r"has no embedding, which texts are compared with"),
         ([" "], ConfigError, r"a text is empty"),
-        ("no.txt", DataError, r"report\.texts=no\.txt cannot be read"),
+        ("no.txt", DataError, r"neighbors\.text=no\.txt cannot be read"),
     ],
 )
 def test_texts_are_refused_as_in_a_search(
@@ -68,7 +68,7 @@ def test_texts_are_refused_as_in_a_search(
     x, y = blobs(20)
     write_store(Path("store"), y, x=x)
     with pytest.raises(error, match=message):
-        section("texts", texts=texts)
+        section("texts", text=texts)
     assert not Path("store/report.html").exists()
 
 
@@ -80,7 +80,7 @@ def test_the_table_of_other_stores_is_that_of_job_compare(tmp_path: Path) -> Non
     for store in ("store", "other/store"):
         run_job("probe", store=store, device="cpu")
     compared = job_result("compare", store="[store,few,other/store]")
-    found = section("stores", compare_stores=["few", "store", "other/*"])
+    found = section("stores", store="[store,few,store,other/*]")
     rows = [words_of(row) for row in re.findall(r"(?s)<tr.*?</tr>", found)[1:]]
     assert [row.split()[0] for row in rows] == ["store", "few", "other/store"]
     for row, each in zip(rows, compared["stores"], strict=True):
@@ -95,4 +95,4 @@ def test_the_table_of_other_stores_is_that_of_job_compare(tmp_path: Path) -> Non
     assert str(tmp_path) not in found
     assert section("stores") == ""
     with pytest.raises(FeatxError, match="no store at"):
-        section("stores", compare_stores="nowhere")
+        section("stores", store="[store,nowhere]")

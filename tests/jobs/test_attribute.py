@@ -20,9 +20,8 @@ from featx.models import state_sha256
 from featx.types import Status
 
 ALL = ["saliency", "input_x_gradient", "integrated_gradients", "gradcam", "occlusion"]
-OPTIONS = {"method": "gradcam", "layer": "deep", "per_class": 2}
-RUN: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}
-RUN |= {"dtype": "float32", "part_rows": 32}
+OPTIONS = {"method": "gradcam", "per_class": 2}
+RUN: dict[str, Any] = {**KEYS, "layers": "deep", "dtype": "float32", "part_rows": 32}
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -84,7 +83,7 @@ def test_every_row_explains_its_own_image(photos: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
-        ({}, {"layer": "conv"}, "the store has 'deep', now 'conv'"),
+        ({}, {"layers": ["conv"]}, "the store has 'deep', now 'conv'"),
         ({}, {"target": 1}, "target predicted.*target 1"),
         ({"method": "integrated_gradients"}, {"steps": 5}, "steps 2.*steps 5"),
         ({"method": "integrated_gradients"}, {"baseline": "black"}, "baseline mean.*black"),
@@ -95,13 +94,14 @@ def test_other_settings_are_refused_with_the_difference(
     photos: Path, before: dict[str, Any], now: dict[str, Any], expected: str
 ) -> None:
     common = {"method": "gradcam", "per_class": 0, **before}
+    layers: dict[str, Any] = {}
     if common["method"] != "gradcam":
-        common["layer"] = None
+        layers = {"layers": None}
         common |= {"steps": 2} if common["method"] == "integrated_gradients" else {"window": 8}
-    keys = {"target": now.pop("target")} if "target" in now else {}
-    assert run(photos, attribute=common) == 0
+    keys = {key: now.pop(key) for key in ("target", "layers") if key in now}
+    assert run(photos, attribute=common, **layers) == 0
     with pytest.raises(StoreMismatchError, match=expected):
-        run(photos, attribute={**common, **now}, **keys)
+        run(photos, attribute={**common, **now}, **{**layers, **keys})
 
 
 @pytest.mark.slow
@@ -138,13 +138,13 @@ def test_verify_computes_rows_again_and_repairs(
 
 
 def test_labels_are_classes_of_the_model_by_number_or_by_name(photos: Path) -> None:
-    saliency = {"method": ["saliency"], "layer": None}
+    saliency = {"method": ["saliency"]}
     with pytest.raises(DataError, match=r"classes of the data set are cat, dog, and .* no names"):
-        run(photos, target="label", attribute=saliency)
+        run(photos, target="label", attribute=saliency, layers=None)
     Path("classes.json").write_text('{"cat": 2, "dog": 0}')
     data = {"name": "folder", "root": str(photos), "classes": "classes.json"}
-    assert run_job("attribute", **{**RUN, "data": data, "out": "store", "target": "label",
-                                   "attribute": {**OPTIONS, **saliency}}) == 0  # fmt: skip
+    keys = {"target": "label", "layers": None, "attribute": {**OPTIONS, **saliency}}
+    assert run_job("attribute", **{**RUN, "data": data, "out": "store", **keys}) == 0
     store = featx.open("store")
     assert np.array_equal(store["target"][:], [2 if key[:3] == "cat" else 0 for key in store.keys])
     for key in store.keys:
@@ -161,7 +161,7 @@ def test_folders_named_by_numbers_are_the_classes_of_these_numbers(photos: Path)
     for number, image in zip((1, 3), sorted((photos / "cat").iterdir()), strict=False):
         (folder / str(number)).mkdir(parents=True)
         shutil.copy(image, folder / str(number) / "a.png")
-    assert run(folder, target="label", attribute={"method": ["saliency"], "layer": None}) == 0
+    assert run(folder, target="label", attribute={"method": ["saliency"]}, layers=None) == 0
     store = featx.open("store")
     assert store["target"][:].tolist() == [1, 3]
 
@@ -216,12 +216,23 @@ def test_sheets_of_overwritten_maps_are_gone_before_there_are_new_ones(
 
 def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
     for options in (
-        {"layer": "depp"},
-        {"feature_map_layer": "depp"},
-        {"feature_map_layer": "head"},
+        {"layers": "depp"},
+        {"attribute": {"feature_map_layer": "depp"}},
+        {"attribute": {"feature_map_layer": "head"}},
     ):
         with pytest.raises(LayerError):
-            run(photos, attribute=options)
+            run(photos, **options)
+    refused = [
+        (
+            {"attribute": {"method": "saliency"}},
+            "layers has an effect with attribute.method=gradcam",
+        ),
+        ({"layers": ["conv", "deep"]}, "job=attribute takes the name of one module"),
+        ({"layers": {"deep": "avg"}}, "job=attribute takes the name of one module"),
+    ]
+    for keys, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            run(photos, **keys)
     assert not Path("store").exists()
 
 

@@ -51,9 +51,10 @@ CALLS = [
     Call(
         "attribute",
         {
-            **{k: v for k, v in RUN.items() if k != "layers"},
+            **RUN,
             "out": "maps",
-            "attribute": {"layer": "deep", "feature_map_layer": "conv"},
+            "layers": "deep",
+            "attribute": {"feature_map_layer": "conv"},
         },
     ),
     Call("plan", {**RUN, "out": "new"}),
@@ -77,7 +78,7 @@ CALLS = [
     Call("mislabelled", {"store": "store", "layers": "conv", "out": "near", "device": "cpu"}),
     Call("compare", {"store": "[store,probed]", "out": "compared"}),
     Call("cka", {"store": "store", "out": "near"}),
-    Call("distance", {"store": "[store,store]", "distance": {"subset_rows": 2}}),
+    Call("distance", {"store": "[store,store]"}),
     Call("export", {"store": "store", "out": "exported"}),
     Call("export", {"store": "store", "export": {"format": "webdataset"}, "data": "photos"}),
     Call("verify", {"store": "store"}),

@@ -19,7 +19,7 @@ ARGUMENTS = {
     "attribute": (*MODEL, "part_rows=2", "out=maps", "attribute.method=[saliency]"),
     "cka": STORE,
     "compare": STORE,
-    "distance": ("store=[store,store]", "distance.subset_rows=2"),
+    "distance": ("store=[store,store]",),
     "duplicates": LAYER,
     "export": (*STORE, "export.format=npy"),
     "extract": (*RUN, "out=new"),

@@ -61,11 +61,10 @@ def layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     """What the job prints on stdout."""
     monkeypatch.setattr("featx.layers.profiling.MAX_RUNS", 3)
 
-    def run(show: str | None = None, as_json: bool = False, depth: Any = "all", **keys: Any) -> str:
-        node = from_keywords({"model": MODEL, "data": "sample", **keys})
+    def run(show: str | None = None, as_json: bool = False, **keys: Any) -> str:
+        all_layers = None if as_json or show == "watch" else ["**"]
+        node = from_keywords({"model": MODEL, "data": "sample", "layers": all_layers, **keys})
         node["job"].update(name="layers", show=show, json=as_json)
-        if not as_json and show != "watch" and "layers" not in keys:
-            node["job"]["depth"] = depth
         config = from_composed(node)
         jobs.check(config)
         assert jobs.run(config, "") == 0
@@ -120,13 +119,12 @@ NESTED = {**MODEL, "name": "nested", "factory": "test_layers:nested"}
 def test_the_top_level_is_listed_and_more_on_request(layers: Layers) -> None:
     """The trunk does most of the work, so what is inside it stands for it."""
     top = ["stem", "trunk.0", "trunk.1", "head"]
-    text = layers(model=NESTED, depth=None)
+    text = layers(model=NESTED, layers=None)
     assert [*columns(text)] == top
-    assert "4 of 11 layers and operations\nmore       job.depth=2, job.depth=all" in text
+    assert "4 of 11 layers and operations\nmore       'layers=[**]' for all" in text
     assert "'layers=[trunk.0.**]' for what is inside trunk.0" in text
     assert "the input of head; the default of layers" in text
     assert "'layers={trunk.0: avg}': 8 B an image instead of 128 B" in text
-    assert {*columns(layers(model=NESTED, depth=2))} == {*top, "trunk.0.0", "trunk.0.1"}
     everything = columns(layers(model=NESTED))
     assert {*everything} == {*top, "trunk", "relu", "mean"} | {
         f"trunk.0.{i}{inner}" for i in range(2) for inner in ("", ".0")
@@ -281,17 +279,13 @@ def test_keys_that_would_have_no_effect(layers: Layers) -> None:
     node = from_keywords({"model": MODEL})
     node["job"]["show"] = "cost"
     with pytest.raises(
-        ConfigError, match=r"job\.show has an effect with job=layers, job=models and job=probe"
+        ConfigError, match=r"job\.show has an effect with job=layers, job=models, job=probe and"
     ):
         jobs.check(from_composed(node))
-    node["job"].update(show=None, depth=2)
-    with pytest.raises(ConfigError, match=r"job\.depth has an effect with job=layers only"):
-        jobs.check(from_composed(node))
-    with pytest.raises(ConfigError, match=r"job\.depth=two: expected a whole number .* or all"):
-        layers(depth="two")
-    node["job"]["name"], node["layers"] = "layers", ["conv"]
-    with pytest.raises(ConfigError, match=r"job\.depth has no effect if layers names"):
-        jobs.check(from_composed(node))
+    with pytest.raises(ConfigError, match=r"job\.show=local: job=layers has shapes, cost, values,"):
+        layers("local")
+    with pytest.raises(ConfigError, match=r"layers has no effect with job\.show=watch"):
+        layers("watch", layers=["conv"])
 
 
 def test_a_reader_may_leave_early(monkeypatch: pytest.MonkeyPatch) -> None:

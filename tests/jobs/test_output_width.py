@@ -43,14 +43,14 @@ RUN = {**OF_MODEL, **FIXED, "layers": LAYERS, "out": STORE}
 CODE = {"model": {key: OF_MODEL["model"][key] for key in ("name", "library", "factory")}}
 
 ONE = {"store": STORE, "layers": f"{DEEP}.head"}
-OF_MAPS = {"layer": f"{DEEP}.deep", "per_class": 1}
+OF_MAPS = {"layers": f"{DEEP}.deep", "attribute": {"per_class": 1}}
 
 CALLS: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("plan", RUN, {}),
     ("layers", OF_MODEL, {}),
-    ("layers", OF_MODEL, {"depth": "all"}),
-    ("layers", OF_MODEL, {"depth": "all", "show": "cost"}),
-    ("layers", OF_MODEL, {"depth": "all", "show": "values"}),
+    ("layers", {**OF_MODEL, "layers": ["**"]}, {}),
+    ("layers", {**OF_MODEL, "layers": ["**"]}, {"show": "cost"}),
+    ("layers", {**OF_MODEL, "layers": ["**"]}, {"show": "values"}),
     ("extract", RUN, {}),
     ("extract", RUN, {}),
     ("stats", {**RUN, "out": f"{STORE}/statistics"}, {}),
@@ -58,7 +58,7 @@ CALLS: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("probe", {"store": STORE, "probe": {"seeds": 3, "bootstrap": 100}}, {"show": "all"}),
     ("probe", {"store": STORE, "probe": {"folds": 5, "shots": [1, 2]}}, {}),
     ("predict", {"store": STORE, "data": PHOTOS, "out": f"{STORE}/new", **CODE}, {}),
-    ("neighbors", {**ONE, "neighbors": {"key": "cat/000.png"}}, {}),
+    ("neighbors", {**ONE, "neighbors": {"image": "cat/000.png"}}, {}),
     ("neighbors", ONE, {}),
     ("duplicates", ONE, {}),
     ("cka", {"store": STORE}, {}),
@@ -66,7 +66,7 @@ CALLS: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("status", {"store": STORE}, {}),
     ("verify", {"store": STORE, **CODE}, {}),
     ("report", {"store": STORE}, {}),
-    ("attribute", {**OF_MODEL, **FIXED, "attribute": OF_MAPS, "out": f"{STORE}-maps"}, {}),
+    ("attribute", {**OF_MODEL, **FIXED, **OF_MAPS, "out": f"{STORE}-maps"}, {}),
 )
 """Job, options, and options of the group `job`; all but job=export, which prints Python lines."""
 

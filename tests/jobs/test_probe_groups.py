@@ -314,8 +314,7 @@ def test_other_images_under_the_same_keys_are_reported(
         extract({"name": "folder", "root": folder}, out=f"{folder}-store")
     assert run_job("probe", store="others-store", device="cpu", layers=["conv"]) == 0
     capsys.readouterr()
-    options = {"compare_store": "others-store"}
-    assert run_job("probe", store="photos-store", layers=["conv"], probe=options) == 0
+    assert run_job("probe", store="[photos-store,others-store]", layers=["conv"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     found = json.loads(Path("photos-store/probe.json").read_text())
     tested = {row["key"] for row in probe_job.predictions("photos-store", split="test")}

@@ -349,10 +349,10 @@ def test_stores_are_compared_on_the_same_rows(
     write_store(Path("store"), y, x=x)
     write_store(Path("other"), y, even=x[:, ::2], odd=x[:, 1::2])
     with pytest.raises(StoreError, match="has no probe to compare with"):
-        probe(compare_store="other", **options)
+        probe(store="[store,other]", **options)
     theirs = probe(store="other", **options)
     capsys.readouterr()
-    ours = probe(compare_store="other", **options)
+    ours = probe(store="[store,other]", **options)
     out, found = " ".join(capsys.readouterr().out.split()), ours["compared_store"]
     tested = predictions(layer="x", method="linear")
     mine = {row["key"]: row["true"] == row["predicted"] for row in tested}
@@ -376,7 +376,7 @@ def test_stores_are_compared_on_the_same_rows(
     file = Path("other/probe/predictions.csv")
     file.write_bytes(file.read_bytes().replace(b"c1", b"c2", 1))
     with pytest.raises(StoreError, match="was changed"):
-        probe(compare_store="other", **options)
+        probe(store="[store,other]", **options)
 
 
 def test_stores_that_tested_another_store_are_compared_on_its_rows() -> None:
@@ -389,7 +389,7 @@ def test_stores_that_tested_another_store_are_compared_on_its_rows() -> None:
         listing = replace(run.listing, keys=keys)
         replace(run, listing=listing).write(Path(f"{name}-tested"))
     theirs = probe(store="other", test_store="other-tested", l2=0.01)
-    ours = probe(test_store="store-tested", compare_store="other", l2=0.01)
+    ours = probe(store="[store,other]", test_store="store-tested", l2=0.01)
     found = ours["compared_store"]
     assert (found["rows"], found["rows_left_out"]) == (100, 0)
     assert found["accuracies"] == [ours["accuracy"], theirs["accuracy"]]
@@ -402,11 +402,11 @@ def test_stores_of_other_rows_or_labels_are_not_compared() -> None:
     write_store(Path("relabelled"), 1 - y, x=x)
     probe(store="relabelled")
     with pytest.raises(StoreMismatchError, match=r"is of the class c\d in this store and of c"):
-        probe(compare_store="relabelled")
+        probe(store="[store,relabelled]")
     write_store(Path("reordered"), y, x=x)
     probe(store="reordered", test_share=0.01)
     with pytest.raises(DataError, match="has tested none of the 20 test rows"):
-        probe(compare_store="reordered", **split_without("reordered"))
+        probe(store="[store,reordered]", **split_without("reordered"))
 
 
 def split_without(store: str) -> dict[str, str]:

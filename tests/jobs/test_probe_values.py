@@ -390,4 +390,6 @@ def test_a_store_that_was_probed_for_numbers_is_not_compared() -> None:
     write_store(Path("classes"), Y, x=X)
     probe(label_column="age")
     with pytest.raises(StoreError, match=r"is of probe\.task=regression"):
-        probe(store="classes", compare_store="store")
+        probe(store="[classes,store]")
+    with pytest.raises(ConfigError, match=r"compares classes of two stores; this is regression"):
+        probe(store="[store,classes]", label_column="age")

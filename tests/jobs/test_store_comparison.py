@@ -85,7 +85,7 @@ def test_the_same_from_python() -> None:
 def test_probes_of_the_same_rows_and_of_others() -> None:
     probe(store="runs/b")
     (note,) = ask("[runs/a,runs/b]")["notes"]
-    assert note.startswith("job=probe store=runs/b probe.compare_store=runs/a tests whether")
+    assert note.startswith("job=probe 'store=[runs/b,runs/a]' tests whether")
     probe(store="runs/b", folds=5)
     (note,) = ask("[runs/a,runs/b]")["notes"]
     assert "different splits" in note

@@ -307,7 +307,7 @@ def test_texts_that_the_tokenizer_would_cut_off_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"neighbors": {"text": "a", "key": "b"}}, "give one of key and text"),
+        ({"neighbors": {"text": "a", "image": "b"}}, "what images show: give one"),
         ({"neighbors": {"text": "a", "recall": 0.9}}, "no effect with neighbors.text"),
         ({"neighbors": {"text": "a", "metric": "euclidean"}}, "metric=cosine only"),
         ({"neighbors": {"text": [" "]}}, "a text is empty"),

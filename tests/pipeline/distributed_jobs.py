@@ -13,9 +13,9 @@ import featx
 JOBS = ("stats", "attribute")
 """Jobs other than job=extract."""
 
-_ATTRIBUTE: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}
+_ATTRIBUTE: dict[str, Any] = {**KEYS, "layers": "deep"}
 _ATTRIBUTE["attribute"] = {
-    "method": ["gradcam", "saliency"], "layer": "deep", "feature_map_layer": "conv", "per_class": 1,
+    "method": ["gradcam", "saliency"], "feature_map_layer": "conv", "per_class": 1,
 }  # fmt: skip
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OVERRIDES = {
     "extract": ("layers=[conv]",),
     "stats": ("job=stats", "layers=[conv,deep]", "stats.observation=position"),
-    "attribute": ("job=attribute", "attribute.method=[gradcam,saliency]", "attribute.layer=deep",
+    "attribute": ("job=attribute", "attribute.method=[gradcam,saliency]", "layers=deep",
                   "attribute.feature_map_layer=conv", "attribute.per_class=1"),
 }  # fmt: skip
 """The same for the command, beside tiny_model.COMMAND without its layers."""

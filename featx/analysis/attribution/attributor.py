@@ -82,6 +82,8 @@ class Attributor(Engine):
 
     Args:
         store_dtype: dtype of the heat maps in the store.
+        layer: name of the module of gradcam and guided_gradcam; None takes the last stage, or the
+            stage before it of a transformer with a class token.
 
     Raises:
         ConfigError: the window does not fit into the image.
@@ -98,6 +100,7 @@ class Attributor(Engine):
         store_dtype: str,
         target: str | int,
         options: AttributeConfig,
+        layer: str | None = None,
     ) -> None:
         super().__init__(backbone, device, store_dtype, target)
         height, width = backbone.preprocess.crop
@@ -110,7 +113,7 @@ class Attributor(Engine):
         if "occlusion" in options.methods:
             options = replace(options, window=window)
         self._captum = captum_version() if set(BY_CAPTUM) & set(options.methods) else ""
-        self._options = options
+        self._options, self._layer_name = options, layer
         self._layer: CapturePoint | None = None
         self._maps: CapturePoint | None = None
         self._to_map: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
@@ -122,13 +125,13 @@ class Attributor(Engine):
 
     def select(self, traced: Trace) -> Selection:
         """Select one capture per method and one per number, named like their datasets. Raises
-        LayerError if attribute.layer or attribute.feature_map_layer names no module, or the model
-        has no stages.
+        LayerError if `layers` or attribute.feature_map_layer names no module, or the model has no
+        stages.
         """
         methods = self._options.methods
         if set(OF_A_LAYER) & set(methods):
-            layer = self._options.layer or self._last_stage(traced)
-            self._layer = _module_point("attribute.layer", layer, traced)
+            layer = self._layer_name or self._last_stage(traced)
+            self._layer = _module_point("layers", layer, traced)
         if self._options.feature_map_layer is not None:
             self._maps = _module_point(
                 "attribute.feature_map_layer", self._options.feature_map_layer, traced
@@ -166,8 +169,8 @@ class Attributor(Engine):
             stages = list(named) if are_called else find_stages(traced)
         except LayerError as error:
             raise LayerError(
-                "no stages were found in this model; give attribute.layer, the last layer that "
-                "still is a map. job=layers lists the layers."
+                "no stages were found in this model; give layers=[NAME], the last layer "
+                "that still is a map. job=layers lists the layers."
             ) from error
         shapes = list(traced.by_module[traced.names[stages[-1]]][0].outputs.values())
         tokens = len(shapes) == 1 and len(shapes[0]) == 3 and self.backbone.num_prefix_tokens
@@ -350,14 +353,14 @@ class Attributor(Engine):
         to_map = layer_map_view(point.name, tuple(output.shape[1:]), self.backbone)
         if to_map(output).shape[2:].numel() == 1:
             raise LayerError(
-                f"{point.name} has only one position, so it gives no heat map. Choose an "
-                "attribute.layer in front of the pooling; job=layers lists the layers."
+                f"{point.name} has only one position, so it gives no heat map. Give "
+                "layers=[NAME], a layer in front of the pooling; job=layers lists the layers."
             )
         if gradient is None or not to_map(gradient).any():
             raise LayerError(
                 f"target={self._target} has no gradient at the positions of {point.name}, because "
                 "the output of the model does not depend on them (after the last block of a "
-                "transformer only the class token counts). Choose an earlier attribute.layer."
+                "transformer only the class token counts). Give an earlier one, layers=[NAME]."
             )
         self._check_positions(point, tuple(output.shape[1:]), to_map)
         return to_map

@@ -30,7 +30,7 @@ from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import RowSplits, Split, check_split, small_classes
 from featx.analysis.probe.task import Entry, RowTask
 from featx.base import check_memory
-from featx.config import Config
+from featx.config import Config, listed_stores
 from featx.errors import DataError, counted
 from featx.store import FeatureStore, layout
 from featx.types import Json
@@ -66,9 +66,9 @@ class ClassTask(RowTask):
         options = config.probe
         if "attentive" in options.methods:
             require_tokens(store, layers, ATTENTIVE)
-        # Read before the probe, so that a mistake is reported at once and store=compare_store
-        # works.
-        self._other = None if options.compare_store is None else read_probe(options.compare_store)
+        # Read before the probe, so that a mistake is reported at once and store=[A,A] works.
+        others = listed_stores(config.store or "")[1:]
+        self._other = read_probe(others[0]) if others else None
         training, testing = labelled_rows(store, options.label_column), None
         if len(training.classes) < 2:
             raise DataError(

@@ -249,7 +249,7 @@ def compared_store_entry(
     is_tested = np.array([str(key) in other.tested for key in keys.tolist()])
     if not is_tested.any():
         raise DataError(
-            f"probe.compare_store={other.store} has tested none of the {len(keys)} test rows of "
+            f"{other.store} has tested none of the {len(keys)} test rows of "
             "this probe. Probe both with the same rows, labels, seed and split; "
             f"probe.split={other.store}/{layout.PROBE_HEADS}/"
             f"{layout.PROBE_PREDICTIONS} takes the split of the other one."

@@ -25,7 +25,7 @@ from featx.analysis.probe.metrics import (
 from featx.analysis.probe.records import Record
 from featx.analysis.probe.splits import RowSplits, Split, check_sizes
 from featx.analysis.probe.task import RowTask
-from featx.config import Config
+from featx.config import Config, listed_stores
 from featx.errors import ConfigError, counted, first_names
 from featx.store import FeatureStore
 from featx.types import Json
@@ -33,7 +33,7 @@ from featx.types import Json
 METHODS = ("linear", "knn")
 """Methods that predict numbers and several labels."""
 
-_OF_CLASSES = ("shots", "bootstrap", "compare_store")
+_OF_CLASSES = ("shots", "bootstrap")
 """Options that have an effect on classification only."""
 
 _NAMED = 5
@@ -137,6 +137,11 @@ def _check_options(config: Config, kind: TaskKind) -> None:
                 f"probe.{name} has an effect on classification only; this is {kind.name} "
                 f"({kind.reason})."
             )
+    if listed_stores(config.store or "")[1:]:
+        raise ConfigError(
+            f"store={config.store}: job=probe compares classes of two stores; this is {kind.name} "
+            f"({kind.reason})."
+        )
     if config.probe.calibration != "none":
         raise ConfigError(f"probe.calibration has an effect on classes only; this is {kind.name}.")
     if unsupported := set(config.probe.methods) - set(METHODS):

@@ -12,7 +12,6 @@ from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.analysis.statistics import MAX_SPECTRUM, Moments, gaussian_distance
 from featx.analysis.value_settings import refuse_other_layer
 from featx.base import choose_device, float64_device
-from featx.config import DistanceConfig
 from featx.errors import ConfigError
 from featx.store import FeatureStore
 
@@ -74,17 +73,18 @@ def data_set_distance(
 
     Raises:
         StoreMismatchError: weights, transforms or tensors of the layer differ.
-        ConfigError: a store has fewer than two rows that are ok.
+        ConfigError: a store has fewer than two rows that are ok, or a subset would.
         LayerError: one of the stores has no such layer.
     """
-    checked = DistanceConfig(subset_rows=subset_rows)
+    if subset_rows < 2:
+        raise ConfigError(f"subset_rows={subset_rows}: expected a whole number of at least 2.")
     refuse_other_layer(store, other, layer)
     compute_device = float64_device(choose_device(device))
     one, two = (
         LayerVectors([LayerRows(each, layer, np.flatnonzero(each.ok))], compute_device)
         for each in (store, other)
     )
-    m = min(checked.subset_rows, len(one), len(two))
+    m = min(subset_rows, len(one), len(two))
     if m < 2:
         raise ConfigError(
             f"{store.root} and {other.root}, {layer}: a distance needs two rows that are ok in "

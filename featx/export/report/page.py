@@ -15,7 +15,7 @@ from jinja2 import UndefinedError
 from featx.analysis import compare_stores
 from featx.analysis.statistics import explain_missing_norms, token_norms
 from featx.base import as_utf8, csv_cell
-from featx.config import Config, DataConfig, names_tuple
+from featx.config import Config, DataConfig, listed_stores
 from featx.errors import ConfigError, FeatxError, MissingExtraError, StoreError, counted
 from featx.export.report.charts import CLASSES_SHOWN, cka_map, probe_contents
 from featx.export.report.html import render_page, without_folder, without_folders
@@ -311,7 +311,7 @@ class Page:
 
 def _comparison(store: FeatureStore, config: Config) -> Json | None:
     """Compare the store with others; names have no folder above the one that contains them all."""
-    others = names_tuple(config.report.compare_stores)
+    others = listed_stores(str(config.store))[1:]
     if not others:
         return None
     found = compare_stores([store, *others])

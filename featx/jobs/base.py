@@ -129,8 +129,7 @@ def check(config: Config, given: Collection[str] | None = None) -> None:
         raise ConfigError(
             f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
         )
-    if not job.takes_several_stores:
-        _check_one_store(config, job)
+    _check_list_of_stores(config, job)
     if job.input is Input.IMAGES:
         _check_gradients(config, job)
     if job.shows and config.job.show not in (None, *job.shows):
@@ -306,15 +305,19 @@ def _check_object_store(config: Config, job: Job) -> None:
         )
 
 
-def _check_one_store(config: Config, job: Job) -> None:
-    """Refuse a list of stores."""
+def _check_list_of_stores(config: Config, job: Job) -> None:
+    """Refuse a list of stores that the job does not take, or that has no brackets."""
     store = config.store or ""
-    is_list = store.startswith("[") or "," in store
-    if is_list and not is_url(store) and not Path(store).exists():
+    has_brackets = store.startswith("[")
+    if not (has_brackets or "," in store) or is_url(store) or Path(store).exists():
+        return
+    if not job.takes_several_stores:
         raise ConfigError(
             f"store={store}: job={job.name} reads one store. With -m and store=A,B each is a run "
             "of its own; job=compare 'store=[A,B]' shows several in one table."
         )
+    if not has_brackets:
+        raise ConfigError(f"store={store}: a list is written in brackets, 'store=[{store}]'.")
 
 
 def _check_gradients(config: Config, job: Job) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from format_readers import READERS
 
 import featx
@@ -150,3 +151,16 @@ class TestTrident(_Vectors):
         at = [key.rpartition("#") for key in store.keys[rows]]
         places = [(Path(image).stem, *map(int, box.split(",")[1::-1])) for image, _, box in at]
         return rows[sorted(range(len(rows)), key=lambda i: places[i])]
+
+
+class TestClam(TestTrident):
+    kind = "clam"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def export_options(cls) -> Mapping[str, Any]:
+        return {"format": "clam"}
+
+    def read_rows(self, folder: Path, layer: str) -> np.ndarray:
+        tensors = [torch.load(path) for path in sorted((folder / "pt_files").glob("*.pt"))]
+        return torch.cat(tensors).numpy()

@@ -38,6 +38,8 @@ def with_keys(run: MadeRun, keys: list[bytes], **columns: np.ndarray) -> MadeRun
 
 def export(kind: str, out: str = "out", **options: Any) -> Path:
     keys = {name: options.pop(name) for name in ("layers", "overwrite") if name in options}
+    if "metric" in options:
+        keys["neighbors"] = {"metric": options.pop("metric")}
     options = {"format": kind, **options}
     assert run_job("export", store="store", export=options, out=out, **keys) == 0
     return Path(out)
@@ -145,6 +147,8 @@ class TestFaiss:
             at = np.searchsorted(ok, ids[0])
             assert np.allclose(scores[0], expected[at], rtol=1e-4, atol=1e-5)
             assert (np.diff(expected[at] * (1 if metric == "euclidean" else -1)) > -1e-6).all()
+        with pytest.raises(StoreMismatchError, match="metric: cosine, now euclidean"):
+            export("faiss", out="cosine", metric="euclidean")
 
     def test_an_unknown_index_is_refused_before_anything_is_written(self) -> None:
         pytest.importorskip("faiss")
@@ -306,7 +310,7 @@ class TestTrident:
     def test_clam_reads_the_same_tiles_in_float32(self) -> None:
         self.write_tiles()
         out = export("trident", magnification=20, encoder="uni_v1")
-        bags = export("clam")
+        bags = export("clam", out="bags")
         for name in ("s1", "s2"):
             tiles = SlideTiles.read(out / f"features_uni_v1/{name}.h5")
             tensor, features, coords = bag_of(bags, name)

@@ -91,7 +91,7 @@ def test_the_table_of_other_stores_is_that_of_job_compare(tmp_path: Path) -> Non
             assert expected in row
     assert len(compared["notes"]) == 2
     for note in compared["notes"]:
-        assert html.escape(note) in found
+        assert note in html.unescape(found)
     assert str(tmp_path) not in found
     assert section("stores") == ""
     with pytest.raises(FeatxError, match="no store at"):

@@ -10,14 +10,16 @@ from typing import Any
 from csv_rows import csv_rows
 from tiny_model import run_job
 
+from featx.config import listed_stores
+
 
 def probe(
     show: str | None = None, store: str = "store", layers: Any = None, **options: Any
 ) -> dict[str, Any]:
-    """Run job=probe with these options; returns the content of probe.json."""
+    """Run job=probe with these options; returns the content of probe.json of the first store."""
     keys = {} if layers is None else {"layers": layers}
     assert run_job("probe", store=store, device="cpu", probe=options, show=show, **keys) == 0
-    found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
+    found: dict[str, Any] = json.loads(Path(listed_stores(store)[0], "probe.json").read_text())
     return found
 
 

@@ -170,13 +170,14 @@ def test_a_probe_of_another_state_is_left_out() -> None:
 
 @pytest.mark.parametrize("store", ["[runs/a,runs/b]", "runs/a,runs/b"])
 def test_other_jobs_take_one_store(store: str) -> None:
-    with pytest.raises(ConfigError, match=r"job=probe reads one store.*job=compare"):
-        run_job("probe", store=store)
+    with pytest.raises(ConfigError, match=r"job=verify reads one store.*job=compare"):
+        run_job("verify", store=store)
 
 
-def test_a_list_without_brackets_says_how_a_list_is_written() -> None:
+@pytest.mark.parametrize("job", ["compare", "probe", "report", "cka"])
+def test_a_list_without_brackets_says_how_a_list_is_written(job: str) -> None:
     with pytest.raises(ConfigError, match=r"in brackets, 'store=\[runs/a,runs/b\]'"):
-        run_job("compare", store="runs/a,runs/b")
+        run_job(job, store="runs/a,runs/b")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def _attributor(config: Config, backbone: Backbone, device: torch.device, dtype:
 
     if backbone.missing_heads:
         raise ModelError(f"heat maps explain logits: {no_logits(backbone)}")
-    layer = None if config.layers is None else layer_requests(config)[0][0]
+    layers = [config.layers] if isinstance(config.layers, str) else [*(config.layers or ())]
+    layer = layers[0] if layers else None
     return Attributor(backbone, device, dtype, config.target, config.attribute, layer)
 
 

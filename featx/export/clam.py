@@ -12,7 +12,7 @@ import numpy as np
 from featx.config import Config
 from featx.export.base import FORMATS, ExportFolder, FormatMember, literal, only_layer_of
 from featx.export.selection import ExportSelection
-from featx.export.trident import SlideFormat
+from featx.export.slides import SlideFormat
 
 
 class Clam(SlideFormat):

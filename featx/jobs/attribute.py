@@ -12,7 +12,7 @@ from PIL import Image
 from featx.analysis import ATTRIBUTIONS
 from featx.analysis.attribution import Tile, contact_sheet, feature_map_grid
 from featx.base import log_message, name_bytes, print_result
-from featx.config import METHODS, OF_A_LAYER, AttributeConfig, Config, layer_requests
+from featx.config import METHODS, OF_A_LAYER, AttributeConfig, Config, names_tuple
 from featx.errors import ConfigError, InternalError
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job
 from featx.pipeline import RunContext, RunObserver, describe_end, run_extraction, store_exit_code
@@ -157,7 +157,7 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"layers has an effect with attribute.method={' or '.join(OF_A_LAYER)} only."
         )
-    if isinstance(config.layers, Mapping) or len(layer_requests(config)) > 1:
+    if isinstance(config.layers, Mapping) or len(names_tuple(config.layers)) > 1:
         raise ConfigError(
             f"layers={config.layers}: job=attribute takes the name of one module, such as "
             "layers=[layer4]."

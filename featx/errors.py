@@ -208,15 +208,10 @@ _REPLACED = {
     "projector with images",
     "export.format=thingsvision": "export.format=npy writes the same arrays, with keys.npy",
     "job.depth": "layers=[**] lists every layer, layers=[layer4.**] those inside layer4",
-    "status.watch": "job.show=watch does the same",
     "models.local": "job.show=local does the same",
-    "neighbors.key": "neighbors.image takes the key of a row as well",
-    "report.texts": "job=report reads neighbors.text",
     "report.compare_stores": "store=[A,B] names the store of the page and the others",
     "probe.compare_store": "store=[A,B] names this store and the other one",
     "attribute.layer": "layers=[NAME] names it",
-    "executor.address": "Ray reads it from the environment variable RAY_ADDRESS, such as "
-    "RAY_ADDRESS=auto",
     "distance.subset_rows": "subsets have 1000 rows of each store; "
     "featx.similarity.data_set_distance takes other numbers",
     "export.metric": "export.format=faiss reads neighbors.metric",

@@ -347,7 +347,7 @@ def test_every_command_runs(
     first = [f"python -m featx {line}" for line in made]
     for line in [*first, *lines]:
         words = line.removeprefix("python -m featx").strip()
-        if "neighbors.image=cat/001.jpg" in words:
+        if "neighbors.key=cat/001.jpg" in words:
             words = words.replace("cat/001.jpg", "cat/000.png")
         if words.startswith("-"):
             continue  # --help and -m end or fork Hydra; test_command.py has them

@@ -74,7 +74,7 @@ def test_a_number_and_its_noun() -> None:
 OPTIONS = [
     *("fold_batchnorm", "layers", "device", "target", "batch_size", "executor.workers"),
     *("attribute.method", "attribute.steps", "attribute.feature_map_layer", "data.root"),
-    *("data.image_root", "probe.test_share", "probe.folds", "neighbors.metric", "cka.rows"),
+    *("data.image_root", "probe.test_share", "probe.folds", "neighbors.key", "cka.rows"),
     *("verify.repair", "verify.reextract_rows", "model.factory", "model.weights", "model.args"),
     *("stats.reference", "stats.covariance", "reduce.k", "reduce.size"),
 ]
@@ -88,7 +88,7 @@ OPTIONS = [
         ("data.images", "data.image_root"),
         ("probe.test", "probe.test_share"),
         ("workers", "executor.workers"),  # the same word in a group
-        ("similar.metric", "neighbors.metric"),  # in another group
+        ("similar.key", "neighbors.key"),  # in another group
         ("layrs", "layers"),  # a typo
         ("data.rot", "data.root"),  # a typo in a group, whose other names share the prefix
         ("reduce.kk", "reduce.k"),

@@ -111,7 +111,7 @@ def test_a_sweep_over_a_pattern_runs(
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("--masks=x", "probe.masks=x"),
+        ("--watch", "status.watch=true"),
         ("--limit=3", "data.limit=3"),
         ("--out=x", "key=value, without dashes: out=x"),
         ("--repair", "verify.repair=true"),

@@ -34,6 +34,7 @@ from .job import LogConfig as LogConfig
 from .job import ModelsConfig as ModelsConfig
 from .job import ReportConfig as ReportConfig
 from .job import StatsConfig as StatsConfig
+from .job import StatusConfig as StatusConfig
 from .job import VerifyConfig as VerifyConfig
 from .job import ZeroshotConfig as ZeroshotConfig
 from .model import AUTO_LIBRARY as AUTO_LIBRARY

@@ -22,12 +22,10 @@ class JobConfig:
     """Columns of job=layers: shapes (the default), cost (parameters, MFLOPs, ms, memory), values
     (on one image), all of these in one wide table, or watch: every call during a forward pass. With
     job=probe, all adds few-shot accuracies, chosen settings and further scores; with job=models it
-    prints all models, not the first 20, and local those whose weights are on this machine. With
-    job=status, watch shows the status again every 5 s until the run is complete."""
+    prints all models, not the first 20, and local those whose weights are on this machine."""
 
     def __post_init__(self) -> None:
-        is_in_json = self.name != "status" and self.show not in (None, "shapes", "local")
-        if self.json and is_in_json:
+        if self.json and self.show not in (None, "shapes", "local"):
             raise ConfigError(
                 f"job.show={self.show} has no effect with job.json=true, which gives everything."
             )
@@ -49,6 +47,14 @@ class LogConfig:
                 f"log.metrics={self.metrics}: the name has to end in .prom, because node_exporter "
                 "reads no other files."
             )
+
+
+@options("status")
+class StatusConfig:
+    """Display of job=status."""
+
+    watch: bool = False
+    """Show the status again every 5 s until the run is complete."""
 
 
 @options("stats")
@@ -117,6 +123,9 @@ class ReportConfig:
     """Largest number of images that are read again for thumbnails; 0 leaves them out."""
     tsne: bool = True
     """Plot t-SNE as well as PCA; false saves its time, and needs no scikit-learn."""
+    texts: OneOrMore[str] | None = None
+    """What images show, or a list of such texts, or a file NAME.txt with one a line: the page shows
+    the images nearest to each, as neighbors.text of job=neighbors ranks them."""
 
 
 @options("zeroshot")

@@ -32,6 +32,7 @@ from featx.config import (
     ReduceConfig,
     ReportConfig,
     StatsConfig,
+    StatusConfig,
     VerifyConfig,
     ZeroshotConfig,
 )
@@ -201,6 +202,8 @@ class Config:
     """Contents of the page of job=report."""
     models: ModelsConfig = field(default_factory=ModelsConfig)
     """Models that job=models looks for."""
+    status: StatusConfig = field(default_factory=StatusConfig)
+    """View of a run in job=status."""
     log: LogConfig = field(default_factory=LogConfig)
     """Messages of the command during a run."""
 

@@ -21,14 +21,14 @@ class NeighborsConfig:
     """Nearest neighbours that job=neighbors finds, and how near rows are for job=outliers and
     job=duplicates."""
 
+    key: str | None = None
+    """Key of one image, whose neighbours alone are found and printed; null takes every row."""
     image: str | None = None
-    """Key of a row, or an image file that is no row (./NAME if it has the name of one), whose
-    features the model of the store computes. Its neighbours alone are found and printed; null takes
-    every row."""
+    """Image file that is no row of the store: its features are computed by the model of the store,
+    and its neighbours alone are found and printed."""
     text: OneOrMore[str] | None = None
     """What images show, or a list of such texts, or a file NAME.txt with one a line: the rows whose
-    embedding by a model with a text tower is nearest to each are printed, or shown by
-    job=report."""
+    embedding by a model with a text tower is nearest to each are printed."""
     k: Count = 10
     """Number of neighbours of each row; their mean distance is the score of job=outliers."""
     metric: Metric = "cosine"
@@ -43,10 +43,11 @@ class NeighborsConfig:
     searches exactly."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("image", "text") if getattr(self, name) is not None]
+        given = [name for name in ("key", "image", "text") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(
-                "neighbors.image is an image, and neighbors.text what images show: give one."
+                "neighbors.key is a row of the store, neighbors.image an image that is none, and "
+                f"neighbors.text what images show: give one of {' and '.join(given)}."
             )
         if given and self.recall is not None:
             raise ConfigError(

@@ -12,7 +12,6 @@ from featx.config import (
     ExecutorConfig,
     ExportConfig,
     ModelConfig,
-    NeighborsConfig,
     ReduceConfig,
     ReportConfig,
     StatsConfig,
@@ -83,5 +82,4 @@ class ReportOptions(TypedDict, total=False):
     device: str
     seed: int
     store: str | PathLike[str] | None
-    neighbors: NeighborsConfig | Mapping[str, Any]
     report: ReportConfig | Mapping[str, Any]

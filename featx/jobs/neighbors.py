@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -40,48 +39,38 @@ def run(config: Config, config_yaml: str) -> int:
     if options.text is not None:
         return _print_nearest_to_texts(options.text, store, config)
     layer = chosen_layer(store, config)
-    if options.image is None:
+    if options.key is None and options.image is None:
         found_of_all, index = _neighbors_of_all(store, layer, config)
         print_summary(config, found_of_all, _facts_of_all(found_of_all, index, config))
         return 0
-    image = options.image
-    if not _is_row(image, store):
-        rows, scores = _nearest_to_image(image, store, layer, config)
-        summary: dict[str, Any] = {"image": image, "layer": layer}
+    if options.image is not None:
+        rows, scores = _nearest_to_image(options.image, store, layer, config)
+        summary: dict[str, Any] = {"image": options.image, "layer": layer}
+        image = options.image
     else:
         from featx.analysis.similarity import nearest_rows  # which imports torch
 
+        key = str(options.key)
         found = nearest_rows(
             store,
             layer,
             options.k,
             options.metric,
-            image,
+            key,
             config.device,
             standardise=options.standardise,
         )
         rows, scores = found.neighbours[0], found.scores[0]
         row = int(found.rows[0])
         name = class_name(store, row)
-        summary = {"key": image, "row": row, "class": name, "layer": layer}
-        image = f"{image}  {name or ''}"
+        summary = {"key": key, "row": row, "class": name, "layer": layer}
+        image = f"{key}  {name or ''}"
     summary["nearest"] = _described(store, rows, scores, options.metric)
     summary["standardised"] = options.standardise
     nearest = _table("nearest", summary["nearest"], options.metric)
     facts = [("image", image), ("layer", layer), ("metric", _metric_text(config))]
     print_summary(config, summary, facts, nearest)
     return 0
-
-
-def _is_row(image: str, store: FeatureStore) -> bool:
-    """Return whether an image is a row of the store; False for a file that is none."""
-    try:
-        store.row(image)
-    except KeyError as error:
-        if not os.path.exists(os.path.expanduser(image)):  # noqa: PTH110, PTH111  # as embed_images
-            raise ConfigError(f"neighbors.image={image} is no file, and {error.args[0]}") from error
-        return False
-    return True
 
 
 def _print_nearest_to_texts(given: str | Sequence[str], store: FeatureStore, config: Config) -> int:

@@ -26,8 +26,7 @@ def write_report(store: object = None, /, **keys: Unpack[ReportOptions]) -> Path
 
     Args:
         store: path of the store, or an open one; in a list, the others are compared with the first.
-        keys: `layers`, `out`, `seed`, `data` if the images have moved, `neighbors_text`, and
-            `report` as a mapping.
+        keys: `layers`, `out`, `seed`, `data` if the images have moved, and `report` as a mapping.
 
     Returns:
         The HTML file.
@@ -74,10 +73,7 @@ JOBS.register(
         extra="report",
         run=run,
         input=Input.STORE,
-        reads=(
-            *("job.json", "out", "layers", "device", "seed", "neighbors.text"),
-            *("data.name", "data.root"),
-        ),
+        reads=("job.json", "out", "layers", "device", "seed", "data.name", "data.root"),
         takes_several_stores=True,
     )
 )

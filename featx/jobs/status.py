@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from featx.base import time_text
-from featx.config import Config
+from featx.config import Config, StatusConfig
 from featx.errors import StoreError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.store import HeartbeatRecord, StoreStatus, no_store_at, store_status
 
 INTERVAL_S = 5.0
-"""Seconds between two looks with job.show=watch."""
+"""Seconds between two looks with status.watch=true."""
 
 _CLEAR = "\x1b[H\x1b[2J"
 """Text that empties a terminal and moves the cursor to its top."""
@@ -28,8 +28,7 @@ def run(config: Config, config_yaml: str) -> int:
             f"{no_store_at(root)} job=status takes the store's folder. A run that has just "
             "started makes it when its model is ready."
         )
-    is_watched = config.job.show == "watch"
-    for i, status in enumerate(statuses(root) if is_watched else [store_status(root)]):
+    for i, status in enumerate(statuses(root) if config.status.watch else [store_status(root)]):
         if i and not config.job.json:
             sys.stdout.write(_CLEAR if sys.stdout.isatty() else "\n")
         print_summary(config, status.as_dict(), _facts(status))
@@ -90,10 +89,10 @@ JOBS.register(
     Job(
         "status",
         "Show the progress of a run, from any machine that sees its store.",
+        StatusConfig,
         run=run,
         input=Input.STORE_OR_OUT,
         reads=("job.json",),
-        shows=("watch",),
         why="it reads the store that `store` or `out` names",
     )
 )

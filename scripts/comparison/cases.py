@@ -276,7 +276,7 @@ JOBS = {
         RUN,
         f"{RUN} data.extensions=[jpg,png] out=other",
         "job=neighbors store=store layers=pool neighbors.k=4",
-        "job=neighbors store=store layers=conv neighbors.image=cat/000.jpg "
+        "job=neighbors store=store layers=conv neighbors.key=cat/000.jpg "
         "neighbors.metric=euclidean",
         f"job=neighbors store=store layers=pool neighbors.image=DATA/odd/sound.jpg {FACTORY}",
         "job=duplicates store=store layers=pool duplicates.threshold=0.9",
@@ -342,7 +342,7 @@ WRONG = (
     "job=export store=store export.format=exel",
     "job=probe store=store",
     "job=probe store=store probe.label_column=age",
-    "job=neighbors store=store layers=pool neighbors.image=cat/01.jpg",
+    "job=neighbors store=store layers=pool neighbors.key=cat/01.jpg",
     "job=cka store=store cka.rows=0",
     "job=predict store=store data=folder data.root=DATA/photos out=predicted",
     f"{RUN} data.root=DATA/odd dtype=float32 max_failures=1.0",

@@ -295,9 +295,7 @@ outliers: {k: 3}
 mislabelled: {folds: 3}
 part_mib: 512
 job: {name: extract, depth: 2}
-status: {watch: true}
 distance: {subset_rows: 5}
-neighbors: {key: a.jpg, k: 3}
 """
 """Options that a store of an earlier version may have."""
 
@@ -315,7 +313,6 @@ def test_a_config_of_an_earlier_version_is_read_as_one_of_this() -> None:
         executor={"name": "slurm", "cpus": 3},
         conformance={"mode": "warn"},
         probe={"l2": 0.5},
-        neighbors={"k": 3},
     )  # fmt: skip
     hub = from_saved("model: {library: hub, name: clone, entry: small}").model
     assert hub == model_options(library="hub", name="clone", factory="small")
@@ -326,10 +323,8 @@ def test_a_config_of_an_earlier_version_is_read_as_one_of_this() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"status_watch": True}, "status_watch"),
-        ({"neighbors": {"key": "a"}}, r"neighbors\.key is gone: neighbors\.image takes the key"),
+        ({"models": {"local": True}}, r"models\.local is gone: job\.show=local does the same"),
         ({"attribute": {"layer": "a"}}, r"attribute\.layer is gone: layers=\[NAME\] names it"),
-        ({"executor": {"address": "auto"}}, r"address is gone: .* variable RAY_ADDRESS"),
         ({"probe": {"compare_store": "b"}}, r"compare_store is gone: store=\[A,B\] names"),
         ({"export": {"clam": True}}, r"export\.clam is gone: export\.format=clam writes"),
     ],

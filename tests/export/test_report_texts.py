@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
 def section(name: str, store: str = "store", **options: Any) -> str:
     """Return a section of the page of the store, '' without it."""
-    run_job("report", store=store, device="cpu", report={"tsne": False}, neighbors=options)
+    run_job("report", store=store, device="cpu", report={"tsne": False, **options})
     text = Path("store/report.html").read_text(encoding="utf-8")
     found = re.search(rf'(?s)<section id="{name}">.*?</section>', text)
     return "" if found is None else found.group()
@@ -44,7 +44,7 @@ def test_rows_of_images_are_those_of_the_search(tmp_path: Path) -> None:
     keys = featx.open("store").keys
     Path("texts.txt").write_text("\n".join(texts))
     for given in (texts, "texts.txt"):
-        found = section("texts", text=given)
+        found = section("texts", texts=given)
         assert "<b>dog" not in found
         for text, nearest, scores in zip(texts, rows, cosines, strict=True):
             strip = found[found.index(html.escape(text)) :]
@@ -59,7 +59,7 @@ def test_rows_of_images_are_those_of_the_search(tmp_path: Path) -> None:
     [
         ("a dog", StoreError, r"has no embedding, which texts are compared with"),
         ([" "], ConfigError, r"a text is empty"),
-        ("no.txt", DataError, r"neighbors\.text=no\.txt cannot be read"),
+        ("no.txt", DataError, r"report\.texts=no\.txt cannot be read"),
     ],
 )
 def test_texts_are_refused_as_in_a_search(
@@ -68,7 +68,7 @@ def test_texts_are_refused_as_in_a_search(
     x, y = blobs(20)
     write_store(Path("store"), y, x=x)
     with pytest.raises(error, match=message):
-        section("texts", text=texts)
+        section("texts", texts=texts)
     assert not Path("store/report.html").exists()
 
 

@@ -39,7 +39,7 @@ class RayCluster:
     Attributes:
         folder: of its files; sockets of Ray need a short path.
         within: what starts a command in its network.
-        environment: what leads `executor=ray` to it.
+        environment: what leads `executor.address=auto` to it.
     """
 
     folder: Path

@@ -22,7 +22,7 @@ from tiny_model import write_images
 
 pytestmark = SYSTEM_TEST
 
-RAY = ("executor=ray",)
+RAY = ("executor=ray", "executor.address=auto")
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_the_loss_of_the_head_ends_the_run_within_a_minute_and_a_new_one_resumes
     assert "Nothing committed is lost; start the cluster again and run the same command" in line
     with run(ray, 0) as refused:
         assert refused.finish(60) == 2, refused.output
-    assert "RAY_ADDRESS=127.0.0.1:6400: no Ray cluster answers there" in refused.output
+    assert "executor.address=auto: no Ray cluster answers there" in refused.output
     for name in ("n1", "n2"):
         ray.kill(name)
     ray.start_head()

@@ -58,7 +58,7 @@ CALLS: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("probe", {"store": STORE, "probe": {"seeds": 3, "bootstrap": 100}}, {"show": "all"}),
     ("probe", {"store": STORE, "probe": {"folds": 5, "shots": [1, 2]}}, {}),
     ("predict", {"store": STORE, "data": PHOTOS, "out": f"{STORE}/new", **CODE}, {}),
-    ("neighbors", {**ONE, "neighbors": {"image": "cat/000.png"}}, {}),
+    ("neighbors", {**ONE, "neighbors": {"key": "cat/000.png"}}, {}),
     ("neighbors", ONE, {}),
     ("duplicates", ONE, {}),
     ("cka", {"store": STORE}, {}),

@@ -47,13 +47,13 @@ def result(job: str, **options: Any) -> Any:
 
 def test_of_one_image(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
     key = str(store.keys[4])
-    assert ask("neighbors", image=key, k=3) == 0
+    assert ask("neighbors", key=key, k=3) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["image", key, "cat"]
     assert lines[2].split() == ["metric", "cosine", "of", "standardised", "values"]
     assert lines[5].split() == [str(store.keys[11]), "dög", "11", "1.000"]
     assert len(lines) == 8
-    found = result("neighbors", image=key, k=3, metric="euclidean")
+    found = result("neighbors", key=key, k=3, metric="euclidean")
     assert found["row"] == 4
     assert found["nearest"][0]["row"] == 11
     assert found["nearest"][0]["euclidean"] == 0
@@ -119,7 +119,7 @@ def test_scores_are_those_of_standardised_values(store: featx.FeatureStore) -> N
         unit = values / np.linalg.norm(values, axis=1, keepdims=True)
         place = int(np.flatnonzero(np.flatnonzero(store.ok) == 6)[0])
         expected = np.sort(np.delete(unit @ unit[place], place))[::-1][:3]
-        found = result("neighbors", image=key, k=3, standardise=standardise)
+        found = result("neighbors", key=key, k=3, standardise=standardise)
         assert found["standardised"] == standardise
         assert [one["cosine"] for one in found["nearest"]] == pytest.approx(expected, abs=1e-5)
 
@@ -279,7 +279,7 @@ def test_what_is_refused(store: featx.FeatureStore) -> None:
         ("neighbors", {"metric": "dot"}, r"neighbors\.metric=dot"),
         ("neighbors", {"k": 0}, r"neighbors\.k=0"),
         ("neighbors", {"recall": 1.0}, r"neighbors\.recall=1\.0: expected a share between 0 and 1"),
-        ("neighbors", {"recall": 0.9, "image": "a"}, r"recall has no effect with neighbors\.image"),
+        ("neighbors", {"recall": 0.9, "key": "a"}, r"recall has no effect with neighbors\.key"),
         ("neighbors", {"layers": None}, r"name one layer with layers="),
         ("duplicates", {"threshold": 1.5}, r"duplicates\.threshold=1\.5"),
         ("duplicates", {"layers": None}, r"name one layer with layers="),

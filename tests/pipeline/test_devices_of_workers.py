@@ -59,7 +59,7 @@ def test_workers_are_a_number(value: object) -> None:
         ({**TWO, "tensorboard": True}, "tensorboard sees the batches of one process"),
         ({**TWO, "profile": True}, "profile sees the batches of one process"),
         ({"executor": "lokal"}, "executor=lokal: expected one of local, ray, slurm"),
-        (executor("slurm", gpus=1), "executor.gpus has an effect with executor=ray"),
+        (executor("slurm", address="auto"), "executor.address has an effect with executor=ray"),
         ({"executor": {"devices": [0, 1]}}, "devices is gone: executor.workers=2 takes the first"),
         (executor("slurm", cpus=0), "executor.cpus=0: expected a whole number of at least 1"),
         (executor("slurm", mode="cloud"), "executor.mode=cloud: expected one of slurm, local"),

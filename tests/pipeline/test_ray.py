@@ -261,20 +261,28 @@ def test_without_ray_the_extra_is_named_and_nothing_is_started(
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_a_cluster_that_does_not_answer_is_reported_before_the_run(
-    photos: Path, ray: MadeRay, address: str, monkeypatch: pytest.MonkeyPatch
+    photos: Path, ray: MadeRay, address: str
 ) -> None:
     ray.is_connected = False
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    output = rf"RAY_ADDRESS={address}: no Ray cluster answers there \(.*refused"
+    output = rf"executor.address={address}: no Ray cluster answers there \(.*refused"
     with pytest.raises(ConfigError, match=output):
-        extract(photos, executor="ray")
+        extract(photos, executor={"name": "ray", "address": address})
     assert not Path("store").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "auto"}, r"executor.address=auto has no effect: .* connected to a Ray"),
+        ({"gpus": 0.5}, "executor.gpus=0.5 has no effect with device=cpu"),
+    ],
+)
 @pytest.mark.usefixtures("ray")
-def test_gpus_without_effect_are_refused(photos: Path) -> None:
-    with pytest.raises(ConfigError, match=r"executor\.gpus=0\.5 has no effect"):
-        extract(photos, device="cpu", executor={"name": "ray", "gpus": 0.5})
+def test_options_without_effect_are_refused(
+    photos: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        extract(photos, device="cpu", executor={"name": "ray", **options})
     assert not Path("store").exists()
 
 
@@ -377,8 +385,8 @@ def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> N
     )
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-        environment = {**ENVIRONMENT, "RAY_ADDRESS": cluster.address}
-        with running(command("+model.args.pause_s=2.0"), **environment) as process:
+        there = (f"executor.address={cluster.address}", "+model.args.pause_s=2.0")
+        with running(command(*there), **ENVIRONMENT) as process:
             wait_until(
                 lambda: len(worker_pids("store", "actor")) > 1 and num_parts("store"), process
             )

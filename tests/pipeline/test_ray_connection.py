@@ -39,8 +39,7 @@ def check_auto(monkeypatch: pytest.MonkeyPatch, answer: str | Exception | None) 
     services = SimpleNamespace(get_ray_address_from_environment=found)
     private = {} if answer is None else {"_private": SimpleNamespace(services=services)}
     monkeypatch.setitem(sys.modules, "ray", made_ray(is_connected=False, **private))
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    module.check(RayOptions(), Config())
+    module.check(RayOptions(address="auto"), Config())
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def pool_on(root: Path, address: str, **more: Any) -> ActorPool:
     task: Any = StubTask(SimpleNamespace(), root, root)  # type: ignore[arg-type]
     spec = stub_spec(root, [Part(0, 0, 4)], Config(), task)
     session: Any = SimpleNamespace(root=root, disk=AtomicFolder(root))
-    return ActorPool(made_ray(**more), spec, session, "cpu", RayOptions(), address)
+    return ActorPool(made_ray(**more), spec, session, "cpu", RayOptions(address=address))
 
 
 def test_a_head_that_does_not_answer_for_long_ends_the_run(
@@ -106,32 +105,9 @@ def test_auto_without_a_cluster_is_told_at_once(monkeypatch: pytest.MonkeyPatch)
         check_auto(monkeypatch, there)
         check_auto(monkeypatch, f"ray://{there}")
     for answer in (there, ConnectionError("Could not find any running Ray")):
-        with pytest.raises(ConfigError, match=r"RAY_ADDRESS=auto: no Ray cluster answers the"):
+        with pytest.raises(ConfigError, match=r"executor.address=auto: no Ray cluster answers the"):
             check_auto(monkeypatch, answer)
     check_auto(monkeypatch, None)  # a version of Ray that does not say what auto is
-
-
-def test_ray_address_names_the_cluster_unless_the_process_is_connected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nothing is asked of an address that Ray does not use."""
-    asked: list[str] = []
-
-    def init(address: str, **options: Any) -> None:
-        asked.append(address)
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        nobody = f"127.0.0.1:{free.getsockname()[1]}"
-    for address, expected in (("", ["local"]), (None, ["local"]), (nobody, [nobody])):
-        if address is None:
-            monkeypatch.delenv("RAY_ADDRESS")
-        else:
-            monkeypatch.setenv("RAY_ADDRESS", address)
-        ray = made_ray(is_connected=False, init=init, shutdown=asked.clear)
-        with connected(ray, module.requested_address(ray)):
-            assert asked == expected
-    monkeypatch.setitem(sys.modules, "ray", made_ray())
-    module.check(RayOptions(), Config())
 
 
 def test_a_cluster_that_wants_a_token_is_not_reported_as_absent() -> None:

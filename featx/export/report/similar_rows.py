@@ -166,10 +166,10 @@ def neighbours_of(
 def nearest_to_texts(
     store: FeatureStore, config: Config
 ) -> list[tuple[str, list[tuple[int, float]]]]:
-    """Return the texts of neighbors.text, each with rows and cosines of the nearest images."""
-    if config.neighbors.text is None:
+    """Return the texts of report.texts, each with rows and cosines of the nearest images."""
+    if config.report.texts is None:
         return []
-    texts = read_texts("neighbors.text", config.neighbors.text)
+    texts = read_texts("report.texts", config.report.texts)
     rows, cosines = search(store, texts, NEAREST, config.device)
     return [
         (text, list(zip(nearest.tolist(), scores.tolist(), strict=True)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from featx.pipeline.run_metrics import RunOutcome
 from featx.storage import parse_path, s3_outage
 
 CONNECT_S = 10.0
-"""Seconds to wait for an answer at RAY_ADDRESS."""
+"""Seconds to wait for an answer at executor.address."""
 
 HEAD_LOST_S = 30.0
 """Seconds without an answer of the head until the run ends.
@@ -46,6 +45,9 @@ class RayOptions(ExecutorConfig):
     gpus: Positive | None = None
     """Number of GPUs of each actor if a GPU computes, 1 when not given; 0.5 puts two actors on each
     GPU."""
+    address: str | None = None
+    """Address of the Ray cluster, such as auto or ray://head:10001; null starts one on this
+    machine."""
 
     @property
     def num_cpus(self) -> int:
@@ -53,15 +55,20 @@ class RayOptions(ExecutorConfig):
 
 
 def check(options: RayOptions, config: Config) -> None:
-    """Check that Ray is installed, and that its cluster answers at RAY_ADDRESS."""
+    """Check that Ray is installed and that its cluster answers at executor.address."""
     ray = ray_module()
     if options.gpus is not None and config.device == "cpu":
         raise ConfigError(
             f"executor.gpus={options.gpus:g} has no effect with device=cpu; leave one of them out."
         )
-    address = requested_address(ray)
-    if not address:
+    address = options.address
+    if address is None:
         return
+    if ray.is_initialized():
+        raise ConfigError(
+            f"executor.address={address} has no effect: this process is connected to a Ray cluster "
+            "already. Leave it out, or call ray.shutdown() first."
+        )
     # Ray itself would try for minutes.
     try:
         _connect(_cluster_address(ray, address), CONNECT_S)
@@ -70,9 +77,8 @@ def check(options: RayOptions, config: Config) -> None:
 
 
 def run(options: RayOptions, context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    address = requested_address(ray_module())
-    with connected(ray_module(), address) as ray:
-        return ActorPool(ray, spec, session, context.engine.device.type, options, address).run()
+    with connected(ray_module(), options.address) as ray:
+        return ActorPool(ray, spec, session, context.engine.device.type, options).run()
 
 
 def ray_module() -> ModuleType:
@@ -82,20 +88,13 @@ def ray_module() -> ModuleType:
 EXECUTORS.register(
     Executor(
         name="ray",
-        help="Actors of the Ray cluster at RAY_ADDRESS, or of a Ray started on this machine.",
+        help="Actors of a Ray cluster, or of a Ray that is started on this machine.",
         extra="ray",
         options=RayOptions,
         check=for_options("executor=ray", RayOptions, check),
         run=for_options("executor=ray", RayOptions, run),
     )
 )
-
-
-def requested_address(ray: ModuleType) -> str:
-    """Value of RAY_ADDRESS, the address of the cluster; '' to start one on this machine, and for a
-    process that is connected already.
-    """
-    return "" if ray.is_initialized() else os.environ.get("RAY_ADDRESS", "")
 
 
 def _resources_text(resources: Mapping[str, float]) -> str:
@@ -116,13 +115,7 @@ class ActorPool(WorkerPool):
     kind = "actor"
 
     def __init__(
-        self,
-        ray: ModuleType,
-        spec: WorkerSpec,
-        session: Session,
-        device: str,
-        options: RayOptions,
-        address: str,
+        self, ray: ModuleType, spec: WorkerSpec, session: Session, device: str, options: RayOptions
     ) -> None:
         gpus = options.gpus or 1.0 if device == "cuda" else 0.0
         cpus = options.num_cpus
@@ -146,7 +139,7 @@ class ActorPool(WorkerPool):
         self._device = device
         self._actor_type = ray.remote(num_cpus=cpus, num_gpus=gpus)(Actor)
         self._actors: dict[int, tuple[object, object]] = {}  # with the reference to its result
-        self._head, self._node = address, ""
+        self._head, self._node = options.address or "", ""
         if not self._head.startswith("ray://"):
             # Without an address where the caller has connected as a client.
             with contextlib.suppress(AttributeError, RuntimeError):
@@ -214,8 +207,8 @@ class ActorPool(WorkerPool):
 
 
 @contextlib.contextmanager
-def connected(ray: ModuleType, address: str) -> Iterator[ModuleType]:
-    """Connect Ray to the cluster at an address, or start one on this machine if that is empty.
+def connected(ray: ModuleType, address: str | None) -> Iterator[ModuleType]:
+    """Connect Ray to a cluster, or start one on this machine.
 
     A connection of the caller is used as it is and stays open.
     """
@@ -245,7 +238,7 @@ def _connect(address: str, limit_s: float) -> None:
 
 
 def _cluster_address(ray: ModuleType, address: str) -> str:
-    """Address that Ray will connect to for RAY_ADDRESS; '' if that is not known."""
+    """Address that Ray will connect to for executor.address; '' if that is not known."""
     if address == "auto":
         # Ray has no public function that says which cluster `auto` is, without connecting to it.
         try:
@@ -255,9 +248,9 @@ def _cluster_address(ray: ModuleType, address: str) -> str:
     return address
 
 
-def _no_cluster(address: str, error: Exception) -> ConfigError:
+def _no_cluster(address: str | None, error: Exception) -> ConfigError:
     """Error for an address at which no cluster answers, or only to those with a token."""
-    given = f"RAY_ADDRESS={address}"
+    given = f"executor.address={address}"
     cause: BaseException | None = error
     # Ray repeats the reason in the text of another error.
     while cause is not None and "AuthenticationError" not in f"{type(cause).__name__}: {cause}":
@@ -270,5 +263,6 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
         )
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(
-        f"{given}: no Ray cluster answers there ({reason}). Unset it to start one on this machine."
+        f"{given}: no Ray cluster answers there ({reason}). Leave it out to start one on this "
+        "machine."
     )

@@ -49,6 +49,18 @@ def test_the_default_store_is_named_for_data_and_model() -> None:
     assert config(model="resnet50").out == "runs/textiles/resnet50"
 
 
+@pytest.mark.parametrize("job", ["export", "neighbors", "report", "predict"])
+def test_a_job_that_reads_a_store_writes_where_it_is_told(job: str, tmp_path: Path) -> None:
+    """Also where an extraction would write by default."""
+    default = "runs/textiles/efficientnet_lite0"
+    given = config(store=tmp_path, out=default)
+    assert not given.has_default_out
+    assert given.output_folder(tmp_path, job) == Path(default).absolute()
+    not_given = config(store=tmp_path)
+    assert not_given.has_default_out
+    assert not_given.output_folder(tmp_path, job) == tmp_path / job
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [

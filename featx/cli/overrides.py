@@ -166,8 +166,8 @@ def _key_of(override: str) -> str | None:
 
 
 def _options_of_group(override: str) -> list[str]:
-    """Return `reduce={name: grid, size: 4}` as `reduce=grid` and `reduce.size=4`; any other override
-    as it is.
+    """Return `reduce={name: grid, size: 4}` as `reduce=grid` and `reduce.size=4`, and all other
+    overrides as they are.
     """
     match = _OVERRIDE.fullmatch(override)
     option = match and option_tree().get(match["key"])
@@ -176,12 +176,7 @@ def _options_of_group(override: str) -> list[str]:
     key, value = match["key"], match["value"].strip()
     if not value.startswith("{") or not _is_closed(value):
         return [override]
-    entries = {}
-    for entry in _pieces(value[1:-1]):
-        name, colon, inner = entry.partition(":")
-        if not colon:
-            raise ConfigError(f"{key}: expected name: value in {value}.")
-        entries[name.strip()] = inner.strip()
+    entries = dict(_named_values(key, value))
     chosen = entries.pop("library" if "library" in entries else "name", None)
     if chosen is None and key == "data" and "root" in entries:
         chosen = source_of_path(_unquoted(entries["root"]))
@@ -382,13 +377,22 @@ def _format_reduction(key: str, value: str) -> str:
     if not value.startswith("{") or not _is_closed(value):
         return _format_text(value)
     entries = []
-    for entry in _pieces(value[1:-1]):
-        name, colon, inner = entry.partition(":")
-        option, inner = option_tree().get(f"reduce.{name.strip()}"), inner.strip()
-        if option is not None:
+    for name, inner in _named_values(key, value):
+        if (option := option_tree().get(f"reduce.{name}")) is not None:
             inner = _format_value(f"{key}: {name}", inner, option, False)
-        entries.append(name + colon + inner)
+        entries.append(f"{name}: {inner}")
     return "{" + ",".join(entries) + "}"
+
+
+def _named_values(key: str, mapping: str) -> list[tuple[str, str]]:
+    """Return the names and values of `{name: grid, size: 4}`, whose names contain no colon."""
+    named = []
+    for entry in _pieces(mapping[1:-1]):
+        name, colon, value = entry.partition(":")
+        if not colon:
+            raise ConfigError(f"{key}: expected name: value in {mapping}.")
+        named.append((name.strip(), value.strip()))
+    return named
 
 
 def _format_text(value: str) -> str:

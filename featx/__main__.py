@@ -167,7 +167,7 @@ def _table_of_runs(runs: Sequence[tuple[str, int, str]]) -> str:
         rate = summary.get("images_per_second")
         figures = (str(summary.get("rows", "")), str(summary.get("failures", "")))
         cells.append((label, str(code), *figures, f"{rate:.1f}" if rate else "", out))
-    header = ("run", "exit code", "rows", "failed", "images/s", "out")
+    header = ("run", "exit code", "rows", "failed", "images/s", "store")
     return "\n" + table(header, cells, left=1)
 
 
@@ -196,7 +196,7 @@ def _printed_information(line: CommandLine) -> bool:
 def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str]:
     """Run one job; in a multirun, an error does not end the others.
 
-    Returns exit code, and `out`, which is '' if the config cannot be read.
+    Returns exit code, and `store` or `out`, which is '' if the config cannot be read.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -207,7 +207,7 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
     out = ""
     try:
         checked = from_composed(node)
-        out = checked.out
+        out = checked.out if checked.store is None else checked.store
         jobs.check(checked, line.given)
         if checked.log.json:
             log_as_json()

@@ -243,10 +243,7 @@ _REPLACED = {
     "model.checkpoint.resample": "model.checkpoint.convert=resample does the same",
     "models.limit": "job.show=all prints all models",
     "export.overlap": "it is computed from the positions of the boxes",
-    "reduce.rows": "reduce.size=[rows,columns] says both",
-    "reduce.columns": "reduce.size=[rows,columns] says both",
-    "probe.split=holdout": "rows are tested so unless another option says which; "
-    "probe.test_share=0.3 sets how many",
+    "probe.split=holdout": "it is the default; probe.test_share=0.3 sets how many rows are tested",
     "probe.split=kfold": "probe.folds=5 selects it",
     "probe.split=column": "probe.split=NAME names the column, probe.split=FILE.csv the file",
     "probe.split_file": "probe.split=FILE.csv names the file",

@@ -33,7 +33,7 @@ def help_text(jobs: Iterable[Member]) -> str:
     )
     return (
         "featx: features of pretrained vision backbones, on disk.\n\n"
-        "  python -m featx model=resnet50 layers=[layer4]\n"
+        "  python -m featx model=resnet50 'layers=[layer4]'\n"
         "  python -m featx data=folder data.root=photos model=resnet18 reduce=avg layers=stages\n"
         "  python -m featx job=layers model=vit_b_16\n"
         "  python -m featx -m model=resnet18,mobilenet_v2\n"

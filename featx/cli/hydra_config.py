@@ -259,19 +259,18 @@ def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -
 @contextlib.contextmanager
 def checked_targets() -> Iterator[None]:
     """Refuse configs inside the block whose group `hydra` names code that Hydra would run."""
-    # Hydra 1.4 does not call load_configuration, the public method, for the command line.
-    load = ConfigLoaderImpl._load_configuration_impl
+    load = ConfigLoaderImpl.load_configuration
 
     def load_checked(self: ConfigLoaderImpl, *args: Any, **keywords: Any) -> DictConfig:
         config = load(self, *args, **keywords)
         _check_targets("hydra", OmegaConf.to_container(config.hydra, resolve=False))
         return config
 
-    ConfigLoaderImpl._load_configuration_impl = load_checked  # type: ignore[method-assign]
+    ConfigLoaderImpl.load_configuration = load_checked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ConfigLoaderImpl._load_configuration_impl = load  # type: ignore[method-assign]
+        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
 
 
 _TARGETS = {

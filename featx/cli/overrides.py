@@ -114,7 +114,7 @@ def read_command_line(argv: Sequence[str], jobs: Container[str] = ()) -> Command
         elif argument.startswith("-"):
             arguments.append(argument)
         else:
-            overrides.append(argument)
+            overrides += _options_of_group(argument)
     given = {name for override in overrides if (name := _key_of(override)) is not None}
     _check_shell_words(overrides)
     for override in _last_overrides(overrides):
@@ -163,6 +163,25 @@ def _key_of(override: str) -> str | None:
     if match is None or match["key"].split(".")[0].split("/")[0] in ("hydra", EXPERIMENTS):
         return None
     return match["key"]
+
+
+def _options_of_group(override: str) -> list[str]:
+    """Return `reduce={name: grid, size: 4}` as `reduce=grid` and `reduce.size=4`, and all other
+    overrides as they are.
+    """
+    match = _OVERRIDE.fullmatch(override)
+    option = match and option_tree().get(match["key"])
+    if not match or not option or option.kind is not Kind.GROUP:
+        return [override]
+    key, value = match["key"], match["value"].strip()
+    if not value.startswith("{") or not _is_closed(value):
+        return [override]
+    entries = dict(_named_values(key, value))
+    chosen = entries.pop("library" if "library" in entries else "name", None)
+    if chosen is None and key == "data" and "root" in entries:
+        chosen = source_of_path(_unquoted(entries["root"]))
+    choice = [] if chosen is None else [f"{key}={chosen}"]
+    return choice + [f"{key}.{name}={inner}" for name, inner in entries.items()]
 
 
 def _last_overrides(overrides: Sequence[str]) -> list[str]:
@@ -340,8 +359,7 @@ def _format_entry(key: str, entry: str) -> str:
     if not colons:
         raise ConfigError(f"{key}: expected name: value in {{{entry}}}.")
     name, value = entry[: colons[-1]].strip(), entry[colons[-1] + 1 :].strip()
-    if _QUOTED.fullmatch(name):
-        name = name[1:-1]
+    name = _unquoted(name)
     # Hydra's keys cannot be quoted, and 1.10 is the number 1.1 to it.
     if _LIKE_A_NUMBER.fullmatch(name) and not (name.isdigit() and name == str(int(name))):
         raise ConfigError(
@@ -359,18 +377,31 @@ def _format_reduction(key: str, value: str) -> str:
     if not value.startswith("{") or not _is_closed(value):
         return _format_text(value)
     entries = []
-    for entry in _pieces(value[1:-1]):
-        name, colon, inner = entry.partition(":")
-        option, inner = option_tree().get(f"reduce.{name.strip()}"), inner.strip()
-        if option is not None:
+    for name, inner in _named_values(key, value):
+        if (option := option_tree().get(f"reduce.{name}")) is not None:
             inner = _format_value(f"{key}: {name}", inner, option, False)
-        entries.append(name + colon + inner)
+        entries.append(f"{name}: {inner}")
     return "{" + ",".join(entries) + "}"
+
+
+def _named_values(key: str, mapping: str) -> list[tuple[str, str]]:
+    """Return the names and values of `{name: grid, size: 4}`, whose names contain no colon."""
+    named = []
+    for entry in _pieces(mapping[1:-1]):
+        name, colon, value = entry.partition(":")
+        if not colon:
+            raise ConfigError(f"{key}: expected name: value in {mapping}.")
+        named.append((name.strip(), value.strip()))
+    return named
 
 
 def _format_text(value: str) -> str:
     """Return a text in quotes for Hydra, without the quotes that may have been typed around it."""
     return value if _QUOTED.fullmatch(value) else _quote(value)
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if _QUOTED.fullmatch(text) else text
 
 
 def _quote(text: str) -> str:

@@ -246,8 +246,8 @@ class Config:
 
     @property
     def has_default_out(self) -> bool:
-        """Whether `out` is not given."""
-        return self.out in (Config.out, self.default_out)
+        """Whether `out` is not given. Without `store` it is its default if it is given as such."""
+        return self.out == Config.out or (self.store is None and self.out == self.default_out)
 
     def output_folder(self, root: Path, name: str) -> Path:
         """Return `out` of a job that reads a store, by default the folder `name` in that of the

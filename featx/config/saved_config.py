@@ -58,9 +58,10 @@ def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
         options["layers"] = [layer]
     for reduce in (options.get("reduce"), *_as_dict(options.get("layers")).values()):
         values = _as_dict(reduce)
-        sides = [values.pop(side, None) for side in ("rows", "columns")]
-        if sides != [None, None]:  # of reduce=align 28 if one was not given
-            values["size"] = [28 if side is None else side for side in sides]
+        sides = {side: values.pop(side, None) for side in ("rows", "columns")}
+        if any(sides.values()):  # of reduce=align 28 if one was not given
+            values.pop("size", None)
+            values.update({side: number or 28 for side, number in sides.items()})
     return _without_gone(options, "")
 
 

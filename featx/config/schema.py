@@ -100,7 +100,9 @@ def from_values(values: Mapping[str, Any]) -> Config:
         }
         made[name] = make_member(group, given)
     config = make_group(Config, made, "")
-    return replace(config, out=config.default_out) if config.out == Config.out else config
+    if config.out == Config.out and config.store is None:
+        return replace(config, out=config.default_out)
+    return config  # a job that reads `store` writes into its folder if `out` is not given
 
 
 def from_keywords(values: Mapping[str, object]) -> dict[str, Any]:

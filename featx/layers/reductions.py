@@ -7,11 +7,11 @@ one of them runs. pca and whiten are bound by `featx.layers.projection`, which h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from annotated_types import Ge, Len, Lt
+from annotated_types import Ge, Lt
 
 from featx.base import Member, Registry, for_options, sampled_positions
 from featx.config import Count, ReduceConfig, options
@@ -207,32 +207,36 @@ def _map(config: ReduceConfig, rows: RowLayout) -> Reduction:
     return map_view("map", rows)
 
 
-_Size = Annotated[
-    Count | Annotated[list[Count], Len(2, 2)] | None,
-    "a whole number of at least 1, [rows,columns], or null",
-]
-
-
 @options("reduce")
 class SizedOptions(ReduceConfig):
     """Options of a reduction that gives a map of a certain size."""
 
-    size: _Size = None
-    """Number of rows and of columns of the result: a number for both, or [rows,columns]; null takes
-    2 for grid and 28 for align."""
+    size: Count | None = None
+    """Number of rows and of columns of the result; null takes 2 for grid and 28 for align."""
+    rows: Count | None = None
+    """Number of rows of the result, with reduce.columns instead of reduce.size."""
+    columns: Count | None = None
+    """Number of columns of the result."""
 
     usual_size: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.rows is None) != (self.columns is None):
+            raise ConfigError(
+                f"reduce={self.name}: give both of reduce.rows and reduce.columns, or reduce.size."
+            )
+        if self.rows is not None and self.size is not None:
+            raise ConfigError(
+                f"reduce.size={self.size} has no effect with reduce.rows and reduce.columns."
+            )
 
     @property
     def sides(self) -> tuple[int, int]:
         """Rows and columns of the result."""
-        size = self.usual_size if self.size is None else self.size
-        return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-    @classmethod
-    def values_of_args(cls, args: Mapping[str, object]) -> dict[str, object]:
-        values = super().values_of_args(args)
-        return {**values, "size": [args["rows"], args["columns"]]} if "rows" in args else values
+        if self.rows is not None and self.columns is not None:
+            return self.rows, self.columns
+        return (self.size or self.usual_size,) * 2
 
 
 @options("reduce")
@@ -245,7 +249,7 @@ class GridOptions(SizedOptions):
     @property
     def args(self) -> dict[str, float | str]:
         rows, columns = self.sides
-        return {"rows": rows, "columns": columns} if isinstance(self.size, list) else {"size": rows}
+        return {"size": rows} if self.rows is None else {"rows": rows, "columns": columns}
 
 
 @register(
@@ -262,9 +266,10 @@ def _grid(config: GridOptions, rows: RowLayout) -> Reduction:
     cells, to_map = config.sides, map_view("grid", rows)
     _, num_rows, num_columns = reduced_shape(to_map, rows.shape)
     if num_rows < cells[0] or num_columns < cells[1]:
+        option = "reduce.size" if config.rows is None else "reduce.rows and reduce.columns"
         raise ReduceError(
             f"reduce=grid does not fit {rows.layer}: {cells[0]} x {cells[1]} cells are more than "
-            f"its {num_rows} x {num_columns} positions. Give a smaller reduce.size."
+            f"its {num_rows} x {num_columns} positions. Give a smaller {option}."
         )
 
     def grid(x: torch.Tensor) -> torch.Tensor:

@@ -310,7 +310,7 @@ class _RowReplacement:
         rows = self._session.read_part(part)
         stored, images = rows.features, rows.images
         computed = {row for new in self._new for row in new.features}
-        missing = set(self._session.missing_rows(part))
+        missing = set(self._session.lost_rows_of(part))
         require(missing <= computed, "a row that was lost was not computed")
         had_image = {row for row in missing if images[row - part.start] != NO_IMAGE}
         failures = [failure for failure in rows.failures if failure.row not in computed]

@@ -192,7 +192,9 @@ class FolderSource:
             if kind != "folder":
                 hint = f" Such a file is read with data={kind}."
             elif self.root.is_file() or "*" in self.root.name:
-                hint = " Some of them: a CSV file with the column path, or from Python a list."
+                hint = (
+                    " For chosen files, give a CSV file with the column path, or a list in Python."
+                )
             else:
                 hint = ""
             raise DataError(

@@ -175,7 +175,7 @@ class StoreSession:
     def _damaged_parts(self) -> list[Part]:
         return [part for run in self._requested_runs for part in self._parts.damaged_parts(run)]
 
-    def missing_rows(self, part: Part) -> list[int]:
+    def lost_rows_of(self, part: Part) -> list[int]:
         """Rows that a part has lost with damaged chunks."""
         return self._parts.lost_rows(part)
 

@@ -16,7 +16,7 @@ import torch
 import featx
 from benchmarks.measuring import Add, Case, compare, print_figures, timed
 from benchmarks.synthetic_stores import BLOCK_ROWS, clustered_rows, make_store, synthetic_rows
-from featx.analysis import LayerVectors
+from featx.analysis import LayerRows, LayerVectors
 from featx.analysis.similarity import nearest_among
 from featx.similarity import RowIndex
 
@@ -96,7 +96,8 @@ def nearest(arguments: argparse.Namespace) -> None:
         make_store(root, arguments.rows, (arguments.features,), clustered_rows)
         store = featx.open(root)
         queries = np.random.default_rng(1).permutation(arguments.rows)[: arguments.queries]
-        vectors = LayerVectors(store, "layer", torch.device("cpu"), unit=True)
+        rows = LayerRows(store, "layer", np.arange(arguments.rows))
+        vectors = LayerVectors([rows], torch.device("cpu"), unit=True)
         matrix = vectors.block(0, len(vectors)).numpy()
         flat = faiss.IndexFlatIP(matrix.shape[1])
         flat.add(matrix)

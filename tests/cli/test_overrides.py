@@ -102,6 +102,30 @@ def test_null_is_one_of_the_values_of_a_sweep() -> None:
     assert 'model.weights=null,"a b.pt"' in arguments
 
 
+@pytest.mark.parametrize(
+    ("mapping", "same"),
+    [
+        ("reduce={name: grid, rows: 64, columns: 48}",
+         ["reduce=grid", "reduce.rows=64", "reduce.columns=48"]),
+        ("model={name: resnet18,weights: null}", ["model=resnet18", "model.weights=null"]),
+        ("model={library: custom, factory: 'a:b', args: {x: 1}}",
+         ["model=custom", "model.factory=a:b", "model.args={x: 1}"]),
+        ("data={root: some/photos, limit: 5}", ["data=some/photos", "data.limit=5"]),
+        ("data={root: 'a, b.csv'}", ["data=table", "data.root=a, b.csv"]),
+        ("executor={name: slurm, sbatch: {mem: 32G}}",
+         ["executor=slurm", "executor.sbatch={mem: 32G}"]),
+    ],
+)  # fmt: skip
+def test_a_group_may_be_a_mapping_as_in_python(mapping: str, same: list[str]) -> None:
+    assert typed(mapping) == typed(*same)
+
+
+@pytest.mark.parametrize("text", ["{grid}", "{}", "{name: grid, 4}"])
+def test_an_entry_without_a_name_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"reduce: expected name: value in \{"):
+        typed(f"reduce={text}")
+
+
 @pytest.mark.parametrize("kind", ["tsv", "parquet"])
 def test_the_kind_of_a_table_is_understood(kind: str) -> None:
     assert typed(f"data={kind}", "data.root=t.csv").data.name == "table"

@@ -49,6 +49,18 @@ def test_the_default_store_is_named_for_data_and_model() -> None:
     assert config(model="resnet50").out == "runs/textiles/resnet50"
 
 
+@pytest.mark.parametrize("job", ["export", "neighbors", "report", "predict"])
+def test_a_job_that_reads_a_store_writes_where_it_is_told(job: str, tmp_path: Path) -> None:
+    """Also where an extraction would write by default."""
+    default = "runs/textiles/efficientnet_lite0"
+    given = config(store=tmp_path, out=default)
+    assert not given.has_default_out
+    assert given.output_folder(tmp_path, job) == Path(default).absolute()
+    not_given = config(store=tmp_path)
+    assert not_given.has_default_out
+    assert not_given.output_folder(tmp_path, job) == tmp_path / job
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
@@ -307,8 +319,8 @@ def test_a_config_of_an_earlier_version_is_read_as_one_of_this() -> None:
             "library": "timm", "name": "clone", "weights": "w.pth", "args": {"a": {}},
             "checkpoint": {"convert": "resample"},
         },
-        layers={"a": {"name": "grid", "size": [3, 4]}, "b": None, "c.d": "avg"},
-        reduce={"name": "align", "size": [28, 7]},
+        layers={"a": {"name": "grid", "rows": 3, "columns": 4}, "b": None, "c.d": "avg"},
+        reduce={"name": "align", "rows": 28, "columns": 7},
         data={"name": "hdf5", "root": "x.h5", "dataset": "/i", "label_column": "/l", "crops": 2},
         executor={"name": "slurm", "cpus": 3},
         conformance={"mode": "warn"},

@@ -180,14 +180,14 @@ def test_the_page_names_no_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["holdout", "kfold"])
-def test_near_duplicates_across_the_split_come_first(split: str) -> None:
+@pytest.mark.parametrize("folds", [None, 5], ids=["holdout", "kfold"])
+def test_near_duplicates_across_the_split_come_first(folds: int | None) -> None:
     x = np.random.default_rng(0).normal(size=(60, 70)).astype(np.float32)
     for first, second in ((1, 40), (2, 33), (5, 58), (10, 20)):
         x[second] = x[first] + 0.01
     run = make_labelled({"flat": x}, np.arange(60) % 2, ("a", "b"))
     run.write(Path("store"), packed=True)
-    run_job("probe", store="store", device="cpu", probe={"split": split})
+    run_job("probe", store="store", device="cpu", probe={"folds": folds})
     near = json.loads(Path("store/probe.json").read_text())["near_duplicates"]
     assert near["rows"] >= 1
     words = report().words

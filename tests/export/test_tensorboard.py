@@ -196,7 +196,7 @@ def test_sprites_metadata_and_vectors_are_of_the_same_rows_in_the_same_order(
 
 
 def test_a_grid_of_other_proportions_is_averaged_over_its_cells(colours: Path) -> None:
-    grid = {"name": "grid", "size": [3, 4]}
+    grid = {"name": "grid", "rows": 3, "columns": 4}
     store = extract(colours, layers={"conv:input": grid}, max_failures=1, tensorboard=True)
     vectors = np.loadtxt("store/tensorboard/projector/vectors-0.tsv", delimiter="\t")
     expected = store["conv:input"][np.flatnonzero(store.ok)].astype(np.float64).mean((2, 3))

@@ -111,20 +111,32 @@ def test_grid_of_maps() -> None:
 
 def test_grid_of_rows_and_columns() -> None:
     x = torch.arange(16.0).view(1, 1, 4, 4)
-    y = reduced(x, "grid", size=[1, 4])
+    y = reduced(x, "grid", rows=1, columns=4)
     assert y[0, 0].tolist() == [[6, 7, 8, 9]]
-    with pytest.raises(ReduceError, match=r"4 x 5 cells are more.* Give a smaller reduce\.size"):
-        reduced(x, "grid", size=[4, 5])
-    for size in ([4], [4, 0], [1, 2, 3], 0, "4"):
-        with pytest.raises(ConfigError, match=r"reduce\.size=.*expected a whole number .*columns"):
-            make_reduce("grid", size=size)
-    with pytest.raises(ConfigError, match=r"reduce\.rows is gone: reduce\.size=\[rows,columns\]"):
-        make_reduce("grid", rows=4)
+    with pytest.raises(ReduceError, match=r"4 x 5 cells are more.* smaller reduce\.rows and"):
+        reduced(x, "grid", rows=4, columns=5)
+    with pytest.raises(ReduceError, match=r"5 x 5 cells are more.* Give a smaller reduce\.size"):
+        reduced(x, "grid", size=5)
+    for name in ("grid", "align"):
+        with pytest.raises(ConfigError, match=rf"reduce={name}: give both of reduce\.rows and red"):
+            make_reduce(name, rows=4)
+        with pytest.raises(ConfigError, match=r"reduce\.size=3 has no effect with reduce\.rows"):
+            make_reduce(name, size=3, rows=4, columns=4)
+    for value in ([4], 0, "4"):
+        with pytest.raises(ConfigError, match=r"reduce\.columns=.*expected a whole number"):
+            make_reduce("grid", rows=4, columns=value)
 
 
-@pytest.mark.parametrize("asked", [make_reduce("grid", size=3), make_reduce("grid", size=[3, 4]),
-                                   make_reduce("align", size=[5, 6], pool=3), make_reduce("align"),
-                                   make_reduce("sample", k=3)])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        make_reduce("grid", size=3),
+        make_reduce("grid", rows=3, columns=4),
+        make_reduce("align", rows=5, columns=6, pool=3),
+        make_reduce("align"),
+        make_reduce("sample", k=3),
+    ],
+)
 def test_parameters_in_a_store_make_the_same_reduction(asked: ReduceConfig) -> None:
     assert reduction_of_args(asked.name, {**asked.args, "other": 1}).args == asked.args
 
@@ -205,7 +217,7 @@ def test_concatenated_layers_of_align_are_patchcores() -> None:
 
 def test_tokens_and_channels_last_maps_are_the_same_map() -> None:
     x = torch.randn(2, 6, 4, 4)
-    asked = make_reduce("align", size=[7, 5])
+    asked = make_reduce("align", rows=7, columns=5)
     expected = F.interpolate(x, (7, 5), mode="bilinear")
     tokens = torch.cat([torch.randn(2, 1, 6), x.flatten(2).transpose(1, 2)], 1)
     for given in (x, x.movedim(1, -1), tokens):
@@ -217,8 +229,8 @@ def test_tokens_and_channels_last_maps_are_the_same_map() -> None:
 def test_what_does_not_fit_align_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reduce\.pool=2: expected an odd number"):
         make_reduce("align", pool=2)
-    with pytest.raises(ConfigError, match=r"reduce\.size=\[0,3\]"):
-        make_reduce("align", size=[0, 3])
+    with pytest.raises(ConfigError, match=r"reduce\.rows=0"):
+        make_reduce("align", rows=0, columns=3)
     with pytest.raises(ReduceError, match="expected a map or patch tokens"):
         reduction(make_reduce("align"), RowLayout("x", (6,), (32, 32)))
 
@@ -243,7 +255,7 @@ CASES = {
     "sample of a map": (make_reduce("sample", k=5), MAP),
     "sample of tokens": (make_reduce("sample", k=5), TOKENS),
     "grid of tokens": (make_reduce("grid", size=2), TOKENS),
-    "grid of rows and columns": (make_reduce("grid", size=[3, 5]), MAP),
+    "grid of rows and columns": (make_reduce("grid", rows=3, columns=5), MAP),
     "map of a map": (make_reduce("map"), MAP),
     "map of tokens": (make_reduce("map"), TOKENS),
 }

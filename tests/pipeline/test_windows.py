@@ -327,7 +327,7 @@ def test_a_box_of_an_image_goes_through_windows_of_its_own(same_size: Path) -> N
 @pytest.mark.slow
 def test_images_of_several_sizes_end_in_the_same_grid(mixed: Path) -> None:
     model = Stem().eval()
-    reduce = {"name": "grid", "size": [2, 2]}
+    reduce = {"name": "grid", "rows": 2, "columns": 2}
     store = extract(model, mixed, layers=["deep"], reduce=reduce, **WINDOWS)
     assert store["deep"].shape == (5, 4, 2, 2)
     for number in range(3):

@@ -634,5 +634,5 @@ def test_a_file_of_another_kind_says_which(tmp_path: Path) -> None:
             folder(tmp_path / name).listing()
     write(tmp_path, "b.jpg")
     for name in ("b.jpg", "*.jpg"):
-        with pytest.raises(DataError, match="Some of them: a CSV file with the column path"):
+        with pytest.raises(DataError, match="give a CSV file with the column path"):
             folder(tmp_path / name).listing()

@@ -47,7 +47,7 @@ def test_an_option_of_another_member_is_refused() -> None:
         from_composed(from_keywords({"data": {"name": "table", "root": "x.csv", "depth": 1}}))
     with pytest.raises(ConfigError, match=r"data=foldr: expected one of folder, .*: folder"):
         from_composed(from_keywords({"data": {"name": "foldr", "root": "x"}}))
-    with pytest.raises(ConfigError, match=r"export\.format=xlsx: expected one of clip_retrieval, "):
+    with pytest.raises(ConfigError, match=r"export\.format=xlsx: expected one of clam, "):
         from_composed(from_keywords({"export": {"format": "xlsx"}, "store": "x"}))
 
 

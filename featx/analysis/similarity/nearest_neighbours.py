@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,12 @@ from featx.types import Array, Status
 FAR_SQUARE = (FAR / 2) ** 2
 """Squared length above which a centred vector stands for a vector of zeros; see
 `FAR`."""
+
+TIE = 2.0**-32
+"""Difference of two squared distances |a - b|^2 up to which they count as equal, relative to
+|a|^2 + |a - b|^2. Rounding errors of sums of thousands of products in float64 are far below it."""
+
+ValuesT = TypeVar("ValuesT", torch.Tensor, Array)
 
 QUERIES = 8192
 """Maximum number of rows whose neighbours are searched at a time."""
@@ -253,6 +260,11 @@ def metric_vectors(
         projection=projection,
         dtype=dtype,
     )
+
+
+def tie_limit(distances: ValuesT, squares: ValuesT) -> ValuesT:
+    """Return the largest squared distances that count as equal to some of a row with |a|^2."""
+    return distances + TIE * (squares + distances)
 
 
 def row_of(store: FeatureStore, key: str) -> int:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors
+from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors, tie_limit
 from featx.base import rows_of_block
 from featx.sources import origins_of
 from featx.store import FeatureStore
@@ -18,10 +18,6 @@ RECALL_AT = (1, 5, 10)
 
 MAX_RANKED = 10_000
 """Number of rows up to which mAP is computed, which sorts all rows for each of them."""
-
-_TIE = 2.0**-32
-"""Difference of two squared distances |a - b|^2 up to which they count as equal, relative to
-|a|^2 + |a - b|^2. Rounding errors of sums of thousands of products in float64 are far below it."""
 
 
 def retrieval_metrics(
@@ -38,7 +34,7 @@ def retrieval_metrics(
     retrieve. With cosine, vectors of zeros come last, and to one of them all rows are as near.
 
     Rows of other classes that are as near as one of the class count as nearer than it. Rows are as
-    near if their squared distances differ by no more than _TIE, so that the rounding of sums, which
+    near if their squared distances differ by no more than TIE, so that the rounding of sums, which
     depends on the order of rows and values, decides nothing. A map counts as one long vector.
 
     Returns:
@@ -68,7 +64,7 @@ def retrieval_metrics(
         distances[~is_other] = np.inf
         same = is_other & (labels[places][:, None] == labels)
         nearest = np.where(same, distances, np.inf).min(1, keepdims=True)
-        num_nearer.append((~same & (distances <= _limits(nearest, squares))).sum(1))
+        num_nearer.append((~same & (distances <= tie_limit(nearest, squares))).sum(1))
         if is_ranked:
             precisions += map(_average_precision, distances, same, squares)
     ranks = np.concatenate(num_nearer)
@@ -84,18 +80,13 @@ def retrieval_metrics(
     }
 
 
-def _limits(distances: Array, squares: Array) -> Array:
-    """Return the largest squared distances that count as equal to some of a row with |a|^2."""
-    return distances + _TIE * (squares + distances)
-
-
 def _average_precision(distances: Array, same: Array, square: Array) -> float:
     """Compute the mean over the rows of the class of their share among the rows that are at most as
     far. `distances` and `same` are (n,); same is false where a distance is infinite.
     """
     order = np.argsort(distances)
     distances, same = distances[order], same[order]
-    ends = np.searchsorted(distances, _limits(distances[same], square), side="right")
+    ends = np.searchsorted(distances, tie_limit(distances[same], square), side="right")
     return float((np.cumsum(same)[ends - 1] / ends).mean())
 
 

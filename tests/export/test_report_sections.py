@@ -37,7 +37,7 @@ from featx.export.report.similar_rows import (
     similar_pairs,
 )
 from featx.export.report.thumbnails import readable_part
-from featx.types import ImageFault
+from featx.types import ImageFault, TokenGeometry
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -67,6 +67,16 @@ def test_channels_that_cannot_be_told_are_numbers() -> None:
     values[:, 1] = 1
     found = layer_statistics(store_of({"odd": values}, [0, 0, 1]), "odd", np.arange(3))
     assert (found["channels"], found["dead"], found["what"]) == (24, 12, "numbers")
+
+
+def test_channels_are_those_of_the_recorded_map() -> None:
+    """The crop, 32x32 pixels, would make them the first axis: a map of 6x12 is of another input."""
+    values = np.ones((3, 6, 12, 12), np.float32)
+    values[..., [2, 5]] = 0
+    run = make_labelled({"map": values}, [0, 0, 1], ("a", "b"))
+    run = replace(run, tokens={"map": TokenGeometry(0, False, (6, 12), (96, 192))})
+    found = layer_statistics(featx.open(run.write(Path("store"))), "map", np.arange(3))
+    assert (found["channels"], found["dead"], found["what"]) == (12, 2, "channels")
 
 
 def test_values_that_are_not_finite_are_counted() -> None:

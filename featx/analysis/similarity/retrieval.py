@@ -53,13 +53,16 @@ def retrieval_metrics(
         return None
     vectors = metric_vectors(store, layer, metric, device, standardise, dtype=torch.float64)
     vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
+    squares_of_all = torch.cat(
+        [block.square().sum(1) for _, block in vectors.all_blocks(vectors.block_rows)]
+    )
     is_ranked = len(rows) <= MAX_RANKED
     num_nearer: list[Array] = []
     precisions: list[float] = []
     block_rows = rows_of_block(16 * len(rows))  # distances, and what is compared of them
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
-        distances, squares = _squared_distances(vectors, places, metric == "cosine")
+        distances, squares = _squared_distances(vectors, squares_of_all, places, metric == "cosine")
         is_other = origins[places][:, None] != origins
         distances[~is_other] = np.inf
         same = is_other & (labels[places][:, None] == labels)
@@ -91,14 +94,18 @@ def _average_precision(distances: Array, same: Array, square: Array) -> float:
 
 
 def _squared_distances(
-    vectors: LayerVectors, places: npt.NDArray[np.int64], cosine: bool
+    vectors: LayerVectors,
+    squares_of_all: torch.Tensor,
+    places: npt.NDArray[np.int64],
+    cosine: bool,
 ) -> tuple[Array, Array]:
     """Compute the (q, n) squared distances of some rows to all rows, and the (q, 1) |a|^2."""
     queries = vectors.take(places)
-    squares = queries.square().sum(1, keepdim=True)
+    squares = squares_of_all[torch.from_numpy(places).to(squares_of_all.device), None]
     distances = np.empty((len(places), len(vectors)))
     for start, block in vectors.all_blocks(rows_of_block(8 * vectors.width)):
-        found = squares + block.square().sum(1) - 2 * (queries @ block.T)
+        others = squares_of_all[start : start + len(block)]
+        found = squares + others - 2 * (queries @ block.T)
         distances[:, start : start + len(block)] = found.clamp_min(0).cpu().numpy()
     if cosine:  # no row is nearer to a vector of zeros than another
         distances[(squares > FAR_SQUARE)[:, 0].cpu().numpy()] = 0

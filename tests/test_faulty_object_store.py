@@ -119,14 +119,11 @@ def test_the_command_survives_faults_of_every_kind(
 @pytest.fixture
 def shards(
     tmp_path: Path, bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, Any]]:
+) -> dict[str, Any]:
     """Images in the bucket, behind the proxy; requests are repeated soon."""
-    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
     monkeypatch.setattr(s3_client, "FIRST_PAUSE_S", 0.01)
     upload(write_shards(tmp_path / "shards", 24), f"s3://{bucket}/shards")
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield {"name": "webdataset", "root": f"s3://{bucket}/shards"}
-    s3fs.S3FileSystem.clear_instance_cache()
+    return {"name": "webdataset", "root": f"s3://{bucket}/shards"}
 
 
 def failing_reads(fault: Fault, first: int, stop: float) -> Callable[[str, str], Fault | None]:

@@ -165,8 +165,8 @@ def free_title(name: str, taken: Collection[str]) -> str:
 def printable(text: str | bytes, kept: str = "") -> str:
     """Text without characters that move a cursor, change colours or hide other characters.
 
-    They become escapes as in Python, unless they are in `kept`: a byte of a name that is no UTF-8,
-    in the text a surrogate, becomes '\\xff'.
+    They become escapes as in Python, unless they are in `kept`. Those from '\\x80' are bytes of a
+    name that are no UTF-8, in the text surrogates; characters from there are '\\u0080' and so on.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8", "surrogateescape")
@@ -175,22 +175,23 @@ def printable(text: str | bytes, kept: str = "") -> str:
         if match[0] in kept:
             return match[0]
         code = ord(match[0])
+        if match[0] in "\n\r\t":
+            return repr(match[0])[1:-1]
         if 0xDC80 <= code <= 0xDCFF:  # of the error handler surrogateescape
-            code -= 0xDC00
-        if chr(code) in "\n\r\t":
-            return repr(chr(code))[1:-1]
-        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+            return f"\\x{code - 0xDC00:02x}"
+        return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
 
     return _INVISIBLE.sub(escape, text)
 
 
 def csv_cell(text: str) -> str:
-    """Text for a cell of a CSV file, which is valid UTF-8 and no formula of a spreadsheet.
+    r"""Text for a cell of a CSV file, which is valid UTF-8 and no formula of a spreadsheet.
 
-    A text that begins with =, +, -, @ or ' gets a ' in front, unless it is a number. Undecodable
-    bytes are surrogates in the text.
+    Control characters become escapes and a backslash becomes \\, so that different texts have
+    different cells. A text that begins with =, +, -, @ or ' gets a ' in front, unless it is a
+    number. Undecodable bytes are surrogates in the text.
     """
-    text = printable(text)
+    text = printable(text.replace("\\", r"\\"))
     if not text.startswith(("=", "+", "-", "@", "'")):
         return text
     try:

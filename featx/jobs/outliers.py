@@ -45,15 +45,20 @@ def run(config: Config, config_yaml: str) -> int:
         "layer": layer,
         "metric": found.metric,
         "k": found.k,
+        "left_out": found.left_out,
         "rows": len(found.rows),
         "farthest": list(_described(store, found, order[:NUM_SHOWN])),
         "farthest_in_class": list(_described(store, found, of_class[:NUM_SHOWN])),
         **table,
     }
     write_json(disk, "outliers.json", rows_sha256, summary)
+    others = "" if found.left_out is None else f" of another {found.left_out}"
     rows = [
         ("layer", layer),
-        ("distance", f"{found.metric}, mean of the {found.k} nearest rows, standardised values"),
+        (
+            "distance",
+            f"{found.metric}, mean of the {found.k} nearest rows{others}, standardised values",
+        ),
         ("rows", f"{len(found.rows)}"),
         ("file", table["file"]),
     ]

@@ -160,6 +160,7 @@ class CaptureHooks(LayerHooks):
             RunError: the pass differs from the expected one.
         """
         self.reset()
+        self.called_outside.clear()
         self.record.is_open = True
         try:
             if self._score is None:
@@ -169,6 +170,13 @@ class CaptureHooks(LayerHooks):
                 self._backward(x, self._score)
         finally:
             self.record.is_open = False
+        for module in self.called_outside.keys() - {module for module, _ in self.record.calls}:
+            raise RunError(
+                f"the layer {module!r} is called in another thread than the model, which starts "
+                "it in its forward. featx takes tensors in the thread that calls the model, as it "
+                "cannot tell to which batch those of another belong. Call the layer without a "
+                "thread, or choose one that is called without."
+            )
         self._expected.check(self.record)
         return {name: values[-1] for (name, _), values in self.record.taken.items()}
 

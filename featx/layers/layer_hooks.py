@@ -168,6 +168,8 @@ class LayerHooks:
 
     Attributes:
         recording: context manager that records operations if any are captured.
+        called_outside: name of a module -> id of the last thread that called it outside of a pass,
+            as a thread does that the model starts.
     """
 
     runs_first = False
@@ -179,6 +181,7 @@ class LayerHooks:
     def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
         self._model = model
         self._records = _Records()
+        self.called_outside: dict[str, int] = {}
         self._stack = contextlib.ExitStack()
         self._followed = TensorHooks()
         self._recorder: OperationRecorder | None = None
@@ -316,6 +319,7 @@ class LayerHooks:
         """
         record = self.record
         if not record.is_open:
+            self.called_outside[key[0]] = threading.get_ident()
             return points if self.in_loop else []
         number = record.calls[key] = record.calls.get(key, 0) + 1
         return [point for point in points if point.call is None or point.call == number]

@@ -1,9 +1,9 @@
 """Discovery and reading of tar shards on a disk or behind a URL.
 
 Shards are named by a folder, a path, or a pattern of wildcards and brace ranges. fsspec lists and
-reads URLs (extra `remote`). Those of S3 are read as a store is, so that a run waits for a server
-that does not answer. Credentials come from where each service looks for them (AWS_* in the
-environment, ~/.aws, .netrc), never from data.root.
+reads URLs (extra `remote`). Those of S3 are listed and read as a store is, with the same settings,
+so that a run waits for a server that does not answer. Credentials come from where each service
+looks for them (AWS_* in the environment, ~/.aws, .netrc), never from data.root.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from featx.sources.path_patterns import (
     has_stars,
     is_pattern,
 )
-from featx.storage import PositionedFile, s3_client, s3_outage
+from featx.storage import PositionedFile, s3_client
 
 if TYPE_CHECKING:
     import fsspec
@@ -222,17 +222,17 @@ def _remote(root: str) -> list[Shard]:
             f'data.root={root} is a URL: pip install "featx[remote]", which reads http, https and '
             "s3; other services need their package of fsspec (gcsfs, adlfs, ...)."
         ) from error
+    protocol, _, bucket_and_key = root.partition("://")
+    if protocol in ("s3", "s3a"):
+        with _listing_errors(root):
+            return _s3_shards(*bucket_and_key.partition("/")[::2])
     try:
         system, path = fsspec.core.url_to_fs(root)
     except (ImportError, ValueError) as error:
         raise MissingExtraError(f"data.root={root}: {error}") from error
     # fsspec keeps its objects, and what they have listed, as long as the process lives.
     system.invalidate_cache()
-    try:
-        if "s3" in system.protocol and s3_outage.waits():
-            # Requests of fsspec do not wait, so a worker that starts in an outage does it here.
-            with contextlib.suppress(OSError):
-                next(s3_client.list_objects(system.split_path(path)[0], "", max_keys=1), None)
+    with _listing_errors(root):
         # fsspec keeps http://host in the path, but strips s3:// and similar protocols.
         found = _remote_paths(system, path)
         with ThreadPoolExecutor(_REQUESTS) as threads:
@@ -240,6 +240,13 @@ def _remote(root: str) -> list[Shard]:
         if shards and "http" in system.protocol:
             shards[0].read(1, 1)  # fails here, not in the run, if the server ignores Range
         return shards
+
+
+@contextlib.contextmanager
+def _listing_errors(root: str) -> Iterator[None]:
+    """Turn exceptions of a service into a DataError."""
+    try:
+        yield
     except (DataError, MissingExtraError):
         raise
     except FileNotFoundError as error:
@@ -253,6 +260,76 @@ def _remote(root: str) -> list[Shard]:
         ) from error
 
 
+def _s3_shards(bucket: str, path: str) -> list[Shard]:
+    """Find shards in a bucket."""
+    from fsspec.utils import glob_translate
+
+    found: dict[str, s3_client.ObjectMetadata] = {}
+    base = base_of(path) if is_pattern(path) else path[: path.rfind("/") + 1]
+    if is_pattern(path):
+        paths = []
+        for name in expand_braces(path):
+            if has_stars(name):
+                matches = re.compile(glob_translate(name)).match
+                objects = s3_client.list_objects(bucket, base_of(name))
+                matching = {key: metadata for key, metadata in objects if matches(key)}
+                found |= matching
+                paths += sorted(matching)
+            else:
+                paths.append(name)
+    elif _is_shard(path):
+        paths = [path]
+    else:
+        base = f"{path.rstrip('/')}/" if path else ""
+        objects = s3_client.list_objects(bucket, base)
+        found = {key: metadata for key, metadata in objects if _is_shard(key)}
+        paths = sorted(found)
+
+    def shard(key: str) -> Shard:
+        metadata = found.get(key) or s3_client.head(bucket, key)
+        url, version = f"s3://{bucket}/{key}", f"ETag {metadata.etag}"
+
+        def read(start: int, stop: int) -> bytes:
+            data, now = s3_client.read(bucket, key, (start, stop))
+            _check_version(url, version, {"ETag": now.etag})
+            return data
+
+        name = name_bytes(key[len(base) :])
+        return Shard(name, url, metadata.size, version, _whole_reads(url, metadata.size, read))
+
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        return list(threads.map(shard, dict.fromkeys(paths)))
+
+
+def _is_shard(path: str) -> bool:
+    """Return whether a path ends as the name of a shard."""
+    return path.lower().encode().endswith(_ENDINGS)
+
+
+def _whole_reads(
+    url: str, size: int, read: Callable[[int, int], bytes]
+) -> Callable[[int, int], bytes]:
+    """Return a function (offset, length) -> bytes, all of them as far as the file has them, from
+    one (start, stop) -> bytes. Raises OSError if there are fewer.
+    """
+
+    def read_whole(offset: int, length: int) -> bytes:
+        length = min(length, size - offset)
+        if length <= 0:
+            return b""
+        try:
+            data = read(offset, offset + length)
+        except (OSError, DataError):
+            raise
+        except Exception as error:  # exception of a service's own package
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
+        if len(data) != length:
+            raise OSError(errno.EIO, f"{len(data)} of {length} bytes came", url)
+        return data
+
+    return read_whole
+
+
 def _remote_paths(system: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, str]]:
     """Return (path for fsspec, name for keys) of every shard."""
     if is_pattern(path):
@@ -260,7 +337,7 @@ def _remote_paths(system: fsspec.AbstractFileSystem, path: str) -> list[tuple[st
         for name in expand_braces(path):
             paths += sorted(system.glob(name)) if has_stars(name) else [name]
         return [(file, file[len(base) :]) for file in dict.fromkeys(paths)]
-    if path.lower().endswith(tuple(ending.decode() for ending in _ENDINGS)):
+    if _is_shard(path):
         return [(path, path.rsplit("/", 1)[-1])]
     if "http" in system.protocol:
         raise DataError(
@@ -268,8 +345,7 @@ def _remote_paths(system: fsspec.AbstractFileSystem, path: str) -> list[tuple[st
             "them as in 'http://host/train-{000..012}.tar'."
         )
     base = path.rstrip("/") + "/"
-    found = [file for file in system.find(path) if file.lower().encode().endswith(_ENDINGS)]
-    return [(file, file[len(base) :]) for file in found]
+    return [(file, file[len(base) :]) for file in system.find(path) if _is_shard(file)]
 
 
 def _remote_shard(system: fsspec.AbstractFileSystem, path: str, name: str) -> Shard:
@@ -285,49 +361,34 @@ def _remote_shard(system: fsspec.AbstractFileSystem, path: str, name: str) -> Sh
     is_http = "http" in system.protocol
     system_of_process = {os.getpid(): system}
 
-    def read(offset: int, length: int) -> bytes:
-        """Read a range of the object."""
+    def read(start: int, stop: int) -> bytes:
         system = system_of_process.get(os.getpid())
         if system is None:  # a fork has neither the connections nor the threads of its parent
             system = system_of_process[os.getpid()] = fsspec.core.url_to_fs(url)[0]
-        length = min(length, size - offset)
-        if length <= 0:
-            return b""
-        try:
-            if is_http:
-                arguments = system, path, size, version, offset, length
-                data: bytes = fsspec.asyn.sync(system.loop, _fetch_range, *arguments)
-            elif "s3" in system.protocol:
-                bucket, key, _ = system.split_path(path)
-                data, metadata = s3_client.read(bucket, key, (offset, offset + length))
-                _check_version(url, version, {"ETag": metadata.etag})
-            else:
-                data = system.cat_file(path, start=offset, end=offset + length)
-        except (OSError, DataError):
-            raise
-        except Exception as error:  # exception of a service's own package
-            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
-        if len(data) != length:
-            raise OSError(errno.EIO, f"{len(data)} of {length} bytes came", url)
+        if is_http:
+            arguments = system, path, size, version, start, stop
+            data: bytes = fsspec.asyn.sync(system.loop, _fetch_range, *arguments)
+        else:
+            data = system.cat_file(path, start=start, end=stop)
         return data
 
-    return Shard(name_bytes(name), url, size, version, read)
+    return Shard(name_bytes(name), url, size, version, _whole_reads(url, size, read))
 
 
 async def _fetch_range(
-    system: fsspec.AbstractFileSystem, url: str, size: int, version: str, offset: int, length: int
+    system: fsspec.AbstractFileSystem, url: str, size: int, version: str, start: int, stop: int
 ) -> bytes:
     """Request a range of a file from a web server.
 
     fsspec's own functions compare neither the range nor the version of the answer.
     """
     session = await system.set_session()
-    asked = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+    asked = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **asked}}
     async with session.get(system.encode_url(url), **options) as response:
         response.raise_for_status()
         found, _, size_now = response.headers.get("Content-Range", "").partition("/")
-        if response.status != 206 or not found.startswith(f"bytes {offset}-"):
+        if response.status != 206 or not found.startswith(f"bytes {start}-"):
             raise DataError(
                 f"{url}: the web server does not answer requests for a part of a file (Range), "
                 "without which single rows cannot be read. Use another server, or copy the "

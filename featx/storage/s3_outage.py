@@ -135,11 +135,6 @@ def wait_in_child(tell_parent: Callable[[str, float], None]) -> None:
     CURRENT = Outage(limits=[MAX_OUTAGE_S], tell_parent=tell_parent)
 
 
-def waits() -> bool:
-    """Return whether requests of this thread wait for a server that does not answer."""
-    return bool(CURRENT.limits) and may_wait()
-
-
 @contextlib.contextmanager
 def without_waiting() -> Iterator[None]:
     """Make the requests of this thread fail at once, for writes that are useless later."""

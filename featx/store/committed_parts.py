@@ -108,14 +108,18 @@ class CommittedParts:
         self.indices.add(part.index)
         if self._lost.pop(part.index, None) is not None:
             self._sources.pop(part.index)
-            # The next survey would say that this part is damaged.
-            self._write_record(self._record.files - {layout.part_name(part.index)})
+            # The next survey would say that this part is damaged. Another driver may have repaired
+            # other parts meanwhile.
+            before = DamageRecord.read(self._root)
+            files = before.files - {layout.part_name(part.index)}
+            lost = {index: rows for index, rows in before.lost.items() if index != part.index}
+            DamageRecord(files, lost).write(self._disk, before)
 
     def set_packed(self, num_runs: int) -> None:
         """Record that a new features.h5 holds all runs, and delete the parts."""
         self.num_packed_runs = num_runs
         remove_parts(self._disk)
-        self._write_record(frozenset())
+        DamageRecord().write(self._disk, DamageRecord.read(self._root))
 
     def unpack(self, manifest: Manifest, listing: Listing) -> None:
         """Write all rows of features.h5 as parts again, and delete the file."""
@@ -178,7 +182,9 @@ class CommittedParts:
         files = {layout.part_name(index) for index in self._lost}
         if (problem is not None or awaits_packing) and (packed.exists() or not is_url(packed)):
             files.add(layout.PACKED)
-        self._write_record(frozenset(files))
+        if not self._is_dry:
+            record = DamageRecord(frozenset(files), self._lost)
+            record.write(self._disk, self._record)
 
     def _survey_parts(self) -> None:
         """Find the parts that features.h5 does not hold."""
@@ -284,12 +290,6 @@ class CommittedParts:
         else:
             self._sources[part.index] = path
             self._lost[part.index] = rows.lost
-
-    def _write_record(self, files: frozenset[str]) -> None:
-        """Bring damaged.json up to date."""
-        before, self._record = self._record, DamageRecord(files, dict(sorted(self._lost.items())))
-        if not self._is_dry:
-            self._record.write(self._disk, before)
 
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:

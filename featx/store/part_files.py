@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from featx.errors import StoreError
+from featx.errors import RunError, StoreError
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder, S3File, S3Path, is_url, prefetch_files
 from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
@@ -21,7 +21,7 @@ from featx.store.chunk_table import find_table
 from featx.store.hdf5_files import ErrorRecordingFile, damage_text, open_metadata
 from featx.store.heartbeat import read_heartbeats
 from featx.store.manifest import Manifest, Run
-from featx.store.result_files import read_failures, read_result, result_json
+from featx.store.result_files import parse_result, read_failures, result_json
 from featx.store.row_file import PartBuilder, RowFile
 from featx.types import Failure, LayerSpec, Listing, Part
 
@@ -222,22 +222,27 @@ class DamageRecord:
         files: names of damaged files, whose chunks the next run compares; features.h5 stays among
             them until the store is packed again.
         lost: index of a part -> ranges of its rows that no file holds, each (start, stop).
+        content: bytes of the file from which the record was read; none if there was no file.
     """
 
     files: frozenset[str] = frozenset()
     lost: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    content: bytes = field(default=b"", compare=False)
 
     @classmethod
     def read(cls, root: Path) -> DamageRecord:
         """Record of a store; if it is damaged itself, all files have to be compared."""
+        path = root / layout.DAMAGED
         try:
-            values = read_result(root / layout.DAMAGED)
-            lost = {int(index): [(a, b) for a, b in rows] for index, rows in values["rows"].items()}
-            return cls(frozenset(values["files"]), lost)
+            content = path.read_bytes()
         except FileNotFoundError:
             return cls()
+        try:
+            values = parse_result(path, content)
+            lost = {int(index): [(a, b) for a, b in rows] for index, rows in values["rows"].items()}
+            return cls(frozenset(values["files"]), lost, content)
         except (StoreError, LookupError, TypeError, ValueError):
-            return cls(frozenset([layout.PACKED, *part_names(root)]))
+            return cls(frozenset([layout.PACKED, *part_names(root)]), content=content)
 
     @property
     def is_due(self) -> bool:
@@ -245,14 +250,26 @@ class DamageRecord:
         return bool(self.files or self.lost)
 
     def write(self, disk: AtomicFolder, before: DamageRecord) -> None:
-        """Write the record in place of another one, or delete it if nothing is to be repaired."""
+        """Write the record in place of one that was read, or delete it if nothing is to be
+        repaired. Raises RunError if another process has written one to a bucket in between.
+        """
+        if self == before:
+            return
         path = disk.root / layout.DAMAGED
+        rows = {str(index): list(ranges) for index, ranges in sorted(self.lost.items())}
+        data = result_json({"files": sorted(self.files), "rows": rows}, indent=2)
+        if before.content:
+            is_written = disk.compare_and_swap(path, before.content, data)
+        else:
+            is_written = disk.publish(path, data) or path.read_bytes() == data
+        if not is_written:
+            raise RunError(
+                f"{path} was changed by another process since this one began, so it was not "
+                "replaced. Nothing committed is lost. Give the same command again when that "
+                "process has ended."
+            )
         if not self.is_due:
-            if before.is_due:
-                disk.remove(path)
-        elif self != before:
-            rows = {str(index): list(ranges) for index, ranges in self.lost.items()}
-            disk.replace(path, result_json({"files": sorted(self.files), "rows": rows}, indent=2))
+            disk.remove(path)
 
     def gaps(self, part: Part, is_there: bool) -> list[Part]:
         """Ranges of rows of a part that are lost: all, if neither its file nor a record exists."""

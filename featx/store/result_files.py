@@ -41,7 +41,11 @@ def read_result(path: Path) -> dict[str, Any]:
 
     Raises StoreError if the file is damaged, and an OSError if it is missing or cannot be read.
     """
-    data = path.read_bytes()
+    return parse_result(path, path.read_bytes())
+
+
+def parse_result(path: Path, data: bytes) -> dict[str, Any]:
+    """Read the content of a file of results; see `read_result`."""
     try:
         values = dict(json.loads(data.decode("utf-8", "surrogateescape")))
         is_intact = values.pop(_CHECKSUM, None) in (None, digest(values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -76,3 +77,39 @@ def test_an_offset_takes_no_digits(long_row: bool, tmp_path: Path) -> None:
     )
     found = vote(problem_of(tmp_path, x, y), bank, queries, (7,))[7]
     assert np.allclose(found, expected, atol=1e-4)
+
+
+def test_equal_similarities_are_in_the_order_of_the_bank(
+    tmp_path: Path, set_block_sizes: Callable[..., None]
+) -> None:
+    """Rows that are permutations of each other: equal cosines of different pairs, and copies."""
+    num_ties = 0
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        base = rng.integers(1, 4, (6, 5))
+        x = np.concatenate([np.roll(base, shift, axis=1) for shift in range(5)] * 2)
+        y = rng.permutation(len(x)) % 10
+        bank, queries, ks = np.arange(40), np.arange(40, 60), (1, 3, 7, 20)
+        expected = {k: np.zeros((20, 10)) for k in ks}
+        for i, query in enumerate(x[queries].tolist()):
+            # The squares of cosines, which are positive, times the length of the query.
+            near = [Fraction(int(x[b] @ query) ** 2, int(x[b] @ x[b])) for b in bank]
+            order = sorted(bank, key=lambda b: (-near[b], b))
+            weights = [math.exp(math.sqrt(n / (x[40 + i] @ x[40 + i])) / 0.07) for n in near]
+            for k in ks:
+                num_ties += near[order[k - 1]] == near[order[k]]
+                for b in order[:k]:
+                    expected[k][i, y[b]] += weights[b]
+        for size in (1 << 24, 700):
+            set_block_sizes(size)
+            root = tmp_path / f"{seed}-{size}"
+            root.mkdir()
+            made = x[:, rng.permutation(5)].astype(np.float32)
+            found = vote(problem_of(root, made, y), bank, queries, ks)
+            for k, votes in expected.items():
+                shares = votes / votes.sum(1, keepdims=True)
+                assert np.allclose(found[k], shares, atol=1e-9)
+                # Scores that are equal have to be so in all bits: metrics compare them.
+                same = np.isclose(shares[:, None], shares[:, :, None], rtol=1e-11)
+                assert ((found[k][:, None] == found[k][:, :, None]) == same).all()
+    assert num_ties > 100

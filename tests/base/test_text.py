@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 
@@ -67,7 +68,7 @@ def test_percent() -> None:
         ("ü€ 日本\u3000\u00a0👩\u200d🔬", "ü€ 日本\u3000\u00a0👩\u200d🔬"),
         ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
         ("a\nb\tc\rd\x00", "a\\nb\\tc\\rd\\x00"),
-        ("\x9b2J\x85", "\\x9b2J\\x85"),
+        ("\x9b2J\x85", "\\u009b2J\\u0085"),
         ("gpj.\u202eexe", "gpj.\\u202eexe"),
         (os.fsdecode(b"caf\xe9.jpg"), "caf\\xe9.jpg"),
         ("\ud800", "\\ud800"),
@@ -90,8 +91,12 @@ def test_a_number_stays_a_number(number: str) -> None:
 
 
 def test_two_texts_never_become_one_cell() -> None:
-    texts = ["=a", "'=a", "''=a", "a", "'a"]
-    assert len({csv_cell(text) for text in texts}) == len(texts)
+    texts = ["=a", "'=a", "''=a", "a", "'a", "\udce9", "\x00", "\\udce9", "\\xe9", "\\x00"]
+    texts += ["\x85", "\udc85", "\\x85", "\\u0085"]
+    texts += map("".join, itertools.product("\\n\n", repeat=3))
+    cells = {csv_cell(text) for text in texts}
+    assert len(cells) == len(texts)
+    assert not any("\n" in cell for cell in cells)
 
 
 def test_sizes_and_times_have_the_unit_that_fits() -> None:

@@ -37,7 +37,7 @@ from featx.export.report.similar_rows import (
     similar_pairs,
 )
 from featx.export.report.thumbnails import readable_part
-from featx.types import ImageFault
+from featx.types import ImageFault, TokenGeometry
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -67,6 +67,16 @@ def test_channels_that_cannot_be_told_are_numbers() -> None:
     values[:, 1] = 1
     found = layer_statistics(store_of({"odd": values}, [0, 0, 1]), "odd", np.arange(3))
     assert (found["channels"], found["dead"], found["what"]) == (24, 12, "numbers")
+
+
+def test_channels_are_those_of_the_recorded_map() -> None:
+    """The crop, 32x32 pixels, would make them the first axis: a map of 6x12 is of another input."""
+    values = np.ones((3, 6, 12, 12), np.float32)
+    values[..., [2, 5]] = 0
+    run = make_labelled({"map": values}, [0, 0, 1], ("a", "b"))
+    run = replace(run, tokens={"map": TokenGeometry(0, False, (6, 12), (96, 192))})
+    found = layer_statistics(featx.open(run.write(Path("store"))), "map", np.arange(3))
+    assert (found["channels"], found["dead"], found["what"]) == (12, 2, "channels")
 
 
 def test_values_that_are_not_finite_are_counted() -> None:
@@ -161,12 +171,15 @@ def test_pairs_of_near_duplicates(set_block_sizes: Callable[..., None]) -> None:
     x[31] = x[2] + 0.01
     x[9] = x[8]
     for _ in range(2):
-        pairs, count = similar_pairs(x, 0.9, 10)
+        pairs, count = similar_pairs(x, np.arange(40), 0.9, 10)
         assert [(i, j) for i, j, _ in pairs] == [(8, 9), (2, 31)]
         assert count == 2
         assert pairs[0][2] == pytest.approx(1)
         set_block_sizes(4 * 120)
-    assert similar_pairs(x, 0.9, 1) == (pairs[:1], 2)
+    assert similar_pairs(x, np.arange(40), 0.9, 1) == (pairs[:1], 2)
+    images = np.arange(40)
+    images[9] = images[8]  # two views of an image are no duplicates
+    assert similar_pairs(x, images, 0.9, 10) == (pairs[1:], 1)
 
 
 def test_neighbours_are_exact_and_know_their_class(set_block_sizes: Callable[..., None]) -> None:
@@ -186,6 +199,14 @@ def test_neighbours_are_exact_and_know_their_class(set_block_sizes: Callable[...
     assert [each["row"] for each in of_unlabelled] == order.tolist()
     assert all(each["same"] is None for each in of_unlabelled)
     assert (found["among"], found["whole"]) == (30, True)
+    keys = store.key_bytes.astype("S20")
+    keys[[4, 7]] = b"00004.jpg#hflip", b"00004.jpg#vflip"
+    run = make_labelled({"flat": x}, labels, ["a", "b"])
+    run = replace(run, listing=replace(run.listing, keys=keys))
+    viewed = featx.open(run.write(Path("viewed")))
+    found = neighbours_of(viewed, "flat", np.arange(30), [4], [], 0, "cpu")
+    order = [row for row in np.argsort(-(unit @ unit[4])) if row not in (4, 7)][:6]
+    assert [each["row"] for each in found["hard"][0][1]] == order
     set_block_sizes(64 << 20, keep_bytes=10 * 5 * 4)
     part = neighbours_of(store, "flat", np.arange(30), [4], [12], 0, "cpu")
     assert 10 <= part["among"] <= 12

@@ -102,15 +102,24 @@ def assert_equal(found: Loaded, expected: Loaded, bad: int | None = None) -> Non
     assert bad is None or not found[0][bad].any()
 
 
+OTHERS: set[int] = set()
+"""Processes that pytest has started for other tests, such as moto's server."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _others() -> None:
+    OTHERS.update(children(os.getpid()))
+
+
 def children(parent: int) -> list[int]:
-    """Processes that a process has started, as /proc tells."""
+    """Processes that a process has started, as /proc tells; see OTHERS."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, pid = path.read_text().rpartition(")")[2].split()[:2]
             if int(pid) == parent and state != "Z":
                 found.append(int(path.parent.name))
-    return found
+    return [pid for pid in found if pid not in OTHERS]
 
 
 def processes() -> tuple[int, list[int]]:

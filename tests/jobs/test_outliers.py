@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 from conftest import slow_except
 from csv_rows import csv_rows
-from made_store import make_run, pack_alone
+from made_store import make_labelled, make_run, pack_alone
+from sklearn.metrics import pairwise_distances
 from sklearn.neighbors import NearestNeighbors
 from sklearn.preprocessing import StandardScaler
 from tiny_model import extract as tiny_extract
@@ -154,3 +156,52 @@ def test_rows_of_two_states_are_not_neighbours() -> None:
     with pytest.raises(StoreError, match="has changed since it was opened"):
         run_job("neighbors", store="store", layers=["conv"], device="cpu")
     assert not list(Path("store").rglob("neighbors.npz"))
+
+
+def with_keys(store_path: str, x: np.ndarray, keys: list[bytes], labels: np.ndarray) -> Any:
+    run = make_labelled({"x": x}, labels, ["a", "b"])
+    run = replace(run, listing=replace(run.listing, keys=np.array(keys)))
+    return featx.open(run.write(Path(store_path)))
+
+
+@pytest.mark.parametrize("ends", [(b"", b"#0,0,5,5", b"#hflip"), (b"@00000.000", b"@00001.000")])
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_rows_of_one_image_are_no_neighbours(
+    metric: str, ends: tuple[bytes, ...], set_block_sizes: Callable[..., None]
+) -> None:
+    """Image 7 is like no other, although its views are alike; class b has one image only."""
+    rng = np.random.default_rng(0)
+    images = np.arange(20).repeat(len(ends))
+    base = rng.normal(size=(20, 6)) + 2
+    base[7] = -5 * base[7]
+    x = (base[images] + 0.01 * rng.normal(size=(len(images), 6))).astype(np.float32)
+    keys = [b"%02d.jpg%s" % (image, end) for image in range(20) for end in ends]
+    labels = (images == 3).astype(np.int64)
+    store = with_keys("views", x, keys, labels)
+    scaled = StandardScaler().fit_transform(x.astype(np.float64))
+    distances = pairwise_distances(scaled, metric=metric)
+    distances[images[:, None] == images] = np.inf
+    of_class = np.where(labels[:, None] == labels, distances, np.inf)
+    num_others = len(x) - len(ends)
+    for size, k in ((64 << 20, 4), (3000, 4), (64 << 20, 1000)):
+        set_block_sizes(size)
+        found = find_outliers(store, "x", k, metric, "cpu")
+        expected = np.sort(distances, axis=1)[:, : min(k, num_others)].mean(1)
+        np.testing.assert_allclose(found.distances, expected, atol=1e-5, rtol=1e-5)
+        assert found.nearest.tolist() == distances.argmin(1).tolist()
+        rest = np.sort(of_class[labels == 0], axis=1)[:, : min(k, num_others - len(ends))].mean(1)
+        np.testing.assert_allclose(found.class_distances[labels == 0], rest, atol=1e-5, rtol=1e-5)
+        assert np.isnan(found.class_distances[labels == 1]).all()
+    summary = job_result("outliers", store="views", layers="x", device="cpu")
+    assert summary["left_out"] == ("video" if b"@" in ends[0] else "image")
+    assert {entry["key"].split(".")[0] for entry in summary["farthest"][: len(ends)]} == {"07"}
+
+
+def test_frames_of_a_single_video_are_neighbours() -> None:
+    x = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    keys = [b"a.mp4@%05d.000" % second for second in range(9)]
+    store = with_keys("frames", x, keys, np.zeros(9, np.int64))
+    found = find_outliers(store, "x", 2, "euclidean", "cpu")
+    search = NearestNeighbors(n_neighbors=2).fit(StandardScaler().fit_transform(x))
+    np.testing.assert_allclose(found.distances, search.kneighbors()[0].mean(1), rtol=1e-5)
+    assert found.left_out is None

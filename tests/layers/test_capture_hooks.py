@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,6 +218,40 @@ def test_control_flow_that_differs_between_batches_is_an_error(stop: bool) -> No
         with pytest.raises(RunError, match=r"\['c', 'b'\] did not fire"):
             hooks.forward(200 * x)
         assert set(hooks.forward(x)) == {"a", "b", "c"}
+
+
+class Threaded(nn.Module):
+    """One layer is called in a thread that the forward starts, another without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.plain = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return self.plain(pool.submit(self._call_inside, x).result())
+
+    @torch.no_grad()
+    def _call_inside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)
+
+
+@torch.no_grad()
+def test_a_layer_in_a_thread_of_the_model_is_refused_by_that_name(x: torch.Tensor) -> None:
+    model = Threaded()
+    expected = Expected(["inside", "plain"], calls={("inside", "output"): 1})
+    for expectation in (expected, Expected()):
+        with CaptureHooks(model, points("inside", "plain"), expected=expectation) as hooks:
+            for _ in range(2):
+                with pytest.raises(RunError, match="'inside' is called in another thread than"):
+                    hooks.forward(x)
+    with CaptureHooks(model, points("plain")) as hooks:
+        assert torch.equal(hooks.forward(x)["plain"], model(x))
+    with featx.capture(model, ["inside", "plain"]) as features:
+        y = model(x)
+        assert torch.equal(features["plain"], y)
+        with pytest.raises(LayerError, match="'inside' was called in another thread than the mod"):
+            features["inside"]
 
 
 def test_keyword_inputs_are_seen(x: torch.Tensor) -> None:

@@ -286,7 +286,8 @@ def interrupted_task(
 
 
 @pytest.mark.parametrize(
-    "signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR2]
+    "signum",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR2, signal.SIGINT],
 )
 def test_a_task_that_is_told_to_end_keeps_what_is_committed_and_another_does_the_rest(
     interrupted_task: Callable[..., list[WorkerReport]],

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from made_shards import write_shards, write_tar
-from object_server import environment
+from object_server import upload
 from tiny_model import extract
 
 from featx.errors import DataError, MissingExtraError
@@ -25,7 +25,7 @@ from featx.types import Source
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
 
-pytest.importorskip("fsspec", reason="the extra remote is not installed")
+fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
 pytest.importorskip("aiohttp", reason="the extra remote is not installed")
 
 
@@ -184,42 +184,32 @@ def test_features_from_a_web_server_are_those_from_the_disk(tmp_path: Path, serv
     assert far.ok.all()
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch, s3_server: str) -> Iterator[str]:
-    """The URL of moto's S3 server."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    for name, value in environment(s3_server).items():
-        monkeypatch.setenv(name, value)
-    s3_client.client.cache_clear()
-    yield s3_server
-    s3_client.client.cache_clear()
-
-
 @pytest.mark.filterwarnings("ignore")  # of botocore and its peers: no business of ours
-def test_shards_in_a_bucket(tmp_path: Path, s3: str) -> None:
-    import s3fs
-
+def test_shards_in_a_bucket(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # FSSPEC_S3_ENDPOINT_URL in the environment sets it. Rows are read by the settings of AWS.
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://127.0.0.1:1"})
     write_shards(tmp_path / "up" / "a", 12, 3)
     write_shards(tmp_path / "up" / "b", 12, 3, "tar.gz")
-    system = s3fs.S3FileSystem(endpoint_url=s3)
-    system.mkdir("images")
-    for path in sorted((tmp_path / "up").rglob("*.tar*")):
-        system.put(str(path), f"images/set/{path.relative_to(tmp_path / 'up')}")
-    check_rows(shards("s3://images/set/a/train-{000..002}.tar"), tmp_path / "up" / "loose", 12)
-    check_rows(shards("s3://images/set/b/*.tar.gz"), tmp_path / "up" / "loose", 12)
-    check_rows(shards("s3://images/set/a"), tmp_path / "up" / "loose", 12)
-    both = shards("s3://images/set").listing()
+    root = f"s3://{bucket}/set"
+    upload(tmp_path / "up", root)
+    assert len(shards(f"s3://{bucket}").listing()) == 24
+    check_rows(shards(f"{root}/a/train-{{000..002}}.tar"), tmp_path / "up" / "loose", 12)
+    check_rows(shards(f"{root}/b/*.tar.gz"), tmp_path / "up" / "loose", 12)
+    check_rows(shards(f"{root}/{{a,c}}/train-00?.tar"), tmp_path / "up" / "loose", 12)
+    assert len(shards(f"{root}/**/train-00[12].*").listing()) == 16
+    check_rows(shards(f"{root}/a"), tmp_path / "up" / "loose", 12)
+    both = shards(root).listing()
     assert len(both) == 24
     assert both.keys[0] == b"a/train-000.tar/0000.png"
     assert both.keys[-1] == b"b/train-002.tar.gz/0011.png"
-    source = shards("s3://images/set/a")
+    source = shards(f"{root}/a")
     key = bytes(source.listing().keys[0])
     new = write_tar(tmp_path / "new.tar", {key.decode().partition("/")[2]: b"new"})
-    system.put(str(new), "images/set/a/train-000.tar")
+    s3_client.write(bucket, "set/a/train-000.tar", new.read_bytes())
     with pytest.raises(OSError, match="changed while it was in use"):
         source.read(key)
-    assert shards("s3://images/set/a").read(key) == b"new"
+    assert shards(f"{root}/a").read(key) == b"new"
     with pytest.raises(DataError, match=r"train-003\.tar"):
-        shards("s3://images/set/a/train-{000..003}.tar").listing()
+        shards(f"{root}/a/train-{{000..003}}.tar").listing()
     with pytest.raises(DataError, match="no-such-bucket"):
         shards("s3://no-such-bucket/a.tar").listing()

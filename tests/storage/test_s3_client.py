@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from faulty_proxy import Exchange, Fault, drop_request, error, faulty_proxy
 from object_server import MemoryServer, S3Requests, environment, place
+from waiting import eventually
 
 from featx.errors import ObjectStoreError, StorageError
 from featx.storage import s3_client, s3_outage
@@ -118,11 +119,11 @@ def test_what_is_refused_is_not_waited_for(server: Server) -> None:
 
 def test_when_the_limit_is_over_nobody_waits_again(server: Server) -> None:
     server.down = True
-    with s3_outage.waiting_limit(0.2):
+    with s3_outage.waiting_limit(2):  # which six requests do not take on a busy machine
         began = time.monotonic()
         with pytest.raises(ObjectStoreError):
             size_of_object()
-        assert 0.15 < time.monotonic() - began < 5
+        assert 1.9 < time.monotonic() - began < 60
         made = server.made
         with pytest.raises(ObjectStoreError):
             size_of_object()
@@ -163,7 +164,7 @@ def test_a_run_that_is_stopped_waits_no_longer(server: Server) -> None:
 
 
 def silence(exchange: Exchange) -> None:
-    time.sleep(1)
+    exchange.rfile.read()  # until the client closes the connection
     exchange.drop()
 
 
@@ -172,19 +173,21 @@ def test_a_server_that_is_silent_does_not_hold_up_the_end_of_a_run(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a network that drops packets, where an attempt takes a minute."""
-    monkeypatch.setattr(s3_client, "TIMEOUT_S", 0.4)
-    monkeypatch.setattr(s3_client, "BEST_EFFORT_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(s3_client, "BEST_EFFORT_TIMEOUT_S", 0.1)
     root = place("s3://bucket/run")
     assert size_of_object() == 1
     server.down, server.made = True, 0
     began = time.monotonic()
     S3Folder(root).write_best_effort(root / "workers" / "host-1.json", "{}")
-    assert time.monotonic() - began < 1, "without a byte it waits as long as other requests"
-    assert server.made == s3_client.ATTEMPTS
+    waited_s = time.monotonic() - began
+    assert waited_s < s3_client.TIMEOUT_S / 2, "without a byte it waits as long as other requests"
+    eventually(lambda: server.made == s3_client.ATTEMPTS, 30)
+    monkeypatch.setattr(s3_client, "TIMEOUT_S", 0.4)
     with s3_outage.waiting_limit(60):
         s3_outage.stop_waiting()
         with pytest.raises(ObjectStoreError, match="ReadTimeoutError"):
             size_of_object()
+    eventually(lambda: server.made > s3_client.ATTEMPTS, 30)
     assert server.made == s3_client.ATTEMPTS + 1, "a run that was told to stop asks again"
 
 

@@ -21,6 +21,7 @@ from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedErro
 from featx.storage import S3Path, parse_path, prefetch_files, s3_client, s3_file
 from featx.storage.s3_folder import S3Folder
 from featx.store import (
+    DamageRecord,
     FeatureStore,
     Heartbeat,
     PartBuilder,
@@ -337,6 +338,43 @@ def test_two_writers_cannot_undo_the_rows_of_each_other(finished: S3Path) -> Non
         assert path.read_bytes() == written
         one.replace(refreshed, etag)  # what is there already
         one.replace(RUN.builder(part), one.etag(part))
+    check_store_of(RUN, finished)
+
+
+def test_two_writers_cannot_undo_the_damage_that_each_other_has_recorded(
+    finished: S3Path,
+) -> None:
+    folder, path = S3Folder(finished), finished / layout.DAMAGED
+    first, second, both = (
+        DamageRecord(frozenset(names)) for names in (["a.h5"], ["b.h5"], ["a.h5", "b.h5"])
+    )
+    none = DamageRecord.read(finished)
+    first.write(folder, none)
+    for stale in (second, both):
+        with pytest.raises(RunError, match=r"damaged\.json was changed by another process"):
+            stale.write(folder, none)
+    first.write(folder, none)  # what is there already
+    read = DamageRecord.read(finished)
+    both.write(folder, read)
+    with pytest.raises(RunError, match=r"damaged\.json was changed by another process"):
+        DamageRecord().write(folder, read)
+    assert DamageRecord.read(finished).files == {"a.h5", "b.h5"}
+    DamageRecord().write(folder, DamageRecord.read(finished))
+    assert not path.exists()
+
+
+def test_two_writers_repair_a_store_at_once(finished: S3Path) -> None:
+    for index in (0, 2):
+        part_key = f"{finished.key}/{layout.PARTS}/{layout.part_name(index)}"
+        s3_client.write(finished.bucket, part_key, b"no part")
+    with RUN.session(finished).hold() as one, RUN.session(finished).hold() as other:
+        lost = [part for part in RUN.as_run().parts() if part.index in (0, 2)]
+        assert one.lost_rows() == other.lost_rows() != []
+        for part, session in zip(lost, (one, other), strict=True):
+            session.replace(RUN.builder(part), session.etag(part))
+        for part, session in zip(lost, (other, one), strict=True):
+            session.replace(RUN.builder(part), session.etag(part))
+    assert not (finished / layout.DAMAGED).exists()
     check_store_of(RUN, finished)
 
 

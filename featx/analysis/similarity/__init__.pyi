@@ -12,6 +12,7 @@ from .nearest_neighbours import metric_vectors as metric_vectors
 from .nearest_neighbours import nearest_among as nearest_among
 from .nearest_neighbours import nearest_rows as nearest_rows
 from .nearest_neighbours import nearest_to as nearest_to
+from .nearest_neighbours import origin_numbers as origin_numbers
 from .representation_similarity import LayerSimilarity as LayerSimilarity
 from .representation_similarity import layer_similarity as layer_similarity
 from .representation_similarity import linear_cka as linear_cka

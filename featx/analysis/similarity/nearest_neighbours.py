@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,19 @@ from featx.analysis.layer_vectors import FAR, LayerRows, LayerVectors
 from featx.base import block_sizes, choose_device, float64_device
 from featx.config import METRICS, NeighborsConfig, check_choice
 from featx.errors import ConfigError
+from featx.sources import origins_of
 from featx.store import FeatureStore
 from featx.types import Array, Status
 
 FAR_SQUARE = (FAR / 2) ** 2
 """Squared length above which a centred vector stands for a vector of zeros; see
 `FAR`."""
+
+TIE = 2.0**-32
+"""Difference of two squared distances |a - b|^2 up to which they count as equal, relative to
+|a|^2 + |a - b|^2. Rounding errors of sums of thousands of products in float64 are far below it."""
+
+ValuesT = TypeVar("ValuesT", torch.Tensor, Array)
 
 QUERIES = 8192
 """Maximum number of rows whose neighbours are searched at a time."""
@@ -47,11 +55,13 @@ class Outliers:
 
     Attributes:
         rows: (n,) int64 rows of the store, in its order.
-        distances: (n,) float32 mean distance to the k nearest rows.
+        distances: (n,) float32 mean distance to the k nearest rows, or to all if there are fewer.
         nearest: (n,) int64 nearest row of each.
         class_distances: (n,) float32 mean distance to the k nearest rows of the same class; NaN
-            for a row without a label, or without another row of its class.
+            for a row without a label, or if its class has no other row that counts.
         metric: 'cosine' (the distance is 1 - cosine) or 'euclidean'.
+        left_out: 'image', 'video' or 'image or video' whose rows are no neighbours of each other,
+            or None.
     """
 
     rows: npt.NDArray[np.int64]
@@ -60,6 +70,7 @@ class Outliers:
     class_distances: npt.NDArray[np.float32]
     metric: str
     k: int
+    left_out: str | None
 
 
 def nearest_rows(
@@ -105,6 +116,7 @@ def nearest_among(
     k: int,
     metric: str = "cosine",
     on_progress: Callable[[int], None] = lambda rows: None,
+    origins: npt.NDArray[np.int64] | None = None,
 ) -> Neighbours:
     """Find the k nearest of some vectors for a subset of them; see `nearest_rows`. Raises
     ConfigError if there is no second row.
@@ -112,6 +124,8 @@ def nearest_among(
     Args:
         vectors: vectors of a layer, created with centre=True, and with unit=True for cosine.
         places: (q,) int64 places whose neighbours are wanted.
+        origins: (n,) number of each vector; those with equal numbers are no neighbours of each
+            other. A row with fewer than k neighbours has NaN as the last scores.
     """
     if len(vectors) < 2:
         raise ConfigError(
@@ -119,12 +133,18 @@ def nearest_among(
         )
     cosine = metric == "cosine"
     k = min(k, len(vectors) - 1)
+    numbers = None if origins is None else torch.from_numpy(origins).to(vectors.device)
     best_places, scores = [], []
     step = min(QUERIES, vectors.block_rows)
     for start in range(0, len(places), step):
         query_places = places[start : start + step]
         x, queries = vectors.take(query_places), torch.from_numpy(query_places).to(vectors.device)
-        best, best_scores = _nearest(vectors, x, queries, k, cosine)
+        best, best_scores = _nearest(vectors, x, queries, k, cosine, numbers)
+        if numbers is not None:  # rows that fill up the k come last
+            is_same = numbers[best] == numbers[queries][:, None]
+            best_scores = best_scores.masked_fill(is_same, torch.nan)
+            order = is_same.byte().sort(dim=1, stable=True).indices
+            best, best_scores = best.gather(1, order), best_scores.gather(1, order)
         best_places.append(best.cpu().numpy())
         scores.append(best_scores.cpu().numpy())
         on_progress(len(queries))
@@ -190,6 +210,8 @@ def find_outliers(
 
     Each value is standardised over all rows first. The distances are those of
     sklearn.neighbors.NearestNeighbors on the standardised rows, averaged over the k neighbours.
+    Boxes, views and frames of one image or video are no neighbours of each other, unless the store
+    has rows of no other.
 
     Args:
         store: open store; rows that failed are left out.
@@ -204,14 +226,20 @@ def find_outliers(
     """
     k = NeighborsConfig(k=k).k
     vectors = metric_vectors(store, layer, metric, device, standardise=True)
-    found = nearest_among(vectors, np.arange(len(vectors)), k, metric, on_progress)
+    origins, kind = origin_numbers(store, vectors.rows)
+    found = nearest_among(vectors, np.arange(len(vectors)), k, metric, on_progress, origins)
     class_distances = np.full(len(vectors), np.nan, np.float32)
     labels = store.labels[vectors.rows]
     for label in np.unique(labels[labels >= 0]).tolist():
         places = np.flatnonzero(labels == label)
         if len(places) > 1:
             own = nearest_among(
-                vectors.subset(places), np.arange(len(places)), k, metric, on_progress
+                vectors.subset(places),
+                np.arange(len(places)),
+                k,
+                metric,
+                on_progress,
+                None if origins is None else origins[places],
             )
             class_distances[places] = _mean_distances(own)
         else:
@@ -223,12 +251,32 @@ def find_outliers(
         class_distances=class_distances,
         metric=metric,
         k=found.neighbours.shape[1],
+        left_out=kind,
     )
 
 
+def origin_numbers(
+    store: FeatureStore, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64] | None, str | None]:
+    """Number the images and videos that rows were taken from.
+
+    Return (n,) numbers, and 'image', 'video' or 'image or video'; or None and None if no two rows
+    have one in common, or all have the same.
+    """
+    origins, kind = origins_of(store.key_bytes[rows])
+    numbers = np.unique(origins, return_inverse=True)[1]
+    if kind is None or len(rows) == 0 or numbers.max() in (0, len(rows) - 1):
+        return None, None
+    return numbers, kind
+
+
 def _mean_distances(found: Neighbours) -> npt.NDArray[np.float32]:
-    means: npt.NDArray[np.float32] = found.scores.mean(1, dtype=np.float64).astype(np.float32)
-    return 1 - means if found.metric == "cosine" else means
+    """Return the (q,) mean distances to the neighbours, NaN without one."""
+    is_known = ~np.isnan(found.scores)
+    sums, counts = found.scores.sum(1, dtype=np.float64, where=is_known), is_known.sum(1)
+    means = np.divide(sums, counts, where=counts > 0, out=np.full(len(sums), np.nan))
+    distances: npt.NDArray[np.float32] = means.astype(np.float32)
+    return 1 - distances if found.metric == "cosine" else distances
 
 
 def metric_vectors(
@@ -255,6 +303,11 @@ def metric_vectors(
     )
 
 
+def tie_limit(distances: ValuesT, squares: ValuesT) -> ValuesT:
+    """Return the largest squared distances that count as equal to some of a row with |a|^2."""
+    return distances + TIE * (squares + distances)
+
+
 def row_of(store: FeatureStore, key: str) -> int:
     """Return the row of a key."""
     try:
@@ -267,31 +320,43 @@ def row_of(store: FeatureStore, key: str) -> int:
     return row
 
 
-def best_of_blocks(
-    scored_blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], query_places: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the k best scores of many queries over blocks of candidates. Return (q, k) scores in
-    falling order and (q, k) places. A score of -inf is not a neighbour.
-    """
+def _best_of_blocks(
+    scored_blocks: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    query_places: torch.Tensor,
+    k: int,
+    origins: torch.Tensor | None,
+) -> torch.Tensor:
+    """Select the (q, k) places with the best scores of many queries over blocks of candidates."""
     best = torch.full((len(query_places), 0), -torch.inf, device=query_places.device)
     places = torch.zeros((len(query_places), 0), dtype=torch.int64, device=query_places.device)
     for block_places, scores in scored_blocks:
-        columns = torch.searchsorted(block_places, query_places).clamp_max(len(block_places) - 1)
-        in_block = (block_places[columns] == query_places).nonzero()[:, 0]
-        scores[in_block, columns[in_block]] = -torch.inf
+        if origins is None:
+            columns = torch.searchsorted(block_places, query_places)
+            columns = columns.clamp_max(len(block_places) - 1)
+            in_block = (block_places[columns] == query_places).nonzero()[:, 0]
+            scores[in_block, columns[in_block]] = -torch.inf
+        else:
+            scores[origins[query_places][:, None] == origins[block_places]] = -torch.inf
         top = scores.topk(min(k, scores.shape[1]), dim=1)
         places = torch.cat([places, block_places[top.indices]], dim=1)
         best, order = torch.cat([best, top.values], dim=1).topk(
             min(k, best.shape[1] + top.values.shape[1]), dim=1
         )
         places = places.gather(1, order)
-    return best, places
+    return places
 
 
 def _nearest(
-    vectors: LayerVectors, x: torch.Tensor, query_places: torch.Tensor, k: int, cosine: bool
+    vectors: LayerVectors,
+    x: torch.Tensor,
+    query_places: torch.Tensor,
+    k: int,
+    cosine: bool,
+    origins: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors."""
+    """Return (q, k) places and (q, k) scores of the rows nearest to (q, D) vectors. Rows of the
+    same origin are among them only if there are too few others.
+    """
     num_scores = block_sizes.BLOCK_BYTES // 2  # of two blocks, in float32
     home = float64_device(x.device)
     block_rows = min(vectors.block_rows, max(1, num_scores // max(1, len(x))))
@@ -314,13 +379,13 @@ def _nearest(
                     scores = torch.where(squares > FAR_SQUARE, zero_scores, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
-    _, places = best_of_blocks(scored_blocks(x, in_float64=False), query_places, k)
+    places = _best_of_blocks(scored_blocks(x, in_float64=False), query_places, k, origins)
     if not cosine:
         # The scores have the rounding of |x|^2 in float32, which hides much smaller distances.
         is_lost = 4 * _distances(vectors, x, places[:, -1:])[:, 0] < x.norm(dim=1)
         if is_lost.any():
             blocks = scored_blocks(x[is_lost], in_float64=True)
-            places[is_lost] = best_of_blocks(blocks, query_places[is_lost], k)[1]
+            places[is_lost] = _best_of_blocks(blocks, query_places[is_lost], k, origins)
     return sort_neighbours(vectors, x, places, cosine)
 
 

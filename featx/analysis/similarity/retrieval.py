@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors
+from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors, tie_limit
 from featx.base import rows_of_block
 from featx.sources import origins_of
 from featx.store import FeatureStore
@@ -18,10 +18,6 @@ RECALL_AT = (1, 5, 10)
 
 MAX_RANKED = 10_000
 """Number of rows up to which mAP is computed, which sorts all rows for each of them."""
-
-_TIE = 2.0**-32
-"""Difference of two squared distances |a - b|^2 up to which they count as equal, relative to
-|a|^2 + |a - b|^2. Rounding errors of sums of thousands of products in float64 are far below it."""
 
 
 def retrieval_metrics(
@@ -38,7 +34,7 @@ def retrieval_metrics(
     retrieve. With cosine, vectors of zeros come last, and to one of them all rows are as near.
 
     Rows of other classes that are as near as one of the class count as nearer than it. Rows are as
-    near if their squared distances differ by no more than _TIE, so that the rounding of sums, which
+    near if their squared distances differ by no more than TIE, so that the rounding of sums, which
     depends on the order of rows and values, decides nothing. A map counts as one long vector.
 
     Returns:
@@ -57,18 +53,21 @@ def retrieval_metrics(
         return None
     vectors = metric_vectors(store, layer, metric, device, standardise, dtype=torch.float64)
     vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
+    squares_of_all = torch.cat(
+        [block.square().sum(1) for _, block in vectors.all_blocks(vectors.block_rows)]
+    )
     is_ranked = len(rows) <= MAX_RANKED
     num_nearer: list[Array] = []
     precisions: list[float] = []
     block_rows = rows_of_block(16 * len(rows))  # distances, and what is compared of them
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
-        distances, squares = _squared_distances(vectors, places, metric == "cosine")
+        distances, squares = _squared_distances(vectors, squares_of_all, places, metric == "cosine")
         is_other = origins[places][:, None] != origins
         distances[~is_other] = np.inf
         same = is_other & (labels[places][:, None] == labels)
         nearest = np.where(same, distances, np.inf).min(1, keepdims=True)
-        num_nearer.append((~same & (distances <= _limits(nearest, squares))).sum(1))
+        num_nearer.append((~same & (distances <= tie_limit(nearest, squares))).sum(1))
         if is_ranked:
             precisions += map(_average_precision, distances, same, squares)
     ranks = np.concatenate(num_nearer)
@@ -84,30 +83,29 @@ def retrieval_metrics(
     }
 
 
-def _limits(distances: Array, squares: Array) -> Array:
-    """Return the largest squared distances that count as equal to some of a row with |a|^2."""
-    return distances + _TIE * (squares + distances)
-
-
 def _average_precision(distances: Array, same: Array, square: Array) -> float:
     """Compute the mean over the rows of the class of their share among the rows that are at most as
     far. `distances` and `same` are (n,); same is false where a distance is infinite.
     """
     order = np.argsort(distances)
     distances, same = distances[order], same[order]
-    ends = np.searchsorted(distances, _limits(distances[same], square), side="right")
+    ends = np.searchsorted(distances, tie_limit(distances[same], square), side="right")
     return float((np.cumsum(same)[ends - 1] / ends).mean())
 
 
 def _squared_distances(
-    vectors: LayerVectors, places: npt.NDArray[np.int64], cosine: bool
+    vectors: LayerVectors,
+    squares_of_all: torch.Tensor,
+    places: npt.NDArray[np.int64],
+    cosine: bool,
 ) -> tuple[Array, Array]:
     """Compute the (q, n) squared distances of some rows to all rows, and the (q, 1) |a|^2."""
     queries = vectors.take(places)
-    squares = queries.square().sum(1, keepdim=True)
+    squares = squares_of_all[torch.from_numpy(places).to(squares_of_all.device), None]
     distances = np.empty((len(places), len(vectors)))
     for start, block in vectors.all_blocks(rows_of_block(8 * vectors.width)):
-        found = squares + block.square().sum(1) - 2 * (queries @ block.T)
+        others = squares_of_all[start : start + len(block)]
+        found = squares + others - 2 * (queries @ block.T)
         distances[:, start : start + len(block)] = found.clamp_min(0).cpu().numpy()
     if cosine:  # no row is nearer to a vector of zeros than another
         distances[(squares > FAR_SQUARE)[:, 0].cpu().numpy()] = 0

@@ -6,4 +6,5 @@ from .reader import Statistics as Statistics
 from .session import FAILURES_CSV as FAILURES_CSV
 from .stored import stats_of_store as stats_of_store
 from .tokens import explain_missing_norms as explain_missing_norms
+from .tokens import feature_axis as feature_axis
 from .tokens import token_norms as token_norms

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from featx.analysis import float_blocks
 from featx.analysis.probe import crop_of, probe_rows
 from featx.analysis.similarity import layer_similarity
+from featx.analysis.statistics import feature_axis
 from featx.base import rows_of_block
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channel_axis
@@ -86,7 +87,10 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, o
 
 def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
     """Return the channel axis of (n, ...) rows and 'channels', or 0 and 'numbers' if unknown."""
-    shape, crop = tuple(store[layer].shape[1:]), crop_of(store)
+    shape, crop, places = tuple(store[layer].shape[1:]), crop_of(store), store[layer].tokens
+    axis = None if places is None else feature_axis(shape, places)
+    if axis is not None:
+        return axis, "channels"
     if len(shape) == 3 and crop is None:
         return 0, "numbers"
     reduced = str(store[layer].attrs.get("reduce", ""))

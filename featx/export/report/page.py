@@ -153,7 +153,7 @@ class Page:
         self.images = np.unique(origins_of(store.key_bytes[self.rows])[0], return_inverse=True)[1]
         self.probes, self.reasons = probes_of(store), reasons_of(store)
         self.plotted = _layers_to_plot(layers, self.probes)
-        self.duplicates = find_duplicates(store, self.plotted, self.rows, self.probes)
+        self.duplicates = find_duplicates(store, self.plotted, self.rows, self.images, self.probes)
         self.neighbours = self._neighbours(ok, config) if len(ok) > 1 else None
         self.rankings = rankings_of(store, log)
         self.thumbnails = self._thumbnails(config)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from featx.analysis import read_texts, search
 from featx.analysis.probe import MIN_FEATURES, NEAR_COSINE
-from featx.analysis.similarity import metric_vectors, nearest_among
+from featx.analysis.similarity import metric_vectors, nearest_among, origin_numbers
 from featx.base import block_sizes, rows_of_block
 from featx.config import Config
 from featx.export.report.layers import Rows, RowVectors, row_vectors, standardised_units
@@ -29,10 +29,11 @@ NEAREST = 6
 
 
 def find_duplicates(
-    store: FeatureStore, layers: tuple[str, ...], rows: Rows, probes: Probes
+    store: FeatureStore, layers: tuple[str, ...], rows: Rows, images: Rows, probes: Probes
 ) -> Json:
     """Find near-duplicates among the selected rows, and add those that job=probe found.
 
+    `images` are numbers of the image or video of each row; two rows of one are no pair.
     Returns layer ('' if none was compared), cosine, count of all pairs, and the pairs that are
     shown, with their rows as first and second, cosine of the standardised vectors, and crosses
     (whether exactly one is a test row).
@@ -41,7 +42,7 @@ def find_duplicates(
     vectors = _widest_vectors(store, layers, rows, probes)
     if vectors is None or vectors.x is None:
         return found
-    places, count = similar_pairs(vectors.x, NEAR_COSINE, PAIRS_SHOWN)
+    places, count = similar_pairs(vectors.x, images, NEAR_COSINE, PAIRS_SHOWN)
     roles = None if probes.predicted is None else probes.predicted.roles
     pairs = []
     for i, j, cosine in places:
@@ -75,9 +76,10 @@ def _widest_vectors(
 
 
 def similar_pairs(
-    x: npt.NDArray[np.float32], cosine: float, most: int
+    x: npt.NDArray[np.float32], images: Rows, cosine: float, most: int
 ) -> tuple[list[tuple[int, int, float]], int]:
-    """Find pairs of rows whose standardised vectors are almost equal, as job=probe does.
+    """Find pairs of rows of different images whose standardised vectors are almost equal, as
+    job=probe does.
 
     Returns (i, j, cosine) of pairs with i < j, the largest cosine first; and the number of all.
     """
@@ -87,8 +89,8 @@ def similar_pairs(
     for start in range(0, len(x), step):
         cosines = unit[start : start + step] @ unit.T
         i, j = np.nonzero(cosines >= cosine)
-        is_later = j > i + start
-        i, j = i[is_later], j[is_later]
+        is_pair = (j > i + start) & (images[j] != images[i + start])
+        i, j = i[is_pair], j[is_pair]
         count += len(i)
         values = cosines[i, j]
         order = np.argsort(-values, kind="stable")[:most]
@@ -133,7 +135,8 @@ def neighbours_of(
 ) -> Json:
     """Search the nearest rows of the queries by the cosine of standardised values, exactly.
 
-    A map counts as one long vector. Return layer, among (number of rows searched), whole (whether
+    A map counts as one long vector. Rows of the image or video of a query are left out, unless
+    there are no others. Return layer, among (number of rows searched), whole (whether
     these are all that did not fail), and hard and random, with the row of each query and its
     neighbours. A neighbour has row, cosine and same: whether both have the same class, None if one
     has no label.
@@ -146,12 +149,14 @@ def neighbours_of(
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)
         among = np.union1d(chosen, np.array(rows))
     vectors = metric_vectors(store, layer, "cosine", device, standardise=True, rows=among)
-    found = nearest_among(vectors, np.searchsorted(among, rows), NEAREST)
+    origins, _ = origin_numbers(store, among)
+    found = nearest_among(vectors, np.searchsorted(among, rows), NEAREST, origins=origins)
     strips = []
     for row, nearest, scores in zip(rows, found.neighbours, found.scores, strict=True):
         near = [
             {"row": other, "cosine": score, "same": _same(store, row, other)}
             for other, score in zip(nearest.tolist(), scores.tolist(), strict=True)
+            if not np.isnan(score)
         ]
         strips.append((row, near))
     return {

@@ -85,8 +85,8 @@ def run_worker(
                         worker.compute_parts([part])
                     while claims.has_unclaimed():
                         worker.compute_parts(claims.parts())
-    except Interrupted:
-        report.ended_by = ended_by[0]
+    except Interrupted as interrupted:
+        report.ended_by = ended_by[0] or str(interrupted)
         ran_s = time.monotonic() - started_at
         ready_s = ready_at - started_at
         report.activity = (
@@ -260,14 +260,15 @@ class PartWorker:
 
 
 @contextlib.contextmanager
-def _interrupted_at_end(left_s: float | None) -> Iterator[list[str]]:
-    """Raise Interrupted within the block when this worker is to end; yield [what told it to].
+def _interrupted_at_end(left_s: float | None) -> Iterator[list[str | None]]:
+    """Raise Interrupted within the block when this worker is to end. Yield [what told it to, or
+    None for the signal of the exception].
 
     Three things tell it to end: SIGTERM, SIGUSR2 (Slurm's announcement of SIGTERM), and a timer in
     this process, because Slurm announces a time limit up to a minute early, which may be all of a
     short limit.
     """
-    ended_by = ["SIGTERM"]
+    ended_by: list[str | None] = [None]
 
     def end(signum: int, frame: object) -> None:
         raise Interrupted(signal.SIGTERM)

@@ -153,7 +153,7 @@ def test_tasks_that_could_not_be_submitted_again_ask_for_nothing(
     assert queue.output[1:] == ["submitted 2 tasks: 8_0, 8_1"]
     assert (tmp_path / "squeue.args").read_text().endswith("--jobs=8\n")
     answer("sbatch", error="sbatch: error: Invalid account", code=1)
-    with pytest.raises(RunError, match=r"Invalid account\. They were submitted by .* to resume"):
+    with pytest.raises(RunError, match=r"Invalid account\. They were .* committed is lost"):
         queue.pool.start([5])
 
 

@@ -23,7 +23,7 @@ from featx.pipeline.executors.process_pool import ProcessPool
 from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.slurm_task import run_command
 from featx.pipeline.executors.worker import TIME_LIMIT
-from featx.pipeline.executors.worker_pool import RESUME_HINT, WorkerPool
+from featx.pipeline.executors.worker_pool import WorkerPool
 from featx.pipeline.output import Session
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
@@ -206,8 +206,9 @@ class JobArray(WorkerPool):
         if not (is_silent and self._ids):
             raise (RunError if is_silent or self._ids else ConfigError)(
                 f"Slurm does not take the tasks: {error or out}. They were submitted by "
-                f"{shlex.join(command[:-1])}; `sinfo` and `scontrol show partition` show what the "
-                f"cluster has. {RESUME_HINT}"
+                f"{shlex.join(command[:-1])}; executor.workers, executor.cpus and "
+                "executor.time_limit_min give --array, --cpus-per-task and --time. `sinfo` and "
+                "`scontrol show partition` show what the cluster has. Nothing committed is lost."
             )
         self._unsent = numbers
         self._report(

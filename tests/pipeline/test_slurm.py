@@ -212,7 +212,7 @@ def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlur
     with pytest.raises(
         ConfigError,
         match=r"the tasks: sbatch: unrecognized option '--qos=high' Try .*They were submitted by "
-        r"sbatch --qos=high --exclusive .*; `sinfo`",
+        r"sbatch --qos=high --exclusive .*; executor\.workers, .* `sinfo`",
     ):
         extract(photos, executor=asked)
     cluster.refusals = ["sbatch: error: Unable to contact slurm controller (connect failure)"]

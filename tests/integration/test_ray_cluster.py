@@ -102,5 +102,7 @@ def test_a_wrong_token_is_one_line(photos: Path, ray: RayCluster) -> None:
     wrong = {**ray.environment, "RAY_AUTH_TOKEN": "0" * 64}
     with running_driver(*RAY, pause_s=0, environment=wrong, within=ray.within) as driver:
         assert driver.finish(120) == 2, driver.output
-    assert "the Ray cluster there wants a token" in driver.output.strip().splitlines()[-1]
+    assert (
+        "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH" in driver.output.strip().splitlines()[-1]
+    )
     assert "Traceback" not in driver.output

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
 from types import ModuleType
 
 from featx.base import for_options, import_extra, log_message
@@ -21,17 +22,14 @@ from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunOutcome
 from featx.storage import parse_path, s3_outage
 
-CONNECT_S = 10.0
-"""Seconds to wait for an answer at executor.address."""
+CONNECT_S = 5.0
+"""Seconds to wait for an answer of the head."""
 
 HEAD_LOST_S = 30.0
 """Seconds without an answer of the head until the run ends.
 
 Ray ends the process of the driver after 60 s, without a chance to say what to do.
 """
-
-HEAD_CHECK_S = 5.0
-"""Seconds between two checks that the head answers."""
 
 
 @options("executor")
@@ -56,7 +54,7 @@ class RayOptions(ExecutorConfig):
 
 def check(options: RayOptions, config: Config) -> None:
     """Check that Ray is installed and that its cluster answers at executor.address."""
-    ray = ray_module()
+    ray = import_ray()
     if options.gpus is not None and config.device == "cpu":
         raise ConfigError(
             f"executor.gpus={options.gpus:g} has no effect with device=cpu; leave one of them out."
@@ -69,19 +67,26 @@ def check(options: RayOptions, config: Config) -> None:
             f"executor.address={address} has no effect: this process is connected to a Ray cluster "
             "already. Leave it out, or call ray.shutdown() first."
         )
-    # Ray itself would try for minutes.
-    try:
-        _connect(_cluster_address(ray, address), CONNECT_S)
+    try:  # Ray itself would try for minutes
+        if address == "auto":
+            # Ray has no public function that says which cluster that is without connecting to it.
+            with contextlib.suppress(AttributeError, TypeError):  # another version of Ray
+                address = ray._private.services.get_ray_address_from_environment(address, None)
+        _try_connection(str(address))
     except OSError as error:
-        raise _no_cluster(address, error) from error
+        raise _no_cluster(options.address, error) from error
 
 
 def run(options: RayOptions, context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
-    with connected(ray_module(), options.address) as ray:
+    ray = import_ray()
+    with contextlib.ExitStack() as stack:
+        if not ray.is_initialized():  # a connection of the caller is used as it is and stays open
+            connect(ray, options.address)
+            stack.callback(ray.shutdown)
         return ActorPool(ray, spec, session, context.engine.device.type, options).run()
 
 
-def ray_module() -> ModuleType:
+def import_ray() -> ModuleType:
     return import_extra("ray", "executor=ray", "Ray", "ray")
 
 
@@ -95,11 +100,6 @@ EXECUTORS.register(
         run=for_options("executor=ray", RayOptions, run),
     )
 )
-
-
-def _resources_text(resources: Mapping[str, float]) -> str:
-    """CPUs and GPUs of a machine or an actor, as text: '2 CPUs and 0.5 GPUs'."""
-    return " and ".join(f"{resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))
 
 
 class Actor:
@@ -117,20 +117,17 @@ class ActorPool(WorkerPool):
     def __init__(
         self, ray: ModuleType, spec: WorkerSpec, session: Session, device: str, options: RayOptions
     ) -> None:
-        gpus = options.gpus or 1.0 if device == "cuda" else 0.0
-        cpus = options.num_cpus
-        wanted = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        cpus, gpus = options.num_cpus, (options.gpus or 1) if device == "cuda" else 0
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         room = sum(
-            min(int(machine.get(name, 0) / count) for name, count in wanted.items())
+            int(min(machine.get("CPU", 0) / cpus, machine.get("GPU", 0) / gpus if gpus else inf))
             for machine in machines
         )
         if not room:
-            sizes = ", ".join(sorted(set(map(_resources_text, machines))))
             log_message(
-                "no machine of the Ray cluster is large enough for an actor, which takes "
-                f"{_resources_text(wanted)} by executor.cpus and executor.gpus; machines have "
-                f"{sizes}. Actors wait until a larger one joins the cluster.",
+                f"no machine of the Ray cluster has the {cpus} CPUs and {gpus:g} GPUs of an actor "
+                "(executor.cpus, executor.gpus). Actors wait until one joins the cluster, which "
+                "`ray status` shows.",
                 level="warning",
             )
         folder = shared_folder(options, session)
@@ -145,7 +142,7 @@ class ActorPool(WorkerPool):
             with contextlib.suppress(AttributeError, RuntimeError):
                 self._head = str(ray.get_runtime_context().gcs_address)
                 self._node = str(ray.get_runtime_context().get_node_id())
-        self._answered_at = self._checked_at = time.monotonic()
+        self._answered_at = time.monotonic()
 
     def start(self, numbers: Sequence[int]) -> None:
         """Start actors; they may have to wait for a node."""
@@ -189,11 +186,9 @@ class ActorPool(WorkerPool):
             )
 
     def _check_head(self) -> None:
-        """Ask the head of the cluster, at most every HEAD_CHECK_S seconds."""
-        if time.monotonic() - self._checked_at < HEAD_CHECK_S:
-            return
+        """Raise RunError if the head of the cluster has not answered for long."""
         try:
-            _connect(self._head, HEAD_CHECK_S)
+            _try_connection(self._head)
             self._answered_at = time.monotonic()
         except OSError as error:
             lost_s = time.monotonic() - self._answered_at
@@ -203,66 +198,33 @@ class ActorPool(WorkerPool):
                     f"{lost_s:.0f} s ({error.strerror or error}). Nothing committed is lost; start "
                     "the cluster again and run the same command to resume."
                 ) from error
-        self._checked_at = time.monotonic()
 
 
-@contextlib.contextmanager
-def connected(ray: ModuleType, address: str | None) -> Iterator[ModuleType]:
-    """Connect Ray to a cluster, or start one on this machine.
-
-    A connection of the caller is used as it is and stays open.
-    """
-    is_ours = not ray.is_initialized()
-    if is_ours:
-        try:
-            ray.init(
-                address=address or "local",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **({} if address else {"include_dashboard": False}),
-            )
-        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            raise _no_cluster(address, error) from error
+def connect(ray: ModuleType, address: str | None) -> None:
+    """Connect Ray to a cluster, or start one on this machine."""
     try:
-        yield ray
-    finally:
-        if is_ours:
-            ray.shutdown()
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if address else {"include_dashboard": False}),
+        )
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise _no_cluster(address, error) from error
 
 
-def _connect(address: str, limit_s: float) -> None:
+def _try_connection(address: str) -> None:
     """Open and close a connection to host:port; do nothing for a text of another form."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), limit_s).close()
-
-
-def _cluster_address(ray: ModuleType, address: str) -> str:
-    """Address that Ray will connect to for executor.address; '' if that is not known."""
-    if address == "auto":
-        # Ray has no public function that says which cluster `auto` is, without connecting to it.
-        try:
-            return str(ray._private.services.get_ray_address_from_environment(address, None))
-        except (AttributeError, TypeError):  # another version of Ray
-            return ""
-    return address
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
 
 
 def _no_cluster(address: str | None, error: Exception) -> ConfigError:
-    """Error for an address at which no cluster answers, or only to those with a token."""
-    given = f"executor.address={address}"
-    cause: BaseException | None = error
-    # Ray repeats the reason in the text of another error.
-    while cause is not None and "AuthenticationError" not in f"{type(cause).__name__}: {cause}":
-        cause = cause.__cause__ or cause.__context__
-    if cause is not None:
-        return ConfigError(
-            f"{given}: the Ray cluster there wants a token. Set RAY_AUTH_MODE=token, and "
-            "RAY_AUTH_TOKEN_PATH to the file with the token of its head; featx stores and prints "
-            "no token."
-        )
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(
-        f"{given}: no Ray cluster answers there ({reason}). Leave it out to start one on this "
+        f"executor.address={address}: no Ray cluster answers there, or it wants a token "
+        f"({reason}). `ray status` has to work in this shell; for a cluster with a token set "
+        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH. Leave the address out to start Ray on this "
         "machine."
     )

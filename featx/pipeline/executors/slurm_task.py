@@ -5,24 +5,23 @@ Without a driver, which would submit it again, a task puts itself into the queue
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from featx.pipeline.executors.job_folder import WorkerReport, WorkerSpec, read_spec, result_path
+from featx.base import module_environment
+from featx.pipeline.executors.job_folder import WorkerSpec, read_spec, result_path
 from featx.pipeline.executors.worker import TIME_LIMIT, run_worker
-from featx.storage import open_folder
 from featx.store import read_heartbeats
 
-SIGNAL_DELAY_S = 90
+_MARGIN_S = 90
 """Seconds before its time limit at which a task ends itself, at the most."""
 
 _MAX_REQUEUES = 3
-"""Number of times in a row that a task puts itself into the queue again without a new part."""
+"""Number of times that a task without a driver is queued again if it has committed no part."""
 
 _ANSWER_S = 60.0
 """Seconds to wait for the answer of a Slurm command."""
@@ -30,14 +29,16 @@ _ANSWER_S = 60.0
 
 def main(folder: str, number: str, device: str, limit_s: str, started_at: str) -> None:
     """Run a task of Slurm with a time limit in seconds, from a time of `date +%s` on."""
-    margin_s = min(SIGNAL_DELAY_S, float(limit_s) / 6)  # to commit complete parts
+    margin_s = min(_MARGIN_S, float(limit_s) / 6)  # to commit complete parts
     left_s = float(started_at) + float(limit_s) - margin_s - time.time()
     spec = read_spec(Path(folder))
     if result_path(spec, int(number)).exists() and is_driver_alive(spec):
         return  # Slurm has queued a preempted task again, which the driver has replaced
     report = run_worker(spec, int(number), device, left_s)
-    if report.ended_by in (TIME_LIMIT, "SIGUSR2") and not is_driver_alive(spec):
-        requeue(spec, number, report)
+    num_requeues = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    can_commit = report.num_parts > 0 or num_requeues < _MAX_REQUEUES
+    if report.ended_by == TIME_LIMIT and can_commit and not is_driver_alive(spec):
+        run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
 
 
 def is_driver_alive(spec: WorkerSpec) -> bool:
@@ -49,32 +50,13 @@ def is_driver_alive(spec: WorkerSpec) -> bool:
     return any(record.is_alive for record in records if record.path.name == spec.driver)
 
 
-def requeue(spec: WorkerSpec, number: str, report: WorkerReport) -> None:
-    """Put this task into the queue again, unless it has committed nothing for several times."""
-    path = spec.folder / f"requeues-{number}"
-    count = 0
-    if not report.num_parts:
-        with contextlib.suppress(OSError, ValueError):
-            count = int(path.read_text())
-        count += 1
-    if count < _MAX_REQUEUES:
-        open_folder(spec.folder).write_best_effort(path, str(count))
-        run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+def run_command(command: Sequence[str]) -> tuple[int, str, str]:
+    """Run a Slurm command; return exit code, stdout and the words of stderr in one line.
 
-
-def run_command(
-    command: Sequence[str], environment: Mapping[str, str] | None = None
-) -> tuple[int | None, str, str]:
-    """Run a Slurm command without the terminal.
-
-    By default messages are in English, and variables such as SQUEUE_PARTITION, which would hide
-    tasks, have no effect. Return exit code, stdout and stderr; the code is None if there is no such
-    command.
+    The code is 127 if there is no such command. Variables such as SQUEUE_PARTITION, which would
+    hide tasks, have no effect.
     """
-    if environment is None:
-        filters = ("SQUEUE_", "SINFO_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(filters)}
-        environment = {**kept, "LC_ALL": "C"}
+    environment = module_environment().items()
     try:
         completed = subprocess.run(
             command,
@@ -83,14 +65,14 @@ def run_command(
             text=True,
             errors="replace",
             timeout=_ANSWER_S,
-            env=environment,
+            env={name: value for name, value in environment if not name.startswith("SQUEUE_")},
             check=False,
         )
     except subprocess.TimeoutExpired:
         return 1, "", f"Socket timed out: no answer within {_ANSWER_S:.0f} s"
     except OSError as error:
-        return None, "", f"{command[0]}: {error.strerror}"
-    return completed.returncode, completed.stdout, completed.stderr
+        return 127, "", f"{command[0]}: {error.strerror}"
+    return completed.returncode, completed.stdout, " ".join(completed.stderr.split())
 
 
 if __name__ == "__main__":

@@ -264,30 +264,24 @@ def _interrupted_at_end(left_s: float | None) -> Iterator[list[str | None]]:
     """Raise Interrupted within the block when this worker is to end. Yield [what told it to, or
     None for the signal of the exception].
 
-    Three things tell it to end: SIGTERM, SIGUSR2 (Slurm's announcement of SIGTERM), and a timer in
-    this process, because Slurm announces a time limit up to a minute early, which may be all of a
-    short limit.
+    SIGTERM tells it to end, and so does a timer in this process: Slurm announces a time limit up to
+    a minute early, which may be all of a short limit.
     """
     ended_by: list[str | None] = [None]
 
     def end(signum: int, frame: object) -> None:
         raise Interrupted(signal.SIGTERM)
 
-    def announced(signum: int, frame: object) -> None:
-        if ended_by[0] != TIME_LIMIT:
-            ended_by[0] = "SIGUSR2"
-        os.kill(os.getpid(), signal.SIGTERM)  # `end`, or the handler of a run in progress
-
     def limit_reached() -> None:  # in the thread of the timer; signals arrive in the main thread
         ended_by[0] = TIME_LIMIT
-        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGTERM)  # `end`, or the handler of a run in progress
 
     timer = threading.Timer(left_s or 0.0, limit_reached)
     timer.daemon = True
     if left_s is not None:
         timer.start()
     try:
-        with signal_handlers({signal.SIGTERM: end, signal.SIGUSR2: announced}):
+        with signal_handlers({signal.SIGTERM: end}):
             yield ended_by
     finally:
         timer.cancel()

@@ -273,8 +273,9 @@ def best_of_blocks(
     """Select the k best scores of many queries over blocks of candidates. Return (q, k) scores in
     falling order and (q, k) places. A score of -inf is not a neighbour.
     """
-    best = torch.full((len(query_places), 0), -torch.inf, device=query_places.device)
-    places = torch.zeros((len(query_places), 0), dtype=torch.int64, device=query_places.device)
+    none, device = (len(query_places), 0), query_places.device
+    best = torch.full(none, -torch.inf, dtype=torch.float32, device=device)
+    places = torch.zeros(none, dtype=torch.int64, device=device)
     for block_places, scores in scored_blocks:
         columns = torch.searchsorted(block_places, query_places).clamp_max(len(block_places) - 1)
         in_block = (block_places[columns] == query_places).nonzero()[:, 0]

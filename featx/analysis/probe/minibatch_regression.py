@@ -95,9 +95,7 @@ def _train(
     """
     num_steps = passes * len(batches)
     optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
-    penalties = torch.tensor(
-        list(strengths), dtype=torch.float32, device=parameters[0].device
-    )
+    penalties = torch.tensor(list(strengths), dtype=torch.float32, device=parameters[0].device)
     every = itertools.chain.from_iterable(itertools.repeat(batches, passes))
     with torch.enable_grad():  # callers disable gradients, which other parts do not need
         for step, (rows, labels) in enumerate(every):

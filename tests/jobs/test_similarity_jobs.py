@@ -154,10 +154,11 @@ def test_copies_are_other_files_not_other_boxes_and_views_of_one() -> None:
     shutil.copy("photos/a.png", "photos/copy.png")
     boxes = [f"{name}.png,{x},0,20,20" for name in ("a", "copy") for x in (0, 8)]
     Path("boxes.csv").write_text("\n".join(["path,x,y,width,height", *boxes]))
-    for options, copy in (
-        ({"boxes": "boxes.csv"}, "copy.png#0,0,20,20"),
-        ({"views": ["original", "hflip"]}, "copy.png#hflip"),
-    ):
+    cases: dict[str, dict[str, Any]] = {
+        "copy.png#0,0,20,20": {"boxes": "boxes.csv"},
+        "copy.png#hflip": {"views": ["original", "hflip"]},
+    }
+    for copy, options in cases.items():
         data = {"name": "folder", "root": "photos", **options}
         extract(data, layers=["pool"], reduce="flatten", overwrite=True)
         keys = {"store": "store", "layers": "pool", "device": "cpu"}

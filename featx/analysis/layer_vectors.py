@@ -270,7 +270,9 @@ class LayerVectors:
         if len(self.parts) == 1:
             vectors = self.parts[0].read(places, self.device)
         else:
-            vectors = torch.empty((len(places), self.width), device=self.device)
+            vectors = torch.empty(
+                (len(places), self.width), dtype=torch.float32, device=self.device
+            )
             part_of = np.searchsorted(self._starts, places, side="right") - 1
             for number, part in enumerate(self.parts):
                 if len(found := np.flatnonzero(part_of == number)):

@@ -17,6 +17,7 @@ from .console import print_result as print_result
 from .console import quiet_logs as quiet_logs
 from .devices import DeviceTimer as DeviceTimer
 from .devices import OwnStream as OwnStream
+from .devices import check_torch_defaults as check_torch_defaults
 from .devices import choose_device as choose_device
 from .devices import choose_devices as choose_devices
 from .devices import cpu_threads as cpu_threads

@@ -37,6 +37,25 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def check_torch_defaults() -> None:
+    """Check that tensors are made as models expect them: float32, on the CPU.
+
+    Raises ConfigError if this process or this thread has other defaults.
+    """
+    if (dtype := torch.get_default_dtype()) != torch.float32:
+        raise ConfigError(
+            f"torch.get_default_dtype() is {dtype}; expected torch.float32, in which images and "
+            "features are computed. Call torch.set_default_dtype(torch.float32) before, and set "
+            "yours again afterwards."
+        )
+    if (device := torch.get_default_device()).type != "cpu":
+        raise ConfigError(
+            f"torch.get_default_device() is {device}; expected the CPU, on which images are "
+            "decoded. Call featx inside `with torch.device('cpu'):`; its option `device` says "
+            "where the model is computed."
+        )
+
+
 def float64_device(device: torch.device) -> torch.device:
     """The device on which to compute in float64: the CPU for MPS, which has no float64."""
     return torch.device("cpu") if device.type == "mps" else device

@@ -7,6 +7,7 @@ samples.json has one document per image, both in the extended JSON of MongoDB.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import re
@@ -63,7 +64,7 @@ Field = dict[str, object]
 
 
 class FiftyOne(Format):
-    """metadata.json, samples.json, and the images in data/ unless they are files of a folder.
+    """metadata.json, samples.json, and in data/ the images that are not files of a folder.
 
     A sample has the key, the class, a vector for each layer, the columns of the data set, and what
     job=probe, mislabelled, outliers and duplicates have found; tags mark outliers, likely
@@ -108,33 +109,44 @@ class FiftyOne(Format):
 
     def write(self, folder: ExportFolder) -> None:
         """Write the images, the samples and the metadata."""
-        if self._folder:
-            self._write_samples(folder, self._paths(self._folder))
-        else:
-            with folder.folder("data") as data:
-                self._write_samples(folder, (f"data/{name}" for name in self._copies(data)))
+        with contextlib.ExitStack() as until_written:
+            data = None
+            if any(self._file_of(key) is None for key in self.selection.each_key()):
+                data = until_written.enter_context(folder.folder("data"))
+            self._write_samples(folder, self._paths(data))
         with folder.file("metadata.json") as file:
             file.write(json.dumps(self._metadata(), indent=1).encode())
 
-    def _paths(self, root: Path) -> Iterator[str]:
-        """Yield the path of each image, which is read: it must be that of its row."""
-        for position, key in enumerate(self.selection.each_key()):
-            self._images.read(position)
-            yield as_utf8(str(root / name_text(key)))
+    def _file_of(self, key: bytes) -> str | None:
+        """Return the path of an image that is a file of a folder; None if a sample cannot name it,
+        because MongoDB holds UTF-8 only.
+        """
+        path = str(self._folder / name_text(key)) if self._folder else None
+        return path if path is not None and as_utf8(path) == path else None
 
-    def _copies(self, folder: Path) -> Iterator[str]:
-        """Write the images into a folder one by one. Yields the name of each."""
+    def _paths(self, data: Path | None) -> Iterator[str]:
+        """Yield the path of each image, which is read: it must be that of its row. Images that a
+        sample cannot name where they are are copied into the folder `data`.
+        """
         for position, key in enumerate(self.selection.each_key()):
             encoded = self._images.read(position)
-            assert encoded is not None, "failed rows are left out"
-            suffix = Path(name_text(key)).suffix.lower()
-            if encoded.startswith((b"P5", b"P6")):  # pixels of an array, which no browser shows
-                buffer, suffix = io.BytesIO(), ".png"
-                Image.open(io.BytesIO(encoded)).save(buffer, "PNG")
-                encoded = buffer.getvalue()
-            name = f"{int(self.selection.rows[position]):09d}{suffix}"
-            (folder / name).write_bytes(encoded)
-            yield name
+            path = self._file_of(key)
+            if path is None:
+                assert data is not None, "made if any image is copied"
+                assert encoded is not None, "failed rows are left out"
+                path = f"data/{self._copy(data, position, key, encoded)}"
+            yield path
+
+    def _copy(self, folder: Path, position: int, key: bytes, encoded: bytes) -> str:
+        """Write an image into a folder. Returns its name."""
+        suffix = Path(name_text(key)).suffix.lower()
+        if encoded.startswith((b"P5", b"P6")):  # pixels of an array, which no browser shows
+            buffer, suffix = io.BytesIO(), ".png"
+            Image.open(io.BytesIO(encoded)).save(buffer, "PNG")
+            encoded = buffer.getvalue()
+        name = f"{int(self.selection.rows[position]):09d}{as_utf8(suffix)}"
+        (folder / name).write_bytes(encoded)
+        return name
 
     def _write_samples(self, folder: ExportFolder, paths: Iterable[str]) -> None:
         """Write samples.json, with the paths of the images in the order of the rows."""

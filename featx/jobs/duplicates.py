@@ -20,6 +20,7 @@ from featx.jobs.similarity_files import (
     write_json,
     write_table,
 )
+from featx.sources import origin_of
 from featx.store import FeatureStore
 from featx.types import NO_IMAGE
 
@@ -92,10 +93,18 @@ def _members(
         for row, cosine in zip(group.tolist(), cosines.tolist(), strict=True):
             key, kind = store.key_of(row), class_name(store, row) or ""
             is_copy = row != first and NO_IMAGE < images[row] == images[first]
+            # Boxes and views of one image, which is their file, are no copies of each other.
+            is_copy = is_copy and _region(store.key_bytes[row]) == _region(store.key_bytes[first])
             yield (
                 *(number, len(group), row, key, kind),
                 *(f"{cosine:.6f}", "yes" if is_copy else ""),
             )
+
+
+def _region(key: bytes) -> bytes:
+    """Return box and view of a row, such as '10,20,64,48#hflip'; empty for a whole image."""
+    origin, _ = origin_of(key)
+    return key[len(origin) :].partition(b"#")[2]
 
 
 JOBS.register(

@@ -351,6 +351,11 @@ class LayerHooks:
         self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor
     ) -> torch.Tensor | None:
         """Capture the gradients of a tensor; return the one that replaces it, or None."""
+        if not tensor.requires_grad and torch.is_inference_mode_enabled():
+            raise LayerError(
+                f"{point.name}: no gradient passes there under torch.inference_mode(). Leave that "
+                "block, or use torch.no_grad() instead where featx itself runs the model."
+            )
         if not tensor.requires_grad:
             raise LayerError(
                 f"{point.name}: no gradient passes there. It is under torch.no_grad(), as in a "

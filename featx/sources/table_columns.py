@@ -39,6 +39,11 @@ MAX_TEXT_BYTES = 4096
 """Maximum length of a text in a column in bytes. Texts have a fixed length per column, so the
 longest one determines the size of every row in memory and in the store."""
 
+_WITH_COMMA = r"^[+-]?\d+,\d+$"
+"""Numbers with a decimal comma."""
+
+_WHOLE = r"^[+-]?\d+$"
+
 _BATCH_ROWS = 1 << 16
 """Rows whose texts are Python objects at a time."""
 
@@ -121,6 +126,28 @@ def warning_of_marks(counts: Mapping[str, int], origin: str, meaning: str) -> st
         shown = [*shown[:_MARKS_SHOWN], "..."]
     num_rows = counted(sum(counts.values()), "row has", "rows have")
     return f"{origin}: {num_rows} the text {' or '.join(shown)}, {meaning}"
+
+
+def warning_of_commas(column: pa.ChunkedArray, origin: str) -> str | None:
+    """Return a warning if a column of text holds numbers with a decimal comma; missing values and
+    whole numbers may be among them.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_string(column.type):
+        return None
+    texts = pc.drop_null(pc.utf8_trim_whitespace(column))
+    others = texts.filter(pc.invert(pc.or_(is_missing_mark(texts), pc.equal(texts, ""))))
+    with_comma = others.filter(pc.match_substring_regex(others, _WITH_COMMA))
+    num_whole = pc.sum(pc.match_substring_regex(others, _WHOLE)).as_py() or 0
+    if not len(with_comma) or len(with_comma) + num_whole < len(others):
+        return None
+    return (
+        f"{origin}: {counted(len(with_comma), 'row has', 'rows have')} a number with a comma, such "
+        f"as {with_comma[0].as_py()!r}, so that the column is text; write numbers with a decimal "
+        "point if they are to be numbers"
+    )
 
 
 def check_columns(columns: Mapping[str, Any], num_rows: int, origin: str) -> None:

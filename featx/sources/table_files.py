@@ -21,6 +21,7 @@ from featx.sources.table_columns import (
     AS_VALUE,
     is_missing_mark,
     marks_in_text,
+    warning_of_commas,
     warning_of_marks,
 )
 
@@ -194,7 +195,7 @@ class Table:
     Attributes:
         parts: one `CsvTable` or `ParquetTable` per file.
         is_parquet: whether the files are Parquet.
-        warnings: column that was read -> warning of the marks of missing numbers in its text.
+        warnings: column that was read -> warning of its text, which may be meant as numbers.
     """
 
     def __init__(self, files: Sequence[Path], origin: str, form: CsvForm) -> None:
@@ -265,7 +266,10 @@ class Table:
         if pa.types.is_floating(converted.type) and not pc.any(pc.is_finite(converted)).as_py():
             # Without one finite number, 'INF' is a code or a name.
             converted = _convert_column(column, ())
-        self._warn_of_marks(name, converted)
+        if warning := warning_of_commas(converted, f"{self._origin}, column {name}"):
+            self.warnings[name] = warning
+        else:
+            self._warn_of_marks(name, converted)
         return converted
 
     def class_names(self, name: str) -> list[str] | None:

@@ -58,6 +58,27 @@ def with_features(run: MadeRun, **features: np.ndarray) -> MadeRun:
     return replace(run, features={**run.features, **made})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_results_do_not_depend_on_the_default_type_of_torch(dtype: torch.dtype) -> None:
+    store = write(make_run(60, 16, failed=FAILED))
+
+    def results() -> list[np.ndarray]:
+        nearest = nearest_rows(store, "map", k=6, standardise=True, device="cpu")
+        outliers = find_outliers(store, "map", device="cpu")
+        layers = layer_similarity(store, device="cpu").measures
+        scores = [np.asarray(layers[name]) for name in sorted(layers)]
+        return [nearest.neighbours, nearest.scores, outliers.distances, *scores]
+
+    expected = results()
+    torch.set_default_dtype(dtype)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for mine, other in zip(found, expected, strict=True):
+        assert np.array_equal(mine, other)
+
+
 @pytest.mark.usefixtures("blocks")
 class TestNeighbours:
     @pytest.mark.parametrize(

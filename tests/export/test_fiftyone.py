@@ -180,6 +180,21 @@ def test_images_that_are_no_files_are_copied_and_arrays_become_png() -> None:
     assert [sample["ground_truth"]["label"] for sample in samples] == ["a", "b"] * 3
 
 
+def test_an_image_whose_name_is_no_utf8_is_copied(made: Path) -> None:
+    shutil.copytree(made / "photos/cat", "photos/cat")
+    encoded = Path("photos/cat/00.png").read_bytes()
+    Path(os.fsdecode(b"photos/cat/lat\xe9in.png")).write_bytes(encoded)
+    extract("photos", layers=["pool"], reduce="flatten", max_failures=1)
+    out = export()
+    for sample in samples_of(out):
+        path = out / sample["filepath"]
+        assert path.is_absolute() or path.parent == out / "data"
+        assert path.is_file()
+    copied = [sample for sample in samples_of(out) if sample["filepath"].startswith("data/")]
+    assert [sample["key"] for sample in copied] == ["cat/lat\\xe9in.png"]
+    assert (out / copied[0]["filepath"]).read_bytes() == encoded
+
+
 def test_columns_are_fields(photos: Path) -> None:
     names = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[:4]
     lines = [

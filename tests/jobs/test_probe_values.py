@@ -157,6 +157,14 @@ def test_auto_never_takes_whole_numbers_as_numbers(capsys: pytest.CaptureFixture
         assert f"task {found['task']}: {found['task_reason']}" in out
 
 
+def test_labels_that_the_separator_does_not_divide_are_noted() -> None:
+    store_with(tags=[tags.replace(";", "|") for tags in TAGS])
+    options = {"label_column": "tags", "task": "multilabel", "method": "knn"}
+    note = "no value of tags has ';', so that every row has one label"
+    assert note in str(probe(**options)["notes_on_rows"])
+    assert note not in str(probe(**options, label_separator="|")["notes_on_rows"])
+
+
 def test_the_first_text_in_a_column_of_numbers_is_named() -> None:
     columns = {
         "one": {5: "unknown"},
@@ -172,7 +180,7 @@ def test_the_first_text_in_a_column_of_numbers_is_named() -> None:
         }
     )
     for name, message in (
-        ("one", "holds text ('unknown' in 1 of 300 rows); expected numbers"),
+        ("one", "holds text ('unknown' in 1 of 300 rows); expected numbers with a decimal point"),
         ("two", "holds text ('unknown' and others in 2 of 300 rows)"),
         ("missing", "holds text ('?' in 1 of 300 rows)"),
         ("zeros", "holds text ('007' in 1 of 300 rows)"),

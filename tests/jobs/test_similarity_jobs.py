@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 from csv_rows import csv_rows
 from made_store import make_labelled, make_run
-from tiny_model import job_result, run_job
+from PIL import Image
+from tiny_model import extract, job_result, run_job
 
 import featx
 from featx.errors import ConfigError, RunError
@@ -144,6 +146,27 @@ def test_duplicates(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str
     assert [row["key"] for row in rows] == store.keys[[4, 11, 5, 20]].tolist()
     assert {row["cosine_to_first"] for row in rows} == {"1.000000"}
     assert result("duplicates", threshold=0.99999)["groups_of_several_classes"] == 1
+
+
+def test_copies_are_other_files_not_other_boxes_and_views_of_one() -> None:
+    Path("photos").mkdir()
+    Image.new("RGB", (48, 48), "teal").save("photos/a.png")  # all its boxes and views are equal
+    shutil.copy("photos/a.png", "photos/copy.png")
+    boxes = [f"{name}.png,{x},0,20,20" for name in ("a", "copy") for x in (0, 8)]
+    Path("boxes.csv").write_text("\n".join(["path,x,y,width,height", *boxes]))
+    cases: dict[str, dict[str, Any]] = {
+        "copy.png#0,0,20,20": {"boxes": "boxes.csv"},
+        "copy.png#hflip": {"views": ["original", "hflip"]},
+    }
+    for copy, options in cases.items():
+        data = {"name": "folder", "root": "photos", **options}
+        extract(data, layers=["pool"], reduce="flatten", overwrite=True)
+        keys = {"store": "store", "layers": "pool", "device": "cpu"}
+        found = job_result("duplicates", neighbors={"standardise": False}, **keys)
+        assert (found["groups"], found["rows_in_groups"]) == (1, 4)
+        assert found["copies_of_files"] == 1
+        [row] = csv_rows("store/duplicates/duplicates.csv", same_file="yes")
+        assert row["key"] == copy
 
 
 def test_rows_without_a_label_are_of_no_class() -> None:

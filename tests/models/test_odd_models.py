@@ -52,6 +52,24 @@ def ids(module: nn.Module) -> list[int]:
     return [id(x) for x in module.state_dict(keep_vars=True).values()]
 
 
+def test_other_defaults_of_torch_are_refused(photos: Path) -> None:
+    module = Net()
+    expected = rows_of(module, photos, out="expected")
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            with pytest.raises(ConfigError, match=rf"default_dtype\(\) is {dtype}; expected"):
+                rows_of(module, photos, out="refused")
+        finally:
+            torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        with pytest.raises(ConfigError, match=r"default_device\(\) is meta; expected the CPU"):
+            rows_of(module, photos, out="refused")
+        with torch.device("cpu"):
+            assert np.array_equal(rows_of(module, photos, out="again"), expected)
+    assert not Path("refused").exists()
+
+
 @pytest.mark.parametrize("dtype", slow_except([torch.float16, torch.float64], torch.float16))
 def test_a_module_of_another_type_is_computed_in_float32_and_given_back(
     dtype: torch.dtype, photos: Path, capsys: pytest.CaptureFixture[str]

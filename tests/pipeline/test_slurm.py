@@ -293,7 +293,7 @@ def test_a_task_that_is_told_to_end_keeps_what_is_committed_and_another_does_the
     # The batch that is being computed is the last one, and what is whole is committed.
     assert first.num_parts in (2, 3)
     assert first.num_parts + second.num_parts == 6
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signum) == before
     output = capfd.readouterr().err
     assert f"job 1_0 was ended by {signum.name} (ready after " in output
     assert "its work is submitted again" in output

@@ -419,6 +419,19 @@ def test_marks_in_text_are_values_and_warned_of(tmp_path: Path) -> None:
     ]
 
 
+def test_numbers_with_a_decimal_comma_are_text_and_warned_of(tmp_path: Path) -> None:
+    text = "path;age;dose;place;only\na;1,5;2;1,5;7\nb;-20,25;NA;x;8\nc;3;0,5;;9\nd;;;2,0;\n"
+    names = ["age", "dose", "only", "place"]
+    listing = table(write(tmp_path / "t.csv", text), columns=names).listing()
+    assert listing.columns["age"].tolist() == [b"1,5", b"-20,25", b"3", b""]
+    assert listing.columns["only"][:3].tolist() == [7, 8, 9]
+    end = "so that the column is text; write numbers with a decimal point if they are to be numbers"
+    assert list(listing.warnings) == [
+        f"{tmp_path}/t.csv, column age: 2 rows have a number with a comma, such as '1,5', {end}",
+        f"{tmp_path}/t.csv, column dose: 1 row has a number with a comma, such as '0,5', {end}",
+    ]
+
+
 def test_two_labels_with_marks_never_become_one(tmp_path: Path) -> None:
     listing = table(write(tmp_path / "t.csv", "path,label\na,1\nb,01\nc,NaN\n")).listing()
     assert listing.classes == ("01", "1", "NaN")

@@ -227,7 +227,7 @@ def _value_mask(values: Array, column: str, kind: TaskKind) -> npt.NDArray[np.bo
     if values.dtype.kind not in "fiub":
         raise DataError(
             f"probe.task=regression: {column} holds text{_example_of_text(values.tolist())}; "
-            "expected numbers, such as 0.5."
+            "expected numbers with a decimal point, such as 0.5."
         )
     numbers = values.astype(np.float64)
     if num_infinite := int(np.isinf(numbers).sum()):
@@ -266,6 +266,11 @@ def _indicators(
     all_labels = set[str]().union(*lists)
     if names is None:
         names = tuple(sorted(all_labels))
+        if not any(separator in text for text in texts):
+            notes.append(
+                f"no value of {column} has {separator!r}, so that every row has one label, such as "
+                f"{texts[0]!r}; probe.label_separator names what divides labels"
+            )
     elif unknown := sorted(all_labels - set(names)):
         notes.append(
             f"probe.test_store: {counted(len(unknown), 'label')} that no training row has, "

@@ -95,7 +95,7 @@ def _train(
     """
     num_steps = passes * len(batches)
     optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
-    penalties = torch.tensor(list(strengths), device=parameters[0].device)
+    penalties = torch.tensor(list(strengths), dtype=torch.float32, device=parameters[0].device)
     every = itertools.chain.from_iterable(itertools.repeat(batches, passes))
     with torch.enable_grad():  # callers disable gradients, which other parts do not need
         for step, (rows, labels) in enumerate(every):
@@ -126,7 +126,9 @@ def _clip(parameters: Sequence[nn.Parameter], step: int) -> None:
 
 
 def _parameters(*shapes: tuple[int, ...], device: torch.device) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+    return [
+        nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device)) for shape in shapes
+    ]
 
 
 def fit_streamed(

@@ -327,8 +327,9 @@ def _best_of_blocks(
     origins: torch.Tensor | None,
 ) -> torch.Tensor:
     """Select the (q, k) places with the best scores of many queries over blocks of candidates."""
-    best = torch.full((len(query_places), 0), -torch.inf, device=query_places.device)
-    places = torch.zeros((len(query_places), 0), dtype=torch.int64, device=query_places.device)
+    none, device = (len(query_places), 0), query_places.device
+    best = torch.full(none, -torch.inf, dtype=torch.float32, device=device)
+    places = torch.zeros(none, dtype=torch.int64, device=device)
     for block_places, scores in scored_blocks:
         if origins is None:
             columns = torch.searchsorted(block_places, query_places)

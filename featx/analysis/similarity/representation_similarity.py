@@ -277,7 +277,10 @@ def _compare_by_grams(
         layers: _Layers, on_progress: Callable[[int], None]
     ) -> dict[str, torch.Tensor]:
         """Compute the unit vectors of every layer, one Gram matrix at a time."""
-        found = {name: torch.empty((len(layers.names), lengths[name])) for name in measures}
+        found = {
+            name: torch.empty((len(layers.names), lengths[name]), dtype=torch.float32)
+            for name in measures
+        }
         for i, layer in enumerate(layers.names):
             rows = Rows.of_layer(layers.vectors(layer))
             for name, vector in signatures(rows, measures).items():

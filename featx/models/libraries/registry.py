@@ -187,10 +187,14 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
     Preprocessing, names and architecture stay those of the given weights.
 
     Raises:
+        ConfigError: torch makes tensors of another dtype, or on another device.
         ModelError: the model cannot be built.
         WeightsError: the weights cannot be found, read or loaded.
         MissingExtraError: a package is not installed.
     """
+    from featx.base import check_torch_defaults  # which imports torch
+
+    check_torch_defaults()
     library = resolve_library(config)
     window = config.window.sides
     config_of_library = config if window is None else _for_windows(config, window)
@@ -201,6 +205,7 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
             "featx.models.Backbone."
         )
     try:
+        check_torch_defaults()  # a factory may have changed them
         if window is not None:
             _take_windows(backbone, config, window)
         if config.init == "reset":

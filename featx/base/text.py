@@ -170,6 +170,8 @@ def printable(text: str | bytes, kept: str = "") -> str:
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8", "surrogateescape")
+    if text.isprintable():  # as nearly all of the millions of cells of a large table are
+        return text
 
     def escape(match: re.Match[str]) -> str:
         if match[0] in kept:

@@ -115,10 +115,12 @@ def _smallest(distances: torch.Tensor, squares: torch.Tensor, count: int) -> tor
     the first columns.
     """
     last = distances.kthvalue(count, dim=1, keepdim=True).values
-    is_nearer = tie_limit(distances, squares) < last
-    is_tie = ~is_nearer & (distances <= tie_limit(last, squares))
-    room = count - is_nearer.sum(1, keepdim=True)
-    is_chosen = is_nearer | (is_tie & (is_tie.cumsum(1) <= room))
+    is_chosen = distances <= tie_limit(last, squares)
+    if int(is_chosen.sum()) > count * len(distances):  # several are equal to the last one
+        is_nearer = tie_limit(distances, squares) < last
+        is_tie = is_chosen & ~is_nearer
+        room = count - is_nearer.sum(1, keepdim=True)
+        is_chosen = is_nearer | (is_tie & (is_tie.cumsum(1) <= room))
     return is_chosen.nonzero()[:, 1].reshape(len(distances), count)
 
 

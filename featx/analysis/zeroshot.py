@@ -125,7 +125,13 @@ def search(
     found = text_vectors(model, texts, choose_device(device))
     _check_model(opened, run, model.name, found)
     return nearest_to(
-        opened, EMBEDDING, found.vectors, k, device=device, projection=found.projection
+        opened,
+        EMBEDDING,
+        found.vectors,
+        k,
+        device=device,
+        standardise=False,
+        projection=found.projection,
     )
 
 

@@ -203,13 +203,13 @@ def test_neighbours_of_an_image(
 ) -> None:
     (file,) = files_of(store, [5])
     found = job_result("neighbors", **ASKED, neighbors={"image": file, "k": 4})
-    expected = nearest_rows(
-        store, "pool", 3, key=str(store.keys[5]), device="cpu", standardise=True
-    )
+    expected = nearest_rows(store, "pool", 3, key=str(store.keys[5]), device="cpu")
     assert [each["row"] for each in found["nearest"]] == [5, *expected.neighbours[0].tolist()]
     assert found["nearest"][0]["cosine"] == pytest.approx(1)
     scores = [each["cosine"] for each in found["nearest"][1:]]
     assert scores == pytest.approx(expected.scores[0].tolist(), abs=1e-6)
+    again = nearest_to(store, "pool", store["pool"][[5]], 4, device="cpu")[0]
+    assert again[0].tolist() == [each["row"] for each in found["nearest"]]
     write_image(Path("new.png"), 99)
     ask(image="new.png", k=2, metric="euclidean", standardise=False)
     lines = capsys.readouterr().out.splitlines()

@@ -30,20 +30,21 @@ MAX_BLOCK_ROWS = 2048
 def duplicate_groups(
     store: FeatureStore,
     layer: str,
-    threshold: float,
+    threshold: float | None = None,
     device: str = "auto",
     on_progress: Callable[[int], None] = lambda rows: None,
-    standardise: bool = False,
+    standardise: bool = True,
 ) -> list[npt.NDArray[np.int64]]:
     """Find groups of rows that are linked, directly or indirectly, by a cosine above a threshold.
 
     Args:
         store: open store; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
-        threshold: cosine, above 0 and at most 1. A vector of zeros has no cosine and is in no
-            group.
+        threshold: cosine, above 0 and at most 1; None for 0.9, or 0.98 without `standardise`. A
+            vector of zeros has no cosine and is in no group.
         standardise: whether each value has its mean over the rows subtracted and is divided by its
-            standard deviation first. Cosines of most layers are near 1 for all images otherwise.
+            standard deviation first, as by job=duplicates. Cosines of most layers are near 1 for
+            all images otherwise.
 
     Returns:
         one (m,) int64 array per group of at least two rows, increasing rows of the store; groups

@@ -58,6 +58,7 @@ class RowIndex:
         metric: 'cosine' or 'euclidean'.
         seed: seed of k-means and of both samples.
         device: device of the exact search for the samples; faiss itself uses the CPU.
+        standardise: as of `nearest_rows`.
 
     Attributes:
         recall: share measured on rows other than those that chose the number of lists. It may be
@@ -81,7 +82,7 @@ class RowIndex:
         metric: str = "cosine",
         seed: int = 0,
         device: str = "auto",
-        standardise: bool = False,
+        standardise: bool = True,
     ) -> None:
         self._faiss = import_extra("faiss", "neighbors.recall", "the package faiss", "faiss")
         k = NeighborsConfig(recall=recall, k=k).k

@@ -70,7 +70,7 @@ def nearest_rows(
     key: str | None = None,
     device: str = "auto",
     on_progress: Callable[[int], None] = lambda rows: None,
-    standardise: bool = False,
+    standardise: bool = True,
 ) -> Neighbours:
     """Find the k nearest rows of every row, or of one row.
 
@@ -85,7 +85,7 @@ def nearest_rows(
         metric: 'cosine' (0 with a vector of zeros) or 'euclidean'.
         key: key of one row, or None for all rows.
         standardise: whether each value has its mean over the rows subtracted and is divided by its
-            standard deviation first.
+            standard deviation first, as by job=neighbors.
 
     Raises:
         ConfigError: the metric or the key is unknown, the row failed, or there is no second row.
@@ -143,7 +143,7 @@ def nearest_to(
     k: int = 10,
     metric: str = "cosine",
     device: str = "auto",
-    standardise: bool = False,
+    standardise: bool = True,
     projection: npt.NDArray[np.float32] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Find the k nearest rows of features that are not rows of the store; see `nearest_rows`.

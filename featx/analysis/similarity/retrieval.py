@@ -25,7 +25,7 @@ _TIE = 2.0**-32
 
 
 def retrieval_metrics(
-    store: FeatureStore, layer: str, metric: str, device: str, standardise: bool = False
+    store: FeatureStore, layer: str, metric: str, device: str, standardise: bool
 ) -> dict[str, object] | None:
     """Retrieve the other labelled rows for each labelled row, by nearness.
 

@@ -65,9 +65,7 @@ class TestNeighbours:
     )
     def test_they_are_those_of_scikit_learn(self, metric: str, layer: str, packed: bool) -> None:
         store = write(make_run(60, 16, failed=FAILED), packed=packed)
-        found = nearest_rows(
-            store, layer, k=6, metric=metric, device="cpu", standardise=False
-        )
+        found = nearest_rows(store, layer, k=6, metric=metric, device="cpu", standardise=False)
         X = ok_vectors(store, layer)
         ok = np.flatnonzero(store.ok)
         search = NearestNeighbors(metric=metric, algorithm="brute").fit(X.astype(np.float64))
@@ -283,7 +281,8 @@ class TestDuplicates:
         assert near == pytest.approx(exact, abs=1e-7)
         # As near to the threshold as float32 could not say, on both sides of it.
         for threshold, count in ((exact + 5e-7, 3), (exact + 2e-6, 2)):
-            assert len(duplicate_groups(store, "flat", threshold, "cpu", standardise=False)) == count
+            groups = duplicate_groups(store, "flat", threshold, "cpu", standardise=False)
+            assert len(groups) == count
 
 
 def direct_cka(x: np.ndarray, y: np.ndarray) -> float:

@@ -85,10 +85,11 @@ def judge_labels(
     store: FeatureStore,
     layer: str,
     folds: int = 5,
+    *,
     label_column: str | None = None,
     seed: int = 0,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda folds: None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> JudgedLabels:
     """Predict each labelled row by the linear probe of job=probe, fitted on the other folds.
 
@@ -135,7 +136,8 @@ def judge_labels(
     with threads_for(len(features) * features.width, chosen), torch.no_grad(), exact_cuda:
         for split in splits.splits:
             fits.append(methods.fit(problem, "linear", split))
-            on_progress(1)
+            if on_progress is not None:
+                on_progress(1)
         judgement = confident_labels(labels, num_classes, blocks)
     notes = (*labelled.notes, *splits.notes, *small_classes(labelled, splits.groups, folds))
     return JudgedLabels(

@@ -32,8 +32,9 @@ def duplicate_groups(
     layer: str,
     threshold: float | None = None,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda rows: None,
+    *,
     standardise: bool = True,
+    on_progress: Callable[[int], None] | None = None,
 ) -> list[npt.NDArray[np.int64]]:
     """Find groups of rows that are linked, directly or indirectly, by a cosine above a threshold.
 
@@ -45,6 +46,7 @@ def duplicate_groups(
         standardise: whether each value has its mean over the rows subtracted and is divided by its
             standard deviation first, as by job=duplicates. Cosines of most layers are near 1 for
             all images otherwise.
+        on_progress: called with the number of rows that are done.
 
     Returns:
         one (m,) int64 array per group of at least two rows, increasing rows of the store; groups
@@ -61,7 +63,7 @@ def duplicate_groups(
 
 
 def linked_groups(
-    vectors: LayerVectors, threshold: float, on_progress: Callable[[int], None] = lambda rows: None
+    vectors: LayerVectors, threshold: float, on_progress: Callable[[int], None] | None = None
 ) -> list[npt.NDArray[np.int64]]:
     """Find the groups of vectors of length 1; see `duplicate_groups`."""
     parents = np.arange(len(vectors))
@@ -83,7 +85,8 @@ def linked_groups(
                 pairs = pairs[is_apart]  # large groups of equal rows leave few pairs
                 pairs = pairs[exact_cosines(block, other_block, pairs) >= threshold - SLACK]
                 _join(parents, *(pairs + places).T)
-        on_progress(len(block))
+        if on_progress is not None:
+            on_progress(len(block))
     roots = _roots(parents, np.arange(len(parents)))
     order = np.argsort(roots, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(roots[order])) + 1)

@@ -80,6 +80,7 @@ class RowIndex:
         recall: float,
         k: int = 10,
         metric: str = "cosine",
+        *,
         seed: int = 0,
         device: str = "auto",
         standardise: bool = True,
@@ -100,7 +101,7 @@ class RowIndex:
         samples = rng.permutation(len(self._vectors))[: 2 * NUM_SAMPLED_ROWS]
         self._choose_num_probed_lists(recall, samples)
 
-    def nearest_rows(self, on_progress: Callable[[int], None] = lambda rows: None) -> Neighbours:
+    def nearest_rows(self, on_progress: Callable[[int], None] | None = None) -> Neighbours:
         """Search the nearest rows of every row.
 
         A row for which the lists hold fewer than k others is searched exactly, so every row has k
@@ -110,7 +111,8 @@ class RowIndex:
         step, parts = min(QUERIES, self._vectors.block_rows), list[Neighbours]()
         for start in range(0, len(places), step):
             parts.append(self._search(places[start : start + step]))
-            on_progress(len(parts[-1].rows))
+            if on_progress is not None:
+                on_progress(len(parts[-1].rows))
         neighbours = np.concatenate([part.neighbours for part in parts])
         scores = np.concatenate([part.scores for part in parts])
         return Neighbours(self._vectors.rows, neighbours, scores, self._metric)

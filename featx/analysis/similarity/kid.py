@@ -54,7 +54,7 @@ def data_set_distance(
     subset_rows: int = SUBSET_ROWS,
     seed: int = 0,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda subsets: None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> DataSetDistance:
     """Compute how far the images of two stores are apart in a layer of the same model.
 
@@ -71,6 +71,7 @@ def data_set_distance(
         other: open store of the same model, usually of other images.
         layer: name of the layer in both; a map counts as one long vector.
         subset_rows: largest number m of rows of each store in a subset.
+        on_progress: called with 1 after each of the 100 subsets.
 
     Raises:
         StoreMismatchError: weights, transforms or tensors of the layer differ.
@@ -95,7 +96,8 @@ def data_set_distance(
     for _ in range(SUBSETS):
         x, y = (_rows(each, rng, m) for each in (one, two))
         discrepancies.append(squared_discrepancy(x, y))
-        on_progress(1)
+        if on_progress is not None:
+            on_progress(1)
     frechet, reason = _frechet(one, two)
     return DataSetDistance(
         layer,

@@ -67,10 +67,11 @@ def nearest_rows(
     layer: str,
     k: int = 10,
     metric: str = "cosine",
+    *,
     key: str | None = None,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda rows: None,
     standardise: bool = True,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Neighbours:
     """Find the k nearest rows of every row, or of one row.
 
@@ -86,6 +87,7 @@ def nearest_rows(
         key: key of one row, or None for all rows.
         standardise: whether each value has its mean over the rows subtracted and is divided by its
             standard deviation first, as by job=neighbors.
+        on_progress: called with the number of rows that are done.
 
     Raises:
         ConfigError: the metric or the key is unknown, the row failed, or there is no second row.
@@ -104,7 +106,7 @@ def nearest_among(
     places: npt.NDArray[np.int64],
     k: int,
     metric: str = "cosine",
-    on_progress: Callable[[int], None] = lambda rows: None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Neighbours:
     """Find the k nearest of some vectors for a subset of them; see `nearest_rows`. Raises
     ConfigError if there is no second row.
@@ -127,7 +129,8 @@ def nearest_among(
         best, best_scores = _nearest(vectors, x, queries, k, cosine)
         best_places.append(best.cpu().numpy())
         scores.append(best_scores.cpu().numpy())
-        on_progress(len(queries))
+        if on_progress is not None:
+            on_progress(len(queries))
     return Neighbours(
         vectors.rows[places],
         vectors.rows[np.concatenate(best_places)],
@@ -142,6 +145,7 @@ def nearest_to(
     features: Array,
     k: int = 10,
     metric: str = "cosine",
+    *,
     device: str = "auto",
     standardise: bool = True,
     projection: npt.NDArray[np.float32] | None = None,
@@ -184,7 +188,8 @@ def find_outliers(
     k: int = 10,
     metric: str = "cosine",
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda rows: None,
+    *,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Outliers:
     """Compute how far each row is from its k nearest rows; the farthest are the outliers.
 
@@ -214,7 +219,7 @@ def find_outliers(
                 vectors.subset(places), np.arange(len(places)), k, metric, on_progress
             )
             class_distances[places] = _mean_distances(own)
-        else:
+        elif on_progress is not None:
             on_progress(1)
     return Outliers(
         rows=vectors.rows,

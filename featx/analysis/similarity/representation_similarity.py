@@ -82,8 +82,8 @@ def layer_similarity(
     num_rows: int = ROWS,
     seed: int = 0,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda layers: None,
     measures: Sequence[str] = USUAL_MEASURES,
+    on_progress: Callable[[int], None] | None = None,
 ) -> LayerSimilarity:
     """Compare the layers of a store with each other, or with those of another store.
 
@@ -93,6 +93,7 @@ def layer_similarity(
         layers: names or globs, applied to both stores; None for all layers.
         num_rows: number of random images, or all if there are fewer.
         measures: some of 'cka', 'cka_debiased', 'rsa', 'rsa_cosine', 'svcca' and 'procrustes'.
+        on_progress: called with 1 after each layer of the first store.
 
     Raises:
         ConfigError: a measure is unknown, there are fewer than four common images,
@@ -125,7 +126,7 @@ def layer_similarity(
             left,
             right,
             gram_measures,
-            (lambda layers: None) if cross_measures else on_progress,
+            None if cross_measures else on_progress,
         )
     if cross_measures:
         matrices |= _compare_by_products(left, right, cross_measures, on_progress)
@@ -257,7 +258,7 @@ def _compare_by_grams(
     left: _Layers,
     right: _Layers,
     measures: Sequence[str],
-    on_progress: Callable[[int], None],
+    on_progress: Callable[[int], None] | None,
 ) -> dict[str, Matrix]:
     """Compute measures of gram_measures.py for all pairs of layers.
 
@@ -274,7 +275,7 @@ def _compare_by_grams(
     )
 
     def unit_vectors(
-        layers: _Layers, on_progress: Callable[[int], None]
+        layers: _Layers, on_progress: Callable[[int], None] | None
     ) -> dict[str, torch.Tensor]:
         """Compute the unit vectors of every layer, one Gram matrix at a time."""
         found = {name: torch.empty((len(layers.names), lengths[name])) for name in measures}
@@ -285,10 +286,11 @@ def _compare_by_grams(
             # The memory of freed Gram matrices, which malloc keeps, is up to three times as much.
             if free is not None and 4 * needed > free:
                 return_freed_memory()
-            on_progress(1)
+            if on_progress is not None:
+                on_progress(1)
         return found
 
-    others = None if right is left else unit_vectors(right, lambda layers: None)
+    others = None if right is left else unit_vectors(right, None)
     vectors = unit_vectors(left, on_progress)
     return {name: _dot_products(vectors[name], (others or vectors)[name]) for name in measures}
 
@@ -304,7 +306,10 @@ def _dot_products(x: torch.Tensor, y: torch.Tensor) -> Matrix:
 
 
 def _compare_by_products(
-    left: _Layers, right: _Layers, measures: Sequence[str], on_progress: Callable[[int], None]
+    left: _Layers,
+    right: _Layers,
+    measures: Sequence[str],
+    on_progress: Callable[[int], None] | None,
 ) -> dict[str, Matrix]:
     """Compute measures of cross_measures.py for all pairs of layers.
 
@@ -330,7 +335,8 @@ def _compare_by_products(
                 matrices[measure][i, j] = value
                 if is_same:
                     matrices[measure][j, i] = value
-        on_progress(1)
+        if on_progress is not None:
+            on_progress(1)
     return matrices
 
 

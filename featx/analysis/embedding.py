@@ -24,7 +24,7 @@ from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.models import copy_model
 from featx.pipeline import RunContext, run_parts
-from featx.store import FeatureStore, manifest_of, matching_layers
+from featx.store import FeatureStore, manifest_of, matching_layers, open_if_path
 from featx.types import Array, Batch
 
 
@@ -125,7 +125,7 @@ class Embedder(LoadedFunction):
         pads: bool,
         model_factory: object = None,
     ) -> None:
-        store = store if isinstance(store, FeatureStore) else FeatureStore(store)
+        store = open_if_path(store)
         manifest = manifest_of(store)
         if manifest is None:
             raise StoreError(

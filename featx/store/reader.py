@@ -484,6 +484,11 @@ class FeatureStore:
         return False
 
 
+def open_if_path(store: FeatureStore | str | os.PathLike[str]) -> FeatureStore:
+    """Return an open store as it is, and open the one at a path with `verify="rows"`."""
+    return store if isinstance(store, FeatureStore) else FeatureStore(store, verify="rows")
+
+
 def _texts(names: npt.NDArray[np.bytes_]) -> npt.NDArray[np.str_]:
     """Names as text, decoded block by block: in lists of all, each takes another 120 bytes."""
 

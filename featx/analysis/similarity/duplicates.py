@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.base import choose_device, float64_device
 from featx.config import DuplicatesConfig
-from featx.store import FeatureStore
+from featx.store import FeatureStore, open_if_path
 
 SLACK = 1e-6
 """Amount by which a cosine may miss the threshold, since two equal float32 vectors have a cosine of
@@ -28,7 +29,7 @@ MAX_BLOCK_ROWS = 2048
 
 
 def duplicate_groups(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
     threshold: float | None = None,
     device: str = "auto",
@@ -39,7 +40,7 @@ def duplicate_groups(
     """Find groups of rows that are linked, directly or indirectly, by a cosine above a threshold.
 
     Args:
-        store: open store; rows that failed are left out.
+        store: open store or its path; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
         threshold: cosine, above 0 and at most 1; None for 0.9, or 0.98 without `standardise`. A
             vector of zeros has no cosine and is in no group.
@@ -56,6 +57,7 @@ def duplicate_groups(
         ConfigError: the threshold is out of range, or all rows failed.
         LayerError: the store has no such layer.
     """
+    store = open_if_path(store)
     threshold = DuplicatesConfig(threshold=threshold).least_cosine(standardise)
     rows = LayerRows(store, layer, np.flatnonzero(store.ok))
     vectors = LayerVectors([rows], choose_device(device), unit=True, standardise=standardise)

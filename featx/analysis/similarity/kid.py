@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from featx.analysis.value_settings import refuse_other_layer
 from featx.base import choose_device, float64_device
 from featx.config import DistanceConfig
 from featx.errors import ConfigError
-from featx.store import FeatureStore
+from featx.store import FeatureStore, open_if_path
 
 SUBSETS = 100
 """Number of subsets of KID, as in the published code."""
@@ -47,8 +48,8 @@ class DataSetDistance:
 
 
 def data_set_distance(
-    store: FeatureStore,
-    other: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
+    other: FeatureStore | str | os.PathLike[str],
     layer: str,
     *,
     subset_rows: int = SUBSET_ROWS,
@@ -68,7 +69,8 @@ def data_set_distance(
     subsets of m = 1000 rows are those of their code; a store with fewer rows gives all.
 
     Args:
-        other: open store of the same model, usually of other images.
+        store: open store or its path.
+        other: another of the same model, usually of other images.
         layer: name of the layer in both; a map counts as one long vector.
         subset_rows: largest number m of rows of each store in a subset.
         on_progress: called with 1 after each of the 100 subsets.
@@ -78,6 +80,7 @@ def data_set_distance(
         ConfigError: a store has fewer than two rows that are ok.
         LayerError: one of the stores has no such layer.
     """
+    store, other = open_if_path(store), open_if_path(other)
     checked = DistanceConfig(subset_rows=subset_rows)
     refuse_other_layer(store, other, layer)
     compute_device = float64_device(choose_device(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from featx.analysis.layer_vectors import FAR, LayerRows, LayerVectors
 from featx.base import block_sizes, choose_device, float64_device
 from featx.config import METRICS, NeighborsConfig, check_choice
 from featx.errors import ConfigError
-from featx.store import FeatureStore
+from featx.store import FeatureStore, open_if_path
 from featx.types import Array, Status
 
 FAR_SQUARE = (FAR / 2) ** 2
@@ -63,7 +64,7 @@ class Outliers:
 
 
 def nearest_rows(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
     k: int = 10,
     metric: str = "cosine",
@@ -81,6 +82,7 @@ def nearest_rows(
     which of them are among the k is undefined.
 
     Args:
+        store: open store or its path.
         layer: name of the layer; a map counts as one long vector.
         k: number of neighbours, limited to the number of other rows.
         metric: 'cosine' (0 with a vector of zeros) or 'euclidean'.
@@ -93,7 +95,7 @@ def nearest_rows(
         ConfigError: the metric or the key is unknown, the row failed, or there is no second row.
         LayerError: the store has no such layer.
     """
-    k = NeighborsConfig(k=k).k
+    store, k = open_if_path(store), NeighborsConfig(k=k).k
     row = None if key is None else row_of(store, key)
     vectors = metric_vectors(store, layer, metric, device, standardise)
     every = np.arange(len(vectors))
@@ -140,7 +142,7 @@ def nearest_among(
 
 
 def nearest_to(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
     features: Array,
     k: int = 10,
@@ -153,6 +155,7 @@ def nearest_to(
     """Find the k nearest rows of features that are not rows of the store; see `nearest_rows`.
 
     Args:
+        store: open store or its path.
         features: (q, ...) finite rows of this layer, as `featx.embed` computes them.
         k: number of neighbours, limited to the number of rows.
         projection: (D, P) matrix by which the (n, D) rows of the store are multiplied first, into
@@ -165,7 +168,7 @@ def nearest_to(
         ConfigError: the metric is unknown, or the features have another shape or are not finite.
         LayerError: the store has no such layer.
     """
-    k, features = NeighborsConfig(k=k).k, np.asarray(features)
+    store, k, features = open_if_path(store), NeighborsConfig(k=k).k, np.asarray(features)
     shape = tuple(store[layer].shape[1:])
     compared = features if projection is None else projection.T
     if compared.shape[1:] != shape or not np.isfinite(features).all():
@@ -183,7 +186,7 @@ def nearest_to(
 
 
 def find_outliers(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
     k: int = 10,
     metric: str = "cosine",
@@ -197,7 +200,7 @@ def find_outliers(
     sklearn.neighbors.NearestNeighbors on the standardised rows, averaged over the k neighbours.
 
     Args:
-        store: open store; rows that failed are left out.
+        store: open store or its path; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
         k: number of neighbours, limited to the number of other rows.
         metric: 'cosine' or 'euclidean'.
@@ -207,7 +210,7 @@ def find_outliers(
         ConfigError: the metric is unknown, or there is no second row.
         LayerError: the store has no such layer.
     """
-    k = NeighborsConfig(k=k).k
+    store, k = open_if_path(store), NeighborsConfig(k=k).k
     vectors = metric_vectors(store, layer, metric, device, standardise=True)
     found = nearest_among(vectors, np.arange(len(vectors)), k, metric, on_progress)
     class_distances = np.full(len(vectors), np.nan, np.float32)

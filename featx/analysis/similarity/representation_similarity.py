@@ -9,6 +9,7 @@ CKA and SVCCA are near 1 for any two layers; debiased CKA is not.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from featx.analysis.similarity.gram_measures import RSA_DISTANCES, Matrix, Rows,
 from featx.base import check_memory, choose_device, float64_device, free_memory, return_freed_memory
 from featx.config import USUAL_MEASURES, CkaConfig, check_choice, names_tuple
 from featx.errors import ConfigError, counted
-from featx.store import FeatureStore, matching_layers
+from featx.store import FeatureStore, matching_layers, open_if_path
 from featx.types import count_different_images
 
 ROWS = 2000
@@ -75,8 +76,8 @@ class LayerSimilarity:
 
 
 def layer_similarity(
-    store: FeatureStore,
-    other: FeatureStore | None = None,
+    store: FeatureStore | str | os.PathLike[str],
+    other: FeatureStore | str | os.PathLike[str] | None = None,
     layers: Sequence[str] | str | None = None,
     *,
     num_rows: int = ROWS,
@@ -88,6 +89,7 @@ def layer_similarity(
     """Compare the layers of a store with each other, or with those of another store.
 
     Args:
+        store: open store or its path.
         other: second store, whose rows are matched by key; only rows that failed in neither are
             used.
         layers: names or globs, applied to both stores; None for all layers.
@@ -100,6 +102,7 @@ def layer_similarity(
             only one layer, too many images for RSA, or a layer is too wide for so many images.
         LayerError: one of the stores has no such layer.
     """
+    store, other = open_if_path(store), None if other is None else open_if_path(other)
     names: list[Any] = list(names_tuple(measures))
     options = CkaConfig(measures=names, rows=num_rows)
     measures = options.chosen_measures

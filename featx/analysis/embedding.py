@@ -6,7 +6,7 @@ found = featx.embed(["new/1.jpg", pillow_image, array], store="runs/photos")
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ from featx.types import Array, Batch
 
 @dataclass(frozen=True)
 class Embedding:
-    """Features of n new images, in their order.
+    """Features of n new images, in their order; `len` is n, `in` and iteration are over the layers.
 
     Attributes:
         features: layer -> (n, ...) array with the shape and dtype of the store's rows; NaN for an
@@ -51,6 +51,12 @@ class Embedding:
 
     def __getitem__(self, layer: str) -> Array:
         return self.features[layer]
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self.features
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.features)
 
     def __len__(self) -> int:
         return len(self.ok)

@@ -83,6 +83,9 @@ def open(path: str | os.PathLike[str], verify: Verify = "chunks") -> FeatureStor
 class FeatureStore:
     """Features of a data set; `store[layer]` is a lazy array of shape (N, ...).
 
+    `len(store)` is the number N of rows, `in` and iteration are over the names of the layers, and
+    `store.keys` are the keys of the rows.
+
     A store can be pickled and used in forked processes; each process opens its own files.
 
     Attributes:

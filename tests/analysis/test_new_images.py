@@ -58,7 +58,10 @@ def files_of(store: featx.FeatureStore, rows: list[int]) -> list[str]:
 def test_files_in_any_order_have_the_bits_of_the_stored_rows(store: featx.FeatureStore) -> None:
     rows = [7, 2, 20, 2]
     found = featx.embed(files_of(store, rows), store, **CODE)
-    assert list(found.features) == ["conv", "pool"]
+    assert list(found) == list(found.features) == ["conv", "pool"]
+    assert "pool" in found
+    assert "fc" not in found
+    assert len(found) == 4
     for name in store.layers:
         assert found[name].dtype == store[name].dtype
         assert np.array_equal(found[name], store[name][rows]), name

@@ -1,5 +1,6 @@
 from . import gradients as gradients
 from . import similarity as similarity
+from . import torch as torch
 from .analysis.embedding import embed as embed
 from .analysis.embedding import embedder as embedder
 from .analysis.prediction import predict as predict

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from featx.errors import StoreError
 from featx.models import copy_model
 from featx.pipeline import RunContext, run_parts
 from featx.store import FeatureStore, manifest_of, matching_layers, open_if_path
-from featx.types import Array, Batch
+from featx.types import Array, Batch, Failure
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,13 @@ class Embedding:
         features: layer -> (n, ...) array with the shape and dtype of the store's rows; NaN for an
             image that failed.
         ok: (n,) bool, whether an image has features.
-        failures: place of an image that failed -> status and reason.
+        failures: images that failed, in ascending order, as `FeatureStore.failures`: row (place of
+            the image), status, error and message of each.
     """
 
     features: Mapping[str, Array]
     ok: npt.NDArray[np.bool_]
-    failures: Mapping[int, str]
+    failures: list[dict[str, Any]]
 
     def __repr__(self) -> str:
         return (
@@ -160,22 +162,28 @@ class Embedder(LoadedFunction):
     def __call__(self, images: Sequence[object]) -> Embedding:
         items = list_given_images(images)
         features: dict[str, Array] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         for model in self.models:
             with model.run(items) as context:
                 sink = _EmbeddingSink(context)
                 run_parts(context, sink)
             features |= sink.features
-            failures |= {
-                row: f"{failure.status.label}: {failure.message}"
-                for row, failure in sink.failures.items()
-            }
+            failures |= sink.failures
         ok = np.ones(len(items), bool)
         ok[list(failures)] = False
         for values in features.values():
             values[~ok] = np.nan
         found = {name: features[name] for name in self._layers}
-        return Embedding(found, ok, dict(sorted(failures.items())))
+        listed = [
+            {
+                "row": row,
+                "status": failure.status.label,
+                "error": failure.error,
+                "message": failure.message,
+            }
+            for row, failure in sorted(failures.items())
+        ]
+        return Embedding(found, ok, listed)
 
 
 def embed_images(

@@ -122,7 +122,8 @@ def _nearest_to_image(
 
     embedding = embed_images(config, store, [image], [layer])
     if embedding.failures:
-        raise DataError(f"{image}: {embedding.failures[0]}")
+        failure = embedding.failures[0]
+        raise DataError(f"{image}: {failure['status']}: {failure['message']}")
     options, vectors = config.neighbors, embedding[layer]
     rows, scores = nearest_to(
         store,

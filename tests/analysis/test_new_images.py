@@ -90,12 +90,11 @@ def test_an_image_that_fails_has_its_reason_and_changes_no_other(
     images: list[Any] = ["nowhere.png", *files_of(store, [5]), "bad.png", 3, b""]
     found = featx.embed(images, store, **CODE)
     assert found.ok.tolist() == [False, True, False, False, False]
-    assert list(found.failures) == [0, 2, 3, 4]
+    assert [failure["row"] for failure in found.failures] == [0, 2, 3, 4]
     assert repr(found).endswith("4 failed, layers: " + ", ".join(found.features) + ")")
-    assert found.failures[0].startswith("missing: ")
-    assert found.failures[2].startswith("unsupported: ")
-    assert "the image is a int" in found.failures[3]
-    assert found.failures[4].startswith("empty: ")
+    status = [failure["status"] for failure in found.failures]
+    assert (status[0], status[1], status[3]) == ("missing", "unsupported", "empty")
+    assert "the image is a int" in found.failures[2]["message"]
     for name in store.layers:
         assert np.array_equal(found[name][1], store[name][5])
         assert np.isnan(found[name][~found.ok]).all()

@@ -347,7 +347,13 @@ class FeatureStore:
 
         Raises:
             KeyError: there is no such key; the message names similar keys.
+            TypeError: `key` is no text, bytes or path.
         """
+        if not isinstance(key, str | bytes | os.PathLike):
+            raise TypeError(
+                f"store.row finds the row of a key, which is a str or bytes; {key!r} is a "
+                f"{type(key).__name__}. The key of a row number: store.key_of(3)."
+            )
         wanted = name_bytes(key)
         keys, order = self.key_bytes, self._key_order
         # With a text longer than the keys, numpy would copy all of them to that length.

@@ -12,6 +12,7 @@ from .base.version import __version__ as __version__
 from .errors import FeatxError as FeatxError
 from .jobs.export import export_store as export_store
 from .jobs.extract import extract as extract
+from .jobs.probe import probe as probe
 from .jobs.report import write_report as write_report
 from .jobs.stats import stats as stats
 from .layers.call_log import watch as watch

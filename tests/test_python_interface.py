@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from made_store import make_run
 from tiny_model import extract, write_images
 
 import featx
+from featx.errors import ConfigError
 from featx.similarity import (
     RowIndex,
     compare_stores,
@@ -48,6 +50,7 @@ OF_ROWS: dict[str, Callable[[Any], Any]] = {
     "nearest_rows": lambda store: nearest_rows(store, "flat", device="cpu").neighbours,
     "nearest_to": lambda store: nearest_to(store, "flat", ROWS, device="cpu")[0],
     "open": lambda store: featx.open(store).status,
+    "probe": lambda store: featx.probe(store, layers=["flat"], device="cpu")["accuracy"],
     "stats": lambda store: (
         featx.stats(store=store, layers=["flat"], overwrite=True, device="cpu", verbose=False)[
             "flat"
@@ -63,6 +66,16 @@ def test_a_store_is_given_open_or_by_its_path(name: str) -> None:
     expected = call(featx.open("store"))
     assert same(call("store"), expected)
     assert same(call(Path("store")), expected)
+
+
+def test_a_probe_returns_what_is_in_its_file() -> None:
+    make_run(40, 16).write(Path("store"))
+    found = featx.probe("store", probe={"folds": 2}, device="cpu")
+    written = json.loads(Path("store/probe.json").read_text())
+    assert found["layers"].keys() == written["layers"].keys() == {"flat", "map"}
+    assert (found["layer"], found["accuracy"]) == (written["layer"], written["accuracy"])
+    with pytest.raises(ConfigError, match=r"probe\.folds=1"):
+        featx.probe("store", probe={"folds": 1})
 
 
 def test_an_index_is_of_a_store_that_is_open_or_of_its_path() -> None:

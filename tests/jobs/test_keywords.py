@@ -20,6 +20,7 @@ from featx.jobs import keywords
         ("stats", keywords.StatsOptions),
         ("export_store", keywords.ExportOptions),
         ("write_report", keywords.ReportOptions),
+        ("probe", keywords.ProbeOptions),
     ],
 )
 def test_a_signature_has_the_keywords_with_their_types(name: str, options: type) -> None:
@@ -43,7 +44,7 @@ def test_some_types() -> None:
     assert "model" not in inspect.signature(featx.export_store).parameters
 
 
-@pytest.mark.parametrize("name", ["extract", "stats", "export_store", "write_report"])
+@pytest.mark.parametrize("name", ["extract", "stats", "export_store", "write_report", "probe"])
 def test_help_shows_the_defaults_and_describes_what_the_signature_has(name: str) -> None:
     function = getattr(featx, name)
     parameters = inspect.signature(function).parameters

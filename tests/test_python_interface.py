@@ -38,7 +38,7 @@ def same(a: Any, b: Any) -> bool:
 ROWS = np.ones((2, 5))
 OF_ROWS: dict[str, Callable[[Any], Any]] = {
     "FeatureDataset": lambda store: FeatureDataset(store, "flat").rows,
-    "TokenDataset": lambda store: TokenDataset(store, "map", tokens="all").store.ok,
+    "TokenDataset": lambda store: TokenDataset(store, "tokens", tokens="all").store.ok,
     "compare_stores": lambda store: compare_stores([store]).stores[0],
     "data_set_distance": lambda store: data_set_distance(store, store, "flat", device="cpu").kid,
     "duplicate_groups": lambda store: np.concatenate(duplicate_groups(store, "flat", 0.1, "cpu")),
@@ -51,17 +51,12 @@ OF_ROWS: dict[str, Callable[[Any], Any]] = {
     "nearest_to": lambda store: nearest_to(store, "flat", ROWS, device="cpu")[0],
     "open": lambda store: featx.open(store).status,
     "probe": lambda store: featx.probe(store, layers=["flat"], device="cpu")["accuracy"],
-    "stats": lambda store: (
-        featx.stats(store=store, layers=["flat"], overwrite=True, device="cpu", verbose=False)[
-            "flat"
-        ].mean
-    ),
 }
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_a_store_is_given_open_or_by_its_path(name: str) -> None:
-    make_run(40, 16, failed=[3]).write(Path("store"))
+    make_run(40, 16, {"flat": (5,), "tokens": (4, 3)}, failed=[3]).write(Path("store"))
     call = OF_ROWS[name]
     expected = call(featx.open("store"))
     assert same(call("store"), expected)
@@ -87,15 +82,23 @@ def test_an_index_is_of_a_store_that_is_open_or_of_its_path() -> None:
         assert np.array_equal(found.neighbours, expected)
 
 
-def test_new_images_are_embedded_by_a_store_that_is_open_or_by_its_path() -> None:
+def test_what_takes_a_model_or_its_images_too_takes_a_store_open_or_by_its_path() -> None:
     photos = write_images(Path("photos"))
     store = extract(photos, layers=["pool"], out="store")
+    featx.probe(store, device="cpu")
     images = [photos / str(store.keys[0])]
-    for given in ("store", Path("store"), featx.open("store")):
-        code = {"model_factory": "zoo:TwoStageConvNet", "device": "cpu"}
+    code: dict[str, Any] = {"model_factory": "zoo:TwoStageConvNet", "device": "cpu"}
+    for given in ("store", Path("store"), store):
         assert np.array_equal(featx.embed(images, given, **code)["pool"], store["pool"][:1])
         with featx.embedder(given, **code) as embed:
             assert embed(images).ok.all()
+        (row,) = featx.predict(given, images, **code)
+        with featx.predictor(given, **code) as predict:
+            assert predict(images).rows[0].label == row.label
+        found = featx.stats(store=given, overwrite=True, device="cpu", verbose=False)
+        assert np.allclose(found["pool"].mean, store.xy("pool")[0].mean(0))
+        page = featx.write_report(given, report={"tsne": False}, device="cpu")
+        assert page.is_file()
 
 
 @pytest.mark.parametrize("name", featx.similarity.__all__)

@@ -166,8 +166,8 @@ def _key_of(override: str) -> str | None:
 
 
 def _options_of_group(override: str) -> list[str]:
-    """Return `reduce={name: grid, size: 4}` as `reduce=grid` and `reduce.size=4`; any other override
-    as it is.
+    """Return `reduce={name: grid, size: 4}` as `reduce=grid` and `reduce.size=4`, and all other
+    overrides as they are.
     """
     match = _OVERRIDE.fullmatch(override)
     option = match and option_tree().get(match["key"])

@@ -8,8 +8,9 @@ from __future__ import annotations
 from featx.base.exports import declare_families, declare_functions, lazy_exports
 from featx.errors import nearest
 
-_load, _, _names = lazy_exports(__name__, __file__)
-__all__ = [name for name in _names if name not in ("gradients", "similarity")]  # which are modules
+_load, __dir__, _names = lazy_exports(__name__, __file__)
+# These are modules: `from featx import *` must not set the name torch.
+__all__ = [name for name in _names if name not in ("gradients", "similarity", "torch")]
 
 
 declare_families(
@@ -31,13 +32,9 @@ def __getattr__(name: str) -> object:
         from pathlib import Path
 
         is_job = Path(__file__).with_name("jobs").joinpath(f"{name}.py").exists()
-        hint = f" For the job: python -m featx job={name}." if is_job else nearest(name, __all__)
+        hint = f" For the job: python -m featx job={name}." if is_job else nearest(name, _names)
         raise AttributeError(f"module 'featx' has no attribute {name!r}.{hint}")
     try:
         return _load(name)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped while featx.{name} was imported; nothing ran.") from None
-
-
-def __dir__() -> list[str]:
-    return __all__

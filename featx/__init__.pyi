@@ -1,5 +1,6 @@
 from . import gradients as gradients
 from . import similarity as similarity
+from . import torch as torch
 from .analysis.embedding import embed as embed
 from .analysis.embedding import embedder as embedder
 from .analysis.prediction import predict as predict
@@ -11,6 +12,7 @@ from .base.version import __version__ as __version__
 from .errors import FeatxError as FeatxError
 from .jobs.export import export_store as export_store
 from .jobs.extract import extract as extract
+from .jobs.probe import probe as probe
 from .jobs.report import write_report as write_report
 from .jobs.stats import stats as stats
 from .layers.call_log import watch as watch

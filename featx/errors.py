@@ -1,4 +1,4 @@
-"""Exceptions that featx raises on purpose.
+"""Exceptions of featx.
 
     FeatxError
     ├── ConfigError (ValueError)        invalid option or value, or options that contradict
@@ -62,7 +62,11 @@ class ShortTraceback(BaseException):
 
 
 class FeatxError(ShortTraceback, Exception):
-    """Base class of all exceptions raised on purpose; the message says what to do."""
+    """Base class of the errors of a command, a store or a model; the message says what to do.
+
+    A wrong key, index or argument in Python may also raise KeyError, IndexError, TypeError or
+    ValueError, as a dict, an array and a torch data set do: `store.row("nope")` is a KeyError.
+    """
 
     exit_code = 2
     """Exit code of the command."""

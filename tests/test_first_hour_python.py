@@ -191,8 +191,8 @@ def test_a_report_and_an_export_take_the_store_first(photos: Path) -> None:
 def test_a_mistyped_function_is_answered_with_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'extrct'\. Nearest: extract\."):
         _ = featx.extrct
-    with pytest.raises(AttributeError, match=r"For the job: python -m featx job=probe\."):
-        _ = featx.probe
+    with pytest.raises(AttributeError, match=r"For the job: python -m featx job=neighbors\."):
+        _ = featx.neighbors
 
 
 def test_ctrl_c_in_embed_shows_the_users_line_only(

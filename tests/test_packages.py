@@ -28,7 +28,8 @@ def package_of(stub: Path) -> str:
 def test_every_exported_name_can_be_imported(stub: Path) -> None:
     package = importlib.import_module(package_of(stub))
     assert package.__all__
-    assert dir(package) == sorted(package.__all__)
+    modules = {"gradients", "similarity", "torch"} if package is featx else set()
+    assert set(dir(package)) == {*package.__all__, *modules}
     for name in package.__all__:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
@@ -117,3 +118,17 @@ def test_importing_every_package_loads_no_torch() -> None:
     packages = ", ".join(package_of(stub) for stub in STUBS)
     code = f"import sys, {packages}; assert not {{'torch', 'h5py', 'hydra'}} & set(sys.modules)"
     run_python("-c", code)
+
+
+def test_modules_of_featx_are_attributes_in_a_fresh_process() -> None:
+    run_python(
+        "-c",
+        "import sys, featx\n"
+        "assert {'gradients', 'similarity', 'torch'} <= set(dir(featx))\n"
+        "assert featx.torch.__name__ == 'featx.torch'\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert featx.torch.FeatureDataset.__module__ == 'featx.torch.feature_dataset'\n"
+        "assert featx.gradients.watch and featx.similarity.search\n"
+        "from featx import *\n"
+        "assert 'torch' not in globals() and FeatxError\n",
+    )

@@ -6,8 +6,9 @@ found = featx.embed(["new/1.jpg", pillow_image, array], store="runs/photos")
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +25,25 @@ from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.models import copy_model
 from featx.pipeline import RunContext, run_parts
-from featx.store import FeatureStore, manifest_of, matching_layers
-from featx.types import Array, Batch
+from featx.store import FeatureStore, manifest_of, matching_layers, open_if_path
+from featx.types import Array, Batch, Failure
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """Features of n new images, in their order.
+    """Features of n new images, in their order; `len` is n, `in` and iteration are over the layers.
 
     Attributes:
         features: layer -> (n, ...) array with the shape and dtype of the store's rows; NaN for an
             image that failed.
         ok: (n,) bool, whether an image has features.
-        failures: place of an image that failed -> status and reason.
+        failures: images that failed, in ascending order, as `FeatureStore.failures`: row (place of
+            the image), status, error and message of each.
     """
 
     features: Mapping[str, Array]
     ok: npt.NDArray[np.bool_]
-    failures: Mapping[int, str]
+    failures: list[dict[str, Any]]
 
     def __repr__(self) -> str:
         return (
@@ -51,6 +53,12 @@ class Embedding:
 
     def __getitem__(self, layer: str) -> Array:
         return self.features[layer]
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self.features
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.features)
 
     def __len__(self) -> int:
         return len(self.ok)
@@ -125,7 +133,7 @@ class Embedder(LoadedFunction):
         pads: bool,
         model_factory: object = None,
     ) -> None:
-        store = store if isinstance(store, FeatureStore) else FeatureStore(store)
+        store = open_if_path(store)
         manifest = manifest_of(store)
         if manifest is None:
             raise StoreError(
@@ -154,22 +162,28 @@ class Embedder(LoadedFunction):
     def __call__(self, images: Sequence[object]) -> Embedding:
         items = list_given_images(images)
         features: dict[str, Array] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         for model in self.models:
             with model.run(items) as context:
                 sink = _EmbeddingSink(context)
                 run_parts(context, sink)
             features |= sink.features
-            failures |= {
-                row: f"{failure.status.label}: {failure.message}"
-                for row, failure in sink.failures.items()
-            }
+            failures |= sink.failures
         ok = np.ones(len(items), bool)
         ok[list(failures)] = False
         for values in features.values():
             values[~ok] = np.nan
         found = {name: features[name] for name in self._layers}
-        return Embedding(found, ok, dict(sorted(failures.items())))
+        listed = [
+            {
+                "row": row,
+                "status": failure.status.label,
+                "error": failure.error,
+                "message": failure.message,
+            }
+            for row, failure in sorted(failures.items())
+        ]
+        return Embedding(found, ok, listed)
 
 
 def embed_images(

@@ -18,7 +18,7 @@ from featx.base import shown_path
 from featx.config import listed_stores
 from featx.errors import ConfigError, FeatxError, counted
 from featx.storage import is_url
-from featx.store import FeatureStore, layout, read_result, read_summary
+from featx.store import FeatureStore, layout, open_if_path, read_result, read_summary
 from featx.types import Json, count_different_images
 
 
@@ -76,7 +76,7 @@ def _open_stores(
     Stores in folders that a pattern matches, and that are none, are added to `deeper`.
     """
     if isinstance(given, os.PathLike):
-        return [_open(given)]
+        return [open_if_path(given)]
     if isinstance(given, str) and (listed := listed_stores(given)) != [given]:
         given = listed
     if not isinstance(given, str):
@@ -84,14 +84,14 @@ def _open_stores(
         if not given:
             raise ConfigError("store=[]: expected stores, such as 'store=[runs/a,runs/b]'.")
         several = [
-            _open_stores(each, notes, deeper) if isinstance(each, str) else [_open(each)]
+            _open_stores(each, notes, deeper) if isinstance(each, str) else [open_if_path(each)]
             for each in given
         ]
         return [store for stores in several for store in stores]
     if "," in given and not is_url(given) and not Path(given).exists():
         raise ConfigError(f"store={given}: a list is written in brackets, 'store=[{given}]'.")
     if not glob.has_magic(given) or is_url(given):
-        return [_open(given)]
+        return [open_if_path(given)]
     stores, pattern = [], str(Path(given).expanduser())
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):  # noqa: PTH207
         if path.name == layout.PACKED and (path.parent / layout.MANIFEST).exists():
@@ -100,7 +100,7 @@ def _open_stores(
             deeper += [manifest.parent for manifest in path.glob(f"*/{layout.MANIFEST}")]
             continue
         try:
-            stores.append(_open(path))
+            stores.append(open_if_path(path))
         except FeatxError as error:
             notes.append(f"left out: {error}")
     if not stores:
@@ -109,10 +109,6 @@ def _open_stores(
             f"'store=runs/*/*' are those that have a model's name in a data set's folder."
         )
     return stores
-
-
-def _open(store: str | os.PathLike[str]) -> FeatureStore:
-    return store if isinstance(store, FeatureStore) else FeatureStore(store, verify="rows")
 
 
 def _entry(store: FeatureStore, notes: list[str]) -> dict[str, object]:

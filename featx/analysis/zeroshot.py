@@ -22,7 +22,7 @@ from featx.config import Config, from_saved
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
 from featx.models import TEMPLATE_SETS, TextClassifier, TextVectors, text_classifier, text_vectors
 from featx.storage import open_folder
-from featx.store import FeatureStore, Run, layout, result_json
+from featx.store import FeatureStore, Run, layout, open_if_path, result_json
 
 FORMAT = 1
 """Version of the format of zeroshot.json."""
@@ -119,13 +119,19 @@ def search(
     texts = [text] if isinstance(text, str) else list(text)
     if not texts or not all(each.strip() for each in texts):
         raise ConfigError("a text is empty: give what the images show.")
-    opened = store if isinstance(store, FeatureStore) else FeatureStore(store)
+    opened = open_if_path(store)
     run = _run_of(opened)
     model = from_saved(run.header.config).model
     found = text_vectors(model, texts, choose_device(device))
     _check_model(opened, run, model.name, found)
     return nearest_to(
-        opened, EMBEDDING, found.vectors, k, device=device, projection=found.projection
+        opened,
+        EMBEDDING,
+        found.vectors,
+        k,
+        device=device,
+        standardise=False,
+        projection=found.projection,
     )
 
 

@@ -235,7 +235,8 @@ def config_of_store_call(job: str, keys: Mapping[str, object], store: object) ->
 
 
 def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
-    """Return a decorator that shows the keywords of `**keys` in the signature of a function.
+    """Return a decorator that shows the keywords of `**keys` and their defaults in the signature of
+    a function.
 
     Type checkers take them from `Unpack[options]`; `help()` and notebooks take the signature. Other
     keywords of the function stay in front.
@@ -244,7 +245,10 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
     def decorate(function: FunctionT) -> FunctionT:
         keywords = [
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=hint.__forward_arg__
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_shown_default(name),
+                annotation=hint.__forward_arg__,
             )
             for name, hint in options.__annotations__.items()
         ]
@@ -265,6 +269,16 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
         return function
 
     return decorate
+
+
+def _shown_default(name: str) -> object:
+    """Return the default of a keyword. For a group it is the name that selects a member, or {} if
+    it has none; also for `data`, which a store says.
+    """
+    default = getattr(Config(), name)
+    if not is_dataclass(default):
+        return default
+    return {} if name == "data" else getattr(default, "name", {})
 
 
 def run(config: Config, config_yaml: str) -> int:

@@ -29,7 +29,8 @@ def export_store(store: object = None, /, **keys: Unpack[ExportOptions]) -> Path
 
     Args:
         store: path of the store, or an open one.
-        keys: `layers`, `out`, `overwrite`, and `export` as a mapping.
+        export: a mapping, such as `{"format": "parquet"}`.
+        out: folder of the export; the default stands for one in the store.
 
     Returns:
         The folder of the export.

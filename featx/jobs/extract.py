@@ -23,6 +23,9 @@ def extract(
 
         store = featx.extract("photos/", model="resnet50", layers=["layer4"], out="runs/p")
 
+    Keywords without an entry here are described by `featx job=extract --help`. An option of a group
+    may be a keyword, too: `data_limit=10`.
+
     Args:
         data: the images: a folder or another path, the name of a packaged data set, a list of
             paths (which are the keys), arrays or Pillow images, a DataFrame or table with the
@@ -31,11 +34,10 @@ def extract(
             `data={"source": dataset, "limit": 100}`.
         verbose: whether the settings are printed before the run, and a summary after it; None
             prints them except in a notebook, which shows a progress bar and what is returned.
-        keys: options of the command (`featx job=extract --help`). `model` is a name, a
-            `torch.nn.Module`, or a function that returns one; `reduce` is a name. Each also takes a
-            mapping, such as `model={"name": "resnet50", "weights": None}` or `model={"factory":
-            net, "transform": {"crop": 64}}`, and an option of a group may be a keyword:
-            `data_limit=10`.
+        model: a name, a `torch.nn.Module`, a function that returns one, or a mapping, such as
+            `{"name": "resnet50", "weights": None}` or
+            `{"factory": net, "transform": {"crop": 64}}`.
+        reduce: a name, or a mapping, such as `{"name": "grid", "size": 4}`.
 
     Returns:
         The store, open for reading. Failed images are rows of NaN with their status; see

@@ -12,6 +12,7 @@ from featx.config import (
     ExecutorConfig,
     ExportConfig,
     ModelConfig,
+    ProbeConfig,
     ReduceConfig,
     ReportConfig,
     StatsConfig,
@@ -83,3 +84,14 @@ class ReportOptions(TypedDict, total=False):
     seed: int
     store: str | PathLike[str] | None
     report: ReportConfig | Mapping[str, Any]
+
+
+class ProbeOptions(TypedDict, total=False):
+    """Keywords of `featx.probe`: the options that job=probe reads."""
+
+    layers: str | Sequence[str] | Mapping[str, Any] | None
+    out: str | PathLike[str]
+    device: str
+    seed: int
+    store: str | PathLike[str] | None
+    probe: ProbeConfig | Mapping[str, Any]

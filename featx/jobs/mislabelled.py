@@ -41,10 +41,10 @@ def run(config: Config, config_yaml: str) -> int:
             store,
             layer,
             folds,
-            options.label_column,
-            config.seed,
-            config.device,
-            progress.step,
+            label_column=options.label_column,
+            seed=config.seed,
+            device=config.device,
+            on_progress=progress.step,
         )
     order = np.argsort(judged.confidences, kind="stable")
     table = write_ranking(disk, "mislabelled.csv", _described(store, judged, order))

@@ -56,8 +56,8 @@ def run(config: Config, config_yaml: str) -> int:
             layer,
             options.k,
             options.metric,
-            key,
-            config.device,
+            key=key,
+            device=config.device,
             standardise=options.standardise,
         )
         rows, scores = found.neighbours[0], found.scores[0]
@@ -122,10 +122,17 @@ def _nearest_to_image(
 
     embedding = embed_images(config, store, [image], [layer])
     if embedding.failures:
-        raise DataError(f"{image}: {embedding.failures[0]}")
+        failure = embedding.failures[0]
+        raise DataError(f"{image}: {failure['status']}: {failure['message']}")
     options, vectors = config.neighbors, embedding[layer]
     rows, scores = nearest_to(
-        store, layer, vectors, options.k, options.metric, config.device, options.standardise
+        store,
+        layer,
+        vectors,
+        options.k,
+        options.metric,
+        device=config.device,
+        standardise=options.standardise,
     )
     return rows[0], scores[0]
 
@@ -148,10 +155,9 @@ def _neighbors_of_all(
                 layer,
                 options.k,
                 options.metric,
-                None,
-                config.device,
-                progress.step,
-                options.standardise,
+                device=config.device,
+                standardise=options.standardise,
+                on_progress=progress.step,
             )
     files = _write_files(disk, store, layer, found, index, options.standardise)
     # An approximate search misses rows, so that its ranking is not that of the layer.
@@ -257,9 +263,9 @@ def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> Ro
         recall,
         options.k,
         options.metric,
-        config.seed,
-        config.device,
-        options.standardise,
+        seed=config.seed,
+        device=config.device,
+        standardise=options.standardise,
     )
     if 4 * index.num_probed_lists > index.num_lists:
         log_message(

@@ -36,7 +36,9 @@ def run(config: Config, config_yaml: str) -> int:
     layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()) + int((store.ok & (store.labels >= 0)).sum()))
-        found = find_outliers(store, layer, options.k, options.metric, config.device, progress.step)
+        found = find_outliers(
+            store, layer, options.k, options.metric, config.device, on_progress=progress.step
+        )
     order = np.argsort(-found.distances, kind="stable")
     table = write_ranking(disk, "outliers.csv", _described(store, found, order))
     of_class = np.flatnonzero(~np.isnan(found.class_distances))

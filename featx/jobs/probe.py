@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Unpack
 
-from featx.base import log_message
+from featx.base import is_notebook, log_message, log_step
 from featx.config import Config, ProbeConfig, listed_stores
 from featx.errors import ConfigError
-from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.base import (
+    JOBS,
+    Input,
+    Job,
+    config_of_store_call,
+    print_summary,
+    with_keywords,
+)
+from featx.jobs.keywords import ProbeOptions
+from featx.types import Json
+
+
+@with_keywords(ProbeOptions)
+def probe(store: object = None, /, **keys: Unpack[ProbeOptions]) -> Json:
+    """Run job=probe from Python, with the options of the command and the same files.
+
+        featx.probe("runs/p", layers=["layer4"], probe={"folds": 5})["accuracy"]
+
+    Args:
+        store: path of the store, or an open one.
+        probe: a mapping of the options of the group.
+
+    Returns:
+        The contents of `probe.json`, which docs/probe.md describes.
+
+    Raises:
+        FeatxError: an error that the command would report with exit code 1 or 2.
+    """
+    config = config_of_store_call("probe", keys, store)
+    from featx.analysis.probe import run_probe  # which imports torch
+
+    return run_probe(config, log_step if is_notebook() else log_message)
 
 
 def run(config: Config, config_yaml: str) -> int:

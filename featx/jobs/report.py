@@ -26,7 +26,9 @@ def write_report(store: object = None, /, **keys: Unpack[ReportOptions]) -> Path
 
     Args:
         store: path of the store, or an open one; in a list, the others are compared with the first.
-        keys: `layers`, `out`, `seed`, `data` if the images have moved, and `report` as a mapping.
+        data: folder of the images, if they have moved.
+        out: folder or HTML file of the page; the default stands for the folder of the store.
+        report: a mapping of the options of the group.
 
     Returns:
         The HTML file.

@@ -48,8 +48,8 @@ def stats(
 
     Args:
         data: as of `featx.extract`.
-        keys: as of `featx.extract`; `stats` takes a mapping, such as
-            `stats={"observation": "position"}`.
+        stats: a mapping, such as `{"observation": "position"}`; the other keywords are as of
+            `featx.extract`.
 
     Returns:
         The statistics, open for reading. Failed images are left out; see `stats-failures.csv`,

@@ -83,6 +83,9 @@ def open(path: str | os.PathLike[str], verify: Verify = "chunks") -> FeatureStor
 class FeatureStore:
     """Features of a data set; `store[layer]` is a lazy array of shape (N, ...).
 
+    `len(store)` is the number N of rows, `in` and iteration are over the names of the layers, and
+    `store.keys` are the keys of the rows.
+
     A store can be pickled and used in forked processes; each process opens its own files.
 
     Attributes:
@@ -344,7 +347,13 @@ class FeatureStore:
 
         Raises:
             KeyError: there is no such key; the message names similar keys.
+            TypeError: `key` is no text, bytes or path.
         """
+        if not isinstance(key, str | bytes | os.PathLike):
+            raise TypeError(
+                f"store.row finds the row of a key, which is a str or bytes; {key!r} is a "
+                f"{type(key).__name__}. The key of a row number: store.key_of(3)."
+            )
         wanted = name_bytes(key)
         keys, order = self.key_bytes, self._key_order
         # With a text longer than the keys, numpy would copy all of them to that length.
@@ -482,6 +491,11 @@ class FeatureStore:
                 if ((before != after) & (before != none) & (after != none)).any():
                     return True
         return False
+
+
+def open_if_path(store: FeatureStore | str | os.PathLike[str]) -> FeatureStore:
+    """Return an open store as it is, and open the one at a path with `verify="rows"`."""
+    return store if isinstance(store, FeatureStore) else FeatureStore(store, verify="rows")
 
 
 def _texts(names: npt.NDArray[np.bytes_]) -> npt.NDArray[np.str_]:

@@ -1,6 +1,7 @@
 """A store as a torch Dataset: rows, tokens, and orders of both that suit a disk.
 
-In: a store. Out: batches of tensors in the dtype of the store.
+In: a store. Out: rows in float32 unless `dtype` says otherwise (`FeatureDataset`), and batches of
+tokens in the dtype of the store (`TokenDataset`).
 Names for others: those in `__init__.pyi`.
 """
 

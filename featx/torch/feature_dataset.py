@@ -39,7 +39,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
     dataset contains the rows that are complete when it is created; later rows are ignored.
 
     Args:
-        path: folder of the store, or its features.h5.
+        path: folder of the store, its features.h5, or an open store.
         layer: name of the layer.
         verify: what is compared with its checksum on reading, as for `featx.open`.
         dtype: dtype of the features; None for that of the store, which is exact as well and takes

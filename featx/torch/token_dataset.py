@@ -61,7 +61,7 @@ class TokenDataset(IterableDataset[Batch]):
     arguments and the epoch alone. Each iteration uses the next epoch; `set_epoch` chooses it.
 
     Args:
-        path: folder of the store, or its features.h5.
+        path: folder of the store, its features.h5, or an open store.
         layer: name of the layer.
         tokens: 'all', 'patches', 'cls', 'registers', or positions on the token axis, as a list or
             as a mask.

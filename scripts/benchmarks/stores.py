@@ -116,7 +116,7 @@ def nearest(arguments: argparse.Namespace) -> None:
         title = f"{len(queries)} of {len(matrix)} rows of {matrix.shape[1]}, exactly"
         compare(title, cases, arguments.runs, "rows per second of processor time")
         started_at = time.process_time()
-        index = RowIndex(store, "layer", 0.99)
+        index = RowIndex(store, "layer", 0.99, standardise=False)
         index.nearest_rows()
         print(
             f"{index.recall:.2%} of the nearest rows by {index.num_probed_lists} of "

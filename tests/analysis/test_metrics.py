@@ -16,7 +16,7 @@ from featx.analysis.probe.class_metrics import (
     prediction_metrics,
     weighted_metrics,
 )
-from featx.analysis.probe.metrics import CLASS_METRICS, Predictions, drawn_units, wilson
+from featx.analysis.probe.metrics import CLASS_METRICS, ProbePredictions, drawn_units, wilson
 from featx.analysis.probe.patches import PixelCounts
 from featx.analysis.probe.pixel_task import pixel_interval
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def drawn_predictions(
     rows: int, classes: int, probabilities: bool = True, ties: bool = False, untested: int = 0
-) -> Predictions:
+) -> ProbePredictions:
     """Predictions that are better than chance; no row is of the last `untested` classes."""
     rng = np.random.default_rng(0)
     y = rng.integers(classes - untested, size=rows)
@@ -33,7 +33,7 @@ def drawn_predictions(
     scores[np.arange(rows), y] += 1
     if probabilities:
         scores = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-    return Predictions.of_scores(y, scores.round(1) if ties else scores, probabilities)
+    return ProbePredictions.of_scores(y, scores.round(1) if ties else scores, probabilities)
 
 
 def test_numbers_of_each_class_are_scikit_learns() -> None:
@@ -87,7 +87,7 @@ def test_calibration_error_by_hand() -> None:
 
 
 def calibration_error(y: np.ndarray, scores: np.ndarray) -> float:
-    found = prediction_metrics(Predictions.of_scores(y, scores, True))
+    found = prediction_metrics(ProbePredictions.of_scores(y, scores, True))
     assert found["calibration_bins"] == 15
     return float(found["calibration_error"])
 
@@ -108,7 +108,7 @@ def test_wilson(correct: int, count: int, expected: tuple[float, float]) -> None
 
 def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
     def top5(y: list[int], scores: np.ndarray, most_ranked: int | None = None) -> float | None:
-        predictions = Predictions.of_scores(np.array(y), scores, True, most_ranked=most_ranked)
+        predictions = ProbePredictions.of_scores(np.array(y), scores, True, most_ranked=most_ranked)
         found: float | None = prediction_metrics(predictions)["top5"]
         return found
 
@@ -119,19 +119,19 @@ def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
     assert top5([4, 5], scores) == 1
     assert top5([0, 5], scores) == 0.5
     assert top5([0, 5], scores, most_ranked=4) is None
-    five = prediction_metrics(Predictions.of_scores(np.array([0, 4]), np.eye(5)[[0, 4]], True))
+    five = prediction_metrics(ProbePredictions.of_scores(np.array([0, 4]), np.eye(5)[[0, 4]], True))
     assert five["top5"] is None
 
 
 def test_a_class_that_is_never_predicted_has_no_precision() -> None:
     found = prediction_metrics(
-        Predictions.of_scores(np.array([0, 1]), np.array([[1.0, 0.0], [1.0, 0.0]]), True)
+        ProbePredictions.of_scores(np.array([0, 1]), np.array([[1.0, 0.0], [1.0, 0.0]]), True)
     )
     assert found["precision"] == [0.5, None]
     assert found["recall"] == [1.0, 0.0]
 
 
-def of_scikit_learn(predictions: Predictions) -> dict[str, float]:
+def of_scikit_learn(predictions: ProbePredictions) -> dict[str, float]:
     """The metrics that are defined."""
     y, scores, predicted = predictions.y, predictions.scores, predictions.predicted
     labels, tested, rows = np.arange(scores.shape[1]), np.unique(y), np.arange(len(y))
@@ -160,14 +160,14 @@ def of_scikit_learn(predictions: Predictions) -> dict[str, float]:
     return metrics
 
 
-def check(predictions: Predictions, drawn: np.ndarray) -> None:
+def check(predictions: ProbePredictions, drawn: np.ndarray) -> None:
     """Compare all metrics of resamples, given as (b, n) rows, with those of the drawn rows."""
     count = len(predictions.y)
     weights = np.array([np.bincount(rows, minlength=count) for rows in drawn], np.float64)
     found = weighted_metrics(predictions, weights)
     assert tuple(found) == CLASS_METRICS
     for i, rows in enumerate(drawn):
-        of_rows = Predictions.of_scores(
+        of_rows = ProbePredictions.of_scores(
             predictions.y[rows],
             predictions.scores[rows],
             predictions.p_true is not None,
@@ -194,12 +194,12 @@ def test_ties_few_ranked_classes_and_probabilities_of_0() -> None:
     drawn = np.random.default_rng(1).integers(30, size=(20, 30))
     tied = drawn_predictions(30, 8, probabilities=False, ties=True)
     check(tied, drawn)
-    check(Predictions.of_scores(tied.y, tied.scores, False, None, 3), drawn)
+    check(ProbePredictions.of_scores(tied.y, tied.scores, False, None, 3), drawn)
     sure = drawn_predictions(30, 8)
     scores = sure.scores.copy()
     scores[4, sure.y[4]] = 0
     scores[4] /= scores[4].sum()
-    never = Predictions.of_scores(sure.y, scores, True)
+    never = ProbePredictions.of_scores(sure.y, scores, True)
     check(never, drawn)
     assert {len(np.unique(rows == 4)) for rows in drawn} == {1, 2}, "with and without the row"
 
@@ -211,7 +211,7 @@ def test_resamples_of_one_class_or_one_prediction() -> None:
     check(predictions, rows)
     same = np.where(y == y[0])[0]
     check(predictions, np.array([np.resize(same, 6)]))
-    one = Predictions.of_scores(y, np.tile([0.8, 0.1, 0.1], (6, 1)), True)
+    one = ProbePredictions.of_scores(y, np.tile([0.8, 0.1, 0.1], (6, 1)), True)
     check(one, rows)
 
 
@@ -219,14 +219,14 @@ def test_the_resamples_are_those_of_a_loop() -> None:
     """Blocks of resamples draw the numbers that one resample after the other would draw."""
     predictions = drawn_predictions(40, 3)
     groups = np.arange(40) // 4
-    grouped = Predictions.of_scores(predictions.y, predictions.scores, True, groups)
+    grouped = ProbePredictions.of_scores(predictions.y, predictions.scores, True, groups)
     rng, values = np.random.default_rng(0), []
     for _ in range(60):
         drawn = rng.integers(10, size=10)
         rows = np.concatenate([np.flatnonzero(groups == unit) for unit in drawn])
         values.append(
             prediction_metrics(
-                Predictions.of_scores(predictions.y[rows], predictions.scores[rows], True)
+                ProbePredictions.of_scores(predictions.y[rows], predictions.scores[rows], True)
             )
         )
     entry = bootstrap_entry(grouped, 60)

@@ -58,7 +58,10 @@ def files_of(store: featx.FeatureStore, rows: list[int]) -> list[str]:
 def test_files_in_any_order_have_the_bits_of_the_stored_rows(store: featx.FeatureStore) -> None:
     rows = [7, 2, 20, 2]
     found = featx.embed(files_of(store, rows), store, **CODE)
-    assert list(found.features) == ["conv", "pool"]
+    assert list(found) == list(found.features) == ["conv", "pool"]
+    assert "pool" in found
+    assert "fc" not in found
+    assert len(found) == 4
     for name in store.layers:
         assert found[name].dtype == store[name].dtype
         assert np.array_equal(found[name], store[name][rows]), name
@@ -87,12 +90,11 @@ def test_an_image_that_fails_has_its_reason_and_changes_no_other(
     images: list[Any] = ["nowhere.png", *files_of(store, [5]), "bad.png", 3, b""]
     found = featx.embed(images, store, **CODE)
     assert found.ok.tolist() == [False, True, False, False, False]
-    assert list(found.failures) == [0, 2, 3, 4]
+    assert [failure["row"] for failure in found.failures] == [0, 2, 3, 4]
     assert repr(found).endswith("4 failed, layers: " + ", ".join(found.features) + ")")
-    assert found.failures[0].startswith("missing: ")
-    assert found.failures[2].startswith("unsupported: ")
-    assert "the image is a int" in found.failures[3]
-    assert found.failures[4].startswith("empty: ")
+    status = [failure["status"] for failure in found.failures]
+    assert (status[0], status[1], status[3]) == ("missing", "unsupported", "empty")
+    assert "the image is a int" in found.failures[2]["message"]
     for name in store.layers:
         assert np.array_equal(found[name][1], store[name][5])
         assert np.isnan(found[name][~found.ok]).all()
@@ -203,13 +205,13 @@ def test_neighbours_of_an_image(
 ) -> None:
     (file,) = files_of(store, [5])
     found = job_result("neighbors", **ASKED, neighbors={"image": file, "k": 4})
-    expected = nearest_rows(
-        store, "pool", 3, key=str(store.keys[5]), device="cpu", standardise=True
-    )
+    expected = nearest_rows(store, "pool", 3, key=str(store.keys[5]), device="cpu")
     assert [each["row"] for each in found["nearest"]] == [5, *expected.neighbours[0].tolist()]
     assert found["nearest"][0]["cosine"] == pytest.approx(1)
     scores = [each["cosine"] for each in found["nearest"][1:]]
     assert scores == pytest.approx(expected.scores[0].tolist(), abs=1e-6)
+    again = nearest_to(store, "pool", store["pool"][[5]], 4, device="cpu")[0]
+    assert again[0].tolist() == [each["row"] for each in found["nearest"]]
     write_image(Path("new.png"), 99)
     ask(image="new.png", k=2, metric="euclidean", standardise=False)
     lines = capsys.readouterr().out.splitlines()

@@ -15,16 +15,16 @@ from featx.analysis.probe.comparisons import (
     resampled_test,
 )
 from featx.analysis.probe.comparisons import differences as compare_splits
-from featx.analysis.probe.metrics import Predictions
+from featx.analysis.probe.metrics import ProbePredictions
 from featx.analysis.probe.splits import Split
 from featx.analysis.probe.texts import difference_text
 
 
-def rows_with(right: list[bool], groups: list[int] | None = None) -> Predictions:
+def rows_with(right: list[bool], groups: list[int] | None = None) -> ProbePredictions:
     """Test rows of class 0, of which some are predicted right."""
     predicted = np.where(right, 0, 1)
     of_row = None if groups is None else np.array(groups)
-    return Predictions(np.zeros(len(right), np.int64), predicted, None, None, of_row)
+    return ProbePredictions(np.zeros(len(right), np.int64), predicted, None, None, of_row)
 
 
 @pytest.mark.parametrize(

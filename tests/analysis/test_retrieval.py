@@ -69,12 +69,12 @@ def test_ties_count_against_the_class() -> None:
     x = np.ones((4, 3), np.float32)
     x[3] = [0, 1, 2]
     write_store(Path("store"), np.array([0, 0, 1, 1]), x=x)
-    found = retrieval_metrics(featx.open("store"), "x", "euclidean", "cpu")
+    found = retrieval_metrics(featx.open("store"), "x", "euclidean", "cpu", standardise=False)
     assert found is not None
     # Rows 0 and 1 have row 2 as near as their class, row 2 has two, row 3 has two: none is first.
     assert found["recall"] == {"1": 0.0}
     write_store(Path("zeros"), np.array([0, 0, 1, 1]), x=np.array([[0, 0], [0, 0], [1, 2], [2, 1]]))
-    found = retrieval_metrics(featx.open("zeros"), "x", "cosine", "cpu")
+    found = retrieval_metrics(featx.open("zeros"), "x", "cosine", "cpu", standardise=False)
     assert found is not None
     # A vector of zeros is as near to all others, copies too; they come last for other vectors.
     assert found["recall"] == {"1": 0.5}
@@ -94,7 +94,7 @@ def test_copies_are_ties_whatever_their_values(
     groups = (rng.normal(size=(4, 1, 301)) / 3 + offset).astype(np.float32)
     y = np.arange(40) % 2
     write_store(Path("store"), y, x=groups.repeat(10, axis=1).reshape(40, 301))
-    found = retrieval_metrics(featx.open("store"), "x", metric, "cpu")
+    found = retrieval_metrics(featx.open("store"), "x", metric, "cpu", standardise=False)
     assert found is not None
     # Four of the nine copies of a row have its class and five have not.
     assert found["recall"] == {"1": 0.0, "5": 0.0, "10": 1.0}
@@ -169,7 +169,7 @@ def test_other_views_of_an_image_are_no_hits() -> None:
     run = make_labelled({"x": x}, y, ["a", "b", "c", "d"])
     listing = replace(run.listing, keys=keys)
     replace(run, listing=listing).write(Path("views"), packed=True)
-    found = retrieval_metrics(featx.open("views"), "x", "euclidean", "cpu")
+    found = retrieval_metrics(featx.open("views"), "x", "euclidean", "cpu", standardise=False)
     assert found is not None
     recall, mean = expected(x, y, "euclidean", images)
     assert found["left_out"] == "image"
@@ -179,7 +179,7 @@ def test_other_views_of_an_image_are_no_hits() -> None:
     # No class has another image.
     listing = replace(listing, labels=images, classes=tuple(map(str, range(40))))
     replace(run, listing=listing).write(Path("one"), packed=True)
-    assert retrieval_metrics(featx.open("one"), "x", "euclidean", "cpu") is None
+    assert retrieval_metrics(featx.open("one"), "x", "euclidean", "cpu", standardise=False) is None
 
 
 def test_a_row_that_is_nearer_by_little_is_nearer() -> None:
@@ -188,7 +188,7 @@ def test_a_row_that_is_nearer_by_little_is_nearer() -> None:
     x[2, 0] += 3e-4
     x[3, 1] = 5
     write_store(Path("store"), np.array([0, 0, 1, 1]), x=x)
-    found = retrieval_metrics(featx.open("store"), "x", "euclidean", "cpu")
+    found = retrieval_metrics(featx.open("store"), "x", "euclidean", "cpu", standardise=False)
     assert found is not None
     # Rows 0 and 1 find each other; rows 2 and 3 have a row of the other class nearer.
     assert found["recall"] == {"1": 0.5}
@@ -197,4 +197,4 @@ def test_a_row_that_is_nearer_by_little_is_nearer() -> None:
 def test_without_two_rows_of_a_class_there_is_nothing_to_retrieve() -> None:
     x, _ = blobs(5)
     write_store(Path("store"), np.arange(5), x=x)
-    assert retrieval_metrics(featx.open("store"), "x", "cosine", "cpu") is None
+    assert retrieval_metrics(featx.open("store"), "x", "cosine", "cpu", standardise=False) is None

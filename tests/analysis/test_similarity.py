@@ -86,7 +86,7 @@ class TestNeighbours:
     )
     def test_they_are_those_of_scikit_learn(self, metric: str, layer: str, packed: bool) -> None:
         store = write(make_run(60, 16, failed=FAILED), packed=packed)
-        found = nearest_rows(store, layer, k=6, metric=metric, device="cpu")
+        found = nearest_rows(store, layer, k=6, metric=metric, device="cpu", standardise=False)
         X = ok_vectors(store, layer)
         ok = np.flatnonzero(store.ok)
         search = NearestNeighbors(metric=metric, algorithm="brute").fit(X.astype(np.float64))
@@ -111,7 +111,7 @@ class TestNeighbours:
         flat[17] = flat[4]
         flat[25] = 2 * flat[4]
         store = write(with_features(run, flat=flat))
-        cosine = nearest_rows(store, "flat", k=2, device="cpu")
+        cosine = nearest_rows(store, "flat", k=2, device="cpu", standardise=False)
         assert cosine.neighbours[[4, 17, 25]].tolist() == [[17, 25], [4, 25], [4, 17]]
         assert cosine.scores[4].tolist() == pytest.approx([1, 1])
         assert not (cosine.neighbours == cosine.rows[:, None]).any()
@@ -128,7 +128,7 @@ class TestNeighbours:
         shape = run.features[name].shape
         x = 1e6 + 16 * rng.integers(-500, 500, shape)  # no distances are equal
         store = write(with_features(run, **{name: x}))
-        found = nearest_rows(store, name, k=3, metric=metric)
+        found = nearest_rows(store, name, k=3, metric=metric, standardise=False)
         flat = x.reshape(len(x), -1)
         exact = scipy.spatial.distance.cdist(flat, flat, metric)
         np.fill_diagonal(exact, np.inf)
@@ -138,7 +138,7 @@ class TestNeighbours:
     def test_squares_need_not_fit_into_float32(self, scale: float) -> None:
         run = make_run(40, 16)
         store = write(with_features(run, flat=scale * run.features["flat"].astype(np.float64)))
-        found = nearest_rows(store, "flat", 6, "euclidean", device="cpu")
+        found = nearest_rows(store, "flat", 6, "euclidean", device="cpu", standardise=False)
         x = ok_vectors(store, "flat").astype(np.float64)
         distances, places = NearestNeighbors(algorithm="brute").fit(x).kneighbors(n_neighbors=6)
         assert np.array_equal(found.neighbours, places)
@@ -159,12 +159,12 @@ class TestNeighbours:
         flat[20:] += 2000
         flat[5] *= 1e6
         store = write(with_features(make_run(40, 16), flat=flat))
-        found = nearest_rows(store, "flat", 39, "euclidean", device="cpu")
+        found = nearest_rows(store, "flat", 39, "euclidean", device="cpu", standardise=False)
         search = NearestNeighbors(algorithm="brute").fit(flat.astype(np.float64))
         distances, places = search.kneighbors(n_neighbors=39)
         assert np.array_equal(found.neighbours[:, :9], places[:, :9])
         assert np.allclose(found.scores, distances, rtol=1e-3, atol=0)
-        nearest = nearest_rows(store, "flat", 3, "euclidean", device="cpu")
+        nearest = nearest_rows(store, "flat", 3, "euclidean", device="cpu", standardise=False)
         assert np.array_equal(nearest.neighbours, places[:, :3])
 
     @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
@@ -175,7 +175,7 @@ class TestNeighbours:
         flat[:, 0] = np.float32(1e4) + np.spacing(np.float32(1e4)) * (np.arange(40) % 3)
         flat[:, 1] = 0.1
         store = write(with_features(run, flat=flat))
-        found = nearest_rows(store, "flat", 39, metric, device="cpu", standardise=True)
+        found = nearest_rows(store, "flat", 39, metric, device="cpu")
         x = StandardScaler().fit_transform(flat.astype(np.float64))
         search = NearestNeighbors(metric=metric, algorithm="brute").fit(x)
         distances, _ = search.kneighbors(n_neighbors=39)
@@ -188,7 +188,7 @@ class TestNeighbours:
         flat[0] = 0
         flat[1:] *= 1e30
         store = write(with_features(run, flat=flat))
-        found = nearest_rows(store, "flat", k=5, device="cpu")
+        found = nearest_rows(store, "flat", k=5, device="cpu", standardise=False)
         assert np.isfinite(found.scores).all()
         assert found.scores[0].tolist() == [0] * 5
 
@@ -200,7 +200,7 @@ class TestNeighbours:
 
     def test_float16_and_bfloat16_are_taken_in_float32(self) -> None:
         store = write(make_run(40, 16, dtype="float16"))
-        found = nearest_rows(store, "flat", k=3, device="cpu")
+        found = nearest_rows(store, "flat", k=3, device="cpu", standardise=False)
         X = ok_vectors(store, "flat")
         search = NearestNeighbors(metric="cosine", algorithm="brute").fit(X)
         assert np.array_equal(found.neighbours, search.kneighbors(n_neighbors=3)[1])
@@ -252,7 +252,7 @@ class TestDuplicates:
         ok = np.flatnonzero(store.ok)
         expected = [ok[label == i].tolist() for i in range(count)]
         expected = sorted(group for group in expected if len(group) > 1)
-        found = duplicate_groups(store, "flat", threshold, "cpu")
+        found = duplicate_groups(store, "flat", threshold, "cpu", standardise=False)
         assert [group.tolist() for group in found] == expected
         assert 0 < len(expected) < 80
 
@@ -262,8 +262,10 @@ class TestDuplicates:
         run = make_run(60, 16, {"flat": (2,)})
         store = write(with_features(run, flat=flat))
         reach = float(np.cos(0.0501))
-        assert [len(group) for group in duplicate_groups(store, "flat", reach, "cpu")] == [60]
-        assert duplicate_groups(store, "flat", float(np.cos(0.0499)), "cpu") == []
+        found = duplicate_groups(store, "flat", reach, "cpu", standardise=False)
+        assert [len(group) for group in found] == [60]
+        beyond = float(np.cos(0.0499))
+        assert duplicate_groups(store, "flat", beyond, "cpu", standardise=False) == []
 
     def test_equal_rows_reach_a_threshold_of_one(self) -> None:
         run = make_run(40, 16)
@@ -272,7 +274,7 @@ class TestDuplicates:
         flat[39] = 3 * flat[8]
         flat[[0, 1]] = 0  # no direction, so no cosine
         store = write(with_features(run, flat=flat))
-        found = duplicate_groups(store, "flat", 1, "cpu")
+        found = duplicate_groups(store, "flat", 1, "cpu", standardise=False)
         assert [group.tolist() for group in found] == [[2, 5, 11, 30], [8, 39]]
         rows = LayerRows(store, "flat", np.flatnonzero(store.ok))
         vectors = LayerVectors([rows], torch.device("cpu"), unit=True)
@@ -288,7 +290,7 @@ class TestDuplicates:
         flat[4] = 2 * flat[0]
         flat[3] = flat[2] + 0.005 * draw.standard_normal(802_816)
         store = write(with_features(run, flat=flat))
-        found = duplicate_groups(store, "flat", 1, "cpu")
+        found = duplicate_groups(store, "flat", 1, "cpu", standardise=False)
         assert [group.tolist() for group in found] == [[0, 4], [1, 5]]
         rows = LayerRows(store, "flat", np.flatnonzero(store.ok))
         vectors = LayerVectors([rows], torch.device("cpu"), unit=True)
@@ -300,7 +302,8 @@ class TestDuplicates:
         assert near == pytest.approx(exact, abs=1e-7)
         # As near to the threshold as float32 could not say, on both sides of it.
         for threshold, count in ((exact + 5e-7, 3), (exact + 2e-6, 2)):
-            assert len(duplicate_groups(store, "flat", threshold, "cpu")) == count
+            groups = duplicate_groups(store, "flat", threshold, "cpu", standardise=False)
+            assert len(groups) == count
 
 
 def direct_cka(x: np.ndarray, y: np.ndarray) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import get_type_hints
 
 import pytest
@@ -19,6 +20,7 @@ from featx.jobs import keywords
         ("stats", keywords.StatsOptions),
         ("export_store", keywords.ExportOptions),
         ("write_report", keywords.ReportOptions),
+        ("probe", keywords.ProbeOptions),
     ],
 )
 def test_a_signature_has_the_keywords_with_their_types(name: str, options: type) -> None:
@@ -40,6 +42,28 @@ def test_some_types() -> None:
     assert signature.return_annotation == "FeatureStore"
     assert "store" not in inspect.signature(featx.extract).parameters
     assert "model" not in inspect.signature(featx.export_store).parameters
+
+
+@pytest.mark.parametrize("name", ["extract", "stats", "export_store", "write_report", "probe"])
+def test_help_shows_the_defaults_and_describes_what_the_signature_has(name: str) -> None:
+    function = getattr(featx, name)
+    parameters = inspect.signature(function).parameters
+    assert ... not in [each.default for each in parameters.values()]
+    entries = function.__doc__.split("Args:")[1].split("Returns:")[0]
+    described = re.findall(r"^ {8}(\w+):", entries, re.MULTILINE)
+    assert described
+    assert set(described) <= set(parameters)
+
+
+def test_some_defaults() -> None:
+    defaults = {
+        name: each.default for name, each in inspect.signature(featx.extract).parameters.items()
+    }
+    assert defaults["precision"] == "auto"
+    assert defaults["max_failures"] == 0.01
+    assert defaults["layers"] is None
+    assert (defaults["model"], defaults["reduce"]) == ("efficientnet_lite0", "none")
+    assert defaults["conformance"] == {}
 
 
 def test_an_unknown_keyword_is_still_one_clear_message() -> None:

@@ -64,7 +64,7 @@ def test_of_one_image(store: featx.FeatureStore, capsys: pytest.CaptureFixture[s
 
 def test_of_every_row(store: featx.FeatureStore) -> None:
     summary = result("neighbors", k=4)
-    expected = nearest_rows(store, "flat", 4, device="cpu", standardise=True)
+    expected = nearest_rows(store, "flat", 4, device="cpu")
     with np.load("store/neighbors/neighbors.npz") as found:
         assert np.array_equal(found["row"], expected.rows)
         assert np.array_equal(found["neighbor"], expected.neighbours)
@@ -280,7 +280,7 @@ def test_an_index_says_what_it_found(
     with np.load("store/neighbors/neighbors.npz") as found:
         assert found["recall"] == 1
         # Rows that are copies of each other may change places.
-        expected = nearest_rows(store, "flat", 4, device="cpu", standardise=True)
+        expected = nearest_rows(store, "flat", 4, device="cpu")
         assert np.allclose(found["score"], expected.scores, atol=1e-6)
     ask("neighbors", k=4, recall=0.9)
     assert "100.00% of the nearest rows, measured on 15 rows" in capsys.readouterr().out

@@ -295,6 +295,12 @@ def test_an_unknown_key_is_a_key_error(store: FeatureStore, key: str | bytes) ->
         store.row(key)
 
 
+@pytest.mark.parametrize("key", [3, np.int64(3), None])
+def test_what_is_no_key_is_told_what_is_one(store: FeatureStore, key: Any) -> None:
+    with pytest.raises(TypeError, match=r"a str or bytes; .*store\.key_of"):
+        store.row(key)
+
+
 def test_an_unknown_key_names_the_nearest(store: FeatureStore) -> None:
     with pytest.raises(KeyError, match=r"Nearest: cat/0002\.jpg"):
         store.row("cat/0002.jpeg")

@@ -16,7 +16,7 @@ from featx.analysis.probe.metrics import (
     CLASS_METRICS,
     Ints,
     Matrix,
-    Predictions,
+    ProbePredictions,
     drawn_units,
     effective_rows,
     units_of_rows,
@@ -38,7 +38,7 @@ _EQUAL = 1e-12
 """Difference of metrics, relative to the larger of the metric and 1, that counts as rounding."""
 
 
-def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
+def prediction_metrics(predictions: ProbePredictions) -> dict[str, Any]:
     """Compute all metrics of one test, as JSON types. Return rows; correct; accuracy; interval (95
     %, Wilson); effective_rows (of the interval); the metrics of `weighted_metrics` and
     calibration_bins; not_available (name of each metric that is None -> reason); precision, recall
@@ -75,7 +75,7 @@ def prediction_metrics(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def bootstrap_entry(predictions: Predictions, resamples: int) -> Json:
+def bootstrap_entry(predictions: ProbePredictions, resamples: int) -> Json:
     """Compute the 95 % percentile interval of every metric.
 
     In each resample as many units are drawn with replacement as there are, a unit being a row or a
@@ -108,7 +108,7 @@ def bootstrap_entry(predictions: Predictions, resamples: int) -> Json:
     }
 
 
-def _weights(predictions: Predictions, resamples: int) -> Iterator[Matrix]:
+def _weights(predictions: ProbePredictions, resamples: int) -> Iterator[Matrix]:
     """Yield weights of resamples in blocks, (b, n) each."""
     unit_of_row = units_of_rows(predictions.groups, len(predictions.y))
     numbers = max(predictions.class_scores.shape)  # the classes of a resample are counted as well
@@ -130,7 +130,7 @@ def _shares(parts: Ints, wholes: Ints) -> list[float | None]:
     return [part / whole if whole else None for part, whole in pairs]
 
 
-def _reasons(predictions: Predictions) -> dict[str, str]:
+def _reasons(predictions: ProbePredictions) -> dict[str, str]:
     """Return why a metric is undefined, if it is."""
     y, num_classes = predictions.y, predictions.class_scores.shape[1]
     one_class, no_probabilities = (
@@ -153,7 +153,7 @@ def _reasons(predictions: Predictions) -> dict[str, str]:
     }
 
 
-def weighted_metrics(predictions: Predictions, weights: Matrix) -> dict[str, Matrix]:
+def weighted_metrics(predictions: ProbePredictions, weights: Matrix) -> dict[str, Matrix]:
     """Compute the metrics of rows with weights. Return metric of CLASS_METRICS -> (b,) values, one
     for each of b resamples of the (b, n) weights, NaN where it is not defined.
 

@@ -24,7 +24,7 @@ from featx.analysis.probe.labelled_rows import (
 from featx.analysis.probe.layer_rows import ATTENTIVE, Problem, probe_rows, require_tokens
 from featx.analysis.probe.leakage import NEAR_COSINE, NearDuplicates, near_duplicates, repeated_rows
 from featx.analysis.probe.methods import FittedProbe
-from featx.analysis.probe.metrics import Predictions, join_predictions, mean_and_spread
+from featx.analysis.probe.metrics import ProbePredictions, join_predictions, mean_and_spread
 from featx.analysis.probe.output_files import read_probe
 from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import RowSplits, Split, check_split, small_classes
@@ -123,8 +123,8 @@ class ClassTask(RowTask):
 
     def test(
         self, opened: Problem, seed: int, split: Split, method: str, fitted: FittedProbe
-    ) -> Predictions:
-        return Predictions.of_scores(
+    ) -> ProbePredictions:
+        return ProbePredictions.of_scores(
             opened.y[split.test],
             fitted.scores(split.test),
             method != "ridge",
@@ -132,7 +132,7 @@ class ClassTask(RowTask):
             int(fitted.choice.setting) if method == "knn" else None,
         )
 
-    def judge(self, folds: Sequence[Predictions]) -> dict[str, object]:
+    def judge(self, folds: Sequence[ProbePredictions]) -> dict[str, object]:
         """Compute the metrics of all rows together; several folds add an entry `folds`."""
         metrics = prediction_metrics(join_predictions(folds))
         if len(folds) > 1:
@@ -148,7 +148,7 @@ class ClassTask(RowTask):
         accuracy, loss = validation["validation_accuracy"], validation["validation_loss"]
         return round(accuracy, 12), -round(loss, 12)
 
-    def first_metric(self, tested: Predictions) -> float | None:
+    def first_metric(self, tested: ProbePredictions) -> float | None:
         return tested.accuracy
 
     def settings(self, name: str, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class ClassTask(RowTask):
     def few_shot_csv(self) -> bytes | None:
         return few_shot_csv(self, self._draws) if self._draws else None
 
-    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[object]]:
+    def test_columns(self, record: Record[ProbePredictions], row: int) -> Iterator[list[object]]:
         tested, classes = record.tested, self.training.classes
         near = self._near[record.seed].training_of.get(int(record.split.test[row]))
         yield [
@@ -290,7 +290,7 @@ class ClassTask(RowTask):
             *(tested.class_scores[row].tolist() if self._keeps_scores else ()),
         ]
 
-    def _near_entry(self, tested: Predictions) -> Json:
+    def _near_entry(self, tested: ProbePredictions) -> Json:
         near, keys = self._near[self.config.seed], self.keys
         checked = near.not_checked is None
         is_without = ~np.isin(self.first_splits.test_places, near.test)

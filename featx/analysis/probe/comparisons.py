@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.metrics import Ints, Predictions, mean_and_spread
+from featx.analysis.probe.metrics import Ints, ProbePredictions, mean_and_spread
 from featx.analysis.probe.splits import Split
 from featx.errors import DataError, StoreMismatchError
 from featx.store import layout
@@ -27,7 +27,7 @@ ALPHA = 0.05
 
 
 def compare_with_best(
-    best: Predictions, others: Mapping[str, Predictions]
+    best: ProbePredictions, others: Mapping[str, ProbePredictions]
 ) -> dict[str, dict[str, Any]]:
     """Compare a classifier with each of several others. Return name -> entries of `compare`, with
     told_apart by the two that follow; p_holm, p corrected for the number of others; and
@@ -45,7 +45,7 @@ def compare_with_best(
     return tests
 
 
-def compare(a: Predictions, b: Predictions) -> dict[str, Any]:
+def compare(a: ProbePredictions, b: ProbePredictions) -> dict[str, Any]:
     """Test whether two classifiers differ in accuracy, by those rows that only one predicts right.
 
     Rows of one group tend to be right or wrong together. With groups, the unit is therefore a
@@ -91,7 +91,7 @@ def _are_told_apart(p: float, interval: tuple[float, float] | None, lead: int) -
     return low > 0 if lead > 0 else high < 0
 
 
-def _gains(a: Predictions, b: Predictions) -> tuple[Ints, Ints]:
+def _gains(a: ProbePredictions, b: ProbePredictions) -> tuple[Ints, Ints]:
     """Return for each unit the right rows of `a` minus those of `b`, and its number of rows."""
     gains = a.right.astype(np.int64) - b.right
     if a.groups is None:
@@ -235,7 +235,7 @@ class OtherProbe:
 
 def compared_store_entry(
     other: OtherProbe,
-    ours: Predictions,
+    ours: ProbePredictions,
     keys: Array,
     checksums: npt.NDArray[np.uint64],
     classes: Sequence[str],
@@ -267,8 +267,8 @@ def compared_store_entry(
     # A class that this store does not have is a wrong prediction.
     predicted = np.array([number.get(name, -1) for _, name in classes_there])
     groups = None if ours.groups is None else ours.groups[rows]
-    a = Predictions(ours.y[rows], ours.predicted[rows], None, None, groups)
-    b = Predictions(ours.y[rows], predicted, None, None, groups)
+    a = ProbePredictions(ours.y[rows], ours.predicted[rows], None, None, groups)
+    b = ProbePredictions(ours.y[rows], predicted, None, None, groups)
     return {
         "store": other.store,
         "layer": other.layer,

@@ -85,7 +85,7 @@ Z_95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
-class Predictions:
+class ProbePredictions:
     """Predictions of one method on one layer for rows that it was not fitted on.
 
     Attributes:
@@ -115,7 +115,7 @@ class Predictions:
         probabilities: bool,
         groups: Ints | None = None,
         most_ranked: int | None = None,
-    ) -> Predictions:
+    ) -> ProbePredictions:
         """Predict the class with the largest score, the first of equal ones."""
         predicted, rows = scores.argmax(1), np.arange(len(y))
         p_true = scores[rows, y] if probabilities else None
@@ -157,7 +157,7 @@ class Predictions:
         }
 
 
-def join_predictions(parts: Sequence[Predictions]) -> Predictions:
+def join_predictions(parts: Sequence[ProbePredictions]) -> ProbePredictions:
     """Join the predictions on the test rows of one or several splits."""
     if len(parts) == 1:
         return parts[0]
@@ -168,7 +168,7 @@ def join_predictions(parts: Sequence[Predictions]) -> Predictions:
         is_known = all(value is not None for value in values)
         joined[name] = np.concatenate(values) if is_known else None
     ranked = [part.most_ranked for part in parts if part.most_ranked is not None]
-    return Predictions(**joined, most_ranked=min(ranked, default=None))
+    return ProbePredictions(**joined, most_ranked=min(ranked, default=None))
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from featx.analysis.probe.splits import RowSplits, check_split, small_classes, s
 from featx.base import check_memory, choose_device, exact_cuda, rows_of_block
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, counted
-from featx.store import FeatureStore
+from featx.store import FeatureStore, open_if_path
 
 _TOLERANCE = 1e-6
 """Amount by which a probability may be below the threshold of its class, as in cleanlab."""
@@ -82,13 +83,14 @@ def confident_labels(
 
 
 def judge_labels(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
     folds: int = 5,
+    *,
     label_column: str | None = None,
     seed: int = 0,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda folds: None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> JudgedLabels:
     """Predict each labelled row by the linear probe of job=probe, fitted on the other folds.
 
@@ -96,6 +98,7 @@ def judge_labels(
     probe.folds.
 
     Args:
+        store: open store or its path.
         label_column: column of the store with the labels; None takes the store's labels.
         on_progress: called with 1 after each fold.
 
@@ -106,6 +109,7 @@ def judge_labels(
         LayerError: the store has no such layer.
     """
     require_scikit_learn()
+    store = open_if_path(store)
     options = ProbeConfig(folds=folds, label_column=label_column)
     labelled = _rows_with_one_class(store, options)
     chosen = choose_device(device)
@@ -135,7 +139,8 @@ def judge_labels(
     with threads_for(len(features) * features.width, chosen), torch.no_grad(), exact_cuda:
         for split in splits.splits:
             fits.append(methods.fit(problem, "linear", split))
-            on_progress(1)
+            if on_progress is not None:
+                on_progress(1)
         judgement = confident_labels(labels, num_classes, blocks)
     notes = (*labelled.notes, *splits.notes, *small_classes(labelled, splits.groups, folds))
     return JudgedLabels(

@@ -22,7 +22,7 @@ from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import LabelledRows, TaskKind
 from featx.analysis.probe.layer_rows import Problem, layer_tokens, open_vectors, probe_rows
 from featx.analysis.probe.methods import FittedProbe
-from featx.analysis.probe.metrics import METRICS, Ints, Metric, Predictions
+from featx.analysis.probe.metrics import METRICS, Ints, Metric, ProbePredictions
 from featx.analysis.probe.records import Choice, Record, Tested
 from featx.analysis.probe.splits import RowSplits, Split, split_rows
 from featx.config import Config
@@ -328,7 +328,7 @@ def one_or_all(values: Sequence[object]) -> object:
     return values[0] if len(values) == 1 else list(values)
 
 
-class RowTask(Task[Problem, FittedProbe, Predictions]):
+class RowTask(Task[Problem, FittedProbe, ProbePredictions]):
     """Task of predicting classes, numbers or labels of whole rows."""
 
     memory_remedy = "Lower probe.memory_gib, so that it is streamed, or use device=cpu."

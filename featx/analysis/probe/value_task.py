@@ -16,7 +16,7 @@ from featx.analysis.probe.metrics import (
     INTERVAL_RESAMPLES,
     LABEL_THRESHOLD,
     Matrix,
-    Predictions,
+    ProbePredictions,
     drawn_units,
     interval_entry,
     join_predictions,
@@ -71,11 +71,11 @@ class ValueTask(RowTask):
 
     def test(
         self, opened: Problem, seed: int, split: Split, method: str, fitted: FittedProbe
-    ) -> Predictions:
+    ) -> ProbePredictions:
         groups = self.groups_of(seed, split)
-        return Predictions(opened.y[split.test], fitted.scores(split.test), groups=groups)
+        return ProbePredictions(opened.y[split.test], fitted.scores(split.test), groups=groups)
 
-    def judge(self, folds: Sequence[Predictions]) -> dict[str, Any]:
+    def judge(self, folds: Sequence[ProbePredictions]) -> dict[str, Any]:
         joined = join_predictions(folds)
         values, reasons = value_metrics(self.kind.name, joined.y, joined.predicted)
         return {"rows": len(joined.y), **values, "not_available": reasons}
@@ -84,7 +84,7 @@ class ValueTask(RowTask):
     def merit(validation: Mapping[str, float]) -> tuple[float, ...]:
         return (-validation["validation_loss"],)
 
-    def first_metric(self, tested: Predictions) -> float | None:
+    def first_metric(self, tested: ProbePredictions) -> float | None:
         return first_value_metric(self.kind.name, tested.y, tested.predicted)
 
     def result_entries(self) -> Json:
@@ -106,7 +106,7 @@ class ValueTask(RowTask):
             "notes_on_rows": [*self.notes_on_rows(), *self._untrained_notes()],
         }
 
-    def test_columns(self, record: Record[Predictions], row: int) -> Iterator[list[object]]:
+    def test_columns(self, record: Record[ProbePredictions], row: int) -> Iterator[list[object]]:
         tested = record.tested
         yield [*tested.y[row].tolist(), *tested.predicted[row].tolist()]
 

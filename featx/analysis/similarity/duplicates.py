@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.base import choose_device, float64_device
 from featx.config import DuplicatesConfig
-from featx.store import FeatureStore
+from featx.store import FeatureStore, open_if_path
 
 SLACK = 1e-6
 """Amount by which a cosine may miss the threshold, since two equal float32 vectors have a cosine of
@@ -28,22 +29,25 @@ MAX_BLOCK_ROWS = 2048
 
 
 def duplicate_groups(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
-    threshold: float,
+    threshold: float | None = None,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda rows: None,
-    standardise: bool = False,
+    *,
+    standardise: bool = True,
+    on_progress: Callable[[int], None] | None = None,
 ) -> list[npt.NDArray[np.int64]]:
     """Find groups of rows that are linked, directly or indirectly, by a cosine above a threshold.
 
     Args:
-        store: open store; rows that failed are left out.
+        store: open store or its path; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
-        threshold: cosine, above 0 and at most 1. A vector of zeros has no cosine and is in no
-            group.
+        threshold: cosine, above 0 and at most 1; None for 0.9, or 0.98 without `standardise`. A
+            vector of zeros has no cosine and is in no group.
         standardise: whether each value has its mean over the rows subtracted and is divided by its
-            standard deviation first. Cosines of most layers are near 1 for all images otherwise.
+            standard deviation first, as by job=duplicates. Cosines of most layers are near 1 for
+            all images otherwise.
+        on_progress: called with the number of rows that are done.
 
     Returns:
         one (m,) int64 array per group of at least two rows, increasing rows of the store; groups
@@ -53,6 +57,7 @@ def duplicate_groups(
         ConfigError: the threshold is out of range, or all rows failed.
         LayerError: the store has no such layer.
     """
+    store = open_if_path(store)
     threshold = DuplicatesConfig(threshold=threshold).least_cosine(standardise)
     rows = LayerRows(store, layer, np.flatnonzero(store.ok))
     vectors = LayerVectors([rows], choose_device(device), unit=True, standardise=standardise)
@@ -60,7 +65,7 @@ def duplicate_groups(
 
 
 def linked_groups(
-    vectors: LayerVectors, threshold: float, on_progress: Callable[[int], None] = lambda rows: None
+    vectors: LayerVectors, threshold: float, on_progress: Callable[[int], None] | None = None
 ) -> list[npt.NDArray[np.int64]]:
     """Find the groups of vectors of length 1; see `duplicate_groups`."""
     parents = np.arange(len(vectors))
@@ -82,7 +87,8 @@ def linked_groups(
                 pairs = pairs[is_apart]  # large groups of equal rows leave few pairs
                 pairs = pairs[exact_cosines(block, other_block, pairs) >= threshold - SLACK]
                 _join(parents, *(pairs + places).T)
-        on_progress(len(block))
+        if on_progress is not None:
+            on_progress(len(block))
     roots = _roots(parents, np.arange(len(parents)))
     order = np.argsort(roots, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(roots[order])) + 1)

@@ -11,6 +11,7 @@ the neighbours that are found are exact.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ from featx.analysis.similarity.nearest_neighbours import (
 from featx.base import block_sizes, import_extra
 from featx.config import NeighborsConfig
 from featx.errors import ConfigError
-from featx.store import FeatureStore
+from featx.store import FeatureStore, open_if_path
 
 NUM_SAMPLED_ROWS = 1000
 """Number of random rows that choose how many lists are searched. The recall is then measured on as
@@ -49,7 +50,7 @@ class RowIndex:
     """Index of the rows of a layer that finds a requested share of their nearest rows.
 
     Args:
-        store: open store; rows that failed are left out.
+        store: open store or its path; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
         recall: requested share of the k nearest rows, above 0 and below 1. Enough lists are
             searched to exceed it by NUM_STANDARD_ERRORS standard errors on NUM_SAMPLED_ROWS random
@@ -58,6 +59,7 @@ class RowIndex:
         metric: 'cosine' or 'euclidean'.
         seed: seed of k-means and of both samples.
         device: device of the exact search for the samples; faiss itself uses the CPU.
+        standardise: as of `nearest_rows`.
 
     Attributes:
         recall: share measured on rows other than those that chose the number of lists. It may be
@@ -74,17 +76,18 @@ class RowIndex:
 
     def __init__(
         self,
-        store: FeatureStore,
+        store: FeatureStore | str | os.PathLike[str],
         layer: str,
         recall: float,
         k: int = 10,
         metric: str = "cosine",
+        *,
         seed: int = 0,
         device: str = "auto",
-        standardise: bool = False,
+        standardise: bool = True,
     ) -> None:
         self._faiss = import_extra("faiss", "neighbors.recall", "the package faiss", "faiss")
-        k = NeighborsConfig(recall=recall, k=k).k
+        store, k = open_if_path(store), NeighborsConfig(recall=recall, k=k).k
         self._metric, self._cosine = metric, metric == "cosine"
         self._vectors = metric_vectors(store, layer, metric, device, standardise)
         if len(self._vectors) < 2:
@@ -99,7 +102,7 @@ class RowIndex:
         samples = rng.permutation(len(self._vectors))[: 2 * NUM_SAMPLED_ROWS]
         self._choose_num_probed_lists(recall, samples)
 
-    def nearest_rows(self, on_progress: Callable[[int], None] = lambda rows: None) -> Neighbours:
+    def nearest_rows(self, on_progress: Callable[[int], None] | None = None) -> Neighbours:
         """Search the nearest rows of every row.
 
         A row for which the lists hold fewer than k others is searched exactly, so every row has k
@@ -109,7 +112,8 @@ class RowIndex:
         step, parts = min(QUERIES, self._vectors.block_rows), list[Neighbours]()
         for start in range(0, len(places), step):
             parts.append(self._search(places[start : start + step]))
-            on_progress(len(parts[-1].rows))
+            if on_progress is not None:
+                on_progress(len(parts[-1].rows))
         neighbours = np.concatenate([part.neighbours for part in parts])
         scores = np.concatenate([part.scores for part in parts])
         return Neighbours(self._vectors.rows, neighbours, scores, self._metric)

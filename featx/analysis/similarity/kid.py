@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from featx.analysis.statistics import MAX_SPECTRUM, Moments, gaussian_distance
 from featx.analysis.value_settings import refuse_other_layer
 from featx.base import choose_device, float64_device
 from featx.errors import ConfigError
-from featx.store import FeatureStore
+from featx.store import FeatureStore, open_if_path
 
 SUBSETS = 100
 """Number of subsets of KID, as in the published code."""
@@ -46,14 +47,14 @@ class DataSetDistance:
 
 
 def data_set_distance(
-    store: FeatureStore,
-    other: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
+    other: FeatureStore | str | os.PathLike[str],
     layer: str,
     *,
     subset_rows: int = SUBSET_ROWS,
     seed: int = 0,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda subsets: None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> DataSetDistance:
     """Compute how far the images of two stores are apart in a layer of the same model.
 
@@ -67,15 +68,18 @@ def data_set_distance(
     subsets of m = 1000 rows are those of their code; a store with fewer rows gives all.
 
     Args:
-        other: open store of the same model, usually of other images.
+        store: open store or its path.
+        other: another of the same model, usually of other images.
         layer: name of the layer in both; a map counts as one long vector.
         subset_rows: largest number m of rows of each store in a subset.
+        on_progress: called with 1 after each of the 100 subsets.
 
     Raises:
         StoreMismatchError: weights, transforms or tensors of the layer differ.
         ConfigError: a store has fewer than two rows that are ok, or a subset would.
         LayerError: one of the stores has no such layer.
     """
+    store, other = open_if_path(store), open_if_path(other)
     if subset_rows < 2:
         raise ConfigError(f"subset_rows={subset_rows}: expected a whole number of at least 2.")
     refuse_other_layer(store, other, layer)
@@ -95,7 +99,8 @@ def data_set_distance(
     for _ in range(SUBSETS):
         x, y = (_rows(each, rng, m) for each in (one, two))
         discrepancies.append(squared_discrepancy(x, y))
-        on_progress(1)
+        if on_progress is not None:
+            on_progress(1)
     frechet, reason = _frechet(one, two)
     return DataSetDistance(
         layer,

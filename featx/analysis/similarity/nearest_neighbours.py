@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +17,7 @@ from featx.base import block_sizes, choose_device, float64_device
 from featx.config import METRICS, NeighborsConfig, check_choice
 from featx.errors import ConfigError
 from featx.sources import origins_of
-from featx.store import FeatureStore
+from featx.store import FeatureStore, open_if_path
 from featx.types import Array, Status
 
 FAR_SQUARE = (FAR / 2) ** 2
@@ -74,14 +75,15 @@ class Outliers:
 
 
 def nearest_rows(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
     k: int = 10,
     metric: str = "cosine",
+    *,
     key: str | None = None,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda rows: None,
-    standardise: bool = False,
+    standardise: bool = True,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Neighbours:
     """Find the k nearest rows of every row, or of one row.
 
@@ -91,18 +93,20 @@ def nearest_rows(
     which of them are among the k is undefined.
 
     Args:
+        store: open store or its path.
         layer: name of the layer; a map counts as one long vector.
         k: number of neighbours, limited to the number of other rows.
         metric: 'cosine' (0 with a vector of zeros) or 'euclidean'.
         key: key of one row, or None for all rows.
         standardise: whether each value has its mean over the rows subtracted and is divided by its
-            standard deviation first.
+            standard deviation first, as by job=neighbors.
+        on_progress: called with the number of rows that are done.
 
     Raises:
         ConfigError: the metric or the key is unknown, the row failed, or there is no second row.
         LayerError: the store has no such layer.
     """
-    k = NeighborsConfig(k=k).k
+    store, k = open_if_path(store), NeighborsConfig(k=k).k
     row = None if key is None else row_of(store, key)
     vectors = metric_vectors(store, layer, metric, device, standardise)
     every = np.arange(len(vectors))
@@ -115,7 +119,7 @@ def nearest_among(
     places: npt.NDArray[np.int64],
     k: int,
     metric: str = "cosine",
-    on_progress: Callable[[int], None] = lambda rows: None,
+    on_progress: Callable[[int], None] | None = None,
     origins: npt.NDArray[np.int64] | None = None,
 ) -> Neighbours:
     """Find the k nearest of some vectors for a subset of them; see `nearest_rows`. Raises
@@ -147,7 +151,8 @@ def nearest_among(
             best, best_scores = best.gather(1, order), best_scores.gather(1, order)
         best_places.append(best.cpu().numpy())
         scores.append(best_scores.cpu().numpy())
-        on_progress(len(queries))
+        if on_progress is not None:
+            on_progress(len(queries))
     return Neighbours(
         vectors.rows[places],
         vectors.rows[np.concatenate(best_places)],
@@ -157,18 +162,20 @@ def nearest_among(
 
 
 def nearest_to(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
     features: Array,
     k: int = 10,
     metric: str = "cosine",
+    *,
     device: str = "auto",
-    standardise: bool = False,
+    standardise: bool = True,
     projection: npt.NDArray[np.float32] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Find the k nearest rows of features that are not rows of the store; see `nearest_rows`.
 
     Args:
+        store: open store or its path.
         features: (q, ...) finite rows of this layer, as `featx.embed` computes them.
         k: number of neighbours, limited to the number of rows.
         projection: (D, P) matrix by which the (n, D) rows of the store are multiplied first, into
@@ -181,7 +188,7 @@ def nearest_to(
         ConfigError: the metric is unknown, or the features have another shape or are not finite.
         LayerError: the store has no such layer.
     """
-    k, features = NeighborsConfig(k=k).k, np.asarray(features)
+    store, k, features = open_if_path(store), NeighborsConfig(k=k).k, np.asarray(features)
     shape = tuple(store[layer].shape[1:])
     compared = features if projection is None else projection.T
     if compared.shape[1:] != shape or not np.isfinite(features).all():
@@ -199,12 +206,13 @@ def nearest_to(
 
 
 def find_outliers(
-    store: FeatureStore,
+    store: FeatureStore | str | os.PathLike[str],
     layer: str,
     k: int = 10,
     metric: str = "cosine",
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda rows: None,
+    *,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Outliers:
     """Compute how far each row is from its k nearest rows; the farthest are the outliers.
 
@@ -214,7 +222,7 @@ def find_outliers(
     has rows of no other.
 
     Args:
-        store: open store; rows that failed are left out.
+        store: open store or its path; rows that failed are left out.
         layer: name of the layer; a map counts as one long vector.
         k: number of neighbours, limited to the number of other rows.
         metric: 'cosine' or 'euclidean'.
@@ -224,7 +232,7 @@ def find_outliers(
         ConfigError: the metric is unknown, or there is no second row.
         LayerError: the store has no such layer.
     """
-    k = NeighborsConfig(k=k).k
+    store, k = open_if_path(store), NeighborsConfig(k=k).k
     vectors = metric_vectors(store, layer, metric, device, standardise=True)
     origins, kind = origin_numbers(store, vectors.rows)
     found = nearest_among(vectors, np.arange(len(vectors)), k, metric, on_progress, origins)
@@ -242,7 +250,7 @@ def find_outliers(
                 None if origins is None else origins[places],
             )
             class_distances[places] = _mean_distances(own)
-        else:
+        elif on_progress is not None:
             on_progress(1)
     return Outliers(
         rows=vectors.rows,

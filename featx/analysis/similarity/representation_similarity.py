@@ -9,6 +9,7 @@ CKA and SVCCA are near 1 for any two layers; debiased CKA is not.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from featx.analysis.similarity.gram_measures import RSA_DISTANCES, Matrix, Rows,
 from featx.base import check_memory, choose_device, float64_device, free_memory, return_freed_memory
 from featx.config import USUAL_MEASURES, CkaConfig, check_choice, names_tuple
 from featx.errors import ConfigError, counted
-from featx.store import FeatureStore, matching_layers
+from featx.store import FeatureStore, matching_layers, open_if_path
 from featx.types import count_different_images
 
 ROWS = 2000
@@ -75,30 +76,33 @@ class LayerSimilarity:
 
 
 def layer_similarity(
-    store: FeatureStore,
-    other: FeatureStore | None = None,
+    store: FeatureStore | str | os.PathLike[str],
+    other: FeatureStore | str | os.PathLike[str] | None = None,
     layers: Sequence[str] | str | None = None,
     *,
     num_rows: int = ROWS,
     seed: int = 0,
     device: str = "auto",
-    on_progress: Callable[[int], None] = lambda layers: None,
     measures: Sequence[str] = USUAL_MEASURES,
+    on_progress: Callable[[int], None] | None = None,
 ) -> LayerSimilarity:
     """Compare the layers of a store with each other, or with those of another store.
 
     Args:
+        store: open store or its path.
         other: second store, whose rows are matched by key; only rows that failed in neither are
             used.
         layers: names or globs, applied to both stores; None for all layers.
         num_rows: number of random images, or all if there are fewer.
         measures: some of 'cka', 'cka_debiased', 'rsa', 'rsa_cosine', 'svcca' and 'procrustes'.
+        on_progress: called with 1 after each layer of the first store.
 
     Raises:
         ConfigError: a measure is unknown, there are fewer than four common images,
             only one layer, too many images for RSA, or a layer is too wide for so many images.
         LayerError: one of the stores has no such layer.
     """
+    store, other = open_if_path(store), None if other is None else open_if_path(other)
     names: list[Any] = list(names_tuple(measures))
     options = CkaConfig(measures=names, rows=num_rows)
     measures = options.chosen_measures
@@ -125,7 +129,7 @@ def layer_similarity(
             left,
             right,
             gram_measures,
-            (lambda layers: None) if cross_measures else on_progress,
+            None if cross_measures else on_progress,
         )
     if cross_measures:
         matrices |= _compare_by_products(left, right, cross_measures, on_progress)
@@ -257,7 +261,7 @@ def _compare_by_grams(
     left: _Layers,
     right: _Layers,
     measures: Sequence[str],
-    on_progress: Callable[[int], None],
+    on_progress: Callable[[int], None] | None,
 ) -> dict[str, Matrix]:
     """Compute measures of gram_measures.py for all pairs of layers.
 
@@ -274,7 +278,7 @@ def _compare_by_grams(
     )
 
     def unit_vectors(
-        layers: _Layers, on_progress: Callable[[int], None]
+        layers: _Layers, on_progress: Callable[[int], None] | None
     ) -> dict[str, torch.Tensor]:
         """Compute the unit vectors of every layer, one Gram matrix at a time."""
         found = {
@@ -288,10 +292,11 @@ def _compare_by_grams(
             # The memory of freed Gram matrices, which malloc keeps, is up to three times as much.
             if free is not None and 4 * needed > free:
                 return_freed_memory()
-            on_progress(1)
+            if on_progress is not None:
+                on_progress(1)
         return found
 
-    others = None if right is left else unit_vectors(right, lambda layers: None)
+    others = None if right is left else unit_vectors(right, None)
     vectors = unit_vectors(left, on_progress)
     return {name: _dot_products(vectors[name], (others or vectors)[name]) for name in measures}
 
@@ -307,7 +312,10 @@ def _dot_products(x: torch.Tensor, y: torch.Tensor) -> Matrix:
 
 
 def _compare_by_products(
-    left: _Layers, right: _Layers, measures: Sequence[str], on_progress: Callable[[int], None]
+    left: _Layers,
+    right: _Layers,
+    measures: Sequence[str],
+    on_progress: Callable[[int], None] | None,
 ) -> dict[str, Matrix]:
     """Compute measures of cross_measures.py for all pairs of layers.
 
@@ -333,7 +341,8 @@ def _compare_by_products(
                 matrices[measure][i, j] = value
                 if is_same:
                     matrices[measure][j, i] = value
-        on_progress(1)
+        if on_progress is not None:
+            on_progress(1)
     return matrices
 
 

@@ -21,7 +21,7 @@ MAX_RANKED = 10_000
 
 
 def retrieval_metrics(
-    store: FeatureStore, layer: str, metric: str, device: str, standardise: bool = False
+    store: FeatureStore, layer: str, metric: str, device: str, standardise: bool
 ) -> dict[str, object] | None:
     """Retrieve the other labelled rows for each labelled row, by nearness.
 

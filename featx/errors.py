@@ -201,6 +201,7 @@ data_root of Python."""
 
 
 _BENCH = "`scripts/benchmark peers` of the source repository compares featx with a plain script"
+_PROJECTOR = "tensorboard=1000, with the command of the store, writes the projector with images"
 _REPLACED = {
     "bench": _BENCH,
     "job=bench": _BENCH,
@@ -208,8 +209,8 @@ _REPLACED = {
     "library reads",
     "codec=blosc2": "the nearest codec that remains is codec=zstd",
     "export.format=lance": "lance reads the files of export.format=parquet",
-    "export.format=projector": "tensorboard=1000, with the command of the store, writes the "
-    "projector with images",
+    "export.format=projector": _PROJECTOR,
+    "export.format=tensorboard": _PROJECTOR,
     "export.format=thingsvision": "export.format=npy writes the same arrays, with keys.npy",
     "job.depth": "layers=[**] lists every layer, layers=[layer4.**] those inside layer4",
     "models.local": "job.show=local does the same",

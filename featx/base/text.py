@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import textwrap
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,22 +70,30 @@ def table(
     depth = max((name.count("\n") for name in header), default=0)
     split = [("\n" * (depth - name.count("\n")) + name).split("\n") for name in header]
     every = [*zip(*split, strict=True), *rows] if header else list(rows)
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    widths = [max(map(_num_columns, column)) for column in zip(*every, strict=True)]
     room = (width or 0) - sum(widths[1:]) - 2 * len(widths[1:])
     if room >= _LEAST_ROOM:  # else the other columns are too wide in any case
-        names = [len(row[0]) for row in every if len(row[0]) <= room]
-        widths[0] = max(names, default=0)
+        names = (_num_columns(row[0]) for row in every)
+        widths[0] = max((name for name in names if name <= room), default=0)
     lines = []
     for first, *others in every:
-        if len(first) > widths[0]:
+        if _num_columns(first) > widths[0]:
             lines.append(first)
             first = ""
-        cells = [
-            f"{cell:<{size}}" if i < left else f"{cell:>{size}}"
-            for i, (cell, size) in enumerate(zip([first, *others], widths, strict=True))
-        ]
+        cells = []
+        for i, (cell, size) in enumerate(zip([first, *others], widths, strict=True)):
+            padding = " " * (size - _num_columns(cell))
+            cells.append(cell + padding if i < left else padding + cell)
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _num_columns(text: str) -> int:
+    """Columns of a terminal that a text takes: two for a wide character, none for an accent."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(char) in ("W", "F") for char in text)
+    return len(text) + wide - sum(unicodedata.combining(char) > 0 for char in text)
 
 
 def facts(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> str:

@@ -38,6 +38,12 @@ def test_columns_that_are_too_wide_in_any_case_stay_together() -> None:
     assert shown.splitlines()[-1] == "conv   " + "x" * 95
 
 
+def test_columns_are_those_of_a_terminal() -> None:
+    """A wide character takes two, and a combining one none."""
+    shown = table(("class", "rows"), [("日本", "3"), ("e\u0301te\u0301", "12")])
+    assert shown.splitlines() == ["class  rows", "日本      3", "e\u0301te\u0301      12"]
+
+
 def test_facts_are_broken_between_words() -> None:
     text = "one two three four five six seven"
     assert facts([("a", text), ("long", "b")], width=20).splitlines() == [

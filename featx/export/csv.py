@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from featx.base import write_csv
+from featx.base import name_text, write_csv
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal
 from featx.export.selection import as_json_values
 from featx.types import Status
@@ -32,15 +32,16 @@ class Csv(Format):
         """Write the table of rows, then the tables of the layers block by block."""
         selection, n = self.selection, len(self.selection)
         columns = selection.named_columns(_LISTING)
+        classes = [*selection.store.classes, ""]  # a label of -1 is the last one
         with folder.file("rows.csv") as file:
             write_csv(file, [(*_LISTING, *columns)])
             for start, stop in selection.spans(0, n):
                 block = slice(start, stop)
                 listing = [
                     selection.rows[block].tolist(),
-                    selection.key_texts(start, stop),
+                    map(name_text, selection.keys[block].tolist()),
                     selection.labels[block].tolist(),
-                    selection.class_texts(start, stop),
+                    [classes[label] for label in selection.labels[block].tolist()],
                     [Status(status).label for status in selection.status[block].tolist()],
                     *(as_json_values(values[block]) for values in columns.values()),
                 ]
@@ -54,7 +55,7 @@ class Csv(Format):
                 for start, stop, values in selection.blocks(0, n, [layer], step):
                     texts = values[layer].reshape(stop - start, width).astype(str)
                     texts[texts == "nan"] = ""
-                    keys = selection.key_texts(start, stop)
+                    keys = map(name_text, selection.keys[start:stop].tolist())
                     rows = zip(keys, texts.tolist(), strict=True)
                     write_csv(file, ((key, *row) for key, row in rows))
 

@@ -279,7 +279,7 @@ def test_keys_that_would_have_no_effect(layers: Layers) -> None:
     node = from_keywords({"model": MODEL})
     node["job"]["show"] = "cost"
     with pytest.raises(
-        ConfigError, match=r"job\.show has an effect with job=layers, job=models, job=probe and"
+        ConfigError, match=r"job\.show has an effect with job=layers, job=models and job=probe"
     ):
         jobs.check(from_composed(node))
     with pytest.raises(ConfigError, match=r"job\.show=local: job=layers has shapes, cost, values,"):

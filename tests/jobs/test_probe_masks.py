@@ -362,7 +362,7 @@ def test_layers_without_places_are_refused() -> None:
 @pytest.mark.parametrize("cells", [(4, 8), (3, 5)])  # (3, 3, 5) looks like (H, W, C)
 def test_a_grid_has_any_proportions(cells: tuple[int, int]) -> None:
     rows, columns = cells
-    dataset(scenes(8), {"maps": {"name": "grid", "size": list(cells)}})
+    dataset(scenes(8), {"maps": {"name": "grid", "rows": rows, "columns": columns}})
     about = probe()["layers"]["maps"]
     assert about["grid"] == [rows, columns]
     assert about["features"] == 3

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def compiled(settings: Settings) -> Mapping[str, Any]:
                 started_at = time.perf_counter()
                 engine.rows(x, on_device=True)
                 row["seconds of compiling"] = time.perf_counter() - started_at
-                per_s = _rate(settings, lambda e=engine, x=x: e.rows(x, on_device=True))
+                per_s = _rate(settings, partial(engine.rows, x, on_device=True))
                 row[how] = job.batch_size * per_s
         rows.append(row)
     return {"rows": rows}

@@ -49,7 +49,7 @@ def run_steps(command: str, steps: Mapping[str, float], settings: Settings, minu
     is_right = True
     for step, limit_s in steps.items():
         started_at = time.monotonic()
-        line = {"state": "not run", "error": "no time was left"}
+        line: dict[str, Any] = {"state": "not run", "error": "no time was left"}
         if ends_at - started_at >= 10:
             line = _in_process(command, step, settings, min(limit_s, ends_at - started_at))
         line["seconds"] = round(time.monotonic() - started_at, 1)
@@ -69,7 +69,7 @@ def run_steps(command: str, steps: Mapping[str, float], settings: Settings, minu
 def _in_process(command: str, step: str, settings: Settings, limit_s: float) -> dict[str, Any]:
     """Run a step in a process group of its own, which is killed at its limit."""
     script = REPOSITORY / "scripts" / "gpu_acceptance"
-    words = [sys.executable, script, command, settings.out, "--step", step]
+    words = [sys.executable, str(script), command, str(settings.out), "--step", step]
     words += ["--dry-run"] if settings.dry_run else []
     log, result = (settings.out / f"{step}.{suffix}" for suffix in ("log", "json"))
     with log.open("wb") as stream:

@@ -44,7 +44,8 @@ def read_shape(
         def plain_rows(rows: np.ndarray) -> np.ndarray:
             """h5py wants increasing rows without repeats."""
             unique, inverse = np.unique(rows, return_inverse=True)
-            return plain[unique.tolist()][inverse]
+            read: np.ndarray = plain[unique.tolist()]
+            return read[inverse]
 
         singles = rng.integers(0, num_rows, 2000).tolist()
         batches = [rng.integers(0, num_rows, BATCH) for _ in range(min(200, num_rows // BATCH))]

@@ -77,7 +77,7 @@ class Driver:
 
     def wait_for_parts(self, count: int, out: str = "store") -> None:
         """Wait until a store has so many parts."""
-        self._wait_until(lambda: num_parts(out) >= count, 200)
+        self._wait_until(lambda: num_parts(out) >= count, 400)
 
     def finish(self, limit_s: float = 300) -> int:
         """Its exit code."""

@@ -1,9 +1,4 @@
-"""Translation of the arguments of the command into Hydra's grammar of overrides.
-
-Hydra guesses the type of a value from its form: it reads `out=2024_01` as a number and rejects
-`data.root=/a b`. Here the type of the option decides. A text is passed to Hydra in quotes with
-every character as it was typed; all other values are left to Hydra.
-"""
+"""Translation of the arguments of the command into overrides of Hydra."""
 
 from __future__ import annotations
 
@@ -14,7 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featx.base import family
-from featx.config import Kind, Option, not_options, option_tree, source_of_path
+from featx.cli.override_values import (
+    format_group,
+    format_value,
+    is_closed,
+    named_values,
+    pieces_of,
+    quoted,
+    unquoted,
+)
+from featx.config import Kind, not_options, option_tree, source_of_path
 from featx.errors import ConfigError, nearest
 
 _WITH_VALUE = (
@@ -34,14 +38,8 @@ EXPERIMENTS = "experiment"
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+)?(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
 _TOPIC = re.compile(r"[A-Za-z][\w.]*")
 """Name of a job, a group or an option, which --help describes."""
-_QUOTED = re.compile(r""""(?:\\"|[^"])*"|'(?:\\'|[^'])*'""", re.DOTALL)
 _OTHER_QUOTES = tuple("\u2018\u2019\u201a\u201c\u201d\u201e\xab")
 """Quotes that text programs type and no shell knows."""
-_SWEEP = re.compile(r"(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
-_LIKE_A_NUMBER = re.compile(
-    r"[\d+.-][\d_]*\.?[\d_]*(e[+-]?\d+)?|null|true|false|nan|[+-]?inf", re.IGNORECASE
-)
-_BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,12 @@ def _options_of_group(override: str) -> list[str]:
     if not match or not option or option.kind is not Kind.GROUP:
         return [override]
     key, value = match["key"], match["value"].strip()
-    if not value.startswith("{") or not _is_closed(value):
+    if not value.startswith("{") or not is_closed(value):
         return [override]
-    entries = dict(_named_values(key, value))
+    entries = dict(named_values(key, value))
     chosen = entries.pop("library" if "library" in entries else "name", None)
     if chosen is None and key == "data" and "root" in entries:
-        chosen = source_of_path(_unquoted(entries["root"]))
+        chosen = source_of_path(unquoted(entries["root"]))
     choice = [] if chosen is None else [f"{key}={chosen}"]
     return choice + [f"{key}.{name}={inner}" for name, inner in entries.items()]
 
@@ -191,7 +189,9 @@ def _last_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _check_shell_words(overrides: Sequence[str]) -> None:
-    """Refuse overrides with quotes that no shell knows, and a path that was cut at its blanks."""
+    """Refuse overrides with quotes that no shell knows, and a path, list or mapping that was cut at
+    its blanks.
+    """
     for i, argument in enumerate(overrides):
         if argument.startswith(_OTHER_QUOTES):
             raise ConfigError(
@@ -200,8 +200,11 @@ def _check_shell_words(overrides: Sequence[str]) -> None:
             )
         words = itertools.takewhile(lambda text: "=" not in text, overrides[i + 1 :])
         whole = " ".join([argument, *words])
-        is_cut = "=" in argument and whole != argument
-        if is_cut and Path(whole.partition("=")[2]).expanduser().exists():
+        if "=" not in argument or whole == argument:
+            continue
+        value, whole_value = argument.partition("=")[2], whole.partition("=")[2]
+        is_bracket = value.startswith(("[", "{")) and not is_closed(value)
+        if (is_bracket and is_closed(whole_value)) or Path(whole_value).expanduser().exists():
             raise ConfigError(
                 f"cannot read {overrides[i + 1]!r}: the shell divides arguments at blanks. Put the "
                 f"option in quotes: '{whole}'"
@@ -226,7 +229,7 @@ def _translate(
         raise ConfigError(_unreadable_text(override))
     value = match["value"]
     if match["key"] == EXPERIMENTS:
-        return [_format_group(EXPERIMENTS, value, is_multirun)]
+        return [format_group(EXPERIMENTS, value, is_multirun)]
     if (key := _key_of(override)) is None:
         return [override]
     option = option_tree().get(key)
@@ -236,11 +239,11 @@ def _translate(
                 f"data={value} says where the images are, and data.root is given too; give one."
             )
         given.add("data.root")
-        pieces = _pieces(value) if is_multirun else [value]
+        pieces = pieces_of(value) if is_multirun else [value]
         kinds = {source_of_path(piece) for piece in pieces}
         if len(kinds) > 1:
             raise ConfigError(f"data={value}: one sweep takes paths of one kind.")
-        return [f"data={kinds.pop()}", "data.root=" + ",".join(_quote(piece) for piece in pieces)]
+        return [f"data={kinds.pop()}", "data.root=" + ",".join(quoted(piece) for piece in pieces)]
     if key == "data" and value in _TABLES:
         return ["data=table"]
     if _takes_any_key(key):
@@ -248,11 +251,11 @@ def _translate(
     if option is None:
         return [override]
     if option.kind is Kind.GROUP:
-        return [_format_group(key, value, is_multirun)]
+        return [format_group(key, value, is_multirun)]
     if option.kind is Kind.SECTION and value != "null" and not value.startswith(("{", "${")):
         first = next(name for name in option_tree() if name.startswith(f"{key}."))
         raise not_options(key, value, first.rpartition(".")[2])
-    return [f"{key}={_format_value(key, value, option, is_multirun)}"]
+    return [f"{key}={format_value(key, value, option, is_multirun)}"]
 
 
 def _takes_any_key(key: str) -> bool:
@@ -288,164 +291,3 @@ def _unreadable_text(argument: str) -> str:
     else:
         hint = f" For a model: model={argument}"
     return f"cannot read {argument!r}: options are given as key=value.{hint}"
-
-
-def _format_group(key: str, value: str, is_multirun: bool) -> str:
-    """Return the choice of a group: one name, or several with -m."""
-    if not value or value == "null":
-        raise ConfigError(f"{key}={value}: expected a name; leave {key} out for its default.")
-    if not is_multirun and len(pieces := _pieces(value)) > 1:
-        raise ConfigError(
-            f"{key}={value} names {len(pieces)} of which a run takes one. With -m each is a run of "
-            f"its own: python -m featx -m {key}={value}"
-        )
-    if is_multirun and _SWEEP.fullmatch(value):
-        return f"{key}={value}"
-    return f"{key}=" + ",".join(_format_text(piece) for piece in _pieces(value))
-
-
-def _format_value(key: str, value: str, option: Option, is_multirun: bool) -> str:
-    """Return the value of an option in the grammar of Hydra."""
-    if value == "null" and not option.is_optional:
-        raise ConfigError(
-            f"{key}=null: expected a value; leave {key} out for its default."
-            + (f" For the text null: '{key}=\"null\"'" if option.kind is Kind.TEXT else "")
-        )
-    if value == "null" or (is_multirun and _SWEEP.fullmatch(value)):
-        return value
-    if option.kind is Kind.TEXT:
-        if is_multirun:
-            return ",".join(
-                piece if piece == "null" and option.is_optional else _format_text(piece)
-                for piece in _pieces(value)
-            )
-        return _format_text(value)
-    if option.kind in (Kind.NAMES, Kind.TEXTS):
-        pieces = _pieces(value)
-        if len(pieces) > 1 and not is_multirun:
-            raise ConfigError(
-                f"{key}={value}: a list is written in brackets: '{key}=[{value}]'. With -m each "
-                "is a run of its own."
-            )
-        if option.kind is Kind.TEXTS and any(not piece.startswith("[") for piece in pieces):
-            raise ConfigError(f"{key}={value}: expected a list: '{key}=[{value}]'.")
-        return ",".join(_format_names(key, piece) for piece in pieces)
-    if value == "None" and option.is_optional:
-        return "null"  # as Python writes it; no other value of such an option is text
-    if not is_multirun and "," in value and len(_pieces(value)) > 1:
-        raise ConfigError(
-            f"{key}={value}: several values need -m, and each is a run of its own: python -m featx "
-            f"-m {key}={value}"
-        )
-    return value
-
-
-def _format_names(key: str, value: str) -> str:
-    """Return a text, or a list or mapping of texts, in the grammar of Hydra."""
-    if value.startswith("[") and _is_closed(value):
-        elements = _pieces(value[1:-1]) if value[1:-1].strip() else []
-        if elements and not elements[-1].strip():
-            elements.pop()  # [a,b,]
-        return "[" + ",".join(_format_text(element.strip()) for element in elements) + "]"
-    if value.startswith("{") and _is_closed(value):
-        entries = _pieces(value[1:-1]) if value[1:-1].strip() else []
-        return "{" + ",".join(_format_entry(key, entry.strip()) for entry in entries) + "}"
-    return value if value[:1] in ("[", "{") else _format_text(value)
-
-
-def _format_entry(key: str, entry: str) -> str:
-    """Return an entry `name: value`; the last colon outside of brackets separates the two."""
-    colons = [i for i in _outer_indices(entry) if entry[i] == ":"]
-    if not colons:
-        raise ConfigError(f"{key}: expected name: value in {{{entry}}}.")
-    name, value = entry[: colons[-1]].strip(), entry[colons[-1] + 1 :].strip()
-    name = _unquoted(name)
-    # Hydra's keys cannot be quoted, and 1.10 is the number 1.1 to it.
-    if _LIKE_A_NUMBER.fullmatch(name) and not (name.isdigit() and name == str(int(name))):
-        raise ConfigError(
-            f"{key}: {name} in a mapping is read as a number. Name it in a list instead: "
-            f"'{key}=[{name}]'."
-        )
-    name = re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", name)
-    return f"{name}: {_format_reduction(key, value)}"
-
-
-def _format_reduction(key: str, value: str) -> str:
-    """Return the value of a layer: null, a text, or options of `reduce` as a mapping."""
-    if value == "null":
-        return value
-    if not value.startswith("{") or not _is_closed(value):
-        return _format_text(value)
-    entries = []
-    for name, inner in _named_values(key, value):
-        if (option := option_tree().get(f"reduce.{name}")) is not None:
-            inner = _format_value(f"{key}: {name}", inner, option, False)
-        entries.append(f"{name}: {inner}")
-    return "{" + ",".join(entries) + "}"
-
-
-def _named_values(key: str, mapping: str) -> list[tuple[str, str]]:
-    """Return the names and values of `{name: grid, size: 4}`, whose names contain no colon."""
-    named = []
-    for entry in _pieces(mapping[1:-1]):
-        name, colon, value = entry.partition(":")
-        if not colon:
-            raise ConfigError(f"{key}: expected name: value in {mapping}.")
-        named.append((name.strip(), value.strip()))
-    return named
-
-
-def _format_text(value: str) -> str:
-    """Return a text in quotes for Hydra, without the quotes that may have been typed around it."""
-    return value if _QUOTED.fullmatch(value) else _quote(value)
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if _QUOTED.fullmatch(text) else text
-
-
-def _quote(text: str) -> str:
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return QuotedString(text=text, quote=Quote.double).with_quotes()
-
-
-def _is_closed(value: str) -> bool:
-    """Return whether the first bracket of a value is closed by its last character."""
-    depths = _depths(value)
-    return depths[-1] == 0 and all(depths[:-1])
-
-
-def _pieces(value: str) -> list[str]:
-    """Split a value at the commas outside of quotes and brackets."""
-    edges = [-1, *(i for i in _outer_indices(value) if value[i] == ","), len(value)]
-    return [value[a + 1 : b] for a, b in itertools.pairwise(edges)]
-
-
-def _outer_indices(value: str) -> list[int]:
-    """Return the indices of the characters outside of quotes and brackets."""
-    depths = [0, *_depths(value)]
-    return [i for i in range(len(value)) if depths[i] == depths[i + 1] == 0]
-
-
-def _depths(value: str) -> list[int]:
-    """Return the number of brackets and quotes that are open after each character.
-
-    A quote opens only at the beginning of an element: `it's` contains none.
-    """
-    depths: list[int] = []
-    closing: list[str] = []
-    previous = ","
-    for i, char in enumerate(value):
-        if closing and closing[-1] in "'\"":
-            if char == closing[-1] and previous != "\\":
-                closing.pop()
-        elif char in "'\"" and previous in ",[{(:" and char in value[i + 1 :]:
-            closing.append(char)
-        elif char in _BRACKETS:
-            closing.append(_BRACKETS[char])
-        elif closing and char == closing[-1]:
-            closing.pop()
-        depths.append(len(closing))
-        previous = previous if char.isspace() else char
-    return depths

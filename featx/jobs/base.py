@@ -243,11 +243,12 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
     """
 
     def decorate(function: FunctionT) -> FunctionT:
+        defaults = Config()
         keywords = [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=_shown_default(name),
+                default=_shown_default(name, getattr(defaults, name)),
                 annotation=hint.__forward_arg__,
             )
             for name, hint in options.__annotations__.items()
@@ -271,11 +272,10 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
     return decorate
 
 
-def _shown_default(name: str) -> object:
-    """Return the default of a keyword. For a group it is the name that selects a member, or {} if
-    it has none; also for `data`, which a store says.
+def _shown_default(name: str, default: object) -> object:
+    """Return what a signature shows as the default of a keyword: for a group the name that selects
+    a member, or {} if it has none, and for `data`, which a job finds through its store.
     """
-    default = getattr(Config(), name)
     if not is_dataclass(default):
         return default
     return {} if name == "data" else getattr(default, "name", {})

@@ -268,7 +268,7 @@ def _watch(engine: Engine, images: torch.Tensor) -> None:
 
 
 def _check(config: Config) -> None:
-    """Refuse a table of layers beside the calls of a pass."""
+    """Refuse names of layers with job.show=watch."""
     if config.layers is not None and config.job.show == "watch":
         raise ConfigError("layers has no effect with job.show=watch, which prints every call.")
 

@@ -261,13 +261,12 @@ def _listing_errors(root: str) -> Iterator[None]:
 
 
 def _s3_shards(bucket: str, path: str) -> list[Shard]:
-    """Find shards in a bucket."""
+    """Find shards in a bucket. What a listing has not told of a shard is asked of the server."""
     from fsspec.utils import glob_translate
 
     found: dict[str, s3_client.ObjectMetadata] = {}
-    base = base_of(path) if is_pattern(path) else path[: path.rfind("/") + 1]
     if is_pattern(path):
-        paths = []
+        base, paths = base_of(path), []
         for name in expand_braces(path):
             if has_stars(name):
                 matches = re.compile(glob_translate(name)).match
@@ -278,7 +277,7 @@ def _s3_shards(bucket: str, path: str) -> list[Shard]:
             else:
                 paths.append(name)
     elif _is_shard(path):
-        paths = [path]
+        base, paths = path[: path.rfind("/") + 1], [path]
     else:
         base = f"{path.rstrip('/')}/" if path else ""
         objects = s3_client.list_objects(bucket, base)

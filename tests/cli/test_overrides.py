@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,20 @@ def test_a_path_that_the_shell_has_cut_is_answered_with_quotes(in_tmp_path: None
         read_command_line(["data=./my", "new", "photos", "out=a"])
     with pytest.raises(ConfigError, match="For a model: model=old"):
         read_command_line(["data=./my", "old", "photos", "out=a"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["layers=[layer3,", "layer4]"],
+        ["reduce={name:", "grid,", "rows:", "4}", "seed=1"],
+        ["layers={layer4:", "{name:", "grid,", "size:", "2}}"],
+    ],
+)
+def test_a_list_that_the_shell_has_cut_is_shown_in_quotes(words: list[str]) -> None:
+    whole = " ".join(word for word in words if word != "seed=1")
+    with pytest.raises(ConfigError, match=re.escape(f"Put the option in quotes: '{whole}'")):
+        read_command_line(["model=resnet18", *words])
 
 
 def test_a_store_without_its_key_says_how_it_is_given(in_tmp_path: None) -> None:

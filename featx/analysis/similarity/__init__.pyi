@@ -6,13 +6,13 @@ from .kid import SUBSETS as SUBSETS
 from .kid import DataSetDistance as DataSetDistance
 from .kid import data_set_distance as data_set_distance
 from .nearest_neighbours import Neighbours as Neighbours
-from .nearest_neighbours import Outliers as Outliers
-from .nearest_neighbours import find_outliers as find_outliers
 from .nearest_neighbours import metric_vectors as metric_vectors
 from .nearest_neighbours import nearest_among as nearest_among
 from .nearest_neighbours import nearest_rows as nearest_rows
 from .nearest_neighbours import nearest_to as nearest_to
 from .nearest_neighbours import origin_numbers as origin_numbers
+from .outliers import Outliers as Outliers
+from .outliers import find_outliers as find_outliers
 from .representation_similarity import LayerSimilarity as LayerSimilarity
 from .representation_similarity import layer_similarity as layer_similarity
 from .representation_similarity import linear_cka as linear_cka

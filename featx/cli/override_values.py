@@ -1,0 +1,182 @@
+"""Values of overrides in the grammar of Hydra.
+
+Hydra guesses the type of a value from its form: it reads `out=2024_01` as a number and rejects
+`data.root=/a b`. Here the type of the option decides. A text is passed to Hydra in quotes with
+every character as it was typed; all other values are left to Hydra.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from featx.config import Kind, Option, option_tree
+from featx.errors import ConfigError
+
+_QUOTED = re.compile(r""""(?:\\"|[^"])*"|'(?:\\'|[^'])*'""", re.DOTALL)
+_SWEEP = re.compile(r"(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
+_LIKE_A_NUMBER = re.compile(
+    r"[\d+.-][\d_]*\.?[\d_]*(e[+-]?\d+)?|null|true|false|nan|[+-]?inf", re.IGNORECASE
+)
+_BRACKETS = {"[": "]", "{": "}", "(": ")"}
+
+
+def format_group(key: str, value: str, is_multirun: bool) -> str:
+    """Return the choice of a group: one name, or several with -m."""
+    if not value or value == "null":
+        raise ConfigError(f"{key}={value}: expected a name; leave {key} out for its default.")
+    if not is_multirun and len(pieces := pieces_of(value)) > 1:
+        raise ConfigError(
+            f"{key}={value} names {len(pieces)} of which a run takes one. With -m each is a run of "
+            f"its own: python -m featx -m {key}={value}"
+        )
+    if is_multirun and _SWEEP.fullmatch(value):
+        return f"{key}={value}"
+    return f"{key}=" + ",".join(_format_text(piece) for piece in pieces_of(value))
+
+
+def format_value(key: str, value: str, option: Option, is_multirun: bool) -> str:
+    """Return the value of an option in the grammar of Hydra."""
+    if value == "null" and not option.is_optional:
+        raise ConfigError(
+            f"{key}=null: expected a value; leave {key} out for its default."
+            + (f" For the text null: '{key}=\"null\"'" if option.kind is Kind.TEXT else "")
+        )
+    if value == "null" or (is_multirun and _SWEEP.fullmatch(value)):
+        return value
+    if option.kind is Kind.TEXT:
+        if is_multirun:
+            return ",".join(
+                piece if piece == "null" and option.is_optional else _format_text(piece)
+                for piece in pieces_of(value)
+            )
+        return _format_text(value)
+    if option.kind in (Kind.NAMES, Kind.TEXTS):
+        pieces = pieces_of(value)
+        if len(pieces) > 1 and not is_multirun:
+            raise ConfigError(
+                f"{key}={value}: a list is written in brackets: '{key}=[{value}]'. With -m each "
+                "is a run of its own."
+            )
+        if option.kind is Kind.TEXTS and any(not piece.startswith("[") for piece in pieces):
+            raise ConfigError(f"{key}={value}: expected a list: '{key}=[{value}]'.")
+        return ",".join(_format_names(key, piece) for piece in pieces)
+    if value == "None" and option.is_optional:
+        return "null"  # as Python writes it; no other value of such an option is text
+    if not is_multirun and "," in value and len(pieces_of(value)) > 1:
+        raise ConfigError(
+            f"{key}={value}: several values need -m, and each is a run of its own: python -m featx "
+            f"-m {key}={value}"
+        )
+    return value
+
+
+def _format_names(key: str, value: str) -> str:
+    """Return a text, or a list or mapping of texts, in the grammar of Hydra."""
+    if value.startswith("[") and is_closed(value):
+        elements = pieces_of(value[1:-1]) if value[1:-1].strip() else []
+        if elements and not elements[-1].strip():
+            elements.pop()  # [a,b,]
+        return "[" + ",".join(_format_text(element.strip()) for element in elements) + "]"
+    if value.startswith("{") and is_closed(value):
+        entries = pieces_of(value[1:-1]) if value[1:-1].strip() else []
+        return "{" + ",".join(_format_entry(key, entry.strip()) for entry in entries) + "}"
+    return value if value[:1] in ("[", "{") else _format_text(value)
+
+
+def _format_entry(key: str, entry: str) -> str:
+    """Return an entry `name: value`; the last colon outside of brackets separates the two."""
+    colons = [i for i in _outer_indices(entry) if entry[i] == ":"]
+    if not colons:
+        raise ConfigError(f"{key}: expected name: value in {{{entry}}}.")
+    name, value = entry[: colons[-1]].strip(), entry[colons[-1] + 1 :].strip()
+    name = unquoted(name)
+    # Hydra's keys cannot be quoted, and 1.10 is the number 1.1 to it.
+    if _LIKE_A_NUMBER.fullmatch(name) and not (name.isdigit() and name == str(int(name))):
+        raise ConfigError(
+            f"{key}: {name} in a mapping is read as a number. Name it in a list instead: "
+            f"'{key}=[{name}]'."
+        )
+    name = re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", name)
+    return f"{name}: {_format_reduction(key, value)}"
+
+
+def _format_reduction(key: str, value: str) -> str:
+    """Return the value of a layer: null, a text, or options of `reduce` as a mapping."""
+    if value == "null":
+        return value
+    if not value.startswith("{") or not is_closed(value):
+        return _format_text(value)
+    entries = []
+    for name, inner in named_values(key, value):
+        if (option := option_tree().get(f"reduce.{name}")) is not None:
+            inner = format_value(f"{key}: {name}", inner, option, False)
+        entries.append(f"{name}: {inner}")
+    return "{" + ",".join(entries) + "}"
+
+
+def named_values(key: str, mapping: str) -> list[tuple[str, str]]:
+    """Return the names and values of `{name: grid, size: 4}`, whose names contain no colon."""
+    named = []
+    for entry in pieces_of(mapping[1:-1]):
+        name, colon, value = entry.partition(":")
+        if not colon:
+            raise ConfigError(f"{key}: expected name: value in {mapping}.")
+        named.append((name.strip(), value.strip()))
+    return named
+
+
+def _format_text(value: str) -> str:
+    """Return a text in quotes for Hydra, without the quotes that may have been typed around it."""
+    return value if _QUOTED.fullmatch(value) else quoted(value)
+
+
+def unquoted(text: str) -> str:
+    return text[1:-1] if _QUOTED.fullmatch(text) else text
+
+
+def quoted(text: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text=text, quote=Quote.double).with_quotes()
+
+
+def is_closed(value: str) -> bool:
+    """Return whether the first bracket of a value is closed by its last character."""
+    depths = _depths(value)
+    return depths[-1] == 0 and all(depths[:-1])
+
+
+def pieces_of(value: str) -> list[str]:
+    """Split a value at the commas outside of quotes and brackets."""
+    edges = [-1, *(i for i in _outer_indices(value) if value[i] == ","), len(value)]
+    return [value[a + 1 : b] for a, b in itertools.pairwise(edges)]
+
+
+def _outer_indices(value: str) -> list[int]:
+    """Return the indices of the characters outside of quotes and brackets."""
+    depths = [0, *_depths(value)]
+    return [i for i in range(len(value)) if depths[i] == depths[i + 1] == 0]
+
+
+def _depths(value: str) -> list[int]:
+    """Return the number of brackets and quotes that are open after each character.
+
+    A quote opens only at the beginning of an element: `it's` contains none.
+    """
+    depths: list[int] = []
+    closing: list[str] = []
+    previous = ","
+    for i, char in enumerate(value):
+        if closing and closing[-1] in "'\"":
+            if char == closing[-1] and previous != "\\":
+                closing.pop()
+        elif char in "'\"" and previous in ",[{(:" and char in value[i + 1 :]:
+            closing.append(char)
+        elif char in _BRACKETS:
+            closing.append(_BRACKETS[char])
+        elif closing and char == closing[-1]:
+            closing.pop()
+        depths.append(len(closing))
+        previous = previous if char.isspace() else char
+    return depths

@@ -253,7 +253,8 @@ class DamageRecord:
         """Write the record in place of one that was read, or delete it if nothing is to be
         repaired. Raises RunError if another process has written one to a bucket in between.
         """
-        if self == before:
+        # A process that was killed before it deleted the file has left it without an entry.
+        if self == before and self.is_due == bool(before.content):
             return
         path = disk.root / layout.DAMAGED
         rows = {str(index): list(ranges) for index, ranges in sorted(self.lost.items())}

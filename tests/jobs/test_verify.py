@@ -291,6 +291,16 @@ def test_a_repair_that_was_killed_after_the_last_row_ends_when_it_is_given_again
     assert Path("store/failures.csv").read_bytes() == failures
 
 
+def test_a_record_of_damage_without_an_entry_is_deleted(tmp_path: Path) -> None:
+    """A killed process has written it, and not yet deleted it."""
+    path = tmp_path / layout.DAMAGED
+    path.write_bytes(result_json({"files": [], "rows": {}}, indent=2))
+    before = DamageRecord.read(tmp_path)
+    assert not before.is_due
+    DamageRecord().write(AtomicFolder(tmp_path), before)
+    assert not path.exists()
+
+
 def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(stored: Stored) -> None:
     stored(pack=False)
     shutil.copy("store/parts/part-000001.h5", "store/parts/part-000099.h5")

@@ -73,7 +73,7 @@ def require_scikit_learn() -> None:
         importlib.import_module("sklearn.metrics")
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            'job=probe needs scikit-learn and scipy: pip install "featx[evaluation]".'
+            'A probe needs scikit-learn and scipy: pip install "featx[evaluation]".'
         ) from error
 
 

@@ -88,7 +88,7 @@ def from_numbers(
     warnings: tuple[str, ...] = ()
     top = int(labels.max(initial=-1))
     if are_minus_one.any():
-        if top == 1 and not (labels == 0).any():
+        if names is None and top == 1 and not (labels == 0).any():
             raise DataError(
                 f"{origin}: the labels are -1 and 1. -1 stands for no label, so the class -1 would "
                 "be lost. Write 0 and 1, or names such as no and yes."

@@ -28,7 +28,7 @@ from featx.base import cache_folder, name_text, printable
 from featx.errors import DataError
 from featx.sources import tar_headers
 from featx.sources.base import SYSTEM_FOLDERS
-from featx.sources.labels import MAX_CLASS, looks_like_labels
+from featx.sources.labels import looks_like_labels
 from featx.sources.tar_headers import HEAD_BYTES, CutOffError, Read, TarMember
 from featx.sources.tar_shards import CompressedFile, Shard
 
@@ -235,7 +235,7 @@ def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -
 def _class(shard: Shard, name: bytes, data: bytes) -> int:
     try:
         number = int(data)
-        if -1 <= number <= MAX_CLASS and len(data) <= _MAX_LABEL_BYTES:
+        if -1 <= number < 1 << 63 and len(data) <= _MAX_LABEL_BYTES:
             return number
     except ValueError:
         pass

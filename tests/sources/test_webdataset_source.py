@@ -154,7 +154,7 @@ def test_two_cls_of_one_name_have_to_agree(tmp_path: Path) -> None:
     assert shards(write((b"4", b"4\n"))).listing().labels.tolist() == [4]
 
 
-@pytest.mark.parametrize("content", [b"cat", b"", b"1.5", b"-2", b"1000001", b"1" * 30, b"1" * 100])
+@pytest.mark.parametrize("content", [b"cat", b"", b"1.5", b"-2", b"1" * 30, b"1" * 100])
 def test_a_cls_that_is_no_number_is_an_error(tmp_path: Path, content: bytes) -> None:
     write_tar(tmp_path / "x.tar", {"a.jpg": b"x", "a.cls": content})
     with pytest.raises(DataError, match=r"x\.tar: a\.cls holds b.*expected the number of a class"):

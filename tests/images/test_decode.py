@@ -660,6 +660,17 @@ def test_a_flipped_bit_in_a_png_never_changes_a_pixel() -> None:
     assert num_faults > 0.97 * len(data)
 
 
+@pytest.mark.parametrize("policy", [POLICY, IGNORE_EXIF])
+def test_a_png_whose_writer_made_a_wrong_stream_is_no_image(policy: ImagePolicy) -> None:
+    """Its checksums are right; Pillow raises once, and from then on has black lines."""
+    stream = zlib.compress(bytes([0, 200]) * 9)
+    for wrong in (stream[:-4] + b"wron", zlib.compress(bytes([9, 200]) * 9)):
+        data = make_png(1, 9, 8, 0, []).replace(
+            png_chunk(b"IDAT", zlib.compress(b"")), png_chunk(b"IDAT", wrong)
+        )
+        assert fault_of(data, policy).status == Status.DECODE_ERROR
+
+
 def test_a_png_in_many_chunks() -> None:
     data = make_png(2, 2, 8, 0, [b"\1\2", b"\3\4"])
     at = data.index(b"IDAT") - 4

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TextIO, cast
 
 from featx.errors import DataError
 from featx.sources.table_columns import (
@@ -118,8 +118,7 @@ class CsvTable:
 
     def _first_lines(self) -> Iterator[int]:
         """Yield the line in which each row begins, the header first; blank lines are no rows."""
-        opened = gzip.open if self.file.suffix.lower() == ".gz" else open
-        with opened(self.file, "rt", encoding="latin-1", newline="") as lines:  # any bytes
+        with open_csv(self.file, "latin-1") as lines:  # any bytes
             if self._form.quoting != "multiline":
                 yield from (n for n, line in enumerate(lines, 1) if line.strip("\r\n"))
                 return
@@ -348,6 +347,13 @@ def _convert_column(
         if pc.all(pc.match_substring_regex(values, form)).as_py():
             return values.cast(kind)
     return text
+
+
+def open_csv(file: Path, encoding: str) -> TextIO:
+    """Open a CSV file, which may be compressed with gzip, with its ends of lines as they are."""
+    opened = gzip.open if file.suffix.lower() == ".gz" else open
+    file_object = opened(file, "rt", encoding=encoding, errors="surrogateescape", newline="")
+    return cast("TextIO", file_object)
 
 
 def check_csv(

@@ -205,7 +205,7 @@ def test_missing_values_and_columns_of_pandas() -> None:
     frame["other"] = ["x", 1, None]
     with pytest.raises(DataError, match="column other is not of one type that a store can hold"):
         source_of(frame, ObjectOptions(columns=["other"]))
-    with pytest.raises(DataError, match="1 row without a path: 1, column image. Images themselves"):
+    with pytest.raises(DataError, match="1 row without a path: 1, column image"):
         source_of(pandas.DataFrame({"image": ["a", {"bytes": b"x"}]}))
     frame.columns = ["path", *["label"] * 5][: len(frame.columns)]
     with pytest.raises(DataError, match="two columns of the same name: path, label, label"):

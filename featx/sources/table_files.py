@@ -11,6 +11,7 @@ import csv
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,9 @@ _OTHER_KINDS = {
     b"\xfd7zXZ": "compressed with xz; unpack it",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it",
 }
+
+UNREADABLE = (OSError, UnicodeDecodeError, EOFError, zlib.error)
+"""Exceptions of a file that cannot be read, is no text, or is a damaged gzip file."""
 
 DELIMITERS = ",;\t|"
 """Characters that may separate cells; the first of those that are equally frequent is taken."""
@@ -321,7 +325,7 @@ def read_errors(file: Path | str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, *UNREADABLE) as error:
         raise DataError(f"data.root={file} cannot be read: {error}.") from error
 
 

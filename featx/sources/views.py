@@ -23,7 +23,7 @@ from featx.config import DataConfig, ViewName, names_tuple
 from featx.errors import DataError, counted
 from featx.sources.labels import find_column, from_encoded_texts, note_on_columns, renumber
 from featx.sources.row_keys import box_key, find_rows, parse_box_key, sorting_order
-from featx.sources.table_files import check_csv, open_csv
+from featx.sources.table_files import UNREADABLE, check_csv, open_csv
 from featx.types import (
     Box,
     BoxReader,
@@ -226,7 +226,7 @@ class BoxedSource(DerivedSource):
         except csv.Error as error:
             number = reader.line_num
             raise DataError(f"data.boxes={self._file}, line {number}: {error}.") from error
-        except OSError as error:
+        except UNREADABLE as error:
             raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
         if line is None:
             raise DataError(f"data.boxes={self._file} has no boxes.")

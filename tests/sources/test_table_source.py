@@ -84,6 +84,9 @@ def test_columns_and_the_folder_of_the_paths_can_be_named(tmp_path: Path) -> Non
 def test_a_compressed_csv_and_one_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(b"path,label\na.jpg,x\n"))
     assert labels_of(table(tmp_path / "t.csv.gz").listing()) == {"a.jpg": "x"}
+    (tmp_path / "t.csv.gz").write_bytes((tmp_path / "t.csv.gz").read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"t\.csv\.gz cannot be read: Compressed file ended"):
+        table(tmp_path / "t.csv.gz").listing()
     (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbfpath,label\r\na.jpg,x\r\n")
     assert labels_of(table(tmp_path / "t.csv").listing()) == {"a.jpg": "x"}
 

@@ -127,7 +127,7 @@ class Supervisor:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 end_with_parent(supervisor)
                 os.close(self._control)
-                decoder = Decoder(index, self._workers, self._channels, redirect_warnings())
+                decoder = Decoder(index, self._workers, self._channels, redirect_warnings)
                 s3_outage.wait_in_child(decoder.report_outage)
                 decoder.serve()
                 code = 0

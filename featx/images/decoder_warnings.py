@@ -90,7 +90,8 @@ def warn(message: str) -> None:
 @contextlib.contextmanager
 def recorded_warnings() -> Iterator[list[str]]:
     """Record what a block warns of, which the caller may warn of again."""
-    before, recorded = _of_thread.messages, []
+    before = _of_thread.messages
+    recorded: list[str] = []
     _of_thread.messages = recorded
     try:
         yield recorded

@@ -592,6 +592,10 @@ def test_many_csv_files_are_typed_together(tmp_path: Path) -> None:
 def test_files_that_are_no_one_table_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tables below .*\.parquet"):
         table(tmp_path).listing()
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other" / "notes.gz", "x")
+    with pytest.raises(DataError, match=r"other: there is no table in it.* end in \.csv"):
+        table(tmp_path / "other").listing()
     with pytest.raises(DataError, match=r"\*\.parquet: there is no such file"):
         table(tmp_path / "*.parquet").listing()
     shards(tmp_path, {"a.parquet": 2, "b.parquet": 2}, n=[1, 2, "x", "y"])

@@ -220,11 +220,12 @@ def _decode_rgb(data: bytes, policy: ImagePolicy, at_least: int | None) -> Decod
         _scale_transparent_colour(image)
     if image.info.get("bit_depth", 8) > 8:  # of pillow-heif
         return _deep_heif(data, policy)
-    turn = orientation_of(image) if policy.exif == "apply" else 1
     if image.format in ("JPEG", "MPO"):
         _draft(image, at_least)
         check_jpeg(data, policy)
+    # Before `orientation_of`, which loads a PNG, hides its exceptions, and leaves black lines.
     image.load()
+    turn = orientation_of(image) if policy.exif == "apply" else 1
     return turn_image(to_rgb(image, policy.background, policy.white), turn)
 
 

@@ -103,10 +103,10 @@ class Decoder:
         index: int,
         workers: Sequence[RowWorker],
         channels: Channels,
-        take_warnings: Callable[[], list[str]],
+        collect_warnings: Callable[[], Callable[[], list[str]]],
     ) -> None:
         self._index, self._workers, self._channels = index, workers, channels
-        self._take_warnings = take_warnings
+        self._collect_warnings = collect_warnings
         self._slots: dict[int, Slot] = {}
 
     def report_outage(self, text: str, since: float) -> None:
@@ -117,6 +117,7 @@ class Decoder:
 
     def serve(self) -> None:
         """Load groups until the pipe of tasks ends, or after a group that a new decoder follows."""
+        take_warnings = self._collect_warnings()
         tasks, results = self._channels.tasks, self._channels.results
         current = self._channels.table.rows[self._index : self._index + 1]
         since = self._channels.table.since[self._index : self._index + 1]
@@ -142,7 +143,7 @@ class Decoder:
                 except BaseException as error:  # noqa: BLE001 - raised in the process of the model
                     send(results, Kind.ERROR, group, row, error_bytes(error))
                     break
-                if warnings := self._take_warnings():
+                if warnings := take_warnings():
                     send(results, Kind.WARNINGS, group, row, warning_bytes(warnings))
                     if any(text.startswith(ACCEPTED_DAMAGE) for text in warnings):
                         send(results, Kind.DAMAGED, group, row, b"")

@@ -53,6 +53,7 @@ from featx.images.decoder_channels import (
     anonymous_file,
 )
 from featx.images.decoder_supervisor import RESUME, START_ALL, Supervisor
+from featx.images.decoder_warnings import collect_warnings
 from featx.storage import s3_outage
 from featx.types import NO_IMAGE, Array, Failure, ImageFault, Status
 
@@ -375,7 +376,8 @@ class DecoderPool:
         else:
             for index in range(self._count):
                 workers = [copy.copy(worker) for worker in self._workers]
-                self._start_thread(Decoder(index, workers, self._channels, list).serve)
+                decoder = Decoder(index, workers, self._channels, collect_warnings)
+                self._start_thread(decoder.serve)
         os.close(control_out)
         self._num_started = 1 if self._can_fork else self._count
         if not self._reads_in_decoders:

@@ -111,7 +111,7 @@ class Supervisor:
         return bool(order)
 
     def _start_decoder(self, index: int) -> None:
-        self._table.rows[index], self._table.since[index] = NO_ROW, 0
+        self._table.rows[index] = NO_ROW
         supervisor = os.getpid()
         try:
             pid = os.fork()
@@ -127,7 +127,7 @@ class Supervisor:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 end_with_parent(supervisor)
                 os.close(self._control)
-                decoder = Decoder(index, self._workers, self._channels, redirect_warnings())
+                decoder = Decoder(index, self._workers, self._channels, redirect_warnings)
                 s3_outage.wait_in_child(decoder.report_outage)
                 decoder.serve()
                 code = 0
@@ -176,7 +176,7 @@ class Supervisor:
             if pid == 0:
                 return
             index = int(np.flatnonzero(self._table.pids == pid)[0])
-            self._table.pids[index] = 0
+            self._forget(index)
             row, group = int(self._table.rows[index]), int(self._table.groups[index])
             if row == NO_ROW and status == 0:
                 continue  # it has loaded the last group that it should
@@ -201,5 +201,9 @@ class Supervisor:
         for pid in pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        self._table.pids[:] = 0
+        self._forget(slice(None))
         self._causes.clear()
+
+    def _forget(self, index: int | slice) -> None:
+        """Forget a decoder that has ended; late ones are killed, and process 0 is all of them."""
+        self._table.pids[index], self._table.since[index] = 0, 0

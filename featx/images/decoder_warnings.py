@@ -2,18 +2,20 @@
 
 A folder of TIFF files can cause several warnings per image. Pillow warns through `warnings` and
 `logging`; libtiff and other C libraries write to stderr. A decoder process redirects all three and
-sends them to the process of the model.
+sends them to the process of the model. A decoder thread collects what featx itself warns of.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from featx.base import name_text
 
@@ -67,21 +69,58 @@ def reason_of(message: str) -> str:
     return _NUMBERS.sub("N", message)[:_LENGTH]
 
 
+class _OfThread(threading.local):
+    """What was warned of in a thread that decodes; None in any other one."""
+
+    messages: list[str] | None = None
+
+
+_of_thread = _OfThread()
+
+
 def warn(message: str) -> None:
-    """Warn of the image that is decoded; `redirect_warnings` collects it as one of Pillow's."""
+    """Warn of the image that is decoded."""
+    if _of_thread.messages is not None:
+        _of_thread.messages.append(message)
+        return
     # With a new registry each time, as Python would show one text only once.
     warnings.warn_explicit(message, UserWarning, __file__, 1, "PIL.featx", {})
 
 
-def redirect_warnings() -> Callable[[], list[str]]:
-    """Collect all warnings of this process, and what it writes to stderr, from now on.
+@contextlib.contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Record what a block warns of, which the caller may warn of again."""
+    before = _of_thread.messages
+    recorded: list[str] = []
+    _of_thread.messages = recorded
+    try:
+        yield recorded
+    finally:
+        _of_thread.messages = before
+
+
+def collect_warnings() -> Callable[[], list[str]]:
+    """Collect what `warn` is called with in this thread from now on.
 
     Returns a function that returns the warnings since its last call.
     """
     messages: list[str] = []
+    _of_thread.messages = messages
+
+    def take() -> list[str]:
+        taken = [text for text in messages if text]
+        messages.clear()
+        return taken
+
+    return take
+
+
+def redirect_warnings() -> Callable[[], list[str]]:
+    """Collect all warnings of this process, and what it writes to stderr; as `collect_warnings`."""
+    take_collected = collect_warnings()
 
     def add(text: object) -> None:
-        messages.append(" ".join(str(text).split()))
+        warn(" ".join(str(text).split()))
 
     def show(message: Warning | str, *args: object, **kwargs: object) -> None:
         add(message)
@@ -105,9 +144,7 @@ def redirect_warnings() -> Callable[[], list[str]]:
                 add(line)
             os.ftruncate(file, 0)
             os.lseek(file, 0, os.SEEK_SET)
-        taken = [text for text in messages if text]
-        messages.clear()
-        return taken
+        return take_collected()
 
     return take
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from featx.images.decode import (
 )
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
-from featx.images.decoder_warnings import warn
+from featx.images.decoder_warnings import recorded_warnings, warn
 from featx.images.image_reading import read_image
 from featx.images.preprocess import Preprocess
 from featx.images.rgb_conversion import PixelFormatError
@@ -203,13 +202,13 @@ class RowLoader:
         checksum[0] = number  # should decoding end this process
         self._had_large |= len(data) >= _LARGE_BYTES
         try:
-            with clock, warnings.catch_warnings(record=True) as caught:
+            with clock, recorded_warnings() as caught:
                 decoded = decode_box_image(data, self._policy, self._at_least)
         except ImageFault as fault:
             return _WholeImage(key, number, fault)
         del data  # TiffBlocks keep it
         self._return_memory()
-        return _WholeImage(key, number, decoded, tuple(str(each.message) for each in caught))
+        return _WholeImage(key, number, decoded, tuple(caught))
 
     def _return_memory(self) -> None:
         """Return freed memory to the kernel, if large images were read for their views."""

@@ -16,7 +16,7 @@ from featx.errors import DataError, counted
 from featx.sources.base import FolderSource, endings
 from featx.sources.labels import from_values
 from featx.sources.registry import SOURCES, FileOptions, source_member
-from featx.sources.table_files import check_csv
+from featx.sources.table_files import UNREADABLE, check_csv
 from featx.types import Listing, Source
 
 
@@ -81,7 +81,7 @@ def read_class_map(file: Path) -> dict[str, str | int]:
     try:
         delimiter = "" if is_json else check_csv(file)
         text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise DataError(f"data.classes={file} cannot be read as text: {error}.") from error
     pairs = _from_json(file, text) if is_json else _from_csv(file, text, delimiter)
     names = dict(pairs)

@@ -221,7 +221,9 @@ def _pixel_layout(images: h5py.Dataset, origin: str) -> _PixelLayout | None:
         "variable length or as fixed-length bytes; with model.transform.scale any numbers "
         "(N, H, W), (N, H, W, C) or (N, C, H, W)"
     )
-    is_reversed = _is_column_major(images)
+    # MATLAB (save -v7.3) and Octave (save -hdf5) give HDF5 the axes of their arrays in reversed
+    # order, as these are column-major.
+    is_reversed = "MATLAB_class" in images.attrs or "OCTAVE_NEW_FORMAT" in images.parent.attrs
     if is_reversed:
         expected = (
             "of a file of MATLAB or Octave an array H x W x 3|1 x N or H x W x N of uint8, or with "
@@ -243,14 +245,6 @@ def _pixel_layout(images: h5py.Dataset, origin: str) -> _PixelLayout | None:
         why = "the channels may come first or last"
         raise DataError(f"{origin} is {shape}: {why}; expected {expected}.")
     return _PixelLayout(True, (axes[1], axes[2], axes[0]) if first else axes)
-
-
-def _is_column_major(dataset: h5py.Dataset) -> bool:
-    """Return whether MATLAB (save -v7.3) or Octave (save -hdf5) wrote a dataset.
-
-    Their arrays are column-major, so HDF5 gets the axes in reversed order.
-    """
-    return "MATLAB_class" in dataset.attrs or "OCTAVE_NEW_FORMAT" in dataset.parent.attrs
 
 
 def _unwritten_rows(dataset: h5py.Dataset) -> npt.NDArray[np.bool_]:

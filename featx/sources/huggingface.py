@@ -168,9 +168,12 @@ def _image_column(dataset: Any, name: str | None, root: Path) -> str:
     if name is not None and name in images:
         return name
     asked = "" if name is None else f"data.path_column={name}: "
+    hint = "Choose one with data.path_column=NAME"
+    if not images:
+        hint = "cast_column(NAME, datasets.Image()) makes one of image bytes or paths"
     raise DataError(
         f"{asked}{root} has the columns {', '.join(dataset.features)}, of which "
-        f"{', '.join(images) or 'none'} hold images. Choose one with data.path_column=NAME."
+        f"{', '.join(images) or 'none'} hold images. {hint}."
     )
 
 

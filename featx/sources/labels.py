@@ -88,7 +88,7 @@ def from_numbers(
     warnings: tuple[str, ...] = ()
     top = int(labels.max(initial=-1))
     if are_minus_one.any():
-        if top == 1 and not (labels == 0).any():
+        if names is None and top == 1 and not (labels == 0).any():
             raise DataError(
                 f"{origin}: the labels are -1 and 1. -1 stands for no label, so the class -1 would "
                 "be lost. Write 0 and 1, or names such as no and yes."
@@ -126,8 +126,9 @@ def _refuse_first(
 
 def from_names(values: Iterable[str | None]) -> Labels:
     """Number class names in bytewise order; None and '' mean no label."""
-    names, codes = _encode(values)
-    return renumber(np.array(names, dtype=object), codes)
+    codes_of_names: dict[str, int] = {}
+    codes = [codes_of_names.setdefault(name or "", len(codes_of_names)) for name in values]
+    return renumber(np.array(list(codes_of_names), dtype=object), np.array(codes, dtype=np.int64))
 
 
 def from_encoded_texts(names: Sequence[str], codes: npt.NDArray[np.int64], origin: str) -> Labels:
@@ -167,13 +168,6 @@ def from_encoded_texts(names: Sequence[str], codes: npt.NDArray[np.int64], origi
     table = np.array([*(numbers.get(name, -1) for name in names), -1], dtype=np.int64)
     labels, classes, more = from_numbers(table[codes], origin, is_missing)
     return Labels(labels, classes, (*warnings, *more))
-
-
-def _encode(values: Iterable[str | None]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the distinct texts, '' for None, and the index of each value."""
-    numbers: dict[str, int] = {}
-    codes = np.fromiter((numbers.setdefault(v or "", len(numbers)) for v in values), dtype=np.int64)
-    return list(numbers), codes
 
 
 def _whole_number(text: str) -> int:

@@ -82,7 +82,8 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
     if isinstance(data, type):
         raise DataError(f"data is the class {data.__name__}; give one object of it.")
     names = (config.columns or []) if isinstance(config, ObjectOptions) else []
-    is_table = type(data).__module__.partition(".")[0] in _FRAMES
+    # A GeoDataFrame is one of pandas.
+    is_table = any(kind.__module__.partition(".")[0] in _FRAMES for kind in type(data).__mro__)
     is_frame = is_table and (hasattr(data, "columns") or hasattr(data, "column_names"))
     if names and not is_frame:
         raise DataError(
@@ -128,7 +129,10 @@ def _rows_of_frame(frame: Any) -> list[object]:
     bad = [row for row, is_given in enumerate(is_path) if not is_given]
     if bad:
         first = ", ".join(map(str, bad[:5])) + (", ..." if bad[5:] else "")
-        raise DataError(f"data has {counted(len(bad), 'row')} without a path: {first}.")
+        raise DataError(
+            f"data has {counted(len(bad), 'row')} without a path: {first}, column {column}. Images "
+            "themselves are given as a list, of (image, label) if there are labels."
+        )
     label = find_column(names, "label")
     if label is None:
         return paths

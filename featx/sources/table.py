@@ -190,8 +190,10 @@ class TableSource:
         config = self._config
         tables, skipped = find_files(self._origin, config.follow_links, ENDINGS, what="tables")
         if not tables:
+            what = "no table in it" if Path(self._origin).is_dir() else "no such file"
             raise DataError(
-                f"data.root={self._origin}: there is no such file (taken from {Path.cwd()})."
+                f"data.root={self._origin}: there is {what} (taken from {Path.cwd()}). Names of "
+                "tables end in .csv, .tsv (both also .gz) or .parquet."
             )
         files = [Path(path) for _, path in tables]
         is_single = files == [Path(self._origin)]

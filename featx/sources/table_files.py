@@ -11,10 +11,11 @@ import csv
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TextIO, cast
 
 from featx.errors import DataError
 from featx.sources.table_columns import (
@@ -53,6 +54,9 @@ _OTHER_KINDS = {
     b"\xfd7zXZ": "compressed with xz; unpack it",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it",
 }
+
+UNREADABLE = (OSError, UnicodeDecodeError, EOFError, zlib.error)
+"""Exceptions of a file that cannot be read, is no text, or is a damaged gzip file."""
 
 DELIMITERS = ",;\t|"
 """Characters that may separate cells; the first of those that are equally frequent is taken."""
@@ -118,8 +122,7 @@ class CsvTable:
 
     def _first_lines(self) -> Iterator[int]:
         """Yield the line in which each row begins, the header first; blank lines are no rows."""
-        opened = gzip.open if self.file.suffix.lower() == ".gz" else open
-        with opened(self.file, "rt", encoding="latin-1", newline="") as lines:  # any bytes
+        with open_csv(self.file, "latin-1") as lines:  # any bytes
             if self._form.quoting != "multiline":
                 yield from (n for n, line in enumerate(lines, 1) if line.strip("\r\n"))
                 return
@@ -322,7 +325,7 @@ def read_errors(file: Path | str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, *UNREADABLE) as error:
         raise DataError(f"data.root={file} cannot be read: {error}.") from error
 
 
@@ -348,6 +351,13 @@ def _convert_column(
         if pc.all(pc.match_substring_regex(values, form)).as_py():
             return values.cast(kind)
     return text
+
+
+def open_csv(file: Path, encoding: str) -> TextIO:
+    """Open a CSV file, which may be compressed with gzip, with its ends of lines as they are."""
+    opened = gzip.open if file.suffix.lower() == ".gz" else open
+    file_object = opened(file, "rt", encoding=encoding, errors="surrogateescape", newline="")
+    return cast("TextIO", file_object)
 
 
 def check_csv(

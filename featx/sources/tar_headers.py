@@ -32,7 +32,7 @@ _RECORD_LENGTH = re.compile(rb"(\d{1,7}) ")
 """Beginning of a pax record."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TarMember:
     """One member of a tar file.
 
@@ -98,14 +98,15 @@ def members(read: Read) -> Iterator[TarMember]:
         offset += _BLOCK
         if header.type == b"S":
             offset = _after_sparse_map(read, header.has_map, offset)
-        member = TarMember(name, offset, 0 if header.type in _WITHOUT_DATA else size, regular)
-        member.head = read(offset, min(member.size, HEAD_BYTES))
+        size = 0 if header.type in _WITHOUT_DATA else size
+        head = read(offset, min(size, HEAD_BYTES))
+        member = TarMember(name, offset, size, regular, head)
         # The last byte of the data shows whether they are complete, without reading all of them.
-        if member.size and len(read(offset + member.size - 1, 1)) < 1:
+        if size and len(read(offset + size - 1, 1)) < 1:
             raise CutOffError(f"it ends in the middle of {name!r}", start, member)
         if header.type != b"5" and not name.endswith(b"/"):
             yield member
-        offset += _whole_blocks(member.size)
+        offset += _whole_blocks(size)
 
 
 class _Header(tarfile.TarInfo):

@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ name that two members have; a refused shard."""
 _REST, _WHOLE = b"(the rest of the shard)", b"(the shard)"
 """Names of rows that stand for what is missing, so that the run reports it as a failure."""
 
-_VERSION = 5
+_VERSION = 6
 """Version of the format of index files."""
 _BLOCK, _REMOTE_BLOCK = 1 << 18, 8 << 20
 """Bytes of a local and of a remote tar that are read at once. With small reads, the data of large
@@ -124,8 +124,7 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     cut = ""
 
     def add_image(name: bytes, member: TarMember) -> None:
-        member.size = TWICE_SIZE if name in images else member.size
-        images[name] = member
+        images[name] = replace(member, size=TWICE_SIZE) if name in images else member
 
     try:
         for member in tar_headers.members(_read_gzip(shard) if compressed else _read_plain(shard)):
@@ -149,8 +148,7 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
         if error.offset == 0 and not error.cut:
             raise RefusedShardError(f"is no tar: {error}") from error
         if error.cut and not _reason_to_skip(_clean(error.cut.name), error.cut, endings):
-            error.cut.size = CUT_SIZE
-            add_image(_clean(error.cut.name), error.cut)
+            add_image(_clean(error.cut.name), replace(error.cut, size=CUT_SIZE))
     except _DAMAGE as error:
         cut = f"its compressed bytes are damaged or end early ({error})"
         # A wrong CRC or length at the end of the stream may concern any byte before it, while an
@@ -236,8 +234,8 @@ def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -
 
 def _class(shard: Shard, name: bytes, data: bytes) -> int:
     try:
-        number = int(data[:_MAX_LABEL_BYTES])
-        if number >= -1 and len(data) <= _MAX_LABEL_BYTES:
+        number = int(data)
+        if -1 <= number < 1 << 63 and len(data) <= _MAX_LABEL_BYTES:
             return number
     except ValueError:
         pass

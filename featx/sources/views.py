@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ from featx.config import DataConfig, ViewName, names_tuple
 from featx.errors import DataError, counted
 from featx.sources.labels import find_column, from_encoded_texts, note_on_columns, renumber
 from featx.sources.row_keys import box_key, find_rows, parse_box_key, sorting_order
-from featx.sources.table_files import check_csv
+from featx.sources.table_files import UNREADABLE, check_csv, open_csv
 from featx.types import (
     Box,
     BoxReader,
@@ -51,6 +52,9 @@ _ORIENTATIONS: dict[ViewName, int] = {
 
 BOX_COLUMNS = ("path", "x", "y", "width", "height")
 """Required columns of the table data.boxes. A column `label` is optional."""
+
+_PIXELS = re.compile(r"[0-9]{1,18}")
+"""Number of pixels in the table."""
 
 _BATCH_LINES = 1 << 13
 """Lines of the table that are objects of Python at a time."""
@@ -196,9 +200,7 @@ class BoxedSource(DerivedSource):
         """Read the table line by line; `label` is None if it has no such column."""
         try:
             delimiter = check_csv(self._file)
-            with self._file.open(
-                newline="", encoding="utf-8-sig", errors="surrogateescape"
-            ) as file:
+            with open_csv(self._file, "utf-8-sig") as file:
                 reader = csv.reader(file, delimiter=delimiter)
                 names = next(reader, [])
                 for wanted in (*BOX_COLUMNS, "label"):
@@ -224,7 +226,7 @@ class BoxedSource(DerivedSource):
         except csv.Error as error:
             number = reader.line_num
             raise DataError(f"data.boxes={self._file}, line {number}: {error}.") from error
-        except OSError as error:
+        except UNREADABLE as error:
             raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
         if line is None:
             raise DataError(f"data.boxes={self._file} has no boxes.")
@@ -247,7 +249,7 @@ class BoxedSource(DerivedSource):
             path, *numbers = (cells[column] for column in columns)
             # pandas writes a column of floats as 128.0.
             numbers = [number.strip().removesuffix(".0") for number in numbers]
-            are_whole_numbers = all(number.isascii() and number.isdecimal() for number in numbers)
+            are_whole_numbers = all(_PIXELS.fullmatch(number) for number in numbers)
             is_path = path and "\0" not in path
             if not is_path or not are_whole_numbers or 0 in map(int, numbers[2:]):
                 problems.append(

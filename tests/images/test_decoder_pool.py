@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_image, with_path
+from conftest import make_image, run_python, with_path
 from encoded_images import encode
 from processes import ended
 
@@ -438,6 +438,46 @@ def test_nothing_is_forked_before_an_image_is_asked_for(folder: Path) -> None:
             time.sleep(0.01)
         assert len(processes()[1]) == 2
     assert not any(thread.name == "featx-loader" for thread in threading.enumerate())
+
+
+PAUSED = """
+import os, signal, sys, time
+import numpy as np
+from featx.images import DecoderPool
+
+class Worker:
+    keys, shape, dtype = np.array([b"hangs once", b"warns"]), (1,), np.dtype(np.uint8)
+
+    def image_key(self, row):
+        return bytes(self.keys[row])
+
+    def fill(self, row, read, out, checksum, clock):
+        with clock:
+            if row == 0 and not os.path.exists(sys.argv[1]):
+                open(sys.argv[1], "w").close()
+                time.sleep(60)
+        if row == 1:
+            os.write(2, b"%d" % os.getpid())
+        out[:] = 7
+
+    def warm_up(self):
+        pass
+
+def end_the_idle_decoder(row, messages):
+    time.sleep(0.3)  # until it waits for the next row
+    os.kill(int(messages[0]), signal.SIGSEGV)
+    time.sleep(2)
+
+with DecoderPool([Worker()], 2, limit_s=1.0, reads_in_decoders=True) as pool:
+    pool.on_warnings = end_the_idle_decoder
+    images, _ = pool.finish(pool.begin(0, np.array([0, 1]), 2))
+    assert images.tolist() == [[7], [7]], images
+"""
+
+
+def test_a_pause_longer_than_the_time_limit_ends_no_other_process(tmp_path: Path) -> None:
+    """Until all decoders are started again there are none, and process 0 is the whole group."""
+    run_python("-c", PAUSED, tmp_path / "hung", timeout=60, start_new_session=True)
 
 
 KILLED = """

@@ -17,14 +17,25 @@ from image_faults import image_fault
 from PIL import Image
 from tiny_model import extract, run_job
 
+from featx.config import DataConfig
 from featx.errors import StoreMismatchError
-from featx.images import PILLOW, ImagePolicy, decode_pillow
+from featx.images import (
+    PILLOW,
+    DecoderPool,
+    DecodeSettings,
+    ImagePolicy,
+    Preprocess,
+    decode_pillow,
+)
 from featx.images.decode import decode_array
 from featx.images.decode_settings import ACCEPT, SIMPLEJPEG
 from featx.images.jpeg_decode import jpeg_damage
+from featx.images.row_loader import RowLoader
+from featx.sources import FolderSource, with_views
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (255, 255, 255), 1 << 24, jpeg=SIMPLEJPEG)
+PREPROCESS = Preprocess(None, (16, 16), 16, "bilinear", (0, 0, 0), (1, 1, 1))  # type: ignore[arg-type]
 END = b"\xff\xd9"
 KINDS = {
     "baseline": {},
@@ -191,6 +202,28 @@ def test_a_damaged_jpeg_in_a_tiff(mode: str) -> None:
     for policy in (POLICY, replace(POLICY, channels=len(mode))):
         with image_fault(Status.DECODE_ERROR, "JPEG data"):
             decode_array(broken, policy, None)
+
+
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_damage_of_each_row_is_told_by_processes_and_by_threads(
+    tmp_path: Path, can_fork: bool
+) -> None:
+    sound = encode(photo(), "JPEG")
+    for name, data in {"0.jpg": sound, "1.jpg": damaged(sound)["half lost"]}.items():
+        (tmp_path / name).write_bytes(data)
+    views = DataConfig(views=["original", "hflip"])
+    told: list[tuple[int, list[str]]] = []
+    for source in (FolderSource(tmp_path), with_views(FolderSource(tmp_path), views)):
+        settings = DecodeSettings(PREPROCESS, replace(POLICY, damaged=ACCEPT))
+        rows = RowLoader(source, source.listing(), settings)
+        count = len(rows.keys)
+        with DecoderPool([rows], 2, reads_in_decoders=True, can_fork=can_fork) as pool:
+            pool.on_warnings = lambda row, messages: told.append((row, messages))
+            job = pool.begin(0, np.arange(count), count)
+            pool.finish(job)
+        assert job.damaged == set(range(count // 2, count))
+    assert sorted(row for row, _ in told) == [1, 2, 3]
+    assert all(text.startswith("damaged JPEG: ") for _, messages in told for text in messages)
 
 
 @pytest.mark.slow

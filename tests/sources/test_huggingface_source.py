@@ -42,11 +42,13 @@ def test_bytes_and_class_names(tmp_path: Path) -> None:
     data = (tmp_path / "a.png").read_bytes()
     labels = datasets.ClassLabel(names=["cat", "dog"])
     rows = [{"bytes": data, "path": "a.png"}, {"bytes": data[:20], "path": None}, None]
-    made(rows, label=([1, 0, -1], labels)).save_to_disk(tmp_path / "saved")
+    # -1 is no class where the classes have names, also if it and 1 are the only labels.
+    made(rows, label=([1, 1, -1], labels)).save_to_disk(tmp_path / "saved")
     source = saved(tmp_path / "saved")
     listing = source.listing()
     assert listing.keys.tolist() == [b"row-000000", b"row-000001", b"row-000002"]
-    assert (listing.labels.tolist(), listing.classes) == ([1, 0, -1], ("cat", "dog"))
+    assert (listing.labels.tolist(), listing.classes) == ([1, 1, -1], ("cat", "dog"))
+    assert "1 row has the label -1, which counts as no label" in listing.warnings[0]
     assert source.read(b"row-000000") == data
     assert source.read(b"row-000001") == data[:20]
     with image_fault(Status.EMPTY):
@@ -74,6 +76,9 @@ def test_splits_and_columns_are_named(tmp_path: Path) -> None:
     assert len(saved(tmp_path / "saved", split="test", path_column="image").listing()) == 1
     with pytest.raises(DataError, match=r"data\.label_column=kid: .* Nearest: kind"):
         saved(tmp_path / "saved", label_column="kid")
+    rows.remove_columns("image").save_to_disk(tmp_path / "none")
+    with pytest.raises(DataError, match=r"none hold images\. cast_column\(NAME"):
+        saved(tmp_path / "none")
 
 
 def saved_with_paths(root: Path, images: list[dict[str, Any] | None]) -> Source:

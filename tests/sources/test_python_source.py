@@ -193,7 +193,7 @@ def test_images_in_memory_and_opened_files_have_states(tmp_path: Path) -> None:
 
 def test_missing_values_and_columns_of_pandas() -> None:
     pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"path": ["b", "a", "c"]}, dtype="string")
+    frame = type("GeoDataFrame", (pandas.DataFrame,), {})({"path": ["b", "a", "c"]}, dtype="string")
     for number, (values, dtype) in enumerate(
         (([1, None, 0], "Int64"), ([True, None, False], "boolean"), (["y", None, "x"], "string"))
     ):
@@ -205,8 +205,8 @@ def test_missing_values_and_columns_of_pandas() -> None:
     frame["other"] = ["x", 1, None]
     with pytest.raises(DataError, match="column other is not of one type that a store can hold"):
         source_of(frame, ObjectOptions(columns=["other"]))
-    with pytest.raises(DataError, match="1 row without a path: 1"):
-        source_of(pandas.DataFrame({"path": ["a", ""]}))
+    with pytest.raises(DataError, match="1 row without a path: 1, column image"):
+        source_of(pandas.DataFrame({"image": ["a", {"bytes": b"x"}]}))
     frame.columns = ["path", *["label"] * 5][: len(frame.columns)]
     with pytest.raises(DataError, match="two columns of the same name: path, label, label"):
         source_of(frame)

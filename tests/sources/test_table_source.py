@@ -84,6 +84,9 @@ def test_columns_and_the_folder_of_the_paths_can_be_named(tmp_path: Path) -> Non
 def test_a_compressed_csv_and_one_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(b"path,label\na.jpg,x\n"))
     assert labels_of(table(tmp_path / "t.csv.gz").listing()) == {"a.jpg": "x"}
+    (tmp_path / "t.csv.gz").write_bytes((tmp_path / "t.csv.gz").read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"t\.csv\.gz cannot be read: Compressed file ended"):
+        table(tmp_path / "t.csv.gz").listing()
     (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbfpath,label\r\na.jpg,x\r\n")
     assert labels_of(table(tmp_path / "t.csv").listing()) == {"a.jpg": "x"}
 
@@ -589,6 +592,10 @@ def test_many_csv_files_are_typed_together(tmp_path: Path) -> None:
 def test_files_that_are_no_one_table_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tables below .*\.parquet"):
         table(tmp_path).listing()
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other" / "notes.gz", "x")
+    with pytest.raises(DataError, match=r"other: there is no table in it.* end in \.csv"):
+        table(tmp_path / "other").listing()
     with pytest.raises(DataError, match=r"\*\.parquet: there is no such file"):
         table(tmp_path / "*.parquet").listing()
     shards(tmp_path, {"a.parquet": 2, "b.parquet": 2}, n=[1, 2, "x", "y"])

@@ -288,7 +288,7 @@ def readable_part(data: bytes, max_pixels: int) -> Image.Image:
     """Decode the readable part of a truncated image; the lines that are missing are grey."""
     try:
         with Image.open(io.BytesIO(data)) as opened:
-            size, orientation = opened.size, opened.getexif().get(_ORIENTATION, 1)
+            size = opened.size
             if size[0] * size[1] > max_pixels:
                 raise ImageFault(Status.TOO_LARGE, f"{size[0]} x {size[1]} pixels")
             try:
@@ -298,6 +298,7 @@ def readable_part(data: bytes, max_pixels: int) -> Image.Image:
                 # Pillow does not try to decode the rest. ImageFile.LOAD_TRUNCATED_IMAGES does the
                 # same for all threads of the process, and so would let truncated images pass there.
                 opened.tile = []
+            orientation = opened.getexif().get(_ORIENTATION, 1)  # loads a PNG
             pixels = np.array(opened.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageFault(Status.TRUNCATED, str(error)) from error

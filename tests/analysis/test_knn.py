@@ -113,3 +113,10 @@ def test_equal_similarities_are_in_the_order_of_the_bank(
                 same = np.isclose(shares[:, None], shares[:, :, None], rtol=1e-11)
                 assert ((found[k][:, None] == found[k][:, :, None]) == same).all()
     assert num_ties > 100
+
+
+def test_the_first_of_rows_of_one_direction_are_neighbours(tmp_path: Path) -> None:
+    """Also where this direction is the centre; the lengths are rounded, and the values are not."""
+    x = np.outer(np.arange(1, 42), [3, 7]).astype(np.float32)
+    found = vote(problem_of(tmp_path, x, np.arange(41)), np.arange(40), np.array([40]), (1, 7))
+    assert [np.flatnonzero(found[k][0]).tolist() for k in (1, 7)] == [[0], [*range(7)]]

@@ -10,7 +10,7 @@ import torch
 from featx.analysis.layer_vectors import LayerVectors, unit_vectors
 from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.metrics import Ints, Matrix
-from featx.analysis.similarity.nearest_neighbours import tie_limit
+from featx.analysis.similarity.nearest_neighbours import LEAST_SQUARE, tie_limit
 from featx.base import float64_device, rows_of_block
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
@@ -87,6 +87,7 @@ def _nearest(
 
     x, is_zero = unit(features.take(queries))
     squares = x.square().sum(1, keepdim=True)
+    sizes = squares.clamp_min(LEAST_SQUARE)
     query_places = torch.from_numpy(queries).to(home)[:, None]
     nearest = torch.empty((len(queries), 0), dtype=torch.float64, device=home)
     places = torch.empty((len(queries), 0), dtype=torch.int64, device=home)
@@ -100,11 +101,11 @@ def _nearest(
             found[new_places == query_places] = torch.inf
             nearest = torch.cat([nearest, found], dim=1)
             places = torch.cat([places, new_places], dim=1)
-            columns = _smallest(nearest, squares, min(count, nearest.shape[1]))
+            columns = _smallest(nearest, sizes, min(count, nearest.shape[1]))
             nearest, places = nearest.gather(1, columns), places.gather(1, columns)
     # Distances that differ by rounding become the smallest of them.
     values, order = nearest.sort(dim=1)
-    values[:, 1:][values[:, 1:] <= tie_limit(values[:, :-1], squares)] = 0
+    values[:, 1:][values[:, 1:] <= tie_limit(values[:, :-1], sizes)] = 0
     nearest.scatter_(1, order, values.cummax(dim=1).values)
     nearest, order = nearest.sort(dim=1, stable=True)
     return nearest, places.gather(1, order)

@@ -7,7 +7,13 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors, tie_limit
+from featx.analysis.similarity.nearest_neighbours import (
+    FAR_SQUARE,
+    LEAST_SQUARE,
+    QUERIES,
+    metric_vectors,
+    tie_limit,
+)
 from featx.base import rows_of_block
 from featx.sources import origins_of
 from featx.store import FeatureStore
@@ -21,7 +27,12 @@ MAX_RANKED = 10_000
 
 
 def retrieval_metrics(
-    store: FeatureStore, layer: str, metric: str, device: str, standardise: bool
+    store: FeatureStore,
+    layer: str,
+    metric: str,
+    device: str,
+    standardise: bool,
+    max_ranked: int = MAX_RANKED,
 ) -> dict[str, object] | None:
     """Retrieve the other labelled rows for each labelled row, by nearness.
 
@@ -56,20 +67,30 @@ def retrieval_metrics(
     squares_of_all = torch.cat(
         [block.square().sum(1) for _, block in vectors.all_blocks(vectors.block_rows)]
     )
-    is_ranked = len(rows) <= MAX_RANKED
+    is_ranked, most = len(rows) <= max_ranked, max(RECALL_AT)
+    # Without a ranking, few rows at a time leave room for many queries: a layer that does not fit
+    # into memory is read once for each block of queries.
+    compared = len(rows) if is_ranked else rows_of_block(16 * QUERIES)
     num_nearer: list[Array] = []
     precisions: list[float] = []
-    block_rows = rows_of_block(16 * len(rows))  # distances, and what is compared of them
+    block_rows = min(vectors.block_rows, rows_of_block(16 * compared))
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
-        distances, squares = _squared_distances(vectors, squares_of_all, places, metric == "cosine")
-        is_other = origins[places][:, None] != origins
-        distances[~is_other] = np.inf
-        same = is_other & (labels[places][:, None] == labels)
-        nearest = np.where(same, distances, np.inf).min(1, keepdims=True)
-        num_nearer.append((~same & (distances <= tie_limit(nearest, squares))).sum(1))
-        if is_ranked:
-            precisions += map(_average_precision, distances, same, squares)
+        nearest, others = np.full((len(places), 1), np.inf), np.empty((len(places), 0))
+        for first in range(0, len(rows), compared):
+            span = slice(first, min(len(rows), first + compared))
+            distances, squares = _squared_distances(
+                vectors, squares_of_all, places, span, metric == "cosine"
+            )
+            is_other = origins[places][:, None] != origins[span]
+            distances[~is_other] = np.inf
+            same = is_other & (labels[places][:, None] == labels[span])
+            nearest = np.minimum(nearest, np.where(same, distances, np.inf).min(1, keepdims=True))
+            others = np.hstack([others, np.where(same, np.inf, distances)])
+            others = np.partition(others, min(most, others.shape[1]) - 1, axis=1)[:, :most]
+            if is_ranked:
+                precisions += map(_average_precision, distances, same, squares)
+        num_nearer.append((others <= tie_limit(nearest, squares)).sum(1))
     ranks = np.concatenate(num_nearer)
     return {
         "queries": len(queries),
@@ -78,7 +99,7 @@ def retrieval_metrics(
         "recall": {str(k): float((ranks < k).mean()) for k in RECALL_AT if k < len(rows)},
         "map": float(np.mean(precisions)) if is_ranked else None,
         "not_available": (
-            None if is_ranked else f"{len(rows)} labelled rows are more than {MAX_RANKED}"
+            None if is_ranked else f"{len(rows)} labelled rows are more than {max_ranked}"
         ),
     }
 
@@ -97,16 +118,24 @@ def _squared_distances(
     vectors: LayerVectors,
     squares_of_all: torch.Tensor,
     places: npt.NDArray[np.int64],
+    span: slice,
     cosine: bool,
 ) -> tuple[Array, Array]:
-    """Compute the (q, n) squared distances of some rows to all rows, and the (q, 1) |a|^2."""
+    """Compute the (q, m) squared distances of some rows to those of a span, and the (q, 1) |a|^2
+    for `tie_limit`.
+    """
     queries = vectors.take(places)
     squares = squares_of_all[torch.from_numpy(places).to(squares_of_all.device), None]
-    distances = np.empty((len(places), len(vectors)))
-    for start, block in vectors.all_blocks(rows_of_block(8 * vectors.width)):
+    distances = np.empty((len(places), span.stop - span.start))
+    step = rows_of_block(8 * vectors.width)
+    for start in range(span.start, span.stop, step):
+        block = vectors.block(start, min(span.stop, start + step))
         others = squares_of_all[start : start + len(block)]
         found = squares + others - 2 * (queries @ block.T)
-        distances[:, start : start + len(block)] = found.clamp_min(0).cpu().numpy()
-    if cosine:  # no row is nearer to a vector of zeros than another
+        first = start - span.start
+        distances[:, first : first + len(block)] = found.clamp_min(0).cpu().numpy()
+    if cosine:
+        # No row is nearer to a vector of zeros than another.
         distances[(squares > FAR_SQUARE)[:, 0].cpu().numpy()] = 0
+        squares = squares.clamp_min(LEAST_SQUARE)
     return distances, squares.cpu().numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import math
 from collections.abc import Callable
 
@@ -267,3 +268,12 @@ def test_the_interval_draws_images_or_groups(groups: np.ndarray | None) -> None:
     assert found["units"] == units.max() + 1
     assert found["unit"] == ("image" if groups is None else "group")
     assert pixel_interval(counted().pixels[:1], None)["interval"] is None
+
+
+def test_the_interval_of_many_images_takes_little_memory() -> None:
+    pixels = np.ones((20_000, 3, 2), np.int64)
+    tracemalloc.start()
+    pixel_interval(pixels, None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200 << 20  # the draws of all resamples would be 160 MB, and as much their counts

@@ -117,7 +117,7 @@ class Head:
     Attributes:
         scaler: standardisation, fitted on the same rows; of tokens if there is an attention.
         weight: (C, D) float32 on the device.
-        bias: (C,) float32 on the device.
+        bias: (C,) float32 on the device; of numbers float64, on the CPU if the device has none.
         probabilities: whether the softmax of the values gives probabilities (logistic regression,
             zero-shot classifiers); for several labels, the sigmoid of each.
         normalises: whether features are divided by their length first (zero-shot classifiers).
@@ -153,7 +153,7 @@ class Head:
             tokens, query = self.scaler(self.attention.layout.tokens(x)), self.attention.query
             weights = (tokens @ query / math.sqrt(len(query))).softmax(1)
             pooled = torch.einsum("nt,ntd->nd", weights, tokens)
-        values = (pooled @ self.weight.T + self.bias).cpu().double()
+        values = ((pooled @ self.weight.T).to(self.bias) + self.bias).cpu().double()
         if not self.probabilities:
             return values
         return values.sigmoid() if self.task == MULTILABEL else values.softmax(1)
@@ -252,7 +252,8 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, Json]:
             f"{path} does not have the checksum with which it was written, so it is damaged. "
             f"{_AGAIN}"
         )
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    devices = {torch.float64: float64_device(device)}
+    tensors = {name: each.to(devices.get(each.dtype, device)) for name, each in tensors.items()}
     num_classes, width = tensors["weight"].shape if tensors["weight"].ndim == 2 else (0, 0)
     shapes = {"bias": (num_classes,), **dict.fromkeys(("mean", "scale", "query"), (width,))}
     if len(about.get("classes", ())) != num_classes or any(

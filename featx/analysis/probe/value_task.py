@@ -91,17 +91,16 @@ class ValueTask(RowTask):
         tested = join_predictions(self.tested(self.seeds[0]))
         # The bootstrap of the first metric draws rows, or groups with all their rows.
         unit_of_row = units_of_rows(tested.groups, len(tested.y))
-        order = np.argsort(unit_of_row, kind="stable")
-        units = np.split(order, np.cumsum(np.bincount(unit_of_row))[:-1])
-        values = []
-        for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, len(units)):
+        num_units, values = int(unit_of_row.max()) + 1, []
+        for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, num_units):
             for drawn in block:
-                rows = np.concatenate([units[unit] for unit in drawn])
+                times = np.bincount(drawn, minlength=num_units)[unit_of_row]
+                rows = np.repeat(np.arange(len(times)), times)
                 sample = tested.y[rows], tested.predicted[rows]
                 values.append(first_value_metric(self.kind.name, *sample))
         unit = "row" if tested.groups is None else "group"
         return {
-            **interval_entry(values, unit, len(units)),
+            **interval_entry(values, unit, num_units),
             "targets": list(self._names),
             "notes_on_rows": [*self.notes_on_rows(), *self._untrained_notes()],
         }

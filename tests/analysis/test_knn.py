@@ -35,15 +35,6 @@ def test_votes_by_hand(tmp_path: Path) -> None:
     assert (found[50] == found[5]).all()
 
 
-def test_a_query_never_counts_itself(tmp_path: Path) -> None:
-    """Two rows of each class lie together, and the label of one of them is wrong."""
-    x = np.array([[1, 0], [1, 0.01], [0, 1], [0.01, 1]], np.float32)
-    y = np.array([0, 1, 1, 1])
-    every = np.arange(4)
-    found = vote(problem_of(tmp_path, x, y), every, every, (1,))
-    assert found[1].argmax(1).tolist() == [1, 0, 1, 1]
-
-
 @pytest.mark.parametrize("scale", [1, 1e-30, 1e30])
 def test_all_is_scikit_learns_in_blocks_of_any_size(
     scale: float, tmp_path: Path, set_block_sizes: Callable[..., None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tracemalloc
 import math
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np

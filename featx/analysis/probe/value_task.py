@@ -58,11 +58,9 @@ class ValueTask(RowTask):
         self._is_regression = kind.name == "regression"
         self.columns = ["true", "predicted"]
         if not self._is_regression:
-            self.columns = [f"{what}{name}" for what in ("true:", SCORE) for name in self._names]
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return self.training.classes
+            self.columns = [
+                f"{what}{name}" for what in ("true:", SCORE) for name in self.training.classes
+            ]
 
     def make_splits(self, seed: int) -> RowSplits:
         rows, column = super().make_splits(seed), self.config.probe.label_column
@@ -101,7 +99,7 @@ class ValueTask(RowTask):
         unit = "row" if tested.groups is None else "group"
         return {
             **interval_entry(values, unit, num_units),
-            "targets": list(self._names),
+            "targets": list(self.training.classes),
             "notes_on_rows": [*self.notes_on_rows(), *self._untrained_notes()],
         }
 
@@ -121,7 +119,7 @@ class ValueTask(RowTask):
         unknown = np.flatnonzero(((shares == 0) | (shares == 1)).any(0)).tolist()
         if not unknown:
             return []
-        names = first_names([self._names[i] for i in unknown], _NAMED)
+        names = first_names([self.training.classes[i] for i in unknown], _NAMED)
         subject = counted(len(unknown), "label is", "labels are")
         return [
             f"{subject} in none or in all of the training rows of a split, so that nothing is "

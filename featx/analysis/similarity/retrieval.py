@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.nearest_neighbours import (
     FAR_SQUARE,
     LEAST_SQUARE,
@@ -64,24 +62,27 @@ def retrieval_metrics(
         return None
     vectors = metric_vectors(store, layer, metric, device, standardise, dtype=torch.float64)
     vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
-    squares_of_all = torch.cat(
-        [block.square().sum(1) for _, block in vectors.all_blocks(vectors.block_rows)]
-    )
+    blocks = (block for _, block in vectors.all_blocks(vectors.block_rows))
+    squares_of_all = np.concatenate([block.square().sum(1).cpu().numpy() for block in blocks])
     is_ranked, most = len(rows) <= max_ranked, max(RECALL_AT)
-    # Without a ranking, few rows at a time leave room for many queries: a layer that does not fit
-    # into memory is read once for each block of queries.
-    compared = len(rows) if is_ranked else rows_of_block(16 * QUERIES)
+    # Few rows at a time leave room for many queries, for each block of which all rows are read,
+    # unless the layer fits into memory.
+    num_compared = rows_of_block(max(16 * QUERIES, 8 * vectors.width))
+    num_kept = len(rows) if is_ranked else num_compared
+    block_rows = min(vectors.block_rows, rows_of_block(16 * num_kept))
     num_nearer: list[Array] = []
     precisions: list[float] = []
-    block_rows = min(vectors.block_rows, rows_of_block(16 * compared))
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
+        x, squares = vectors.take(places), squares_of_all[places, None]
         nearest, others = np.full((len(places), 1), np.inf), np.empty((len(places), 0))
-        for first in range(0, len(rows), compared):
-            span = slice(first, min(len(rows), first + compared))
-            distances, squares = _squared_distances(
-                vectors, squares_of_all, places, span, metric == "cosine"
-            )
+        ranked: list[tuple[Array, Array]] = []
+        for first, block in vectors.all_blocks(num_compared):
+            span = slice(first, first + len(block))
+            products = (x @ block.T).cpu().numpy()
+            distances = (squares + squares_of_all[span] - 2 * products).clip(0)
+            if metric == "cosine":  # no row is nearer to a vector of zeros than another
+                distances[squares[:, 0] > FAR_SQUARE] = 0
             is_other = origins[places][:, None] != origins[span]
             distances[~is_other] = np.inf
             same = is_other & (labels[places][:, None] == labels[span])
@@ -89,8 +90,13 @@ def retrieval_metrics(
             others = np.hstack([others, np.where(same, np.inf, distances)])
             others = np.partition(others, min(most, others.shape[1]) - 1, axis=1)[:, :most]
             if is_ranked:
-                precisions += map(_average_precision, distances, same, squares)
+                ranked.append((distances, same))
+        if metric == "cosine":
+            squares = squares.clip(LEAST_SQUARE)
         num_nearer.append((others <= tie_limit(nearest, squares)).sum(1))
+        if is_ranked:
+            of_all = (np.hstack(each) for each in zip(*ranked, strict=True))
+            precisions += map(_average_precision, *of_all, squares)
     ranks = np.concatenate(num_nearer)
     return {
         "queries": len(queries),
@@ -112,30 +118,3 @@ def _average_precision(distances: Array, same: Array, square: Array) -> float:
     distances, same = distances[order], same[order]
     ends = np.searchsorted(distances, tie_limit(distances[same], square), side="right")
     return float((np.cumsum(same)[ends - 1] / ends).mean())
-
-
-def _squared_distances(
-    vectors: LayerVectors,
-    squares_of_all: torch.Tensor,
-    places: npt.NDArray[np.int64],
-    span: slice,
-    cosine: bool,
-) -> tuple[Array, Array]:
-    """Compute the (q, m) squared distances of some rows to those of a span, and the (q, 1) |a|^2
-    for `tie_limit`.
-    """
-    queries = vectors.take(places)
-    squares = squares_of_all[torch.from_numpy(places).to(squares_of_all.device), None]
-    distances = np.empty((len(places), span.stop - span.start))
-    step = rows_of_block(8 * vectors.width)
-    for start in range(span.start, span.stop, step):
-        block = vectors.block(start, min(span.stop, start + step))
-        others = squares_of_all[start : start + len(block)]
-        found = squares + others - 2 * (queries @ block.T)
-        first = start - span.start
-        distances[:, first : first + len(block)] = found.clamp_min(0).cpu().numpy()
-    if cosine:
-        # No row is nearer to a vector of zeros than another.
-        distances[(squares > FAR_SQUARE)[:, 0].cpu().numpy()] = 0
-        squares = squares.clamp_min(LEAST_SQUARE)
-    return distances, squares.cpu().numpy()

@@ -134,16 +134,10 @@ class Head:
     attention: Attention | None = None
     task: str = CLASSIFICATION
 
-    @property
-    def row_width(self) -> int:
-        """Number of values of a row: D, or T * D with attention."""
-        layout = None if self.attention is None else self.attention.layout
-        return self.weight.shape[1] if layout is None else layout.count * layout.width
-
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute (n, C) float64 probabilities, or values of a regression, on the CPU from (n,
-        row_width) features. Rows of probabilities of classes sum to 1 with the precision of
-        float64, and none is 0 because float32 has no smaller number.
+        """Compute (n, C) float64 probabilities, or values of a regression, on the CPU from (n, D)
+        features, or (n, T * D) tokens. Rows of probabilities of classes sum to 1 with the precision
+        of float64, and none is 0 because float32 has no smaller number.
         """
         if self.normalises:
             x = torch.nn.functional.normalize(x, dim=-1)

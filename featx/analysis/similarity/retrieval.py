@@ -87,8 +87,9 @@ def retrieval_metrics(
             distances[~is_other] = np.inf
             same = is_other & (labels[places][:, None] == labels[span])
             nearest = np.minimum(nearest, np.where(same, distances, np.inf).min(1, keepdims=True))
-            others = np.hstack([others, np.where(same, np.inf, distances)])
-            others = np.partition(others, min(most, others.shape[1]) - 1, axis=1)[:, :most]
+            of_block = np.where(same, np.inf, distances)
+            of_block.partition(min(most, len(block)) - 1, axis=1)
+            others = np.sort(np.hstack([others, of_block[:, :most]]), axis=1)[:, :most]
             if is_ranked:
                 ranked.append((distances, same))
         if metric == "cosine":

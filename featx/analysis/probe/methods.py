@@ -57,8 +57,14 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     The setting with the smallest loss is chosen: the accuracy of a few validation rows takes few
     values, and penalties that make all probabilities nearly equal often have the highest one. With
     classes, kNN and ridge choose by accuracy, because their scores are no fitted probabilities.
+    Validation rows of a class without a row in `split.fit` do not count: its logit falls without
+    end, so that their loss says how soon a fit ended.
     """
-    options, name = problem.options, name_of_choice(method)
+    options, name, train = problem.options, name_of_choice(method), split.train
+    if problem.task == CLASSIFICATION:
+        validation = split.validation
+        is_fitted = np.isin(problem.y[validation], problem.y[split.fit])
+        split = replace(split, validation=validation[is_fitted])
     grid: Sequence[float]
     if method == "knn":
         grid = knn.candidates(len(split.fit), options.k)
@@ -83,7 +89,7 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     if method != "knn":
         notes += logistic_regression.note_grid_end(chosen, grid)
     start = fits[trials.index(best)] if fits else None
-    fitted = fit_with_setting(problem, method, split.train, chosen, start)
+    fitted = fit_with_setting(problem, method, train, chosen, start)
     if method == "linear" and options.calibration == "temperature" and start is not None:
         temperature = fit_temperature(logits(start), problem.y[split.validation])
         notes += limit_notes(temperature)

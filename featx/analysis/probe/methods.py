@@ -238,7 +238,9 @@ def _sweep_logistic(
         """Return accuracy and loss of a fit on the validation rows."""
         if is_multilabel:
             scores = scores_of(_logistic_head(problem, scaler, fit), features, split.validation)
-            p, truth = torch.from_numpy(scores), torch.from_numpy(y)
+            # The logit of a label that no row of the fit has, or all have, moves without end.
+            is_learnt = np.ptp(problem.y[split.fit], axis=0) > 0
+            p, truth = torch.from_numpy(scores[:, is_learnt]), torch.from_numpy(y[:, is_learnt])
             losses = torch.nn.functional.binary_cross_entropy(p, truth, reduction="sum")
             return float("nan"), float(losses) / len(y)
         log_p = torch.from_numpy(logits(fit)).log_softmax(1).numpy()

@@ -83,7 +83,7 @@ def test_blocks_and_updates_and_merges_give_the_moments_of_all_rows(
     set_block_sizes(8 * 5 * 16)
     updated = Moments.empty(5, kind)
     for batch in rows.split([1, 99, 0, 200]):
-        updated.update(batch)
+        updated = updated.merge(Moments.of(batch, kind))
     merged = Moments.of(rows[:120], kind).merge(Moments.of(rows[120:], kind))
     for moments in (Moments.of(rows, kind), updated, merged):
         assert moments.count == 300
@@ -120,7 +120,7 @@ def test_means_far_from_zero_cost_no_digits(center: float, dtype: torch.dtype) -
     expected = np.array([[float(value) for value in row] for row in scatter])
     streamed = Moments.empty(3)
     for batch in rows.split(13):
-        streamed.update(batch)
+        streamed = streamed.merge(Moments.of(batch))
     assert_close(Moments.of(rows).mean, np.array([float(value) for value in mean]), 1e-15)
     assert_close(Moments.of(rows).scatter, expected, 1e-14)
     # The mean itself has an error of 1e-16 of its size, which is all that merging adds.
@@ -144,7 +144,7 @@ def test_a_constant_feature_has_exactly_no_variance(value: float) -> None:
     rows[:, 1] = value
     streamed = Moments.empty(3)
     for batch in rows.split([17, 400, 583]):
-        streamed.update(batch)
+        streamed = streamed.merge(Moments.of(batch))
     for moments in (Moments.of(rows), streamed):
         assert moments.mean[1].item() == value
         assert not moments.scatter[1].any()

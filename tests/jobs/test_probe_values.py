@@ -128,12 +128,11 @@ def test_labels_that_are_not_learnt_choose_nothing() -> None:
     role = np.array(["train", "train", "train", "val", "test"])[np.arange(300) % 5]
     rare = [f"{tags};rare" if i in (3, 8, 13) else tags for i, tags in enumerate(TAGS)]
     store_with(tags=TAGS, rare=rare, role=role)
-    options = {"task": "multilabel", "split": "role"}
     plain, with_rare = (
-        probe(label_column=name, **options)["layers"]["x"]["linear"]["sweep"]
+        probe(label_column=name, task="multilabel", split="role")["layers"]["x"]["linear"]
         for name in ("tags", "rare")
     )
-    for one, other in zip(plain, with_rare, strict=True):
+    for one, other in zip(plain["sweep"], with_rare["sweep"], strict=True):
         assert one == pytest.approx(other, abs=1e-3)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +221,11 @@ def test_projected_embeddings_are_refused(made: Path, tmp_path: Path) -> None:
     run_job("stats", store=str(store))
     projection = {"name": "pca", "k": 2, "stats": str(store / "stats.h5")}
     extract(made, made / "vit", str(tmp_path / "projected"), reduce=projection)
-    for compare in (
-        partial(run_job, "zeroshot", store=str(tmp_path / "projected")),
-        partial(featx.similarity.search, tmp_path / "projected", "a frog"),
-    ):
-        with pytest.raises(StoreError, match=r"stored with reduce=pca, and texts have no such"):
-            compare()
+    message = "stored with reduce=pca, and texts have no such numbers"
+    with pytest.raises(StoreError, match=message):
+        run_job("zeroshot", store=str(tmp_path / "projected"))
+    with pytest.raises(StoreError, match=message):
+        featx.similarity.search(tmp_path / "projected", "a frog")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import numpy as np
 from featx.analysis.probe import methods
 from featx.analysis.probe.class_metrics import bootstrap_entry, prediction_metrics
 from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry
-from featx.analysis.probe.few_shot import Draw, few_shot_lines, fit_few_shot
+from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
 from featx.analysis.probe.heads import Head
 from featx.analysis.probe.labelled_rows import (
     TaskKind,
@@ -29,7 +29,7 @@ from featx.analysis.probe.output_files import read_probe
 from featx.analysis.probe.records import Choice, Record
 from featx.analysis.probe.splits import RowSplits, Split, check_split, small_classes
 from featx.analysis.probe.task import Entry, RowTask
-from featx.base import check_memory, csv_bytes
+from featx.base import check_memory
 from featx.config import Config, listed_stores
 from featx.errors import DataError, counted
 from featx.store import FeatureStore, layout
@@ -276,7 +276,7 @@ class ClassTask(RowTask):
             yield [*start, name, *[""] * (len(self.columns) - 1)]
 
     def few_shot_csv(self) -> bytes | None:
-        return csv_bytes(few_shot_lines(self, self._draws)) if self._draws else None
+        return few_shot_csv(self, self._draws) if self._draws else None
 
     def test_columns(self, record: Record[ProbePredictions], row: int) -> Iterator[list[object]]:
         tested, classes = record.tested, self.training.classes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.metrics import Ints, mean_and_spread
 from featx.analysis.probe.splits import Split, few_shot_places
 from featx.analysis.probe.task import COLUMNS, AnyTask
+from featx.base import csv_bytes
 from featx.types import Json
 
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
@@ -69,28 +70,25 @@ def fit_few_shot(problem: Problem, method: str, splits: Sequence[Split]) -> tupl
     return entry, draws
 
 
-def few_shot_lines(
-    task: AnyTask, tested: Mapping[tuple[str, str], Sequence[Draw]]
-) -> Iterator[list[object]]:
-    """Yield the lines of few_shot.csv.
+def few_shot_csv(task: AnyTask, tested: Mapping[tuple[str, str], Sequence[Draw]]) -> bytes:
+    """Return the file few_shot.csv.
 
     The training rows of a draw are the same for all layers and methods and have one line each,
     without a layer; each test row has a line for each layer and method.
     """
     classes, seed = task.training.classes, task.config.seed
+    lines: list[Sequence[object]] = [[*COLUMNS, "true", "predicted", "shots", "draw"]]
 
-    def line(
-        layer: str, method: str, draw: Draw, role: str, place: int, predicted: str
-    ) -> list[object]:
+    def add(layer: str, method: str, draw: Draw, role: str, place: int, predicted: str) -> None:
         start = task.line_start(seed, layer, method, draw.fold, role, place)
         true = classes[task.targets[place]]
-        return [*start, true, predicted, draw.shots, draw.number + 1]
+        lines.append([*start, true, predicted, draw.shots, draw.number + 1])
 
-    yield [*COLUMNS, "true", "predicted", "shots", "draw"]
     for draw in next(iter(tested.values())):
         for place in draw.train.tolist():
-            yield line("", "", draw, "train", place, "")
+            add("", "", draw, "train", place, "")
     for (layer, method), draws in tested.items():
         for draw in draws:
             for place, label in zip(draw.test.tolist(), draw.predicted.tolist(), strict=True):
-                yield line(layer, method, draw, "test", place, classes[label])
+                add(layer, method, draw, "test", place, classes[label])
+    return csv_bytes(lines)

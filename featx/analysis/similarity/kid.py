@@ -138,6 +138,6 @@ def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | 
     for vectors in (one, two):
         moments = Moments.empty(vectors.width)
         for _, block in vectors.all_blocks(vectors.block_rows):
-            moments.update(block.cpu())
+            moments = moments.merge(Moments.of(block.cpu()))
         moments_of_both.append(moments)
     return gaussian_distance(*moments_of_both), None

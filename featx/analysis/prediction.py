@@ -72,7 +72,7 @@ class Predictions:
 
     Attributes:
         rows: one `Prediction` per image.
-        scores: (n, C) float32; NaN for an image that failed.
+        scores: (n, C) float32, of numbers float64; NaN for an image that failed.
         classes: C names of classes or labels, or that of the column of numbers.
         layer: layer of the head.
         accuracy: accuracy of the head on the test rows of its probe, or on the labelled rows of the
@@ -82,7 +82,7 @@ class Predictions:
     """
 
     rows: list[Prediction]
-    scores: npt.NDArray[np.float32]
+    scores: npt.NDArray[np.floating]
     classes: tuple[str, ...]
     layer: str
     accuracy: float
@@ -215,7 +215,8 @@ class _PredictionSink(NewImagesSink):
             f"The scores of {self.num_rows} images and {len(head.bias)} classes",
             "Predict fewer images at a time.",
         )
-        self.scores = np.full((self.num_rows, len(head.bias)), np.nan, np.float32)
+        dtype = np.float64 if head.task == REGRESSION else np.float32
+        self.scores = np.full((self.num_rows, len(head.bias)), np.nan, dtype)
         self._head = head
         self._layer = context.specs[0].name
         self._pooled = tuple(about["reduction"]["axes"]) or None
@@ -233,7 +234,7 @@ class _PredictionSink(NewImagesSink):
         images, image_of_row = np.unique([parent_key(key) for key in keys], return_inverse=True)
         sums = np.zeros((len(images), self.scores.shape[1]))
         np.add.at(sums, image_of_row, self.scores)
-        self.scores = (sums / np.bincount(image_of_row)[:, None]).astype(np.float32)
+        self.scores = (sums / np.bincount(image_of_row)[:, None]).astype(self.scores.dtype)
         self.failures = {int(image_of_row[row]): each for row, each in self.failures.items()}
         image_keys: list[bytes] = images.tolist()
         return image_keys

@@ -20,6 +20,7 @@ from featx.analysis.value_settings import run_of_layer
 from featx.base import choose_device
 from featx.config import Config, from_saved
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError, counted
+from featx.layers import REDUCTIONS
 from featx.models import TEMPLATE_SETS, TextClassifier, TextVectors, text_classifier, text_vectors
 from featx.storage import open_folder
 from featx.store import FeatureStore, Run, layout, open_if_path, result_json
@@ -36,13 +37,12 @@ _ROUNDING = 2e-6
 """Largest difference from 1 of the cosine of two vectors of one text."""
 
 
-def run_zeroshot(config: Config) -> dict[str, Any]:
+def run_zeroshot(config: Config, store: FeatureStore) -> dict[str, Any]:
     """Make the head of the class names, apply it to the rows of the store, and write both. Return
     zeroshot.json. Raises FeatxError if the store is not one of a CLIP model, or the names do not
     fit.
     """
     started_at = time.perf_counter()
-    store = FeatureStore(config.store_path(), verify="rows")
     run = _run_of(store)
     classes, prompts = class_names(config.zeroshot.classes, store)
     templates = read_templates(config.zeroshot.templates)
@@ -186,6 +186,12 @@ def _run_of(store: FeatureStore) -> Run:
         raise StoreError(
             f"{store.root} has no featx.json of its own, which says with which model it was made. "
             "Give the folder that job=extract made."
+        )
+    reduce = next(spec.reduce for spec in run.layers if spec.name == EMBEDDING)
+    if REDUCTIONS.get(reduce).needs_statistics:
+        raise StoreError(
+            f"{store.root}: its embedding is stored with reduce={reduce}, and texts have no such "
+            "numbers. Extract it with reduce=none."
         )
     return run
 

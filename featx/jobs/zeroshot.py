@@ -5,6 +5,7 @@ from __future__ import annotations
 from featx.base import command_text, percent_text, shown_path
 from featx.config import Config, ZeroshotConfig
 from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.similarity_files import open_input
 from featx.storage import parse_path
 
 _LISTED = 5
@@ -13,10 +14,10 @@ _LISTED = 5
 
 def run(config: Config, config_yaml: str) -> int:
     """Make the head, write it and print what it does on the store; returns the exit code 0."""
-    config.store_path()  # reports a missing store before torch is imported
+    store = open_input(config.store_path())
     from featx.analysis import run_zeroshot  # which imports torch
 
-    result = run_zeroshot(config)
+    result = run_zeroshot(config, store)
     head, names = shown_path(parse_path(result["head"])), result["names"]
     templates, more = result["templates"], result["num_templates"] - 1
     texts = templates if isinstance(templates, str) else templates[0]

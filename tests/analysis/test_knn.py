@@ -35,15 +35,6 @@ def test_votes_by_hand(tmp_path: Path) -> None:
     assert (found[50] == found[5]).all()
 
 
-def test_a_query_never_counts_itself(tmp_path: Path) -> None:
-    """Two rows of each class lie together, and the label of one of them is wrong."""
-    x = np.array([[1, 0], [1, 0.01], [0, 1], [0.01, 1]], np.float32)
-    y = np.array([0, 1, 1, 1])
-    every = np.arange(4)
-    found = vote(problem_of(tmp_path, x, y), every, every, (1,))
-    assert found[1].argmax(1).tolist() == [1, 0, 1, 1]
-
-
 @pytest.mark.parametrize("scale", [1, 1e-30, 1e30])
 def test_all_is_scikit_learns_in_blocks_of_any_size(
     scale: float, tmp_path: Path, set_block_sizes: Callable[..., None]
@@ -113,3 +104,10 @@ def test_equal_similarities_are_in_the_order_of_the_bank(
                 same = np.isclose(shares[:, None], shares[:, :, None], rtol=1e-11)
                 assert ((found[k][:, None] == found[k][:, :, None]) == same).all()
     assert num_ties > 100
+
+
+def test_the_first_of_rows_of_one_direction_are_neighbours(tmp_path: Path) -> None:
+    """Also where this direction is the centre; the lengths are rounded, and the values are not."""
+    x = np.outer(np.arange(1, 42), [3, 7]).astype(np.float32)
+    found = vote(problem_of(tmp_path, x, np.arange(41)), np.arange(40), np.array([40]), (1, 7))
+    assert [np.flatnonzero(found[k][0]).tolist() for k in (1, 7)] == [[0], [*range(7)]]

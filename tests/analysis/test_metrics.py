@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -123,14 +124,6 @@ def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
     assert five["top5"] is None
 
 
-def test_a_class_that_is_never_predicted_has_no_precision() -> None:
-    found = prediction_metrics(
-        ProbePredictions.of_scores(np.array([0, 1]), np.array([[1.0, 0.0], [1.0, 0.0]]), True)
-    )
-    assert found["precision"] == [0.5, None]
-    assert found["recall"] == [1.0, 0.0]
-
-
 def of_scikit_learn(predictions: ProbePredictions) -> dict[str, float]:
     """The metrics that are defined."""
     y, scores, predicted = predictions.y, predictions.scores, predictions.predicted
@@ -213,6 +206,7 @@ def test_resamples_of_one_class_or_one_prediction() -> None:
     check(predictions, np.array([np.resize(same, 6)]))
     one = ProbePredictions.of_scores(y, np.tile([0.8, 0.1, 0.1], (6, 1)), True)
     check(one, rows)
+    assert prediction_metrics(one)["precision"] == [(y == 0).mean(), None, None]
 
 
 def test_the_resamples_are_those_of_a_loop() -> None:
@@ -267,3 +261,12 @@ def test_the_interval_draws_images_or_groups(groups: np.ndarray | None) -> None:
     assert found["units"] == units.max() + 1
     assert found["unit"] == ("image" if groups is None else "group")
     assert pixel_interval(counted().pixels[:1], None)["interval"] is None
+
+
+def test_the_interval_of_many_images_takes_little_memory() -> None:
+    pixels = np.ones((20_000, 3, 2), np.int64)
+    tracemalloc.start()
+    pixel_interval(pixels, None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200 << 20  # the draws of all resamples would be 160 MB, and as much their counts

@@ -16,6 +16,7 @@ from sklearn.preprocessing import StandardScaler
 
 import featx
 from featx.analysis.similarity import retrieval_metrics
+from featx.analysis.similarity.nearest_neighbours import QUERIES
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -46,7 +47,9 @@ def expected(
 
 @pytest.mark.parametrize("standardise", [False, True])
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-def test_every_row_retrieves_its_class(metric: str, standardise: bool) -> None:
+def test_every_row_retrieves_its_class(
+    metric: str, standardise: bool, set_block_sizes: Callable[..., None]
+) -> None:
     x, y = blobs(120, num_classes=5, signal=0.3)
     y[7] = 5  # the only row of its class
     y[[3, 11]] = -1
@@ -63,6 +66,10 @@ def test_every_row_retrieves_its_class(metric: str, standardise: bool) -> None:
     assert found["recall"] == pytest.approx(recall)
     assert found["map"] == pytest.approx(mean, abs=1e-6)
     assert (found["queries"], found["queries_left_out"]) == (len(used) - 1, 1)
+    set_block_sizes(16 * QUERIES * 7)
+    without = retrieval_metrics(store, "x", metric, "cpu", standardise, max_ranked=len(used) - 1)
+    assert without is not None
+    assert (without["recall"], without["map"]) == (found["recall"], None)
 
 
 def test_ties_count_against_the_class() -> None:
@@ -102,6 +109,16 @@ def test_copies_are_ties_whatever_their_values(
     # ranks that are the same for all rows.
     precisions = [4 / 9] * 4 + [9 / 19] * 5 + [14 / 29] * 5 + [19 / 39] * 5
     assert found["map"] == pytest.approx(np.mean(precisions), abs=1e-12)
+
+
+def test_vectors_of_one_direction_are_ties() -> None:
+    """Also where this direction is the centre; the lengths are rounded, and the values are not."""
+    x = np.outer(np.arange(1, 41), [99, 101]).astype(np.float32)
+    write_store(Path("store"), np.arange(40) % 2, x=x)
+    found = retrieval_metrics(featx.open("store"), "x", "cosine", "cpu", standardise=False)
+    assert found is not None
+    assert found["recall"] == {"1": 0, "5": 0, "10": 0}
+    assert found["map"] == pytest.approx(19 / 39, abs=1e-12)
 
 
 def exact_nearness(x: np.ndarray, metric: str, standardise: bool) -> list[list[Fraction]]:

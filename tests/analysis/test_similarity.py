@@ -82,10 +82,11 @@ def test_results_do_not_depend_on_the_default_type_of_torch(dtype: torch.dtype) 
 @pytest.mark.usefixtures("blocks")
 class TestNeighbours:
     @pytest.mark.parametrize(
-        ("metric", "layer", "packed"), [("cosine", "map", False), ("euclidean", "flat", True)]
+        ("metric", "layer", "dtype"),
+        [("cosine", "map", "float32"), ("euclidean", "flat", "float16")],
     )
-    def test_they_are_those_of_scikit_learn(self, metric: str, layer: str, packed: bool) -> None:
-        store = write(make_run(60, 16, failed=FAILED), packed=packed)
+    def test_they_are_those_of_scikit_learn(self, metric: str, layer: str, dtype: str) -> None:
+        store = write(make_run(60, 16, dtype=dtype, failed=FAILED), packed=dtype == "float16")
         found = nearest_rows(store, layer, k=6, metric=metric, device="cpu", standardise=False)
         X = ok_vectors(store, layer)
         ok = np.flatnonzero(store.ok)
@@ -197,13 +198,6 @@ class TestNeighbours:
         found = nearest_rows(store, "flat", k=10, device="cpu")
         assert found.neighbours.shape == (3, 2)
         assert 2 not in found.neighbours
-
-    def test_float16_and_bfloat16_are_taken_in_float32(self) -> None:
-        store = write(make_run(40, 16, dtype="float16"))
-        found = nearest_rows(store, "flat", k=3, device="cpu", standardise=False)
-        X = ok_vectors(store, "flat")
-        search = NearestNeighbors(metric="cosine", algorithm="brute").fit(X)
-        assert np.array_equal(found.neighbours, search.kneighbors(n_neighbors=3)[1])
 
 
 def test_what_cannot_be_asked_is_refused() -> None:

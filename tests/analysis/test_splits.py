@@ -68,14 +68,6 @@ def test_few_takes_what_there_is_and_each_draw_another() -> None:
     assert set(few_shot_places(UNEVEN, np.arange(10), 3, 0, 0)) <= set(range(10))
 
 
-def test_validation_rows_are_drawn_from_the_training_rows() -> None:
-    y = np.array([0, 1] * 10)
-    train, test = np.arange(12), np.arange(14, 20)
-    drawn = with_validation(y, train, test, 0)
-    assert len(drawn.validation) == 2
-    assert drawn.train.tolist() == train.tolist()
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

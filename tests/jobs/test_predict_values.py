@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 ROWS = 40
 RNG = np.random.default_rng(0)
 AGES = np.round(RNG.normal(40, 10, ROWS), 2)
+BORN = 1_700_000_000
 LABELS = RNG.random((ROWS, 3)) < 0.5
 NAMES = ("dog", "night", "red")
 
@@ -35,12 +36,12 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with images, and their store with a column of numbers and one of labels."""
     root = tmp_path_factory.mktemp("made")
     photos = write_images(root / "photos", ROWS)
-    table = ["path,age,tags"]
+    table = ["path,age,born,tags"]
     for row, path in enumerate(sorted(photos.rglob("*.png"))):
         tags = ";".join(np.array(NAMES)[LABELS[row]]) or "none"
-        table.append(f"{path.relative_to(photos)},{AGES[row]},{tags}")
+        table.append(f"{path.relative_to(photos)},{AGES[row]},{BORN + AGES[row]:.2f},{tags}")
     (photos / "rows.csv").write_text("\n".join(table) + "\n")
-    data = {"name": "table", "root": str(photos / "rows.csv"), "columns": ["age", "tags"]}
+    data = {"name": "table", "root": str(photos / "rows.csv"), "columns": ["age", "born", "tags"]}
     extract(data, layers=["conv", "pool"], out=str(root / "store"), part_rows=64)
     return root
 
@@ -58,11 +59,14 @@ def predicted(photos: Path, code: int = 0) -> list[dict[str, str]]:
     return csv_rows("new/predictions.csv")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("column", "origin"), [pytest.param("age", 0, marks=pytest.mark.slow), ("born", BORN)]
+)
 def test_numbers_of_new_images_are_those_of_the_probe(
-    photos: Path, capsys: pytest.CaptureFixture[str]
+    column: str, origin: int, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"label_column": "age", "task": "regression", "l2": 0.1}
+    """Numbers far from 0, such as times, keep their digits."""
+    options = {"label_column": column, "task": "regression", "l2": 0.1}
     run_job("probe", store="store", device="cpu", probe=options)
     assert "job=predict" in capsys.readouterr().out
     Path("new").mkdir()
@@ -70,12 +74,13 @@ def test_numbers_of_new_images_are_those_of_the_probe(
     rows = predicted(photos)
     assert list(rows[0]) == ["key", "predicted", "status", "reason"]
     assert not Path("new/predictions.html").exists()
-    assert "predicted age" in capsys.readouterr().out
-    of_key = {row["key"]: float(row["predicted"]) for row in rows}
+    assert f"predicted {column}" in capsys.readouterr().out
+    of_key = {row["key"]: float(row["predicted"]) - origin for row in rows}
     tested = predictions(layer="pool")
     assert len(tested) == 8
     for row in tested:
-        assert of_key[row["key"]] == pytest.approx(float(row["predicted"]), rel=1e-4)
+        expected = float(row["predicted"]) - origin
+        assert of_key[row["key"]] == pytest.approx(expected, rel=1e-4)
     store = featx.open("store")
     x = store["pool"][:].reshape(ROWS, -1).astype(np.float64)
     train = ~np.isin(store.keys, [row["key"] for row in tested])

@@ -80,6 +80,8 @@ def test_all_metrics_follow_from_the_predictions(options: dict[str, Any]) -> Non
     for layer, about in found["layers"].items():
         for method in methods:
             mine = of_layer(layer, method, rows)
+            assert {(row["split"], row["group"]) for row in mine} == {("test", "")}
+            assert len({row["key"] for row in mine}) == len(mine) == found["rows"]
             expected = recomputed(mine, found["classes"], method != "ridge")
             got = {name: about[method][name] for name in expected}
             top5 = expected.pop("top5"), got.pop("top5")
@@ -113,21 +115,12 @@ def test_printed_numbers_are_those_of_the_file(capsys: pytest.CaptureFixture[str
     assert "(15 bins)" in out
 
 
-def test_groups_and_near_duplicates_are_in_the_file() -> None:
-    """The interval counts groups, and the accuracy without near-duplicates leaves rows out."""
+def test_the_interval_counts_groups() -> None:
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(200, 80)).astype(np.float32), np.arange(200) % 2
     x[:, 0] += 2 * y
     x[1::4] = x[0::4] + 0.01 * rng.normal(size=(50, 80)).astype(np.float32)
-    patient = np.arange(200) // 4
-    write_store(Path("store"), y, {"patient": patient}, x=x)
-    found = probe()
-    rows = of_layer("x", "linear", predictions())
-    assert {row["group"] for row in rows} == {""}
-    kept = [row["true"] == row["predicted"] for row in rows if not row["near_duplicate"]]
-    near = found["near_duplicates"]
-    assert near["rows"] == len(rows) - len(kept) > 0
-    assert near["without"]["correct"] == sum(kept)
+    write_store(Path("store"), y, {"patient": np.arange(200) // 4}, x=x)
     found = probe(group_column="patient")
     rows = of_layer("x", "linear", predictions())
     right = np.array([row["true"] == row["predicted"] for row in rows])

@@ -124,6 +124,18 @@ def test_labels_that_a_split_cannot_learn_are_named() -> None:
     assert note.endswith(": b, rare")
 
 
+def test_labels_that_are_not_learnt_choose_nothing() -> None:
+    role = np.array(["train", "train", "train", "val", "test"])[np.arange(300) % 5]
+    rare = [f"{tags};rare" if i in (3, 8, 13) else tags for i, tags in enumerate(TAGS)]
+    store_with(tags=TAGS, rare=rare, role=role)
+    plain, with_rare = (
+        probe(label_column=name, task="multilabel", split="role")["layers"]["x"]["linear"]
+        for name in ("tags", "rare")
+    )
+    for one, other in zip(plain["sweep"], with_rare["sweep"], strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
+
+
 def test_knn_averages_the_values_of_the_nearest_rows() -> None:
     store_with(age=AGE)
     probe(label_column="age", task="regression", method="knn", k=3)

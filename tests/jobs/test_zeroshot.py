@@ -49,11 +49,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def extract(root: Path, folder: Path, out: str, **model: Any) -> None:
+def extract(root: Path, folder: Path, out: str, reduce: Any = "none", **model: Any) -> None:
     run_job(
         "extract",
         model={"library": "open_clip", "name": str(folder), **model},
         layers=["embedding"],
+        reduce=reduce,
         data=str(root / "images"),
         decode="reference",
         dtype="float32",
@@ -213,6 +214,18 @@ def test_stores_without_a_text_tower_are_refused(photos: Path, tmp_path: Path) -
     other = make_run(8).write(tmp_path / "other")
     with pytest.raises(StoreError, match=r"has no embedding, which texts are compared with"):
         run_job("zeroshot", store=str(other))
+
+
+def test_projected_embeddings_are_refused(made: Path, tmp_path: Path) -> None:
+    store = shutil.copytree(made / "vit-store", tmp_path / "store")
+    run_job("stats", store=str(store))
+    projection = {"name": "pca", "k": 2, "stats": str(store / "stats.h5")}
+    extract(made, made / "vit", str(tmp_path / "projected"), reduce=projection)
+    message = "stored with reduce=pca, and texts have no such numbers"
+    with pytest.raises(StoreError, match=message):
+        run_job("zeroshot", store=str(tmp_path / "projected"))
+    with pytest.raises(StoreError, match=message):
+        featx.similarity.search(tmp_path / "projected", "a frog")
 
 
 @pytest.mark.slow

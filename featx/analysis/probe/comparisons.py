@@ -36,8 +36,9 @@ def compare_with_best(
     """
     tests = {name: compare(best, other) for name, other in others.items()}
     p_values = [test["p"] for test in tests.values()]
-    corrected, levels = holm(p_values), holm_levels(p_values)
-    for (name, test), p, level in zip(tests.items(), corrected, levels, strict=True):
+    ranks = np.argsort(np.argsort(p_values, kind="stable"))
+    levels = (ALPHA / (len(tests) - ranks)).tolist()
+    for (name, test), p, level in zip(tests.items(), holm(p_values), levels, strict=True):
         interval = bootstrapped_difference(*_gains(best, others[name]), level)
         test["p_holm"], test["interval_holm"] = p, interval
         lead = test["first_only"] - test["second_only"]
@@ -136,13 +137,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     raised = np.minimum(1, factors * np.asarray(p_values, np.float64)[order])
     corrected[order] = np.maximum.accumulate(raised)
     return corrected.tolist()
-
-
-def holm_levels(p_values: Sequence[float]) -> list[float]:
-    """Return ALPHA / (m - i) for the i-th smallest of m p-values, with which Holm compares it."""
-    levels = np.empty(len(p_values))
-    levels[np.argsort(p_values, kind="stable")] = ALPHA / (len(p_values) - np.arange(len(p_values)))
-    return levels.tolist()
 
 
 def resampled_test(

@@ -117,7 +117,7 @@ class Head:
     Attributes:
         scaler: standardisation, fitted on the same rows; of tokens if there is an attention.
         weight: (C, D) float32 on the device.
-        bias: (C,) float32 on the device.
+        bias: (C,) float32 on the device; of numbers float64, on the CPU if the device has none.
         probabilities: whether the softmax of the values gives probabilities (logistic regression,
             zero-shot classifiers); for several labels, the sigmoid of each.
         normalises: whether features are divided by their length first (zero-shot classifiers).
@@ -134,16 +134,10 @@ class Head:
     attention: Attention | None = None
     task: str = CLASSIFICATION
 
-    @property
-    def row_width(self) -> int:
-        """Number of values of a row: D, or T * D with attention."""
-        layout = None if self.attention is None else self.attention.layout
-        return self.weight.shape[1] if layout is None else layout.count * layout.width
-
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute (n, C) float64 probabilities, or values of a regression, on the CPU from (n,
-        row_width) features. Rows of probabilities of classes sum to 1 with the precision of
-        float64, and none is 0 because float32 has no smaller number.
+        """Compute (n, C) float64 probabilities, or values of a regression, on the CPU from (n, D)
+        features, or (n, T * D) tokens. Rows of probabilities of classes sum to 1 with the precision
+        of float64, and none is 0 because float32 has no smaller number.
         """
         if self.normalises:
             x = torch.nn.functional.normalize(x, dim=-1)
@@ -153,7 +147,7 @@ class Head:
             tokens, query = self.scaler(self.attention.layout.tokens(x)), self.attention.query
             weights = (tokens @ query / math.sqrt(len(query))).softmax(1)
             pooled = torch.einsum("nt,ntd->nd", weights, tokens)
-        values = (pooled @ self.weight.T + self.bias).cpu().double()
+        values = ((pooled @ self.weight.T).to(self.bias) + self.bias).cpu().double()
         if not self.probabilities:
             return values
         return values.sigmoid() if self.task == MULTILABEL else values.softmax(1)
@@ -252,7 +246,8 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, Json]:
             f"{path} does not have the checksum with which it was written, so it is damaged. "
             f"{_AGAIN}"
         )
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    devices = {torch.float64: float64_device(device)}
+    tensors = {name: each.to(devices.get(each.dtype, device)) for name, each in tensors.items()}
     num_classes, width = tensors["weight"].shape if tensors["weight"].ndim == 2 else (0, 0)
     shapes = {"bias": (num_classes,), **dict.fromkeys(("mean", "scale", "query"), (width,))}
     if len(about.get("classes", ())) != num_classes or any(

@@ -10,7 +10,7 @@ import torch
 from featx.analysis.layer_vectors import LayerVectors, unit_vectors
 from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.metrics import Ints, Matrix
-from featx.analysis.similarity.nearest_neighbours import tie_limit
+from featx.analysis.similarity.nearest_neighbours import LEAST_SQUARE, tie_limit
 from featx.base import float64_device, rows_of_block
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
@@ -30,12 +30,12 @@ def vote(problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]) -> dict
 
     A neighbour of cosine s has exp(s / T) votes. M. Caron et al., Emerging Properties in
     Self-Supervised Vision Transformers (DINO), ICCV 2021, appendix; as there, features are not
-    standardised. A query in the bank does not vote for itself. A row of zeros has cosine 0 to all
-    others. Of rows that are as similar, up to rounding, the first ones of the bank are neighbours,
-    and they have equal votes, so that classes with equal votes have equal scores.
+    standardised. A row of zeros has cosine 0 to all others. Of rows that are as similar, up to
+    rounding, the first ones of the bank are neighbours, and they have equal votes, so that classes
+    with equal votes have equal scores.
 
     Args:
-        bank: (n,) increasing places.
+        bank: (n,) increasing places, none of which is a query.
     """
     features, y, num_outputs = problem.features, problem.y, problem.num_outputs
 
@@ -59,9 +59,8 @@ def vote(problem: Problem, bank: Ints, queries: Ints, ks: Sequence[int]) -> dict
         distances, places = _nearest(features, bank, query_places, largest, centre)
         for k, scores_of_k in scores.items():
             top = distances[:, :k]
-            # Subtracting the smallest distance leaves the shares unchanged and avoids overflow. A
-            # distance that is infinite is no neighbour. Votes are summed in the same order on the
-            # CPU alone.
+            # Subtracting the smallest distance leaves the shares unchanged and avoids overflow.
+            # Votes are summed in the same order on the CPU alone.
             weights = ((top[:, :1] - top) / (2 * TEMPERATURE)).exp().cpu()
             votes = combined(weights, places[:, :k].cpu())
             scores_of_k[start : start + step] = votes.numpy()
@@ -72,8 +71,7 @@ def _nearest(
     features: LayerVectors, bank: Ints, queries: Ints, count: int, centre: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the (q, count) squared distances of unit vectors, 2 - 2 cos, in rising order, and the
-    places of the bank. Equal distances are in the order of the bank. The distance of a query to
-    itself is infinite.
+    places of the bank. Equal distances are in the order of the bank.
 
     A squared distance is computed from differences to the centre, so that cosines near 1 keep
     their digits.
@@ -87,7 +85,7 @@ def _nearest(
 
     x, is_zero = unit(features.take(queries))
     squares = x.square().sum(1, keepdim=True)
-    query_places = torch.from_numpy(queries).to(home)[:, None]
+    sizes = squares.clamp_min(LEAST_SQUARE)
     nearest = torch.empty((len(queries), 0), dtype=torch.float64, device=home)
     places = torch.empty((len(queries), 0), dtype=torch.int64, device=home)
     rows = rows_of_block(16 * len(queries))
@@ -97,14 +95,13 @@ def _nearest(
             found = (squares + y.square().sum(1) - 2 * (x @ y.T)).clamp_min(0)
             found[is_zero[:, None] | is_zero_too] = 2  # a cosine of 0
             new_places = torch.from_numpy(block_places).to(home).expand(len(x), -1)
-            found[new_places == query_places] = torch.inf
             nearest = torch.cat([nearest, found], dim=1)
             places = torch.cat([places, new_places], dim=1)
-            columns = _smallest(nearest, squares, min(count, nearest.shape[1]))
+            columns = _smallest(nearest, sizes, min(count, nearest.shape[1]))
             nearest, places = nearest.gather(1, columns), places.gather(1, columns)
     # Distances that differ by rounding become the smallest of them.
     values, order = nearest.sort(dim=1)
-    values[:, 1:][values[:, 1:] <= tie_limit(values[:, :-1], squares)] = 0
+    values[:, 1:][values[:, 1:] <= tie_limit(values[:, :-1], sizes)] = 0
     nearest.scatter_(1, order, values.cummax(dim=1).values)
     nearest, order = nearest.sort(dim=1, stable=True)
     return nearest, places.gather(1, order)

@@ -57,8 +57,14 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     The setting with the smallest loss is chosen: the accuracy of a few validation rows takes few
     values, and penalties that make all probabilities nearly equal often have the highest one. With
     classes, kNN and ridge choose by accuracy, because their scores are no fitted probabilities.
+    Validation rows of a class without a row in `split.fit` do not count: its logit falls without
+    end, so that their loss says how soon a fit ended.
     """
-    options, name = problem.options, name_of_choice(method)
+    options, name, train = problem.options, name_of_choice(method), split.train
+    if problem.task == CLASSIFICATION:
+        validation = split.validation
+        is_fitted = np.isin(problem.y[validation], problem.y[split.fit])
+        split = replace(split, validation=validation[is_fitted])
     grid: Sequence[float]
     if method == "knn":
         grid = knn.candidates(len(split.fit), options.k)
@@ -83,7 +89,7 @@ def fit(problem: Problem, method: str, split: Split) -> FittedProbe:
     if method != "knn":
         notes += logistic_regression.note_grid_end(chosen, grid)
     start = fits[trials.index(best)] if fits else None
-    fitted = fit_with_setting(problem, method, split.train, chosen, start)
+    fitted = fit_with_setting(problem, method, train, chosen, start)
     if method == "linear" and options.calibration == "temperature" and start is not None:
         temperature = fit_temperature(logits(start), problem.y[split.validation])
         notes += limit_notes(temperature)
@@ -232,7 +238,9 @@ def _sweep_logistic(
         """Return accuracy and loss of a fit on the validation rows."""
         if is_multilabel:
             scores = scores_of(_logistic_head(problem, scaler, fit), features, split.validation)
-            p, truth = torch.from_numpy(scores), torch.from_numpy(y)
+            # The logit of a label that no row of the fit has, or all have, moves without end.
+            is_learnt = np.ptp(problem.y[split.fit], axis=0) > 0
+            p, truth = torch.from_numpy(scores[:, is_learnt]), torch.from_numpy(y[:, is_learnt])
             losses = torch.nn.functional.binary_cross_entropy(p, truth, reduction="sum")
             return float("nan"), float(losses) / len(y)
         log_p = torch.from_numpy(logits(fit)).log_softmax(1).numpy()

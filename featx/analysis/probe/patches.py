@@ -131,6 +131,7 @@ class Patches:
     are read when they are needed.
 
     Attributes:
+        masks: classes of the pixels of the rows.
         width: D, the number of values of a token.
         grid: (rows, columns) of the patches.
         prefix: number of tokens that have no place and are left out.
@@ -140,7 +141,7 @@ class Patches:
     def __init__(self, masks: Masks, layer: str, device: torch.device) -> None:
         places = masks.labelled.store[layer].tokens
         assert places is not None, "require_patches has been called"
-        self._masks = masks
+        self.masks = masks
         self._tokens = layer_tokens([masks.labelled], layer, device, memory_bytes=0)
         self.device = device
         self.num_classes = len(masks.labelled.classes)
@@ -164,16 +165,12 @@ class Patches:
         for span, block in self._tokens.features.blocks(places):
             yield span, self._tokens.layout.tokens(block)[:, self.prefix :]
 
-    def mask(self, place: int) -> Ints:
-        """Return the classes of the pixels of a row, (H, W), -1 without a label."""
-        return self._masks.of(place)
-
     def counts(self, place: int) -> npt.NDArray[np.float32]:
         """Count the pixels of each class in the cell of each patch, (rows * columns, K).
 
         A pixel belongs to the cell that contains its centre.
         """
-        mask = self.mask(place)
+        mask = self.masks.of(place)
         sides = zip(mask.shape, self.grid, strict=True)
         rows, columns = ((2 * np.arange(side) + 1) * cells // (2 * side) for side, cells in sides)
         cell = rows[:, None] * self.grid[1] + columns
@@ -299,7 +296,7 @@ def count_pixels(classifier: PatchClassifier, patches: Patches, places: Ints) ->
     """
     counts = PixelCounts.empty(len(places), patches.num_classes)
     for row, (place, pixels, cells) in enumerate(classifier.predict(patches, places)):
-        mask = patches.mask(place)
+        mask = patches.masks.of(place)
         has_label = mask >= 0
         counts.add(
             counts.pixels[row], mask[has_label], pixels[has_label], confusion=counts.confusion

@@ -39,9 +39,6 @@ from featx.types import Json
 REFUSED_LISTED = 1000
 """Maximum number of rows without a usable mask that probe.json lists."""
 
-_RESAMPLES_PER_BLOCK = 50
-"""Number of resamples that are computed together."""
-
 
 class PixelTask(Task[Patches, FittedPatches, PixelCounts]):
     """Task of predicting the class of each pixel on the crop that the network saw."""
@@ -156,7 +153,7 @@ def pixel_interval(pixels: Ints, groups: Ints | None) -> dict[str, object]:
     unit_counts = np.zeros((num_units, pixels[0].size))
     np.add.at(unit_counts, unit_of_row, pixels.reshape(len(pixels), -1))
     mious = list[float]()
-    for drawn in drawn_units(unit_of_row, INTERVAL_RESAMPLES, _RESAMPLES_PER_BLOCK):
+    for drawn in drawn_units(unit_of_row, INTERVAL_RESAMPLES, num_units):
         times = np.stack([np.bincount(each, minlength=num_units) for each in drawn])
         counts = (times.astype(np.float64) @ unit_counts).reshape(len(drawn), *pixels.shape[1:])
         mious += resampled_mious(counts).tolist()

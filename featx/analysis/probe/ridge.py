@@ -77,10 +77,12 @@ def solve(problem: Problem, places: Ints) -> Callable[[float], Head]:
             # amplified.
             inverse = torch.where(values > values.max() * 1e-12, inverse, 0.0)
         weight = ((left * inverse) @ right).T
+        bias = target_mean - weight @ mean
         return Head(
             scaler,
             weight.float().contiguous().to(features.device),
-            (target_mean - weight @ mean).float().to(features.device),
+            # float32 rounds the seconds of today to two minutes.
+            bias.float().to(features.device) if is_one_hot else bias,
             probabilities=False,
         )
 

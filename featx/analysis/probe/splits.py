@@ -170,6 +170,9 @@ def _given_split(
             raise DataError(f"{where} names no labelled row of the store for {role}.{hint}")
     train, validation, test = sides.values()
     if len(validation):
+        if count := int((~np.isin(training.y[validation], training.y[train])).sum()):
+            rows = counted(count, "validation row is", "validation rows are")
+            notes.append(f"{rows} of a class without a training row: the others choose settings")
         return Split(train, validation, test)
     return with_validation(training.y, train, test, seed, groups)
 
@@ -286,6 +289,11 @@ def check_split(
             f"single {unit} besides the test rows{shared}. Give more "
             f"{'images' if unit == 'row' else 'groups'} of a class"
             f"{', or a smaller probe.test_share' if has_share and has_many_tested else ''}."
+        )
+    if not np.isin(y[split.validation], y[split.fit]).any():
+        raise DataError(
+            "no validation row, on which settings are chosen, is of a class with a row to fit on. "
+            "Put rows of its classes among the training rows."
         )
     if len(np.unique(y[split.fit])) < 2:
         raise DataError("the training rows are of one class only; a probe needs two or more.")

@@ -58,11 +58,9 @@ class ValueTask(RowTask):
         self._is_regression = kind.name == "regression"
         self.columns = ["true", "predicted"]
         if not self._is_regression:
-            self.columns = [f"{what}{name}" for what in ("true:", SCORE) for name in self._names]
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return self.training.classes
+            self.columns = [
+                f"{what}{name}" for what in ("true:", SCORE) for name in self.training.classes
+            ]
 
     def make_splits(self, seed: int) -> RowSplits:
         rows, column = super().make_splits(seed), self.config.probe.label_column
@@ -91,18 +89,17 @@ class ValueTask(RowTask):
         tested = join_predictions(self.tested(self.seeds[0]))
         # The bootstrap of the first metric draws rows, or groups with all their rows.
         unit_of_row = units_of_rows(tested.groups, len(tested.y))
-        order = np.argsort(unit_of_row, kind="stable")
-        units = np.split(order, np.cumsum(np.bincount(unit_of_row))[:-1])
-        values = []
-        for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, len(units)):
+        num_units, values = int(unit_of_row.max()) + 1, []
+        for block in drawn_units(unit_of_row, INTERVAL_RESAMPLES, num_units):
             for drawn in block:
-                rows = np.concatenate([units[unit] for unit in drawn])
+                times = np.bincount(drawn, minlength=num_units)[unit_of_row]
+                rows = np.repeat(np.arange(len(times)), times)
                 sample = tested.y[rows], tested.predicted[rows]
                 values.append(first_value_metric(self.kind.name, *sample))
         unit = "row" if tested.groups is None else "group"
         return {
-            **interval_entry(values, unit, len(units)),
-            "targets": list(self._names),
+            **interval_entry(values, unit, num_units),
+            "targets": list(self.training.classes),
             "notes_on_rows": [*self.notes_on_rows(), *self._untrained_notes()],
         }
 
@@ -122,7 +119,7 @@ class ValueTask(RowTask):
         unknown = np.flatnonzero(((shares == 0) | (shares == 1)).any(0)).tolist()
         if not unknown:
             return []
-        names = first_names([self._names[i] for i in unknown], _NAMED)
+        names = first_names([self.training.classes[i] for i in unknown], _NAMED)
         subject = counted(len(unknown), "label is", "labels are")
         return [
             f"{subject} in none or in all of the training rows of a split, so that nothing is "

@@ -26,10 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from featx.analysis.layer_vectors import LayerVectors
 from featx.analysis.similarity.gram_measures import SAME, Rows, gram_products
 from featx.base import rows_of_block
-from featx.errors import ConfigError
 
 MAX_WIDTH = 8192
 """Largest number of values of a layer in products of features, which take 512 MiB then."""
@@ -62,19 +60,6 @@ class LayerProducts:
     squares: torch.Tensor
     norm: float
     basis: torch.Tensor | None
-
-
-def centred_layer(vectors: LayerVectors) -> CentredRows:
-    """Return the centred rows of a layer as `centred_rows` does. Raises ConfigError if the layer is
-    too wide for so many rows.
-    """
-    if MAX_WIDTH < vectors.width <= len(vectors):
-        raise ConfigError(
-            f"{vectors.parts[0].layer} has {vectors.width} values a row; over {len(vectors)} rows, "
-            f"layers of at most {MAX_WIDTH} are compared. Take fewer rows (cka.rows), or extract "
-            "it with reduce=avg."
-        )
-    return centred_rows(Rows.of_layer(vectors))
 
 
 def centred_rows(rows: Rows) -> CentredRows:

@@ -102,7 +102,7 @@ def cosines_to_first(vectors: LayerVectors, rows: npt.NDArray[np.int64]) -> npt.
     group = vectors.subset(np.searchsorted(vectors.rows, rows))
     first = group.block(0, 1)
     cosines = []
-    for _, block in group.all_blocks(group.block_rows):
+    for _, block in group.all_blocks(_exact_block_rows(group.width)):
         pairs = np.stack([np.arange(len(block)), np.zeros(len(block), dtype=np.int64)], axis=1)
         cosines.append(exact_cosines(block, first, pairs))
     return np.concatenate(cosines).clip(-1, 1).astype(np.float32)
@@ -112,13 +112,11 @@ def exact_cosines(
     a: torch.Tensor, b: torch.Tensor, pairs: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """Compute the (p,) float64 cosines of pairs of rows; a cosine with a vector of zeros is 0."""
-    home, block_rows = float64_device(a.device), _exact_block_rows(a.shape[1])
-    cosines = np.empty(len(pairs))
-    for first in range(0, len(pairs), block_rows):
-        pairs_of_block = torch.from_numpy(pairs[first : first + block_rows]).to(a.device)
-        x, y = a[pairs_of_block[:, 0]].to(home).double(), b[pairs_of_block[:, 1]].to(home).double()
-        lengths = (x.norm(dim=1) * y.norm(dim=1)).clamp_min(1e-30)
-        cosines[first : first + block_rows] = ((x * y).sum(1) / lengths).cpu().numpy()
+    home = float64_device(a.device)
+    first, second = torch.from_numpy(pairs.T).to(a.device)
+    x, y = a[first].to(home).double(), b[second].to(home).double()
+    lengths = (x.norm(dim=1) * y.norm(dim=1)).clamp_min(1e-30)
+    cosines: npt.NDArray[np.float64] = ((x * y).sum(1) / lengths).cpu().numpy()
     return cosines
 
 

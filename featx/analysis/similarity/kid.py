@@ -97,7 +97,8 @@ def data_set_distance(
     rng = np.random.default_rng(seed)
     discrepancies = []
     for _ in range(SUBSETS):
-        x, y = (_rows(each, rng, m) for each in (one, two))
+        places = [np.sort(rng.permutation(len(each))[:m]) for each in (one, two)]
+        x, y = one.take(places[0]).double(), two.take(places[1]).double()
         discrepancies.append(squared_discrepancy(x, y))
         if on_progress is not None:
             on_progress(1)
@@ -129,12 +130,6 @@ def squared_discrepancy(x: torch.Tensor, y: torch.Tensor) -> float:
     return within / (m * (m - 1)) - 2 * float(kernel(x, y).mean())
 
 
-def _rows(vectors: LayerVectors, rng: np.random.Generator, count: int) -> torch.Tensor:
-    """Return random rows without repetition, (count, D) float64."""
-    places = np.sort(rng.permutation(len(vectors))[:count])
-    return vectors.take(places).double()
-
-
 def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | None]:
     """Return the squared Fréchet distance of all rows, or None and the reason."""
     if one.width > MAX_SPECTRUM:
@@ -143,6 +138,6 @@ def _frechet(one: LayerVectors, two: LayerVectors) -> tuple[float | None, str | 
     for vectors in (one, two):
         moments = Moments.empty(vectors.width)
         for _, block in vectors.all_blocks(vectors.block_rows):
-            moments.update(block.cpu())
+            moments = moments.merge(Moments.of(block.cpu()))
         moments_of_both.append(moments)
     return gaussian_distance(*moments_of_both), None

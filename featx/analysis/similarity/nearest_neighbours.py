@@ -28,6 +28,10 @@ TIE = 2.0**-32
 """Difference of two squared distances |a - b|^2 up to which they count as equal, relative to
 |a|^2 + |a - b|^2. Rounding errors of sums of thousands of products in float64 are far below it."""
 
+LEAST_SQUARE = 2.0**-64
+"""Least |a|^2 of `tie_limit` for unit vectors: near the centre, where |a|^2 is 0, vectors of one
+direction still differ by the rounding of their lengths."""
+
 _ValuesT = TypeVar("_ValuesT", torch.Tensor, Array)
 
 QUERIES = 8192

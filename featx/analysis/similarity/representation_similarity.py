@@ -20,9 +20,9 @@ import torch
 
 from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.analysis.similarity.cross_measures import (
+    MAX_WIDTH,
     CentredRows,
     LayerProducts,
-    centred_layer,
     centred_rows,
     compare_products,
     cross_product,
@@ -240,7 +240,13 @@ class _Layers:
         if name in self._coordinates:
             return self._coordinates[name]
         vectors = self.vectors(name)
-        rows = centred_layer(vectors)
+        if MAX_WIDTH < vectors.width <= len(vectors):
+            raise ConfigError(
+                f"{name} has {vectors.width} values a row; over {len(vectors)} rows, layers of at "
+                f"most {MAX_WIDTH} are compared. Take fewer rows (cka.rows), or extract it with "
+                "reduce=avg."
+            )
+        rows = centred_rows(Rows.of_layer(vectors))
         if vectors.width > len(vectors):
             self._coordinates[name] = rows
         return rows

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from featx.analysis.layer_vectors import LayerVectors
-from featx.analysis.similarity.nearest_neighbours import FAR_SQUARE, metric_vectors, tie_limit
+from featx.analysis.similarity.nearest_neighbours import (
+    FAR_SQUARE,
+    LEAST_SQUARE,
+    QUERIES,
+    metric_vectors,
+    tie_limit,
+)
 from featx.base import rows_of_block
 from featx.sources import origins_of
 from featx.store import FeatureStore
@@ -21,7 +25,12 @@ MAX_RANKED = 10_000
 
 
 def retrieval_metrics(
-    store: FeatureStore, layer: str, metric: str, device: str, standardise: bool
+    store: FeatureStore,
+    layer: str,
+    metric: str,
+    device: str,
+    standardise: bool,
+    max_ranked: int = MAX_RANKED,
 ) -> dict[str, object] | None:
     """Retrieve the other labelled rows for each labelled row, by nearness.
 
@@ -53,23 +62,42 @@ def retrieval_metrics(
         return None
     vectors = metric_vectors(store, layer, metric, device, standardise, dtype=torch.float64)
     vectors = vectors.subset(np.searchsorted(vectors.rows, rows))
-    squares_of_all = torch.cat(
-        [block.square().sum(1) for _, block in vectors.all_blocks(vectors.block_rows)]
-    )
-    is_ranked = len(rows) <= MAX_RANKED
+    blocks = (block for _, block in vectors.all_blocks(vectors.block_rows))
+    squares_of_all = np.concatenate([block.square().sum(1).cpu().numpy() for block in blocks])
+    is_ranked, most = len(rows) <= max_ranked, max(RECALL_AT)
+    # Few rows at a time leave room for many queries, for each block of which all rows are read,
+    # unless the layer fits into memory.
+    num_compared = rows_of_block(max(16 * QUERIES, 8 * vectors.width))
+    num_kept = len(rows) if is_ranked else num_compared
+    block_rows = min(vectors.block_rows, rows_of_block(16 * num_kept))
     num_nearer: list[Array] = []
     precisions: list[float] = []
-    block_rows = rows_of_block(16 * len(rows))  # distances, and what is compared of them
     for start in range(0, len(queries), block_rows):
         places = queries[start : start + block_rows]
-        distances, squares = _squared_distances(vectors, squares_of_all, places, metric == "cosine")
-        is_other = origins[places][:, None] != origins
-        distances[~is_other] = np.inf
-        same = is_other & (labels[places][:, None] == labels)
-        nearest = np.where(same, distances, np.inf).min(1, keepdims=True)
-        num_nearer.append((~same & (distances <= tie_limit(nearest, squares))).sum(1))
+        x, squares = vectors.take(places), squares_of_all[places, None]
+        nearest, others = np.full((len(places), 1), np.inf), np.empty((len(places), 0))
+        ranked: list[tuple[Array, Array]] = []
+        for first, block in vectors.all_blocks(num_compared):
+            span = slice(first, first + len(block))
+            products = (x @ block.T).cpu().numpy()
+            distances = (squares + squares_of_all[span] - 2 * products).clip(0)
+            if metric == "cosine":  # no row is nearer to a vector of zeros than another
+                distances[squares[:, 0] > FAR_SQUARE] = 0
+            is_other = origins[places][:, None] != origins[span]
+            distances[~is_other] = np.inf
+            same = is_other & (labels[places][:, None] == labels[span])
+            nearest = np.minimum(nearest, np.where(same, distances, np.inf).min(1, keepdims=True))
+            of_block = np.where(same, np.inf, distances)
+            of_block.partition(min(most, len(block)) - 1, axis=1)
+            others = np.sort(np.hstack([others, of_block[:, :most]]), axis=1)[:, :most]
+            if is_ranked:
+                ranked.append((distances, same))
+        if metric == "cosine":
+            squares = squares.clip(LEAST_SQUARE)
+        num_nearer.append((others <= tie_limit(nearest, squares)).sum(1))
         if is_ranked:
-            precisions += map(_average_precision, distances, same, squares)
+            of_all = (np.hstack(each) for each in zip(*ranked, strict=True))
+            precisions += map(_average_precision, *of_all, squares)
     ranks = np.concatenate(num_nearer)
     return {
         "queries": len(queries),
@@ -78,7 +106,7 @@ def retrieval_metrics(
         "recall": {str(k): float((ranks < k).mean()) for k in RECALL_AT if k < len(rows)},
         "map": float(np.mean(precisions)) if is_ranked else None,
         "not_available": (
-            None if is_ranked else f"{len(rows)} labelled rows are more than {MAX_RANKED}"
+            None if is_ranked else f"{len(rows)} labelled rows are more than {max_ranked}"
         ),
     }
 
@@ -91,22 +119,3 @@ def _average_precision(distances: Array, same: Array, square: Array) -> float:
     distances, same = distances[order], same[order]
     ends = np.searchsorted(distances, tie_limit(distances[same], square), side="right")
     return float((np.cumsum(same)[ends - 1] / ends).mean())
-
-
-def _squared_distances(
-    vectors: LayerVectors,
-    squares_of_all: torch.Tensor,
-    places: npt.NDArray[np.int64],
-    cosine: bool,
-) -> tuple[Array, Array]:
-    """Compute the (q, n) squared distances of some rows to all rows, and the (q, 1) |a|^2."""
-    queries = vectors.take(places)
-    squares = squares_of_all[torch.from_numpy(places).to(squares_of_all.device), None]
-    distances = np.empty((len(places), len(vectors)))
-    for start, block in vectors.all_blocks(rows_of_block(8 * vectors.width)):
-        others = squares_of_all[start : start + len(block)]
-        found = squares + others - 2 * (queries @ block.T)
-        distances[:, start : start + len(block)] = found.clamp_min(0).cpu().numpy()
-    if cosine:  # no row is nearer to a vector of zeros than another
-        distances[(squares > FAR_SQUARE)[:, 0].cpu().numpy()] = 0
-    return distances, squares.cpu().numpy()

@@ -94,12 +94,6 @@ class Moments:
                 total = total.merge(moments_of_block(block, kind, range(start, start + len(block))))
         return total
 
-    def update(self, rows: torch.Tensor) -> None:
-        """Add (n, D) rows in place."""
-        total = self.merge(Moments.of(rows, self.kind))
-        self.count, self.mean, self.scatter = total.count, total.mean, total.scatter
-        self.smallest, self.largest = total.smallest, total.largest
-
     def merge(self, other: Moments) -> Moments:
         """Return the moments of the rows of both, without changing either. Raises ConfigError if
         their sizes or kinds differ.

@@ -83,7 +83,7 @@ def token_norms(store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]) ->
     norms = norms[np.isfinite(norms).all(1)]
     if not len(norms):
         return None
-    prefix = places.prefix_tokens if axis == 2 and len(store[layer].shape) == 3 else 0
+    prefix = places.prefix_tokens if axis == 2 else 0
     patches = norms[:, prefix:]
     quantiles = np.quantile(patches, [0, 0.25, 0.5, 0.75, 0.99, 1]).tolist()
     threshold = quantiles[3] + FENCES * (quantiles[3] - quantiles[1])

@@ -39,6 +39,7 @@ from featx.store import (
     PartBuilder,
     StoreSession,
     begin_part,
+    commit_part,
     layout,
     leftover_bytes,
     load_manifest,
@@ -46,7 +47,6 @@ from featx.store import (
     missing_parts,
     pack_parts,
     part_names,
-    publish_part,
     read_listing,
     read_manifest,
     reason_to_keep_parts,
@@ -275,7 +275,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self.underflow_rows += rows.underflow_rows
         if self.session is not None:
             return self.session.commit(rows.builder)
-        return publish_part(self._disk, rows.builder, self._manifest, self.context.listing)
+        return commit_part(self._disk, rows.builder, self._manifest, self.context.listing)
 
     def finish(self, outcome: RunOutcome) -> dict[str, object]:
         """Pack the parts if the config asks for it; write and return the summary."""

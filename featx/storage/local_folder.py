@@ -268,7 +268,7 @@ class AtomicFolder:
         def write() -> bool:
             with self._temporary(path, has_lock) as file:
                 write_all(file.descriptor, data, 0)
-                return file.publish(replace)
+                return file.sync_and_name(replace)
 
         # The content is on disk before the name exists, and the name before the call returns. The
         # two are retried apart: a second write would find the name that the first one created.
@@ -284,7 +284,7 @@ class AtomicFolder:
         with storage_errors(path):
             with self._temporary(path, has_lock) as file:
                 yield file
-                file.publish(replace)
+                file.sync_and_name(replace)
             sync_entries(path.parent, path)
 
     def _temporary(self, path: Path, has_lock: bool) -> TemporaryFile:

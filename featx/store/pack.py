@@ -145,7 +145,7 @@ def pack(root: Path, stop: threading.Event | None = None) -> None:
             if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
                 raise  # the disk failed; no source is damaged
             raise StoreError(f"{error}{damaged}") from error
-        file.publish()
+        file.save()
 
 
 def _removed_meanwhile(root: Path) -> StoreError:

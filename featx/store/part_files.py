@@ -1,4 +1,4 @@
-"""Files of parts: publishing them, their validity, the record of damage, and temporary files."""
+"""Files of parts: committing them, their validity, the record of damage, and temporary files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def begin_part(
     return PartBuilder(part, specs, file)
 
 
-def publish_part(
+def commit_part(
     disk: AtomicFolder, builder: PartBuilder, manifest: Manifest, listing: Listing
 ) -> Sequence[Failure]:
     """Commit a part; a part that another process has committed first is kept.
@@ -111,7 +111,7 @@ def publish_part(
         is_new = disk.publish(path, builder.build(run, listing, manifest.to_json()))
     else:
         builder.finish(builder.file, run, listing, manifest.to_json())
-        is_new = builder.file.publish()
+        is_new = builder.file.save()
     if is_new:
         return builder.failures
     problem, failures = inspect_file(path, RowFile.of_part(run, builder.part))

@@ -215,7 +215,7 @@ class PartBuilder:
         self.failures.extend(failures)
 
     def discard(self) -> None:
-        """Delete the temporary file of a part that is not published."""
+        """Delete the temporary file of a part that is not committed."""
         if self.file is not None:
             self.file.discard()
 

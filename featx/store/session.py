@@ -31,10 +31,10 @@ from featx.store.part_files import (
     DamageRecord,
     begin_part,
     clear_leftovers,
+    commit_part,
     inspect_parts,
     part_names,
     part_path,
-    publish_part,
 )
 from featx.store.result_files import csv_rows, failures_csv, read_result, result_json
 from featx.store.row_file import PartBuilder
@@ -192,7 +192,7 @@ class StoreSession:
 
     def commit(self, builder: PartBuilder) -> Sequence[Failure]:
         """Commit a part; return the failures of the part that the store holds then."""
-        failures = publish_part(self.disk, builder, self.manifest, self.listing)
+        failures = commit_part(self.disk, builder, self.manifest, self.listing)
         self._uncommitted.discard(builder)
         self.record_commit(builder.part, failures)
         return failures

@@ -437,7 +437,7 @@ def test_a_sync_of_a_folder_that_fails_once_is_repeated_and_changes_no_answer(
     elif call == "begin_file":
         file = disk.begin_file(path)
         file.write(CONTENT, 0)
-        assert file.publish(lambda: None)
+        assert file.finish(lambda: None)
     elif call == "reserve_file":
         with disk.reserve_file(path, len(CONTENT)) as reserved:
             reserved.write(CONTENT)

@@ -5,6 +5,7 @@ These are rows of changed images, rows whose images failed, and rows lost with d
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -274,7 +275,7 @@ class _RowReplacement:
         self.num_committed = 0
         self._context = context
         self._session = session
-        self._rows = frozenset(rows)
+        self._rows, self._ordered = frozenset(rows), sorted(rows)
         self._parts = {part.index: part for part in session.parts_with(rows)}
         # Taken before the images are read: another driver that replaces a part later may have read
         # newer ones.
@@ -310,8 +311,8 @@ class _RowReplacement:
     def _batches_of(self, part: Part) -> list[Part]:
         """Batches of a part that contain requested rows, aligned as in the original run."""
         size = self._context.batch_rows
-        inside = [row for row in self._rows if part.start <= row < part.stop]
-        starts = {row - (row - part.start) % size for row in inside}
+        low, high = (bisect_left(self._ordered, row) for row in (part.start, part.stop))
+        starts = {row - (row - part.start) % size for row in self._ordered[low:high]}
         return [Part(part.index, i, min(i + size, part.stop)) for i in sorted(starts)]
 
     def _replace(self, part: Part) -> None:

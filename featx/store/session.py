@@ -242,7 +242,7 @@ class StoreSession:
         """Parts of the requested layers with any of some rows, committed or damaged."""
         grids = [run.grid for run in self._requested_runs]
         parts = {grid.part_of(row) for grid in grids for row in rows if grid.holds(row)}
-        damaged = self._damaged_parts()
+        damaged = {*self._damaged_parts()}
         stored = [part for part in parts if part.index in self._parts.indices or part in damaged]
         return sorted(stored, key=lambda part: part.index)
 

@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -25,7 +27,7 @@ from featx.analysis import compare_stores
 from featx.errors import FeatxError, StoreMismatchError
 from featx.pipeline import Interrupted, changed_images, row_updates
 from featx.sources.pixel_encoding import encode_array
-from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
+from featx.types import NO_IMAGE, UNKNOWN_IMAGE, Part, image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -513,3 +515,14 @@ def test_a_damaged_checksum_costs_no_row(photos: Path, capfd: pytest.CaptureFixt
     capfd.readouterr()
     extract(photos, **LENIENT)
     assert "rows do not say which image" in capfd.readouterr().err
+
+
+def test_the_batches_of_many_changed_images_are_found_at_once() -> None:
+    """Not by a look at all of these images for each part."""
+    parts = [Part(index, 256 * index, 256 * index + 256) for index in range(1000)]
+    session: Any = SimpleNamespace(parts_with=lambda rows: parts, etag=lambda part: None)
+    context: Any = SimpleNamespace(batch_rows=32)
+    began = time.process_time()
+    sink = row_updates._RowReplacement(context, session, range(0, 256_000, 2))
+    assert time.process_time() - began < 3
+    assert sink.missing() == [Part(row // 256, row, row + 32) for row in range(0, 256_000, 32)]

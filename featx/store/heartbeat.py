@@ -175,7 +175,8 @@ def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     """Read the heartbeats of all processes whose files exist."""
     heartbeats = []
     for path in paths_in(root / layout.WORKERS, "*.json"):
-        with contextlib.suppress(OSError, ValueError):  # the process has just deleted its file
+        # The process may just have deleted its file; other files of the folder are not ours.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             values = {"pids": None, **json.loads(path.read_bytes())}
             age_s = time.time() - path.stat().st_mtime
             is_local = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())

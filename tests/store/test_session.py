@@ -224,6 +224,17 @@ def test_a_good_part_under_a_wrong_name_does_not_count(
     assert_whole(run, tmp_path)
 
 
+def test_a_folder_of_the_user_keeps_its_files(run: MadeRun, tmp_path: Path) -> None:
+    """They are not deleted with the parts when the store is packed, nor by overwrite=true."""
+    mine = [tmp_path / "parts" / "part-of-a-whole.h5", tmp_path / "parts" / "part-1.h5"]
+    mine[0].parent.mkdir()
+    for path in mine:
+        path.write_text("mine")
+    run.write(tmp_path, packed=True)
+    with run.session(tmp_path).hold(overwrite=True):
+        assert [path.read_text() for path in mine] == ["mine", "mine"]
+
+
 @pytest.mark.parametrize("damage", ["zeroed", "truncated", "empty", "no hdf5", "not complete"])
 def test_a_damaged_packed_file_goes_and_the_parts_are_kept(
     run: MadeRun, tmp_path: Path, damage: str

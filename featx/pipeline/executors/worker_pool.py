@@ -321,7 +321,7 @@ class WorkerPool(ABC):
         self.progress.log(f"{text}; {self.replacement}")
         self.lost.append(number)
         for record in read_heartbeats(self.session.root):
-            is_own = record.values["driver"] == self.spec.driver
+            is_own = record.values.get("driver") == self.spec.driver
             if is_own and record.values["what"].startswith(f"{self.kind} {number} "):
                 self.session.disk.remove_best_effort(record.path)
         return successor

@@ -444,21 +444,6 @@ def test_a_part_that_the_store_does_not_have_moves_when_a_repair_is_asked_for(
     check_store_of(RUN, finished)
 
 
-@pytest.mark.slow
-def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:
-    part = finished / layout.PARTS / layout.part_name(2)
-    data = bytearray(part.read_bytes())
-    data[data.index(RUN.features["flat"][18].tobytes())] ^= 1
-    s3_client.write(part.bucket, part.key, bytes(data))
-    report = check_store(finished)
-    assert [damage.path for damage in report.damages] == [part]
-    assert len(repair_files(report)) == 1
-    assert [damage.path for damage in check_store(finished).damages] == [part]
-    finish(RUN, finished)
-    check_store_of(RUN, finished)
-    assert not DamageRecord.read(finished).is_due
-
-
 @pytest.mark.parametrize("condition", ["IfNoneMatch", "IfMatch"])
 def test_a_server_that_ignores_a_condition_is_refused(
     places: Iterator[S3Path], s3_requests: S3Requests, condition: str

@@ -224,17 +224,6 @@ def test_a_good_part_under_a_wrong_name_does_not_count(
     assert_whole(run, tmp_path)
 
 
-def test_a_folder_of_the_user_keeps_its_files(run: MadeRun, tmp_path: Path) -> None:
-    """They are not deleted with the parts when the store is packed, nor by overwrite=true."""
-    mine = [tmp_path / "parts" / "part-of-a-whole.h5", tmp_path / "parts" / "part-1.h5"]
-    mine[0].parent.mkdir()
-    for path in mine:
-        path.write_text("mine")
-    run.write(tmp_path, packed=True)
-    with run.session(tmp_path).hold(overwrite=True):
-        assert [path.read_text() for path in mine] == ["mine", "mine"]
-
-
 @pytest.mark.parametrize("damage", ["zeroed", "truncated", "empty", "no hdf5", "not complete"])
 def test_a_damaged_packed_file_goes_and_the_parts_are_kept(
     run: MadeRun, tmp_path: Path, damage: str
@@ -370,13 +359,14 @@ def test_overwrite_also_clears_parts_and_a_damaged_manifest(run: MadeRun, tmp_pa
 def test_overwrite_leaves_a_folder_that_is_no_store_alone(run: MadeRun, tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / ".hydra").mkdir()
-    mine = [tmp_path / "parts" / "wheel.h5", tmp_path / ".hydra" / "x", tmp_path / "summary.json"]
+    names = ("parts/wheel.h5", "parts/part-of-a-whole.h5", ".hydra/x", "summary.json")
+    mine = [tmp_path / name for name in names]
     for path in mine:
         path.write_bytes(b"mine")
     with run.session(tmp_path).hold(overwrite=True):
         pass
     run.write(tmp_path, packed=True)
-    assert [path.read_bytes() for path in mine] == [b"mine"] * 3
+    assert [path.read_bytes() for path in mine] == [b"mine"] * 4
     assert_whole(run, tmp_path)
 
 

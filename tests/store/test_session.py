@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ from conftest import slow_except
 from made_store import MadeRun, make_listing, make_run, temporary_files
 from system_calls import Calls, watched
 
-from featx.errors import RunError, StoreError, StoreLockedError, StoreMismatchError
+from featx.errors import StoreError, StoreLockedError, StoreMismatchError
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore
 from featx.store.pack import pack
@@ -509,21 +508,3 @@ def test_summary_keeps_the_earlier_runs(run: MadeRun, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert len(summary.pop("sha256")) == 64
     assert summary == {"rows": 5, "runs": [{"rows": 3}, {"rows": 5}]}
-
-
-def test_a_full_disk_in_the_middle_keeps_what_is_committed(
-    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with run.session(tmp_path).hold() as session:
-        session.commit(run.builder(run.grid.part(0)))
-
-        def full(*_: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full)
-            with pytest.raises(RunError, match=r"No space left on device.*Free some space"):
-                session.commit(run.builder(run.grid.part(1)))
-        assert [part.index for part in session.missing()] == [1, 2, 3]
-        session.commit(run.builder(run.grid.part(1)))
-    assert missing(run, tmp_path) == [2, 3]

@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_written_costs_the_heartbeat_only(tmp_path: Path
     assert read_heartbeats(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "3", "[1]", '{"host": "here"}', '{"threads": 4}'])
+@pytest.mark.parametrize("content", ["{", "3", '{"host": "here"}'])
 def test_other_files_of_such_a_folder_are_no_heartbeats(tmp_path: Path, content: str) -> None:
     """The folder of a store may be one that has files of the user."""
     (tmp_path / "workers").mkdir()

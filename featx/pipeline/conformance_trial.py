@@ -158,13 +158,9 @@ def compare_with_plain_path(
 ) -> Conformance | None:
     """Compare the engine at the settings of the run with the plain path; None if there is neither.
 
-    Args:
-        plain: what the library's own path gave; None if the run compares none.
-        golden: differences to `model.golden`; None without it.
-        trial_rows: rows of all trial images at these settings, if they are known.
-
-    Raises:
-        ModelError: a promise is broken, and mode is strict.
+    `plain` is what the library's own path gave, `golden` the differences to `model.golden`, and
+    `trial_rows` the rows of all trial images at these settings, if they are known. Raises
+    ModelError if a promise is broken, and mode is strict.
     """
     judged = None
     if plain is not None:

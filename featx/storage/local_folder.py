@@ -171,15 +171,10 @@ class AtomicFolder:
     def begin_file(
         self, path: Path, replace: bool = False, reserved_bytes: int = 0
     ) -> UnfinishedFile:
-        """Begin a file that is written at any address and gets its name at the end.
+        """Begin a file that is written at any address and gets its name, `path`, at the end.
 
-        Args:
-            path: final name; its folder exists.
-            replace: replace an existing file; otherwise an existing file is kept.
-            reserved_bytes: bytes that the file gets now, so that a full disk shows at once.
-
-        Raises:
-            RunError: the disk is full or fails.
+        Without `replace` an existing file is kept. The file gets `reserved_bytes` now, so that a
+        full disk shows at once. Raises RunError if the disk is full or fails.
         """
         return with_retries(path, lambda: UnfinishedFile(path, replace, reserved_bytes))
 

@@ -85,11 +85,8 @@ class StoreSession:
 
         With `overwrite`, the existing store is deleted first. `check_before_adding` is called
         before layers or rows are added to a store, with its runs in `manifest`; what it raises
-        leaves them as they are.
-
-        Raises:
-            StoreLockedError: another process is writing to the store.
-            StoreMismatchError: the store was started with other settings.
+        leaves them as they are. Raises StoreLockedError if another process is writing to the store,
+        and StoreMismatchError if it was started with other settings.
         """
         self.disk.make_folder(self.root)
         with self.disk.lock(self.root / layout.LOCK) as self.lock:

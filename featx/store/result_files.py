@@ -107,17 +107,18 @@ def read_failures(file: h5py.File) -> list[Failure]:
     """Read /failures, joined with the keys and statuses of the same file."""
     if not file.attrs.get("num_failures", 1):
         return []
-    rows, *texts = (file[layout.FAILURES][name][:] for name in layout.FAILURE_COLUMNS)
+    group, sources = file[layout.FAILURES], (file[layout.KEY], file[layout.STATUS])
+    rows, *texts = (group[name][:] for name in layout.FAILURE_COLUMNS)
     if not len(rows):
         return []
     places, step = rows - int(file.attrs.get("start", 0)), layout.COLUMN_CHUNK_ROWS
-    keys, status = (np.zeros(len(rows), file[path].dtype) for path in (layout.KEY, layout.STATUS))
+    keys, status = found = [np.zeros(len(rows), source.dtype) for source in sources]
     # Chunk by chunk, as h5py takes 100 us for a single value.
     order = np.argsort(places, kind="stable")
     for some in np.split(order, np.flatnonzero(np.diff(places[order] // step)) + 1):
         first = int(places[some[0]]) // step * step
-        for values, path in ((keys, layout.KEY), (status, layout.STATUS)):
-            values[some] = file[path][first : first + step][places[some] - first]
+        for values, source in zip(found, sources, strict=True):
+            values[some] = source[first : first + step][places[some] - first]
     columns = (map(name_text, values.tolist()) for values in texts)
     cells = zip(rows.tolist(), keys.tolist(), status.tolist(), *columns, strict=True)
     return [Failure(row, key, Status(number), *text) for row, key, number, *text in cells]

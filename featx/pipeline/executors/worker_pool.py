@@ -93,11 +93,11 @@ class WorkerPool(ABC):
         )
         num_parts, num_rows = len(spec.parts), sum(map(len, spec.parts))
         if 0 < num_parts < num_workers:
-            log_message(
-                f"{counted(num_rows, 'row')} in {counted(num_parts, 'part')}, and {num_workers} "
-                "workers: the others have no work. A smaller part_rows, with overwrite=true, makes "
-                "more parts."
-            )
+            text = f"{counted(num_rows, 'row')} in {counted(num_parts, 'part')}, and {num_workers} "
+            text += "workers: the others have no work."
+            if not session.num_committed:
+                text += " A smaller part_rows, with overwrite=true, makes more parts."
+            log_message(text)
         self.session = session
         self._jobs = folder if folder.is_relative_to(session.root.absolute()) else None
         self.heartbeat = Heartbeat(session.disk, DRIVER)

@@ -202,17 +202,14 @@ def test_the_cluster_that_sbatch_has_chosen_is_asked(
     answer: Answer, queue: Queue, tmp_path: Path
 ) -> None:
     """With several in SLURM_CLUSTERS, each numbers its jobs."""
-    answer("sbatch", "8;gpu\n")
-    for name in ("squeue", "scancel"):
-        answer(name)
-    queue.pool.start([3])
-    queue.pool.start([4])
+    for name, output in (("sbatch", "8;gpu\n"), ("squeue", ""), ("scancel", "")):
+        answer(name, output)
+    for number in (3, 4):
+        queue.pool.start([number])
     queue.ended()
     queue.pool.end_workers(5.0)
-    asked = {name: (tmp_path / f"{name}.args").read_text() for name in ("squeue", "scancel")}
-    assert all("--clusters=gpu" in words.split() for words in asked.values())
-    last = (tmp_path / "sbatch.args").read_text().splitlines()[-1]
-    assert last.startswith("--clusters=gpu ")
+    for name in ("sbatch", "squeue", "scancel"):
+        assert "--clusters=gpu" in (tmp_path / f"{name}.args").read_text().splitlines()[-1]
 
 
 def test_tasks_are_cancelled_by_one_command(answer: Answer, queue: Queue, tmp_path: Path) -> None:

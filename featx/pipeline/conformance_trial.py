@@ -67,14 +67,11 @@ class TrialImages:
 
 @dataclass(frozen=True)
 class PlainPath:
-    """Pixels and rows of some trial images by the library's own path.
+    """Pixels and rows of some trial images, by their `numbers`, on the library's own path.
 
-    Attributes:
-        numbers: numbers of the images among the trial images.
-        pixels: (n, 3, H, W) float32 by the library's own transform.
-        on_same_pixels: layer -> rows of the pixels of the run, of the first images.
-        end_to_end: layer -> rows of `pixels`, of the first images.
-        not_compared: layer -> reason why it is in neither.
+    `pixels` are (n, 3, H, W) float32 by its transform. Rows of the first images are by layer:
+    `on_same_pixels` those of the pixels of the run, `end_to_end` those of `pixels`; `not_compared`
+    has the reason why a layer is in neither.
     """
 
     numbers: Sequence[int]

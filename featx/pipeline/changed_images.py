@@ -111,8 +111,7 @@ def image_changes(
         StoreError: the store cannot be read now.
     """
     runs = _images_of_runs(root, manifest)
-    states_file = root / layout.IMAGES
-    return compare_images(source, keys, runs, states_file, present, read_all, announces)
+    return compare_images(source, keys, runs, root / layout.IMAGES, present, read_all, announces)
 
 
 def compare_images(

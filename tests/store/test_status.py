@@ -175,7 +175,6 @@ def test_a_folder_that_cannot_be_written_costs_the_heartbeat_only(tmp_path: Path
 
 @pytest.mark.parametrize("content", ["{", "3", '{"host": "here"}'])
 def test_other_files_of_such_a_folder_are_no_heartbeats(tmp_path: Path, content: str) -> None:
-    """The folder of a store may be one that has files of the user."""
     (tmp_path / "workers").mkdir()
     path = tmp_path / "workers" / "settings.json"
     path.write_text(content)

@@ -290,7 +290,6 @@ def test_a_state_of_other_arguments_is_refused(root: Path) -> None:
         with pytest.raises(ValueError, match=f"another order: .*{next(iter(arguments))[:5]}"):
             dataset(root, **arguments).load_state_dict(state)
     beginning = {**state, "batches": 0, "segment": 0, "offset": 0}
-    # More ranks need less memory each, which changes the blocks where none are given.
     dataset(root, world_size=2, rank=1, block=21).load_state_dict(beginning)
 
 

@@ -27,7 +27,7 @@ from featx import jobs
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, RunError
 from featx.storage import s3_client
-from featx.store import check_store, layout
+from featx.store import DamageRecord, check_store, layout
 from featx.torch import FeatureDataset, TokenDataset
 from featx.types import Listing
 
@@ -304,7 +304,7 @@ def test_damage_is_repaired_there(images: Path, bucket: str, packed: bool) -> No
     assert run_job("verify", store=str(root)) == 2
     assert run_job("verify", store=str(root), verify={"repair": True}) == 0
     assert rows_of(package.open(root)) == rows_of(near)
-    assert not (root / layout.DAMAGED).exists()
+    assert not DamageRecord.read(root).is_due
 
 
 @pytest.mark.slow

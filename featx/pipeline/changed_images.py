@@ -95,6 +95,7 @@ def image_changes(
     manifest: Manifest,
     present: npt.NDArray[np.bool_] | None = None,
     read_all: bool = False,
+    announces: bool = True,
 ) -> ImageChanges:
     """Compare the images of a store with those its rows were computed from.
 
@@ -103,13 +104,14 @@ def image_changes(
         present: (N,) bool, which keys the data set contains; None for all.
         read_all: compare the bytes of all images if the data set knows no states; otherwise such
             images are not compared.
+        announces: log the number of images whose bytes are compared.
 
     Raises:
         RunError: the file system of the images keeps failing.
         StoreError: the store cannot be read now.
     """
     runs = _images_of_runs(root, manifest)
-    return compare_images(source, keys, runs, root / layout.IMAGES, present, read_all)
+    return compare_images(source, keys, runs, root / layout.IMAGES, present, read_all, announces)
 
 
 def compare_images(
@@ -119,6 +121,7 @@ def compare_images(
     states_file: Path,
     present: npt.NDArray[np.bool_] | None = None,
     read_all: bool = False,
+    announces: bool = True,
 ) -> ImageChanges:
     """Compare the images of a data set with those that runs computed their rows from.
 
@@ -135,7 +138,7 @@ def compare_images(
     doubtful = has_checksum & present & (doubtful | mixed)
     rows = np.flatnonzero(doubtful)
     current = expected.copy()
-    current[rows] = _current_checksums(source, keys[rows])
+    current[rows] = _current_checksums(source, keys[rows], announces)
     current[has_checksum & ~present] = NO_IMAGE
     changed = []
     for run in runs:
@@ -263,7 +266,9 @@ def _expected(
     return expected, mixed, computed
 
 
-def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint64]:
+def _current_checksums(
+    source: Source, keys: npt.NDArray[np.bytes_], announces: bool
+) -> npt.NDArray[np.uint64]:
     """Checksums of the images as they are now, (n,) uint64.
 
     An image is read once, however many rows show it.
@@ -275,7 +280,8 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
         image_keys = [source.image_key(key) for key in keys.tolist()]
         _, firsts, image_of_key = np.unique(image_keys, return_index=True, return_inverse=True)
         keys = keys[firsts]
-    log_message(f"{counted(len(keys), 'image')} may have changed: the bytes are compared")
+    if announces:
+        log_message(f"{counted(len(keys), 'image')} may have changed: the bytes are compared")
 
     def checksum(key: bytes) -> int:
         try:

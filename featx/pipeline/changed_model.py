@@ -37,11 +37,9 @@ _MODEL_ENTRIES = ("weights_sha256", "transform")
 
 @dataclass(frozen=True)
 class Response:
-    """Values that a model returns for fixed noise, evenly spaced over its output.
+    """Values that a model returns for fixed noise, evenly spaced over its output, with six digits.
 
-    Attributes:
-        values: the values, with six digits.
-        limit: largest difference from a response of the same model.
+    `limit` is the largest difference from a response of the same model.
     """
 
     values: list[float]
@@ -84,16 +82,9 @@ def _spaced(values: torch.Tensor) -> torch.Tensor:
 def check_response(
     code: str, response: Response | None, fingerprint: Json, state: ResumeState
 ) -> None:
-    """Compare the response of a model with that of the model that started a store.
+    """Raise StoreMismatchError if a model has another response than the one that started a store.
 
-    Args:
-        code: what makes the model, for messages.
-        response: that of the model now.
-        fingerprint: settings of the run; those of another model are refused elsewhere.
-        state: how the store was started.
-
-    Raises:
-        StoreMismatchError: they differ.
+    `code` is what makes the model, for the message. Other settings are refused elsewhere.
     """
     before = state.resolved.get(RESPONSE)
     if not before or response is None or _has_other(fingerprint, state.fingerprint):

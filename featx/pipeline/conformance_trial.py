@@ -67,14 +67,11 @@ class TrialImages:
 
 @dataclass(frozen=True)
 class PlainPath:
-    """Pixels and rows of some trial images by the library's own path.
+    """Pixels and rows of some trial images, by their `numbers`, on the library's own path.
 
-    Attributes:
-        numbers: numbers of the images among the trial images.
-        pixels: (n, 3, H, W) float32 by the library's own transform.
-        on_same_pixels: layer -> rows of the pixels of the run, of the first images.
-        end_to_end: layer -> rows of `pixels`, of the first images.
-        not_compared: layer -> reason why it is in neither.
+    `pixels` are (n, 3, H, W) float32 by its transform. Rows of the first images are by layer:
+    `on_same_pixels` those of the pixels of the run, `end_to_end` those of `pixels`; `not_compared`
+    has the reason why a layer is in neither.
     """
 
     numbers: Sequence[int]
@@ -158,13 +155,9 @@ def compare_with_plain_path(
 ) -> Conformance | None:
     """Compare the engine at the settings of the run with the plain path; None if there is neither.
 
-    Args:
-        plain: what the library's own path gave; None if the run compares none.
-        golden: differences to `model.golden`; None without it.
-        trial_rows: rows of all trial images at these settings, if they are known.
-
-    Raises:
-        ModelError: a promise is broken, and mode is strict.
+    `plain` is what the library's own path gave, `golden` the differences to `model.golden`, and
+    `trial_rows` the rows of all trial images at these settings, if they are known. Raises
+    ModelError if a promise is broken, and mode is strict.
     """
     judged = None
     if plain is not None:

@@ -39,6 +39,7 @@ from featx.store import (
     PartBuilder,
     StoreSession,
     begin_part,
+    commit_part,
     layout,
     leftover_bytes,
     load_manifest,
@@ -46,7 +47,6 @@ from featx.store import (
     missing_parts,
     pack_parts,
     part_names,
-    publish_part,
     read_listing,
     read_manifest,
     reason_to_keep_parts,
@@ -99,6 +99,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self._config_yaml = config_yaml
         self._known_rows_only = known_rows_only
         self._num_recomputed = 0
+        self._has_compared_images = False
         self._observe = observe
         self._listed: tuple[Source, Listing] | None = None
         self._finished: FinishedRun | None = None
@@ -214,8 +215,12 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         config, requested = self.config, context.as_run()
         recompute = bool(config.refresh) or config.retry_failed
         self.session = StoreSession(self.root, requested, context.listing, config.grow, recompute)
-        check = functools.partial(check_images_before_adding, context, self.session)
-        with self.session.hold(self.config.overwrite, check):
+
+        def check_before_adding() -> None:
+            self._has_compared_images = True
+            check_images_before_adding(context, self.write_session)
+
+        with self.session.hold(self.config.overwrite, check_before_adding):
             self.session.write_config(self._config_yaml)
             yield
 
@@ -249,7 +254,11 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         """Compute lost rows, rows of changed images, and rows whose images failed."""
         arguments = self.context, self.write_session
         self._num_recomputed += compute_lost_rows(*arguments)
-        self._num_recomputed += check_images(*arguments, only_warn=self._known_rows_only)
+        self._num_recomputed += check_images(
+            *arguments,
+            only_warn=self._known_rows_only,
+            announces=not self._has_compared_images,
+        )
         if self.config.retry_failed:
             self._num_recomputed += retry_failed_rows(*arguments)
 
@@ -266,7 +275,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self.underflow_rows += rows.underflow_rows
         if self.session is not None:
             return self.session.commit(rows.builder)
-        return publish_part(self._disk, rows.builder, self._manifest, self.context.listing)
+        return commit_part(self._disk, rows.builder, self._manifest, self.context.listing)
 
     def finish(self, outcome: RunOutcome) -> dict[str, object]:
         """Pack the parts if the config asks for it; write and return the summary."""

@@ -5,6 +5,7 @@ These are rows of changed images, rows whose images failed, and rows lost with d
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -43,15 +44,19 @@ if TYPE_CHECKING:
     from featx.engine import Engine
 
 
-def check_images(context: RunContext, session: StoreSession, only_warn: bool) -> int:
+def check_images(
+    context: RunContext, session: StoreSession, only_warn: bool, announces: bool
+) -> int:
     """Compare the images with those that the rows in the store were computed from.
 
     Return the number of rows that refresh=true or auto computed again. A repair only warns about
-    changed images, as it refuses nothing that it can fix. Raises StoreMismatchError if images have
-    changed, and refresh was not given or could not compute all layers of their rows.
+    changed images, as it refuses nothing that it can fix. `announces` is as for `image_changes`.
+    Raises StoreMismatchError if images have changed, and refresh was not given or could not compute
+    all layers of their rows.
     """
     config, keys, num_recomputed = context.config, context.listing.keys, 0
-    changes = _changes(context, session)
+    reads_all = config.refresh is True
+    changes = _changes(context, session, reads_all, announces)
     if changes.num_unknown:
         log_message(
             f"{unknown_images_text(changes.num_unknown)} (their image checksums were "
@@ -63,7 +68,7 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
         log_message(
             f"{gone_images_text(keys, changes.gone)}. Their rows stay as they are.", level="warning"
         )
-    if config.refresh and (config.refresh is True or len(changes.rows)):
+    if config.refresh and (reads_all or len(changes.rows)):
         log_message(f"{changed_text(len(changes.rows))} since the rows were computed")
         pairs = zip(session.manifest.runs, changes.changed, strict=True)
         of_runs = [rows.tolist() for run, rows in pairs if session.has_requested_layers(run)]
@@ -71,7 +76,8 @@ def check_images(context: RunContext, session: StoreSession, only_warn: bool) ->
         num_recomputed = len(rows)
         if num_recomputed:
             _recompute(context, session, rows, "refresh")
-            changes = _changes(context, session)
+            # Of images without a state, those of which another run has other rows are read again.
+            changes = _changes(context, session, reads_all=False, announces=False)
     failed = {failure.row for failure in session.failures}
     changed_failures = [row for row in changes.rows.tolist() if row in failed]
     if changed_failures and not config.retry_failed:
@@ -89,7 +95,8 @@ def check_images_before_adding(context: RunContext, session: StoreSession) -> No
 
     A command that is refused leaves the runs of the store as they were. Raises StoreMismatchError.
     """
-    runs = _outdated_runs(session, _changes(context, session))
+    changes = _changes(context, session, context.config.refresh is True, announces=True)
+    runs = _outdated_runs(session, changes)
     if context.config.refresh:
         runs = [(run, rows) for run, rows in runs if not session.has_requested_layers(run)]
     if runs:
@@ -152,14 +159,17 @@ def has_mixed_rows(session: StoreSession) -> bool:
     return bool(mixed)
 
 
-def _changes(context: RunContext, session: StoreSession) -> ImageChanges:
+def _changes(
+    context: RunContext, session: StoreSession, reads_all: bool, announces: bool
+) -> ImageChanges:
     """Compare the images with the store, and save their states for the next comparison."""
     changes = image_changes(
         context.source,
         context.listing.keys[: session.manifest.num_rows],
         session.root,
         session.manifest,
-        read_all=context.config.refresh is True,
+        read_all=reads_all,
+        announces=announces,
     )
     if changes.states is not None:
         path = session.root / layout.IMAGES
@@ -265,7 +275,7 @@ class _RowReplacement:
         self.num_committed = 0
         self._context = context
         self._session = session
-        self._rows = frozenset(rows)
+        self._rows, self._ordered = frozenset(rows), sorted(rows)
         self._parts = {part.index: part for part in session.parts_with(rows)}
         # Taken before the images are read: another driver that replaces a part later may have read
         # newer ones.
@@ -301,8 +311,8 @@ class _RowReplacement:
     def _batches_of(self, part: Part) -> list[Part]:
         """Batches of a part that contain requested rows, aligned as in the original run."""
         size = self._context.batch_rows
-        inside = [row for row in self._rows if part.start <= row < part.stop]
-        starts = {row - (row - part.start) % size for row in inside}
+        low, high = (bisect_left(self._ordered, row) for row in (part.start, part.stop))
+        starts = {row - (row - part.start) % size for row in self._ordered[low:high]}
         return [Part(part.index, i, min(i + size, part.stop)) for i in sorted(starts)]
 
     def _replace(self, part: Part) -> None:

@@ -171,15 +171,10 @@ class AtomicFolder:
     def begin_file(
         self, path: Path, replace: bool = False, reserved_bytes: int = 0
     ) -> UnfinishedFile:
-        """Begin a file that is written at any address and gets its name at the end.
+        """Begin a file that is written at any address and gets its name, `path`, at the end.
 
-        Args:
-            path: final name; its folder exists.
-            replace: replace an existing file; otherwise an existing file is kept.
-            reserved_bytes: bytes that the file gets now, so that a full disk shows at once.
-
-        Raises:
-            RunError: the disk is full or fails.
+        Without `replace` an existing file is kept. The file gets `reserved_bytes` now, so that a
+        full disk shows at once. Raises RunError if the disk is full or fails.
         """
         return with_retries(path, lambda: UnfinishedFile(path, replace, reserved_bytes))
 
@@ -268,7 +263,7 @@ class AtomicFolder:
         def write() -> bool:
             with self._temporary(path, has_lock) as file:
                 write_all(file.descriptor, data, 0)
-                return file.publish(replace)
+                return file.sync_and_name(replace)
 
         # The content is on disk before the name exists, and the name before the call returns. The
         # two are retried apart: a second write would find the name that the first one created.
@@ -284,7 +279,7 @@ class AtomicFolder:
         with storage_errors(path):
             with self._temporary(path, has_lock) as file:
                 yield file
-                file.publish(replace)
+                file.sync_and_name(replace)
             sync_entries(path.parent, path)
 
     def _temporary(self, path: Path, has_lock: bool) -> TemporaryFile:

@@ -152,7 +152,7 @@ class TemporaryFile:
     def __exit__(self, *_: object) -> None:
         self.discard()
 
-    def publish(self, replace: bool, check: Callable[[], None] | None = None) -> bool:
+    def sync_and_name(self, replace: bool, check: Callable[[], None] | None = None) -> bool:
         """Sync the file, check it, and give it its final name; see `take_name`.
 
         `check` compares the file, past the page cache, with what was written.
@@ -210,9 +210,9 @@ def temporary_name(path: Path) -> Path:
 class UnfinishedFile:
     """Temporary file in the folder of its final name, open for writing at any address.
 
-    It is deleted if it is not published: by `discard`, or when the object is collected or the
+    It is deleted if it is not finished: by `discard`, or when the object is collected or the
     interpreter ends. Made by `AtomicFolder.begin_file`; reserved bytes that are not written are
-    released when it is published. Raises OSError if the file cannot be created, or the disk has
+    released when it is finished. Raises OSError if the file cannot be created, or the disk has
     less free space.
     """
 
@@ -241,7 +241,7 @@ class UnfinishedFile:
         with_retries(self.path, lambda: write_all(self._descriptor, data, address))
         self._size = max(self._size, address + len(data))
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            # Linux begins to write these bytes to the disk, so that the sync of `publish` finds
+            # Linux begins to write these bytes to the disk, so that the sync of `finish` finds
             # little left to write. This is only advice, which a file system may not take.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._descriptor, address, len(data), os.POSIX_FADV_DONTNEED)
@@ -260,7 +260,7 @@ class UnfinishedFile:
                 done += count
         return done
 
-    def publish(self, check: Callable[[], None]) -> bool:
+    def finish(self, check: Callable[[], None]) -> bool:
         """Sync the file, check it, and give it its final name; return whether it got that.
 
         A failed sync is final: the kernel may drop what it could not write, and report success
@@ -274,7 +274,7 @@ class UnfinishedFile:
                 if self._is_reserved:
                     os.ftruncate(self._descriptor, self._size)
                 # The content is on disk before the name, and the name before the call returns.
-                created = self._file.publish(self._replace, check)
+                created = self._file.sync_and_name(self._replace, check)
             finally:
                 self.discard()
             sync_entries(self.path.parent, self.path)

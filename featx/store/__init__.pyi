@@ -56,10 +56,10 @@ from .pack import reason_to_keep_parts as reason_to_keep_parts
 from .part_files import DamageRecord as DamageRecord
 from .part_files import begin_part as begin_part
 from .part_files import clear_job_folders as clear_job_folders
+from .part_files import commit_part as commit_part
 from .part_files import is_streamed as is_streamed
 from .part_files import leftover_bytes as leftover_bytes
 from .part_files import part_names as part_names
-from .part_files import publish_part as publish_part
 from .reader import FeatureStore as FeatureStore
 from .reader import check_rows_present as check_rows_present
 from .reader import open_if_path as open_if_path

@@ -240,8 +240,8 @@ class ChunkFile:
         assert isinstance(self._image, io.BytesIO)
         return self._image.getvalue()  # which copies nothing
 
-    def publish(self) -> bool:
-        """Sync a file on a disk, read it back, and give it its name; see `UnfinishedFile.publish`.
+    def save(self) -> bool:
+        """Sync a file on a disk, read it back, and give it its name; see `UnfinishedFile.finish`.
 
         Raises RunError if the disk is full or fails, or the file reads back differently.
         """
@@ -250,7 +250,7 @@ class ChunkFile:
         assert target is not None
         for start, stop in self._gaps():
             target.write(self._pread(stop - start, start), start)
-        return target.publish(self._compare)
+        return target.finish(self._compare)
 
     def _encode(self, path: str, pipeline: Pipeline, chunk: Array) -> bytes | memoryview:
         """Bytes of a chunk as they are stored; those of a codec are decoded again and compared."""

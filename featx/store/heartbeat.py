@@ -175,8 +175,11 @@ def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     """Read the heartbeats of all processes whose files exist."""
     heartbeats = []
     for path in paths_in(root / layout.WORKERS, "*.json"):
-        with contextlib.suppress(OSError, ValueError):  # the process has just deleted its file
+        # The process may just have deleted its file; other files of the folder are not ours.
+        with contextlib.suppress(OSError, ValueError, TypeError):
             values = {"pids": None, **json.loads(path.read_bytes())}
+            if not {"host", "pid", "what"} <= values.keys():
+                continue
             age_s = time.time() - path.stat().st_mtime
             is_local = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())
             is_alive = age_s < SILENT_S and not (is_local and _is_gone(values["pid"]))

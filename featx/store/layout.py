@@ -82,8 +82,8 @@ PART_BYTES = 256 << 20
 COLUMN_CHUNK_ROWS = 1 << 14
 """Largest number of rows per chunk of key, label, status and the columns."""
 
-
-PART_GLOB = "part-*.h5"
+PART_GLOB = f"part-{'[0-9]' * 6}.h5"
+"""Names of parts. Files of other names in a folder of parts are not the store's."""
 
 UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 """Exceptions that h5py may raise for a file; `is_damage` tells damage from failed access."""

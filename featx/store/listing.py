@@ -110,7 +110,7 @@ def write_listing(
         return
     with ChunkFile(path, disk.begin_file(path, replace=True)) as file:
         _fill(file, listing)
-        file.publish()
+        file.save()
 
 
 def _fill(file: ChunkFile, listing: Listing) -> None:

@@ -149,11 +149,11 @@ class Run:
 
 def _check_claims(run: Run) -> None:
     """Raise ValueError if the numbers of a run are impossible."""
-    grid = run.grid
+    grid, num_parts = run.grid, run.grid.first_part + len(run.grid)
     if grid.part_rows < 1 or grid.part_rows & (grid.part_rows - 1):
         raise ValueError(f"part_rows is {grid.part_rows}, no power of two")
-    if min(grid.num_rows, grid.first_row, grid.first_part) < 0 or len(grid) > _MAX_PARTS:
-        raise ValueError(f"it claims {grid.num_rows} rows in {len(grid)} parts")
+    if min(grid.num_rows, grid.first_row, grid.first_part) < 0 or num_parts > _MAX_PARTS:
+        raise ValueError(f"it claims {grid.num_rows} rows in {num_parts} parts")
     if len(run.names) < len(run.layers):
         raise ValueError("it names a layer twice")
     for spec in run.layers:

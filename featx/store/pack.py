@@ -128,31 +128,24 @@ def pack(root: Path, stop: threading.Event | None = None) -> None:
     listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
     if listing is None:
         raise StoreError(f"{root / layout.LISTING} is missing or damaged.")
+    disk, path = AtomicFolder(root), root / layout.PACKED
     try:
         size = packed_size_bound(sum(path.stat().st_size for path, _ in sources))
-    except FileNotFoundError as error:
-        raise _removed_meanwhile(root) from error
-    disk, path = AtomicFolder(root), root / layout.PACKED
-    with ChunkFile(path, disk.begin_file(path, replace=True, reserved_bytes=size)) as file:
-        try:
+        with ChunkFile(path, disk.begin_file(path, replace=True, reserved_bytes=size)) as file:
             _Packer(manifest, listing, file, stop or threading.Event()).copy(sources)
-        except RunError:
-            raise
-        except FileNotFoundError as error:
-            raise _removed_meanwhile(root) from error
-        except layout.UNREADABLE as error:
-            damaged = _record_damaged(disk, [path for path, _ in sources])
-            if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
-                raise  # the disk failed; no source is damaged
-            raise StoreError(f"{error}{damaged}") from error
-        file.publish()
-
-
-def _removed_meanwhile(root: Path) -> StoreError:
-    return StoreError(
-        f"a file of {root} was removed while it was being packed: another process writes the "
-        "store, on a file system without locks. Give the same command again."
-    )
+            file.save()
+    except RunError:
+        raise
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"a file of {root} was removed while it was being packed: another process writes the "
+            "store, on a file system without locks. Give the same command again."
+        ) from error
+    except layout.UNREADABLE as error:
+        damaged = _record_damaged(disk, [path for path, _ in sources])
+        if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
+            raise  # the disk failed; no source is damaged
+        raise StoreError(f"{error}{damaged}") from error
 
 
 def _source_files(root: Path, manifest: Manifest) -> list[tuple[Path, RowFile]]:

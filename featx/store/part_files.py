@@ -1,4 +1,4 @@
-"""Files of parts: publishing them, their validity, the record of damage, and temporary files."""
+"""Files of parts: committing them, their validity, the record of damage, and temporary files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def begin_part(
     return PartBuilder(part, specs, file)
 
 
-def publish_part(
+def commit_part(
     disk: AtomicFolder, builder: PartBuilder, manifest: Manifest, listing: Listing
 ) -> Sequence[Failure]:
     """Commit a part; a part that another process has committed first is kept.
@@ -111,7 +111,7 @@ def publish_part(
         is_new = disk.publish(path, builder.build(run, listing, manifest.to_json()))
     else:
         builder.finish(builder.file, run, listing, manifest.to_json())
-        is_new = builder.file.publish()
+        is_new = builder.file.save()
     if is_new:
         return builder.failures
     problem, failures = inspect_file(path, RowFile.of_part(run, builder.part))
@@ -246,17 +246,22 @@ class DamageRecord:
 
     @property
     def is_due(self) -> bool:
-        """Whether something is to be repaired, or a repair was killed before it said it is done."""
+        """Whether something is to be repaired."""
         return bool(self.files or self.lost)
 
     def write(self, disk: AtomicFolder, before: DamageRecord) -> None:
         """Write the record in place of one that was read, or delete it if nothing is to be
         repaired. Raises RunError if another process has written one to a bucket in between.
         """
-        # A process that was killed before it deleted the file has left it without an entry.
-        if self == before and self.is_due == bool(before.content):
+        # No request deletes an object only if it has not changed, so a record without entries stays
+        # in a bucket.
+        is_kept = self.is_due or not disk.has_locks
+        if self == before and (is_kept or not before.content):
             return
         path = disk.root / layout.DAMAGED
+        if not is_kept:
+            disk.remove(path)
+            return
         rows = {str(index): list(ranges) for index, ranges in sorted(self.lost.items())}
         data = result_json({"files": sorted(self.files), "rows": rows}, indent=2)
         if before.content:
@@ -269,8 +274,6 @@ class DamageRecord:
                 "replaced. Nothing committed is lost. Give the same command again when that "
                 "process has ended."
             )
-        if not self.is_due:
-            disk.remove(path)
 
     def gaps(self, part: Part, is_there: bool) -> list[Part]:
         """Ranges of rows of a part that are lost: all, if neither its file nor a record exists."""

@@ -170,13 +170,9 @@ class PartBuilder:
     ) -> None:
         """Add rows [start, start + n) of the listing.
 
-        Args:
-            start: first row in the listing.
-            features: dataset name -> (n, ...) for every dataset of the run; bfloat16 as uint16
-                bits.
-            failures: failed rows among them; their values become NaN in every dataset.
-            checksums: (n,) uint64 checksums of the encoded images, or None if unknown.
-            damaged: rows whose images are damaged and were accepted.
+        `features` are (n, ...) for every dataset of the run, bfloat16 as uint16 bits; rows that
+        failed become NaN. `checksums` are (n,) uint64 of the encoded images, or None if unknown,
+        and `damaged` rows whose images are damaged and were accepted.
         """
         first = start - self.part.start
         count = len(next(iter(features.values())))
@@ -215,7 +211,7 @@ class PartBuilder:
         self.failures.extend(failures)
 
     def discard(self) -> None:
-        """Delete the temporary file of a part that is not published."""
+        """Delete the temporary file of a part that is not committed."""
         if self.file is not None:
             self.file.discard()
 

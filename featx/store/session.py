@@ -31,10 +31,10 @@ from featx.store.part_files import (
     DamageRecord,
     begin_part,
     clear_leftovers,
+    commit_part,
     inspect_parts,
     part_names,
     part_path,
-    publish_part,
 )
 from featx.store.result_files import csv_rows, failures_csv, read_result, result_json
 from featx.store.row_file import PartBuilder
@@ -85,11 +85,8 @@ class StoreSession:
 
         With `overwrite`, the existing store is deleted first. `check_before_adding` is called
         before layers or rows are added to a store, with its runs in `manifest`; what it raises
-        leaves them as they are.
-
-        Raises:
-            StoreLockedError: another process is writing to the store.
-            StoreMismatchError: the store was started with other settings.
+        leaves them as they are. Raises StoreLockedError if another process is writing to the store,
+        and StoreMismatchError if it was started with other settings.
         """
         self.disk.make_folder(self.root)
         with self.disk.lock(self.root / layout.LOCK) as self.lock:
@@ -192,7 +189,7 @@ class StoreSession:
 
     def commit(self, builder: PartBuilder) -> Sequence[Failure]:
         """Commit a part; return the failures of the part that the store holds then."""
-        failures = publish_part(self.disk, builder, self.manifest, self.listing)
+        failures = commit_part(self.disk, builder, self.manifest, self.listing)
         self._uncommitted.discard(builder)
         self.record_commit(builder.part, failures)
         return failures
@@ -242,7 +239,7 @@ class StoreSession:
         """Parts of the requested layers with any of some rows, committed or damaged."""
         grids = [run.grid for run in self._requested_runs]
         parts = {grid.part_of(row) for grid in grids for row in rows if grid.holds(row)}
-        damaged = self._damaged_parts()
+        damaged = {*self._damaged_parts()}
         stored = [part for part in parts if part.index in self._parts.indices or part in damaged]
         return sorted(stored, key=lambda part: part.index)
 

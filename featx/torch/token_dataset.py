@@ -303,14 +303,14 @@ class TokenDataset(IterableDataset[Batch]):
         """Resume after the batches that were given when the state was taken.
 
         Raises ValueError if the state is of another store or of other arguments. At the start of an
-        epoch, `rank` and `world_size` may differ.
+        epoch, `rank`, `world_size`, `memory` and `block` may differ.
         """
         names = ("epoch", "batches", "segment", "offset")
         if not isinstance(state, Mapping) or not {"arguments", *names} <= {*state}:
             raise ValueError("the state is not one that state_dict of a TokenDataset returned.")
         now = self._arguments
         before = {name: state["arguments"].get(name) for name in now}
-        ignored = set() if state["batches"] else {"rank", "world_size", "segments"}
+        ignored = set() if state["batches"] else {"rank", "world_size", "segments", "blocks"}
         # A state may come from JSON, which has lists only.
         before["blocks"] = tuple(before["blocks"] or ())
         changed = [

@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -25,7 +27,7 @@ from featx.analysis import compare_stores
 from featx.errors import FeatxError, StoreMismatchError
 from featx.pipeline import Interrupted, changed_images, row_updates
 from featx.sources.pixel_encoding import encode_array
-from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
+from featx.types import NO_IMAGE, UNKNOWN_IMAGE, Part, image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -126,8 +128,10 @@ def test_a_repeated_command_with_refresh_auto_computes_what_has_changed(
     capfd.readouterr()
     after = extract(photos, verbose=True, **keys)
     assert [start for _, start in computed] == [4]  # one batch of six
+    output = capfd.readouterr()
+    assert output.err.count("1 image may have changed") == 1
     assert set(compared) == {b"cat/030.png"}
-    assert "1 row computed again" in capfd.readouterr().out
+    assert "1 row computed again" in output.out
     assert same_values(after, extract(photos, out="whole", **LENIENT))
     changed.write_bytes(b"no image")
     broken = extract(photos, **keys)
@@ -217,7 +221,10 @@ def test_the_time_of_change_may_be_that_of_before(photos: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_store_that_grows_is_refused_and_refreshed(
-    photos: Path, is_finished: bool, monkeypatch: pytest.MonkeyPatch
+    photos: Path,
+    is_finished: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as patch:
         if not is_finished:
@@ -228,7 +235,9 @@ def test_a_store_that_grows_is_refused_and_refreshed(
     write_image(photos / "eel" / "1.png", 1001)
     with pytest.raises(StoreMismatchError, match=r"cat/006\.png"):
         extract(photos, grow=True, **LENIENT)
+    capfd.readouterr()
     after = extract(photos, grow=True, refresh=True, **LENIENT)
+    assert capfd.readouterr().err.count("may have changed") == 1
     assert same_values(after, extract(photos, out="whole", **LENIENT))
 
 
@@ -438,13 +447,16 @@ class Generated:
 
 
 @pytest.mark.slow
-def test_a_data_set_of_a_class_is_compared_when_it_is_refreshed(photos: Path) -> None:
+def test_a_data_set_of_a_class_is_compared_when_it_is_refreshed(
+    photos: Path, compared: list[bytes]
+) -> None:
     data = Generated([np.asarray(Image.open(path)) for path in sorted_photos(photos)])
     store = extract(data, **LENIENT)
     assert store.image_checksums.tolist() == [image_checksum(encode_array(a)) for a in data.items]
     data.items[3] = data.items[4]
     extract(data, **LENIENT)  # it says nothing of its images, and is not read for nothing
     after = extract(data, refresh=True, **LENIENT)
+    assert len(compared) == len(data), "and not once more after the refresh"
     assert same_values(after, extract(data, out="whole", **LENIENT))
 
 
@@ -503,3 +515,14 @@ def test_a_damaged_checksum_costs_no_row(photos: Path, capfd: pytest.CaptureFixt
     capfd.readouterr()
     extract(photos, **LENIENT)
     assert "rows do not say which image" in capfd.readouterr().err
+
+
+def test_the_batches_of_many_changed_images_are_found_at_once() -> None:
+    """Not by a look at all of these images for each part."""
+    parts = [Part(index, 256 * index, 256 * index + 256) for index in range(1000)]
+    session: Any = SimpleNamespace(parts_with=lambda rows: parts, etag=lambda part: None)
+    context: Any = SimpleNamespace(batch_rows=32)
+    began = time.process_time()
+    sink = row_updates._RowReplacement(context, session, range(0, 256_000, 2))
+    assert time.process_time() - began < 3
+    assert sink.missing() == [Part(row // 256, row, row + 32) for row in range(0, 256_000, 32)]

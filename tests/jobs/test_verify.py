@@ -292,7 +292,7 @@ def test_a_repair_that_was_killed_after_the_last_row_ends_when_it_is_given_again
 
 
 def test_a_record_of_damage_without_an_entry_is_deleted(tmp_path: Path) -> None:
-    """A killed process has written it, and not yet deleted it."""
+    """It was copied from a bucket, where it stays."""
     path = tmp_path / layout.DAMAGED
     path.write_bytes(result_json({"files": [], "rows": {}}, indent=2))
     before = DamageRecord.read(tmp_path)

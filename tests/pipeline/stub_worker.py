@@ -18,7 +18,7 @@ from featx.config import Config
 from featx.pipeline.executors import WorkerSpec, worker
 from featx.pipeline.executors.job_folder import WorkerReport
 from featx.storage import AtomicFolder
-from featx.store import heartbeat_name, layout, part_names, publish_part, read_manifest
+from featx.store import commit_part, heartbeat_name, layout, part_names, read_manifest
 from featx.types import Part
 
 
@@ -106,7 +106,7 @@ class StubPartWorker:
             go_wrong(task.fault_at(part.index))
             root = self._spec.root
             builder, manifest = task.run.builder(part), read_manifest(root)
-            publish_part(AtomicFolder(root), builder, manifest, task.run.listing)
+            commit_part(AtomicFolder(root), builder, manifest, task.run.listing)
             task.note(f"part-{part.index}-by-{os.getpid()}")
             flat = self._report.underflow_rows.get("flat", 0)
             self._report.underflow_rows["flat"] = flat + 1

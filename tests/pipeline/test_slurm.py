@@ -193,12 +193,17 @@ def test_a_task_that_ends_after_its_run_leaves_nothing(photos: Path, cluster: Ma
     assert not Path("store/jobs").exists()
 
 
-def test_the_environment_hides_no_task_from_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+def test_the_environment_decides_nothing_that_would_lose_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With SBATCH_WAIT, sbatch does not return, and its tasks are those of nobody."""
+    for name in ("SQUEUE_PARTITION", "SCANCEL_INTERACTIVE", "SBATCH_WAIT", "SBATCH_SIGNAL"):
+        monkeypatch.setenv(name, "T")
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     code, output, _ = slurm_task.run_command(["env"])
     assert code == 0
-    assert "SQUEUE_" not in output
-    assert f"HOME={os.environ['HOME']}\n" in output
+    assert [name for name in output.splitlines() if name.endswith("=T")] == []
+    assert {f"HOME={os.environ['HOME']}", "SBATCH_PARTITION=gpu"} <= {*output.splitlines()}
 
 
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: MadeSlurm) -> None:

@@ -198,6 +198,20 @@ def test_without_a_controller_nothing_begins(
     assert f"Slurm does not answer ({error}). Nothing was submitted." in str(output.value)
 
 
+def test_the_cluster_that_sbatch_has_chosen_is_asked(
+    answer: Answer, queue: Queue, tmp_path: Path
+) -> None:
+    """With several in SLURM_CLUSTERS, each numbers its jobs."""
+    for name, output in (("sbatch", "8;gpu\n"), ("squeue", ""), ("scancel", "")):
+        answer(name, output)
+    for number in (3, 4):
+        queue.pool.start([number])
+    queue.ended()
+    queue.pool.end_workers(5.0)
+    for name in ("sbatch", "squeue", "scancel"):
+        assert "--clusters=gpu" in (tmp_path / f"{name}.args").read_text().splitlines()[-1]
+
+
 def test_tasks_are_cancelled_by_one_command(answer: Answer, queue: Queue, tmp_path: Path) -> None:
     answer("scancel", error=NOBODY, code=1)
     queue.pool.workers, queue.pool.lost = [0, 1], [2]

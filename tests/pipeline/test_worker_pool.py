@@ -89,13 +89,16 @@ class FakePool(WorkerPool):
 
     poll_s = 0.0
 
-    def __init__(self, root: Path, max_failures: float = 0.5) -> None:
+    def __init__(
+        self, root: Path, max_failures: float = 0.5, num_workers: int = 2, num_committed: int = 0
+    ) -> None:
         self.store = FakeSession(root)
+        self.store.committed_parts = [0] * num_committed
         task = FakeTask(SimpleNamespace(), root, root)  # type: ignore[arg-type]
         object.__setattr__(task, "session", self.store)
         spec = stub_spec(root, PARTS, Config(max_failures=max_failures), task)
         made: Any = self.store
-        super().__init__(spec, made, root / "jobs", 2)
+        super().__init__(spec, made, root / "jobs", num_workers)
         self.events: deque[Callable[[], Mapping[int, str] | None]] = deque()
         self.started: list[int] = []
         self.graces: list[float] = []
@@ -138,6 +141,16 @@ class FakePool(WorkerPool):
 @pytest.fixture
 def pool(tmp_path: Path) -> FakePool:
     return FakePool(tmp_path)
+
+
+@pytest.mark.parametrize("num_committed", [0, 1])
+def test_rows_that_are_there_are_not_to_be_overwritten_for_more_workers(
+    tmp_path: Path, num_committed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FakePool(tmp_path, num_workers=6, num_committed=num_committed)
+    shown = capsys.readouterr().err
+    assert "20 rows in 5 parts, and 6 workers: the others have no work." in shown
+    assert ("overwrite=true" in shown) == (num_committed == 0)
 
 
 def run(pool: FakePool, *events: Callable[[], Mapping[int, str] | None]) -> RunOutcome:

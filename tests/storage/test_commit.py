@@ -24,7 +24,6 @@ from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 from featx.storage import AtomicFolder, ReservedFile, exclusive_lock
-from featx.storage.durability import write_all
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
@@ -139,17 +138,6 @@ def test_without_hard_links_a_rename_commits_and_never_replaces(
     assert not AtomicFolder(tmp_path).publish(target, b"second")
     assert target.read_bytes() == CONTENT
     assert temporary_files(tmp_path) == []
-
-
-def test_writes_of_one_byte_at_a_time_still_write_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:1], offset))
-    descriptor = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
-    write_all(descriptor, CONTENT[:300], 7)
-    os.close(descriptor)
-    assert (tmp_path / "f").read_bytes() == bytes(7) + CONTENT[:300]
 
 
 def test_a_write_that_writes_nothing_is_a_full_disk(
@@ -437,7 +425,7 @@ def test_a_sync_of_a_folder_that_fails_once_is_repeated_and_changes_no_answer(
     elif call == "begin_file":
         file = disk.begin_file(path)
         file.write(CONTENT, 0)
-        assert file.publish(lambda: None)
+        assert file.finish(lambda: None)
     elif call == "reserve_file":
         with disk.reserve_file(path, len(CONTENT)) as reserved:
             reserved.write(CONTENT)

@@ -173,15 +173,6 @@ def test_layers_and_rows_that_are_added(tmp_path: Path, packed: bool) -> None:
         (tmp_path / name).unlink()
 
 
-def test_the_parts_alone_give_the_listing(tmp_path: Path) -> None:
-    run = made()
-    run.copied(tmp_path)
-    (tmp_path / "samples.h5").unlink()
-    found = read_listing(tmp_path, 29, listing_identity(run.listing))
-    assert found is not None
-    assert listing_digest(found) == listing_digest(run.listing)
-
-
 def test_the_identity_of_the_rows_holds_names_types_and_values() -> None:
     listing = made(9, ()).listing
     digests = {listing_digest(listing), listing_digest(replace(listing, columns={}))}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import tracemalloc
 from pathlib import Path
 
+import h5py
 import pytest
 from made_store import make_run
 
 from featx.errors import StoreError
 from featx.store import check_store, read_result, repair_files, result_json
+from featx.store.result_files import read_failures
 
 
 def made(tmp_path: Path) -> Path:
@@ -38,6 +41,16 @@ def test_many_numbers_take_little_memory() -> None:
     tracemalloc.stop()
     assert json.loads(data)["rows"] == numbers["rows"]
     assert peak < 50 * 100_000
+
+
+def test_many_failures_are_read_chunk_by_chunk(tmp_path: Path) -> None:
+    """Every second image of 40,000: one by one, this took 3 s."""
+    run = make_run(40_000, 1 << 15, {"a": (1,)}, failed=range(1, 40_000, 2))
+    root = run.write(tmp_path, packed=True)
+    began = time.process_time()
+    with h5py.File(root / "features.h5") as file:
+        assert read_failures(file) == list(run.failures)
+    assert time.process_time() - began < 1.5
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ from conftest import slow_except
 from made_store import MadeRun, make_listing, make_run, temporary_files
 from system_calls import Calls, watched
 
-from featx.errors import RunError, StoreError, StoreLockedError, StoreMismatchError
+from featx.errors import StoreError, StoreLockedError, StoreMismatchError
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore
 from featx.store.pack import pack
@@ -66,19 +65,17 @@ def test_the_manifest_is_written_before_everything_else(run: MadeRun, tmp_path: 
     assert [name.split(".")[1][4:] for name in names][:2] == ["featx", "samples"]
 
 
-def test_resume_finds_what_is_done_with_its_failures(run: MadeRun, tmp_path: Path) -> None:
+def test_a_resume_finds_what_is_done_and_does_only_what_is_missing(
+    run: MadeRun, tmp_path: Path
+) -> None:
     run.write(tmp_path, [2, 0])
+    before = part_path(tmp_path, 2).stat()
     with run.session(tmp_path).hold() as session:
         assert [part.index for part in session.missing()] == [1, 3]
         assert session.num_committed == 16
         assert session.failures == list(run.failures)
-
-
-def test_the_next_session_does_only_what_is_missing(run: MadeRun, tmp_path: Path) -> None:
-    run.write(tmp_path, [1])
-    before = part_path(tmp_path, 1).stat()
-    run.write(tmp_path, missing(run, tmp_path))
-    after = part_path(tmp_path, 1).stat()
+    run.write(tmp_path, [1, 3])
+    after = part_path(tmp_path, 2).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert missing(run, tmp_path) == []
 
@@ -359,13 +356,14 @@ def test_overwrite_also_clears_parts_and_a_damaged_manifest(run: MadeRun, tmp_pa
 def test_overwrite_leaves_a_folder_that_is_no_store_alone(run: MadeRun, tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / ".hydra").mkdir()
-    mine = [tmp_path / "parts" / "wheel.h5", tmp_path / ".hydra" / "x", tmp_path / "summary.json"]
+    names = ("parts/wheel.h5", "parts/part-of-a-whole.h5", ".hydra/x", "summary.json")
+    mine = [tmp_path / name for name in names]
     for path in mine:
         path.write_bytes(b"mine")
     with run.session(tmp_path).hold(overwrite=True):
         pass
     run.write(tmp_path, packed=True)
-    assert [path.read_bytes() for path in mine] == [b"mine"] * 3
+    assert [path.read_bytes() for path in mine] == [b"mine"] * 4
     assert_whole(run, tmp_path)
 
 
@@ -508,21 +506,3 @@ def test_summary_keeps_the_earlier_runs(run: MadeRun, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert len(summary.pop("sha256")) == 64
     assert summary == {"rows": 5, "runs": [{"rows": 3}, {"rows": 5}]}
-
-
-def test_a_full_disk_in_the_middle_keeps_what_is_committed(
-    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with run.session(tmp_path).hold() as session:
-        session.commit(run.builder(run.grid.part(0)))
-
-        def full(*_: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full)
-            with pytest.raises(RunError, match=r"No space left on device.*Free some space"):
-                session.commit(run.builder(run.grid.part(1)))
-        assert [part.index for part in session.missing()] == [1, 2, 3]
-        session.commit(run.builder(run.grid.part(1)))
-    assert missing(run, tmp_path) == [2, 3]

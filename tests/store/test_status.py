@@ -19,7 +19,7 @@ from tiny_model import run_job
 from featx.errors import StoreError
 from featx.jobs.status import statuses
 from featx.storage import AtomicFolder
-from featx.store import Heartbeat, QueueState, read_heartbeats, store_status
+from featx.store import Heartbeat, QueueState, clear_heartbeats, read_heartbeats, store_status
 from featx.store.heartbeat import pid_namespace
 from featx.types import Part
 
@@ -171,6 +171,16 @@ def test_a_folder_that_cannot_be_written_costs_the_heartbeat_only(tmp_path: Path
     with Heartbeat(AtomicFolder(tmp_path), "cpu") as beat:
         beat.begin(Part(0, 0, 8))
     assert read_heartbeats(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["{", "3", '{"host": "here"}'])
+def test_other_files_of_such_a_folder_are_no_heartbeats(tmp_path: Path, content: str) -> None:
+    (tmp_path / "workers").mkdir()
+    path = tmp_path / "workers" / "settings.json"
+    path.write_text(content)
+    assert read_heartbeats(tmp_path) == []
+    clear_heartbeats(AtomicFolder(tmp_path))
+    assert path.read_text() == content
 
 
 def test_who_holds_the_store_clears_away_those_before(run: MadeRun, tmp_path: Path) -> None:

@@ -40,13 +40,8 @@ def run_distributed(
 ) -> RunOutcome:
     """Compute the missing parts with the executor that the option `executor` chooses.
 
-    Args:
-        output: output of the run, as `Output.for_workers` returns it.
-        config_yaml: composed config as YAML, without secrets.
-
-    Raises:
-        FeatxError: a worker failed; the message names it, the part and its rows.
-        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
+    `output` is that of `Output.for_workers`. Raises FeatxError if a worker failed, and Interrupted
+    after SIGINT or SIGTERM, when complete parts are committed.
     """
     from featx.pipeline.executors.job_folder import worker_spec
 

@@ -181,6 +181,9 @@ class JobArray(WorkerPool):
         super().__init__(spec, session, folder, options.num_tasks)
         self._device, self._options = device, options
         self._ids: dict[int, str] = {}  # number of a task -> its id in Slurm
+        # The cluster that sbatch has chosen of SLURM_CLUSTERS, as an option: in the others, an id
+        # is that of another job.
+        self._cluster: list[str] = []
         self._unsent: list[int] = []  # numbers of tasks that Slurm could not take so far
         self._lost: dict[int, str] = {}  # number of a task that has ended -> its last state
         self._asked_at = time.monotonic()
@@ -194,9 +197,10 @@ class JobArray(WorkerPool):
         numbers = [*self._unsent, *numbers]
         command = self._command(numbers)
         code, out, error = run_command(command)
-        job = out.strip().partition(";")[0]  # the name of the cluster may follow
+        job, _, cluster = out.strip().partition(";")
         if code == 0 and job.isdigit():  # options such as test-only submit nothing
             self._unsent = []
+            self._cluster = [f"--clusters={cluster}"] if cluster else []
             ids = [f"{job}_{index}" for index in range(len(numbers))]
             self._ids.update(zip(numbers, ids, strict=True))
             shown = ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "")
@@ -236,7 +240,7 @@ class JobArray(WorkerPool):
         # Slurm may have put a task that it preempted into the queue again.
         numbers = [*self.workers, *self.lost]
         if ids := [self._ids[number] for number in numbers if number in self._ids]:
-            run_command(["scancel", *ids])
+            run_command(["scancel", *self._cluster, *ids])
 
     def advice(self, number: int, how: str, parts: Sequence[Part]) -> str:
         """Say where the logs are and, for tasks that reach their time limit, what to change."""
@@ -272,7 +276,7 @@ class JobArray(WorkerPool):
             f"exec {shlex.join(task)} $1 {self._device} {60 * minutes} $(date +%s) "
             f">>{shlex.quote(str(self.spec.folder))}/$1.log 2>&1",
         }
-        return ["sbatch"] + [
+        return ["sbatch", *self._cluster] + [
             f"--{name}" if value is True else f"--{name}={value}"
             for name, value in options.items()
             if value is not None and value is not False
@@ -285,7 +289,7 @@ class JobArray(WorkerPool):
             return
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
         jobs = ",".join({task.partition("_")[0] for task in sent.values()})
-        code, out, error = run_command([*command, f"--jobs={jobs}"])
+        code, out, error = run_command([*command, *self._cluster, f"--jobs={jobs}"])
         # squeue fails if it knows none of the jobs, and leaves out those that it does not know.
         if code != 0 and "invalid job id" not in error.lower():
             self._report(

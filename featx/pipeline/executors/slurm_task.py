@@ -26,6 +26,10 @@ _MAX_REQUEUES = 3
 _ANSWER_S = 60.0
 """Seconds to wait for the answer of a Slurm command."""
 
+_WITHOUT_EFFECT = ("SBATCH_SIGNAL", "SBATCH_WAIT", "SCANCEL_", "SQUEUE_")
+"""Beginnings of names of variables that would end tasks early, let sbatch wait for their end, or
+hide tasks from squeue and scancel."""
+
 
 def main(folder: str, number: str, device: str, limit_s: str, started_at: str) -> None:
     """Run a task of Slurm with a time limit in seconds, from a time of `date +%s` on."""
@@ -38,6 +42,7 @@ def main(folder: str, number: str, device: str, limit_s: str, started_at: str) -
     num_requeues = int(os.environ.get("SLURM_RESTART_COUNT", 0))
     can_commit = report.num_parts > 0 or num_requeues < _MAX_REQUEUES
     if report.ended_by == TIME_LIMIT and can_commit and not is_driver_alive(spec):
+        os.environ.pop("SLURM_CLUSTERS", None)  # which may name others than that of this machine
         run_command(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
 
 
@@ -53,8 +58,7 @@ def is_driver_alive(spec: WorkerSpec) -> bool:
 def run_command(command: Sequence[str]) -> tuple[int, str, str]:
     """Run a Slurm command; return exit code, stdout and the words of stderr in one line.
 
-    The code is 127 if there is no such command. Variables such as SQUEUE_PARTITION, which would
-    hide tasks, have no effect.
+    The code is 127 if there is no such command. The variables of `_WITHOUT_EFFECT` are left out.
     """
     environment = module_environment().items()
     try:
@@ -65,7 +69,7 @@ def run_command(command: Sequence[str]) -> tuple[int, str, str]:
             text=True,
             errors="replace",
             timeout=_ANSWER_S,
-            env={name: value for name, value in environment if not name.startswith("SQUEUE_")},
+            env={name: v for name, v in environment if not name.startswith(_WITHOUT_EFFECT)},
             check=False,
         )
     except subprocess.TimeoutExpired:

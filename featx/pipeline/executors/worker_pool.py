@@ -93,11 +93,11 @@ class WorkerPool(ABC):
         )
         num_parts, num_rows = len(spec.parts), sum(map(len, spec.parts))
         if 0 < num_parts < num_workers:
-            log_message(
-                f"{counted(num_rows, 'row')} in {counted(num_parts, 'part')}, and {num_workers} "
-                "workers: the others have no work. A smaller part_rows, with overwrite=true, makes "
-                "more parts."
-            )
+            text = f"{counted(num_rows, 'row')} in {counted(num_parts, 'part')}, and {num_workers} "
+            text += "workers: the others have no work."
+            if not session.num_committed:
+                text += " A smaller part_rows, with overwrite=true, makes more parts."
+            log_message(text)
         self.session = session
         self._jobs = folder if folder.is_relative_to(session.root.absolute()) else None
         self.heartbeat = Heartbeat(session.disk, DRIVER)
@@ -321,7 +321,7 @@ class WorkerPool(ABC):
         self.progress.log(f"{text}; {self.replacement}")
         self.lost.append(number)
         for record in read_heartbeats(self.session.root):
-            is_own = record.values["driver"] == self.spec.driver
+            is_own = record.values.get("driver") == self.spec.driver
             if is_own and record.values["what"].startswith(f"{self.kind} {number} "):
                 self.session.disk.remove_best_effort(record.path)
         return successor

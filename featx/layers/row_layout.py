@@ -64,10 +64,14 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
     if is_attention:
         which = "is that of attention weights (heads, T, S), no map"
+    advice = "Leave the layer out with layers=."
+    if option.startswith("reduce="):
+        advice = f"Use none or flatten for this layer, for example layers={{{rows.layer}: none}}."
+    elif option == "stats.observation=position":
+        advice = f"Use stats.observation=image. {advice}"
     raise ReduceError(
         f"{option} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
-        "are unknown. Use its rows unreduced (reduce=none or flatten, "
-        "stats.observation=image), or leave it out with layers=."
+        f"are unknown. {advice}"
     )
 
 

@@ -174,7 +174,10 @@ def test_channels_last_follows_the_inputs_proportions(
 
 
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"
-EITHER_WAY = r"could be \(C, H, W\) or \(H, W, C\)"
+EITHER_WAY = (
+    r"could be \(C, H, W\) or \(H, W, C\), so its channels are unknown\. Use none or flatten for "
+    r"this layer, for example layers=\{layer: none\}\.$"
+)
 
 
 @pytest.mark.parametrize(

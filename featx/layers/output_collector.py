@@ -90,7 +90,10 @@ class OutputCollector:
         else:
             # An earlier pass may have computed this layer in another precision.
             self._largest.pop(name, None)
-        return value.to(self._dtype)
+        cast = value.to(self._dtype)
+        if not value.is_floating_point():
+            _check_whole_numbers(name, value, cast)
+        return cast
 
     @contextlib.contextmanager
     def keep_float32(self) -> Iterator[torch.dtype]:
@@ -111,6 +114,21 @@ class OutputCollector:
         return {
             name: (largest > 0) & (largest < smallest) for name, largest in self._largest.items()
         }
+
+
+def _check_whole_numbers(name: str, value: torch.Tensor, cast: torch.Tensor) -> None:
+    """Raise LayerError if a cast has changed whole numbers, such as codes of a vocabulary."""
+    changed = cast.to(value.dtype) != value
+    if not bool(changed.any()):
+        return
+    dtype, limit = str(cast.dtype).removeprefix("torch."), round(2 / torch.finfo(cast.dtype).eps)
+    advice = "Choose another layer."
+    if cast.dtype != torch.float32:
+        advice = "Give dtype=float32, or choose another layer."
+    raise LayerError(
+        f"{name} gives the whole number {int(value[changed][0])}, and {dtype} has no such number: "
+        f"it has all of them up to {limit} only. {advice}"
+    )
 
 
 def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:

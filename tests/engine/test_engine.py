@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -319,6 +320,36 @@ def test_a_value_that_is_not_finite_is_found_and_explained(
         assert engine.explain(x, None, 2, "layer") == expected
         again = engine.run(x)["layer"]
     assert again.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype", "expected"),
+    [
+        (2048, "float16", None),
+        (2049, "float16", "2049, and float16 .* up to 2048 only. Give dtype=float32"),
+        (100_000, "float16", "100000, and float16"),
+        (2**24, "float32", None),
+        (2**24 + 1, "float32", "16777217, and float32 .* Choose another layer"),
+    ],
+)
+def test_whole_numbers_are_stored_as_they_are_or_refused(
+    largest: int, dtype: str, expected: str | None
+) -> None:
+    """Codes of a vocabulary: one beside the right one means something else."""
+
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes, self.conv = nn.Identity(), nn.Conv2d(3, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.codes((x[:, 0, 0] > 0) * largest)
+            return self.conv(x)
+
+    refused = pytest.raises(LayerError, match=expected) if expected else contextlib.nullcontext()
+    x = noise()
+    with bound(backbone_of(Codes()), "codes", dtype=dtype) as engine, refused:
+        assert engine.run(x)["codes"].long().equal((x[:, 0, 0] > 0) * largest)
 
 
 @given(

@@ -268,10 +268,15 @@ def _only_match(
     if not complete:
         return max(matches, key=lambda match: sum(name in match.tensors for name in needed))
     first = complete[0]
+    heads = [name for name in first.tensors if _is_below(name, first.heads)]
     rivals = [
         match
         for match in complete[1:]
-        if not all(torch.equal(first.tensors[name], match.tensors[name]) for name in needed)
+        if not all(
+            torch.equal(first.tensors[name], match.tensors[name])
+            for name in (*needed, *heads)
+            if name in match.tensors
+        )
     ]
     if rivals:
         prefixes = [match.prefix for match in (first, *rivals)]

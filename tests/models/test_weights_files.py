@@ -196,10 +196,21 @@ def test_a_counter_of_another_integer_type_is_converted(state: State) -> None:
     assert module[1].num_batches_tracked.item() == 5
 
 
-def test_weights_with_nan_are_refused(state: State) -> None:
-    state["1.bias"][0] = float("nan")
-    with pytest.raises(WeightsError, match=r"damaged: NaN in 1 tensor \(1.bias\)"):
+@pytest.mark.parametrize(
+    ("name", "value"), [("1.bias", "nan"), ("1.running_var", "nan"), ("1.running_var", "inf")]
+)
+def test_weights_that_are_not_finite_are_refused(state: State, name: str, value: str) -> None:
+    state[name][0] = float(value)
+    with pytest.raises(WeightsError, match=rf"damaged: NaN or infinity in 1 tensor \({name}\)"):
         load_weights(net(), state, "w.pth")
+
+
+def test_a_mask_may_be_infinite() -> None:
+    module, masked = (nn.Linear(2, 2) for _ in range(2))
+    module.register_buffer("mask", torch.zeros(2, 2))
+    masked.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+    load_weights(module, masked.state_dict(), "w.pth")
+    assert torch.equal(module.mask, masked.mask)
 
 
 def test_a_whole_pickled_module_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from featx.base import import_extra
 from featx.errors import ModelError, WeightsError, counted, one_line
 from featx.models.base import seeded
-from featx.models.checkpoint import log_left_out
+from featx.models.checkpoint import check_finite, log_left_out
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -155,12 +155,8 @@ def _check_loaded(module: PreTrainedModel, info: Mapping[str, Any], origin: str)
             f"another shape ({', '.join(misshapen[:3])}). transformers would fill the gaps with "
             "random values. Copy or download the whole folder, with its own config.json."
         )
-    damaged = [name for name, x in module.state_dict().items() if torch.isnan(x.float()).any()]
-    if damaged:
-        raise WeightsError(
-            f"the weights of {origin} are damaged: NaN in {counted(len(damaged), 'tensor')} "
-            f"({', '.join(damaged[:3])})."
-        )
+    state = module.state_dict(keep_vars=True)
+    check_finite(state, state, origin)
 
 
 def _own_name(name: str, module: PreTrainedModel) -> str:

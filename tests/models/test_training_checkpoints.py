@@ -184,7 +184,7 @@ def test_two_heads_on_one_backbone_are_named(tmp_path: Path) -> None:
     state = state_of(PLAIN, num_classes=5)
     averaged = {name: x + 1 if name.startswith("head.") else x for name, x in state.items()}
     path = saved(tmp_path, {"state_dict": state, "state_dict_ema": averaged})
-    with pytest.raises(WeightsError, match="holds 2 state dicts .*'state_dict_ema/'"):
+    with pytest.raises(WeightsError, match=r"holds 2 state dicts .*'state_dict_ema/'"):
         build(path)
     assert is_equal(build(path, prefix="state_dict_ema/"), averaged)
 

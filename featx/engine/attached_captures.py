@@ -19,6 +19,7 @@ from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.errors import LayerError, RunError
 from featx.layers import (
     ANYTHING,
+    FEW_CELLS,
     CaptureHooks,
     CapturePoint,
     ChosenLayers,
@@ -34,6 +35,8 @@ from featx.layers import (
     clone_captured,
     has_known_positions,
     map_view,
+    misplaced_maps,
+    presumed_map,
     reads_positions,
     target_values,
 )
@@ -54,11 +57,14 @@ class AttachedCaptures:
         expected: what every later pass must repeat. Its calls are counted only if it follows the
             data.
         row_bytes: bytes of all captured tensors of one image in float32.
+        misplaced: names of captures whose rows are whole maps or tokens in another order than that
+            of the image.
     """
 
     points: tuple[CapturePoint, ...] = ()
     expected: Expected = ANYTHING
     row_bytes: int = 1
+    misplaced: frozenset[str] = frozenset()
 
     @property
     def follows_data(self) -> bool:
@@ -134,7 +140,7 @@ def attach_captures(
     num_bytes = sum(4 * value[0].numel() for value in values.values())
     captures = replace(captures, expected=expected, row_bytes=max(1, num_bytes))
     _check_rows(model, captures, score, x, values)
-    return captures, collector
+    return replace(captures, misplaced=_misplaced(model, chosen, values)), collector
 
 
 def _check_calls(
@@ -191,6 +197,23 @@ def _expect_rows(
     x = model.noise(1)
     with model.named_failure(x):
         check_positions(model.module, maps, x)
+
+
+def _misplaced(
+    model: DeviceModel, chosen: ChosenLayers, values: Mapping[str, torch.Tensor]
+) -> frozenset[str]:
+    """Names of the captures whose rows are stored whole, and whose positions do not lie as in the
+    image, although their shape looks so.
+    """
+    maps = [
+        (point, to_map)
+        for point, reduce in chosen
+        if reduce.name == "none" and point.capture != "attention"
+        if (to_map := presumed_map(model.row_layout(point, values[point.name]))) is not None
+    ]
+    x = model.noise(1)
+    with model.named_failure(x):
+        return frozenset(misplaced_maps(model.module, maps, x, FEW_CELLS))
 
 
 def _check_rows(

@@ -308,6 +308,11 @@ class Engine(DeviceModel):
         return self._collector.vector_names
 
     @property
+    def misplaced(self) -> frozenset[str]:
+        """Captures whose rows are stored whole, with positions in another order than the image."""
+        return self._captures.misplaced
+
+    @property
     def eager_reason(self) -> str | None:
         """The reason why the model cannot be compiled, or None if it can."""
         if self.takes_gradients:

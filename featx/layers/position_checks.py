@@ -20,8 +20,9 @@ from featx.layers.trace import CapturePoint
 ToMap = Callable[[torch.Tensor], torch.Tensor]
 """Function from a layer's tensor, (B, ...), to a map (B, C, rows, columns)."""
 
-_NUM_SEPARATE, _NUM_CELLS = 9, 16
-"""Number of changed cells that are not adjacent to each other, and number of all changed cells."""
+NUM_CELLS, FEW_CELLS, _NUM_SEPARATE = 16, 5, 9
+"""Number of changed cells where positions are read, and where they are only recorded; of these at
+most so many are not adjacent to each other."""
 
 _BALANCING_ROUNDS = 20
 """Number of rounds of Sinkhorn balancing."""
@@ -30,49 +31,79 @@ _BALANCING_ROUNDS = 20
 def check_positions(
     module: nn.Module, maps: Sequence[tuple[CapturePoint, ToMap]], image: torch.Tensor
 ) -> None:
-    """Check that the positions of every map lie as in the image.
+    """Check that the positions of every map lie as in the image; arguments are as for
+    `misplaced_maps`. Raises ReduceError if not, or if their order cannot be determined.
+    """
+    for name, (rows, columns) in misplaced_maps(module, maps, image).items():
+        raise ReduceError(
+            f"{name}: its {rows} x {columns} positions are not in the row-major order of the "
+            "image: when single cells of an image were changed, other positions changed most. Some "
+            "models (Hiera) keep tokens in another order, which would scramble a grid or heat map. "
+            "Use another reduction (avg, max, none), or choose another layer."
+        )
+
+
+def misplaced_maps(
+    module: nn.Module,
+    maps: Sequence[tuple[CapturePoint, ToMap]],
+    image: torch.Tensor,
+    num_cells: int = NUM_CELLS,
+) -> dict[str, tuple[int, int]]:
+    """Find the maps whose positions do not lie as in the image.
 
     Args:
         module: model in eval mode.
         maps: pairs of a capture point and the function that makes its tensor a map.
         image: (1, 3, H, W) normalised noise.
+        num_cells: number of cells that are changed, in a pass each for all maps of one size.
 
-    Raises:
-        ReduceError: positions are in another order, or their order cannot be determined.
+    Returns:
+        name of the capture -> (rows, columns) of its map.
     """
-    height, width = image.shape[2:]
-    for point, to_map in maps:
-        # A gradient has the positions of its tensor, so the tensor is checked without a backward
-        # pass.
-        forward = replace(point, capture=point.capture.removeprefix("grad_"))
-        with torch.no_grad(), CaptureHooks(module, [forward], clone_captured) as hooks:
-            first = to_map(hooks.forward(image.clone())[point.name].float())
-            rows, columns = first.shape[2:]
-            separate_cells, cells = _cells(rows, columns)
-            changes = []
-            for row, column in cells:
-                top, bottom = row * height // rows, (row + 1) * height // rows
-                left, right = column * width // columns, (column + 1) * width // columns
-                changed_image = image.clone()
-                changed_image[:, :, top:bottom, left:right] *= -2
-                changed = to_map(hooks.forward(changed_image)[point.name].float())
-                # MPS has no float64.
-                changes.append((changed - first)[0].cpu().double().norm(dim=0))
-            responses = torch.stack(changes)  # of all positions to each cell
-        if not (
-            _own_position_responds_most(responses, separate_cells)
-            and _near_position_responds_most(responses, cells)
-        ):
-            raise ReduceError(
-                f"{point.name}: its {rows} x {columns} positions are not in the row-major order "
-                "of the image: when single cells of an image were changed, other positions "
-                "changed most. Some models (Hiera) keep tokens in another order, which would "
-                "scramble a grid or heat map. Use another reduction (avg, max, none), or choose "
-                "another layer."
-            )
+    # A gradient has the positions of its tensor, so the tensor is checked without a backward pass.
+    points = [replace(p, capture=p.capture.removeprefix("grad_")) for p, _ in maps]
+    misplaced: dict[str, tuple[int, int]] = {}
+    with torch.no_grad(), CaptureHooks(module, points, clone_captured) as hooks:
+
+        def maps_of(x: torch.Tensor) -> dict[str, torch.Tensor]:
+            tensors = hooks.forward(x)
+            return {point.name: to_map(tensors[point.name].float()) for point, to_map in maps}
+
+        first = maps_of(image.clone()) if maps else {}
+        for rows, columns in dict.fromkeys(tuple(x.shape[2:]) for x in first.values()):
+            names = [name for name, x in first.items() if x.shape[2:] == (rows, columns)]
+            separate_cells, cells = _cells(rows, columns, num_cells)
+            changes: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+            for cell in cells:
+                changed = maps_of(_with_changed_cell(image, cell, rows, columns))
+                for name in names:
+                    change = (changed[name] - first[name])[0].cpu()
+                    changes[name].append(change.double().norm(dim=0))  # MPS has no float64
+            for name in names:
+                responses = torch.stack(changes[name])  # of all positions to each cell
+                if not (
+                    _own_position_responds_most(responses, separate_cells)
+                    and _near_position_responds_most(responses, cells)
+                ):
+                    misplaced[name] = rows, columns
+    return misplaced
 
 
-def _cells(rows: int, columns: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _with_changed_cell(
+    image: torch.Tensor, cell: tuple[int, int], rows: int, columns: int
+) -> torch.Tensor:
+    """Copy of an image in which the pixels of one cell of a grid have other values."""
+    (row, column), (height, width) = cell, image.shape[2:]
+    top, bottom = row * height // rows, (row + 1) * height // rows
+    left, right = column * width // columns, (column + 1) * width // columns
+    changed = image.clone()
+    changed[:, :, top:bottom, left:right] *= -2
+    return changed
+
+
+def _cells(
+    rows: int, columns: int, count: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Cells of a map to change: some that are not adjacent, corners first; the same and more."""
     corners = {(row, column) for row in (0, rows - 1) for column in (0, columns - 1)}
     separate_cells, more = sorted(corners), []
@@ -80,11 +111,11 @@ def _cells(rows: int, columns: int) -> tuple[list[tuple[int, int]], list[tuple[i
     for index in torch.randperm(rows * columns, generator=generator).tolist():
         cell = divmod(index, columns)
         is_near = any(max(abs(cell[0] - a), abs(cell[1] - b)) < 2 for a, b in separate_cells)
-        if len(separate_cells) < _NUM_SEPARATE and not is_near:
+        if len(separate_cells) < min(_NUM_SEPARATE, count) and not is_near:
             separate_cells.append(cell)
         elif cell not in corners:
             more.append(cell)
-    return separate_cells, [*separate_cells, *more[: _NUM_CELLS - len(separate_cells)]]
+    return separate_cells, [*separate_cells, *more[: count - len(separate_cells)]]
 
 
 def _own_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:

@@ -6,9 +6,10 @@ follows from the proportions of the input. If they do not tell, the reduction is
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from featx.errors import ReduceError
@@ -176,6 +177,18 @@ def has_known_positions(rows: RowLayout) -> bool:
     ReduceError if the rows could be (C, H, W) or (H, W, C), or neither.
     """
     return len(rows.shape) == 3 and not channels_last("reduce=grid", rows)
+
+
+def presumed_map(rows: RowLayout) -> Reduction | None:
+    """Return the function to the map of rows whose shape alone does not show where positions lie,
+    (B, C, rows, columns); None if it does, or if the rows are no map.
+    """
+    for num_prefix_tokens in (rows.num_prefix_tokens, 0):  # those before a class token is added
+        with contextlib.suppress(ReduceError):
+            presumed = replace(rows, num_prefix_tokens=num_prefix_tokens)
+            if not has_known_positions(presumed):
+                return map_view("none", presumed)
+    return None
 
 
 _CAPTURES = ("output", "input", "grad_output", "grad_input")

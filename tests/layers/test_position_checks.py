@@ -55,6 +55,18 @@ def test_tokens_in_another_order_are_refused(order: list[int]) -> None:
         assert engine.run(noise(side=16))["tokens"].shape == (4, 8)
 
 
+@pytest.mark.parametrize(
+    ("order", "is_misplaced"),
+    [(ROW_MAJOR, False), (COLUMN_MAJOR, True), (BY_UNITS, True), (ROW_MAJOR[::-1], True)],
+)
+@pytest.mark.parametrize("num_prefix", [0, 1])
+def test_whole_rows_in_another_order_are_stored_without_places(
+    order: list[int], is_misplaced: bool, num_prefix: int
+) -> None:
+    with bound(backbone_of(Patches(order, num_prefix), 16, num_prefix), "tokens") as engine:
+        assert engine.misplaced == ({"tokens"} if is_misplaced else set())
+
+
 def test_groups_of_tokens_that_look_like_a_map_are_refused() -> None:
     """timm's nest: (groups, tokens of a group, C), as many groups as tokens."""
 

@@ -19,7 +19,6 @@ from featx.engine.device_model import ATTACH_BATCH, DeviceModel
 from featx.errors import LayerError, RunError
 from featx.layers import (
     ANYTHING,
-    FEW_CELLS,
     CaptureHooks,
     CapturePoint,
     ChosenLayers,
@@ -202,8 +201,8 @@ def _expect_rows(
 def _misplaced(
     model: DeviceModel, chosen: ChosenLayers, values: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """Names of the captures whose rows are stored whole, and whose positions do not lie as in the
-    image, although their shape looks so.
+    """Names of the captures whose rows are stored whole, and whose positions clearly do not lie as
+    in the image, although their shape looks so.
     """
     maps = [
         (point, to_map)
@@ -213,7 +212,7 @@ def _misplaced(
     ]
     x = model.noise(1)
     with model.named_failure(x):
-        return frozenset(misplaced_maps(model.module, maps, x, FEW_CELLS))
+        return misplaced_maps(model.module, maps, x)
 
 
 def _check_rows(

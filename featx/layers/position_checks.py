@@ -20,73 +20,92 @@ from featx.layers.trace import CapturePoint
 ToMap = Callable[[torch.Tensor], torch.Tensor]
 """Function from a layer's tensor, (B, ...), to a map (B, C, rows, columns)."""
 
-NUM_CELLS, FEW_CELLS, _NUM_SEPARATE = 16, 5, 9
-"""Number of changed cells where positions are read, and where they are only recorded; of these at
-most so many are not adjacent to each other."""
+Maps = Sequence[tuple[CapturePoint, ToMap]]
+"""Pairs of a capture point and the function that makes its tensor a map."""
+
+Cells = list[tuple[int, int]]
+"""(row, column) of cells of a map."""
+
+_NUM_SEPARATE, _NUM_CELLS = 9, 16
+"""Number of changed cells that are not adjacent to each other, and number of all changed cells."""
+
+_FEW_CELLS = 5
+"""Number of changed cells where positions are only recorded."""
+
+_CLEARLY = 2.0
+"""A position is another one if it responds so many times as much as those near the changed cell."""
 
 _BALANCING_ROUNDS = 20
 """Number of rounds of Sinkhorn balancing."""
 
 
-def check_positions(
-    module: nn.Module, maps: Sequence[tuple[CapturePoint, ToMap]], image: torch.Tensor
-) -> None:
-    """Check that the positions of every map lie as in the image; arguments are as for
-    `misplaced_maps`. Raises ReduceError if not, or if their order cannot be determined.
-    """
-    for name, (rows, columns) in misplaced_maps(module, maps, image).items():
-        raise ReduceError(
-            f"{name}: its {rows} x {columns} positions are not in the row-major order of the "
-            "image: when single cells of an image were changed, other positions changed most. Some "
-            "models (Hiera) keep tokens in another order, which would scramble a grid or heat map. "
-            "Use another reduction (avg, max, none), or choose another layer."
-        )
-
-
-def misplaced_maps(
-    module: nn.Module,
-    maps: Sequence[tuple[CapturePoint, ToMap]],
-    image: torch.Tensor,
-    num_cells: int = NUM_CELLS,
-) -> dict[str, tuple[int, int]]:
-    """Find the maps whose positions do not lie as in the image.
+def check_positions(module: nn.Module, maps: Maps, image: torch.Tensor) -> None:
+    """Check that the positions of every map lie as in the image.
 
     Args:
         module: model in eval mode.
-        maps: pairs of a capture point and the function that makes its tensor a map.
+        maps: the maps.
         image: (1, 3, H, W) normalised noise.
-        num_cells: number of cells that are changed, in a pass each for all maps of one size.
 
-    Returns:
-        name of the capture -> (rows, columns) of its map.
+    Raises:
+        ReduceError: positions are in another order, or their order cannot be determined.
     """
+    for name, responses, separate_cells, cells in _responses(module, maps, image, _NUM_CELLS):
+        if not (
+            _own_position_responds_most(responses, separate_cells)
+            and _near_position_responds_most(responses, cells)
+        ):
+            raise ReduceError(
+                f"{name}: its {responses.shape[1]} x {responses.shape[2]} positions are not in the "
+                "row-major order of the image: when single cells of an image were changed, other "
+                "positions changed most. Some models (Hiera) keep tokens in another order, which "
+                "would scramble a grid or heat map. Use another reduction (avg, max, none), or "
+                "choose another layer."
+            )
+
+
+def misplaced_maps(module: nn.Module, maps: Maps, image: torch.Tensor) -> frozenset[str]:
+    """Find the maps whose positions clearly do not lie as in the image; arguments are as for
+    `check_positions`. Returns the names of the captures.
+    """
+    return frozenset(
+        name
+        for name, responses, _, cells in _responses(module, maps, image, _FEW_CELLS)
+        if _another_position_responds(responses, cells)
+    )
+
+
+def _responses(
+    module: nn.Module, maps: Maps, image: torch.Tensor, num_cells: int
+) -> list[tuple[str, torch.Tensor, Cells, Cells]]:
+    """Return the name of each capture, the (cells, rows, columns) responses of all positions to
+    changes of single cells, the cells that are not adjacent, and all cells. Maps of one size share
+    the forward passes.
+    """
+    found: list[tuple[str, torch.Tensor, Cells, Cells]] = []
+    if not maps:
+        return found
     # A gradient has the positions of its tensor, so the tensor is checked without a backward pass.
     points = [replace(p, capture=p.capture.removeprefix("grad_")) for p, _ in maps]
-    misplaced: dict[str, tuple[int, int]] = {}
     with torch.no_grad(), CaptureHooks(module, points, clone_captured) as hooks:
 
         def maps_of(x: torch.Tensor) -> dict[str, torch.Tensor]:
             tensors = hooks.forward(x)
-            return {point.name: to_map(tensors[point.name].float()) for point, to_map in maps}
+            return {point.name: to_map(tensors[point.name].float())[0] for point, to_map in maps}
 
-        first = maps_of(image.clone()) if maps else {}
-        for rows, columns in dict.fromkeys(tuple(x.shape[2:]) for x in first.values()):
-            names = [name for name, x in first.items() if x.shape[2:] == (rows, columns)]
+        first = maps_of(image.clone())
+        for rows, columns in dict.fromkeys(tuple(x.shape[1:]) for x in first.values()):
+            names = [name for name, x in first.items() if x.shape[1:] == (rows, columns)]
             separate_cells, cells = _cells(rows, columns, num_cells)
-            changes: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+            responses: dict[str, list[torch.Tensor]] = {name: [] for name in names}
             for cell in cells:
                 changed = maps_of(_with_changed_cell(image, cell, rows, columns))
                 for name in names:
-                    change = (changed[name] - first[name])[0].cpu()
-                    changes[name].append(change.double().norm(dim=0))  # MPS has no float64
-            for name in names:
-                responses = torch.stack(changes[name])  # of all positions to each cell
-                if not (
-                    _own_position_responds_most(responses, separate_cells)
-                    and _near_position_responds_most(responses, cells)
-                ):
-                    misplaced[name] = rows, columns
-    return misplaced
+                    # MPS has no float64.
+                    change = (changed[name] - first[name]).cpu().double()
+                    responses[name].append(change.norm(dim=0))
+            found += [(n, torch.stack(responses[n]), separate_cells, cells) for n in names]
+    return found
 
 
 def _with_changed_cell(
@@ -101,9 +120,7 @@ def _with_changed_cell(
     return changed
 
 
-def _cells(
-    rows: int, columns: int, count: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _cells(rows: int, columns: int, count: int) -> tuple[Cells, Cells]:
     """Cells of a map to change: some that are not adjacent, corners first; the same and more."""
     corners = {(row, column) for row in (0, rows - 1) for column in (0, columns - 1)}
     separate_cells, more = sorted(corners), []
@@ -118,7 +135,7 @@ def _cells(
     return separate_cells, [*separate_cells, *more[: count - len(separate_cells)]]
 
 
-def _own_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
+def _own_position_responds_most(responses: torch.Tensor, cells: Cells) -> bool:
     """Return whether each of several separate cells changes its own position most.
 
     Some positions respond more than others to any change, and some cells have more effect. Rows and
@@ -139,14 +156,32 @@ def _own_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[i
     return torch.equal(balanced.argmax(0), diagonal) and torch.equal(balanced.argmax(1), diagonal)
 
 
-def _near_position_responds_most(responses: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
+def _near_position_responds_most(responses: torch.Tensor, cells: Cells) -> bool:
     """Return whether each cell changes a position at most one step from its own the most.
 
     One step is allowed because strided convolutions before the tokens shift by half a cell.
     """
-    relative = responses / (responses.mean(0, keepdim=True) + 1e-9 * responses.max())
-    places = [divmod(int(each.argmax()), responses.shape[2]) for each in relative]
+    places = [divmod(int(each.argmax()), responses.shape[2]) for each in _relative(responses)]
     return all(
         max(abs(row - a), abs(column - b)) <= 1
         for (row, column), (a, b) in zip(cells, places, strict=True)
     )
+
+
+def _another_position_responds(responses: torch.Tensor, cells: Cells) -> bool:
+    """Return whether a cell clearly changes a position more than one step from its own the most.
+
+    In the output of an attention, without the sum around it, no position may stand out.
+    """
+    return any(
+        bool(
+            each.max()
+            > _CLEARLY * each[max(0, row - 1) : row + 2, max(0, column - 1) : column + 2].max()
+        )
+        for (row, column), each in zip(cells, _relative(responses), strict=True)
+    )
+
+
+def _relative(responses: torch.Tensor) -> torch.Tensor:
+    """Responses of each position as multiples of its mean, as some respond more to any change."""
+    return responses / (responses.mean(0, keepdim=True) + 1e-9 * responses.max())

@@ -139,7 +139,7 @@ def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:
-    """Raise LayerError for a tensor that is complex, boolean, sparse, nested or quantised."""
+    """Raise LayerError for a tensor that is complex, boolean, sparse, nested, quantised or empty."""
     advice = "Choose a layer or an operation behind it that gives plain numbers"
     if tensor.is_complex():
         kind, advice = "complex numbers", f"{advice}, such as one that takes the magnitude"
@@ -149,6 +149,8 @@ def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:
         kind, advice = f"quantised numbers ({tensor.dtype})", f"{advice}, such as a DeQuantStub"
     elif tensor.layout != torch.strided or tensor.is_nested:
         kind = f"a tensor of layout {'nested' if tensor.is_nested else tensor.layout}"
+    elif not tensor.numel():
+        kind = f"no numbers, a tensor of shape {tuple(tensor.shape)}"
     else:
         return
     raise LayerError(f"{point.name} gives {kind}, and a store keeps real numbers. {advice}.")

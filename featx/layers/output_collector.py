@@ -139,7 +139,7 @@ def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:
-    """Raise LayerError for a tensor that is complex, boolean, sparse, nested, quantised or empty."""
+    """Raise LayerError for a tensor that a store cannot hold, such as a complex or an empty one."""
     advice = "Choose a layer or an operation behind it that gives plain numbers"
     if tensor.is_complex():
         kind, advice = "complex numbers", f"{advice}, such as one that takes the magnitude"

@@ -210,6 +210,11 @@ def _needed_names(module_state: Mapping[str, torch.Tensor], heads: Collection[st
     ]
 
 
+def _of_heads(match: CheckpointMatch) -> list[str]:
+    """Return the names of the tensors of the classifiers in a checkpoint."""
+    return [name for name in match.tensors if _is_below(name, match.heads)]
+
+
 def _is_below(name: str, modules: Collection[str]) -> bool:
     """Return whether a tensor belongs to one of some modules."""
     return any(name.startswith(f"{module}.") for module in modules)
@@ -258,7 +263,7 @@ def _only_match(
     """
     complete = sorted(
         (match for match in matches if all(name in match.tensors for name in needed)),
-        key=lambda match: match.prefix,
+        key=lambda match: (-len(_of_heads(match)), match.prefix),
     )
     complete = [
         match
@@ -268,13 +273,12 @@ def _only_match(
     if not complete:
         return max(matches, key=lambda match: sum(name in match.tensors for name in needed))
     first = complete[0]
-    heads = [name for name in first.tensors if _is_below(name, first.heads)]
     rivals = [
         match
         for match in complete[1:]
         if not all(
             torch.equal(first.tensors[name], match.tensors[name])
-            for name in (*needed, *heads)
+            for name in (*needed, *_of_heads(first))
             if name in match.tensors
         )
     ]

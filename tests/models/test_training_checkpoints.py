@@ -179,6 +179,18 @@ def test_several_state_dicts_of_one_model_are_named(tmp_path: Path, kind: str) -
     assert is_equal(build(path, prefix=prefix), teacher)
 
 
+def test_the_one_with_a_head_is_taken_of_equal_backbones(tmp_path: Path) -> None:
+    state = state_of(PLAIN, num_classes=5)
+    backbone = {name: x for name, x in state.items() if not name.startswith("head.")}
+    path = saved(tmp_path, {"backbone": backbone, "model": state})
+    assert is_equal(build(path), state)
+
+
+@pytest.mark.parametrize("name", ["best.ckpt", "moco.pth.tar"])
+def test_files_of_the_current_folder_need_no_slash(name: str) -> None:
+    assert model_options(name=PLAIN, library="timm", weights=name).weights_file == name
+
+
 def test_two_heads_on_one_backbone_are_named(tmp_path: Path) -> None:
     """Trained with a frozen backbone: the averaged weights differ in the head only."""
     state = state_of(PLAIN, num_classes=5)

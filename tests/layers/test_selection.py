@@ -118,6 +118,7 @@ REFUSED = [
     ("unused", "exists but is not called"),
     ("turn", r"turn has shape \(16, 2, 8\) for a batch of 2"),
     ("fc:grad", "one of output, input"),
+    ("fc:input[0]", r"an element stands before the colon: 'fc\[0\]:input'"),
     ("embedding:input", "does not apply to it. Name a layer"),
     ("output:input", "preset output"),
 ]

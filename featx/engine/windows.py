@@ -143,7 +143,6 @@ class Windows:
         return image_size[0] // self.align * self.align, image_size[1] // self.align * self.align
 
     def _starts(self, covered: Size) -> list[list[int]]:
-        """First pixels of the windows along each axis."""
         axes = zip(covered, self.size, self.step, strict=True)
         return [[*range(0, length - side, step), length - side] for length, side, step in axes]
 
@@ -158,7 +157,6 @@ class Windows:
         return self.specs
 
     def _spec(self, layer: _WindowedLayer, compute_dtype: torch.dtype) -> LayerSpec:
-        """The dataset of a layer, from the sizes of some images."""
         kinds: dict[str, Size] = {}
         refused: ReduceError | None = None
         reduce: Reduction | None = None
@@ -350,7 +348,7 @@ def attach_windows(
     height, width = size = preprocess.crop
     layers = []
     for point, reduce in chosen:
-        channels, rows, columns = engine.row_shapes[point.name]
+        channels, rows, columns = engine.collector.reduced_shapes[point.name]
         if height % rows or width % columns:
             raise ReduceError(
                 f"model.window.size={[height, width]}: {point.name} has {rows} x {columns} "
@@ -388,7 +386,6 @@ def _kind_of_row(reduce: Reduction, shape: tuple[int, ...]) -> str:
 
 
 def _window_fault(message: str) -> ImageFault:
-    """Fault of an image whose size does not fit."""
     return ImageFault(Status.TRANSFORM_ERROR, message, WINDOW_ERROR)
 
 

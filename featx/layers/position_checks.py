@@ -111,7 +111,6 @@ def _responses(
 def _with_changed_cell(
     image: torch.Tensor, cell: tuple[int, int], rows: int, columns: int
 ) -> torch.Tensor:
-    """Copy of an image in which the pixels of one cell of a grid have other values."""
     (row, column), (height, width) = cell, image.shape[2:]
     top, bottom = row * height // rows, (row + 1) * height // rows
     left, right = column * width // columns, (column + 1) * width // columns

@@ -349,7 +349,6 @@ def _check_element(
     path: ElementPath,
     batch_size: int,
 ) -> None:
-    """Check that an element exists and that its first dimension is the batch."""
     shape = elements[pick_path(request, elements, path)]
     if not shape or shape[0] != batch_size:
         raise LayerError(
@@ -375,5 +374,4 @@ def _embedding_reduce(point: CapturePoint, reduce: ReduceConfig, trace: Trace) -
 
 
 def _shapes(call: Call) -> str:
-    """Shapes of the outputs of a call without the batch dimension."""
     return " ".join(str(shape[1:]) for shape in call.outputs.values())

@@ -86,7 +86,6 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
 
 
 def _check_digest(path: Path, expected: str) -> None:
-    """Compare the SHA-256 of a file with the one that is expected."""
     try:
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()

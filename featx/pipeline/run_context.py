@@ -187,7 +187,7 @@ class RunContext:
             },
             conformance={} if self.conformance is None else self.conformance.differences,
             tokens=token_geometries(
-                [spec for spec in self.specs if spec.name not in self.engine.misplaced],
+                [spec for spec in self.specs if spec.name not in self.engine.captures.misplaced],
                 self.engine.backbone,
             )
             if windows is None

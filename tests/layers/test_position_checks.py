@@ -64,7 +64,7 @@ def test_whole_rows_in_another_order_are_stored_without_places(
     order: list[int], is_misplaced: bool, num_prefix: int
 ) -> None:
     with bound(backbone_of(Patches(order, num_prefix), 16, num_prefix), "tokens") as engine:
-        assert engine.misplaced == ({"tokens"} if is_misplaced else set())
+        assert engine.captures.misplaced == ({"tokens"} if is_misplaced else set())
 
 
 def test_groups_of_tokens_that_look_like_a_map_are_refused() -> None:

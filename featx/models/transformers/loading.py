@@ -138,7 +138,6 @@ def _is_of_pooler(name: str) -> bool:
 
 
 def _check_loaded(module: PreTrainedModel, info: Mapping[str, Any], origin: str) -> None:
-    """Check that the tensors of a folder have filled a model."""
     children = {name for name, _ in module.named_children()}
     missing = sorted(info["missing_keys"])
     unexpected = sorted(
@@ -166,7 +165,6 @@ def _own_name(name: str, module: PreTrainedModel) -> str:
 
 @contextlib.contextmanager
 def _build_errors(plan: Blueprint) -> Iterator[None]:
-    """Turn the errors of a class about its configuration into a ModelError."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, AssertionError, KeyError, IndexError) as error:

@@ -186,11 +186,6 @@ def test_the_one_with_a_head_is_taken_of_equal_backbones(tmp_path: Path) -> None
     assert is_equal(build(path), state)
 
 
-@pytest.mark.parametrize("name", ["best.ckpt", "moco.pth.tar"])
-def test_files_of_the_current_folder_need_no_slash(name: str) -> None:
-    assert model_options(name=PLAIN, library="timm", weights=name).weights_file == name
-
-
 def test_two_heads_on_one_backbone_are_named(tmp_path: Path) -> None:
     """Trained with a frozen backbone: the averaged weights differ in the head only."""
     state = state_of(PLAIN, num_classes=5)

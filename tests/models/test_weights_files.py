@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from saved_weights import RunsCode, State
 from torch import nn
 
+from featx.config import model_options
 from featx.errors import WeightsError
 from featx.models import load_weights, read_weights, seeded, state_sha256
 
@@ -36,12 +37,13 @@ def same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".th", ".bin"])
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".th", ".bin", ".ckpt", ".pth.tar"])
 def test_checkpoints_of_any_name(tmp_path: Path, state: State, suffix: str) -> None:
     """Those of other training code are in test_training_checkpoints.py."""
     path = tmp_path / f"weights{suffix}"
     torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}, "best": 91.8}, path)
     assert same(loaded(path), state)
+    assert model_options(name="any", library="timm", weights=path.name).weights_file == path.name
 
 
 def test_safetensors(tmp_path: Path, state: State) -> None:
@@ -211,9 +213,3 @@ def test_a_mask_may_be_infinite() -> None:
     masked.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
     load_weights(module, masked.state_dict(), "w.pth")
     assert torch.equal(module.mask, masked.mask)
-
-
-def test_a_whole_pickled_module_is_refused(tmp_path: Path) -> None:
-    torch.save(net(), tmp_path / "model.pth")
-    with pytest.raises(WeightsError, match="tensors only"):
-        read_weights(tmp_path / "model.pth")

@@ -24,6 +24,7 @@ from featx.layers import (
     ChosenLayers,
     Expected,
     Keep,
+    Maps,
     OutputCollector,
     PassRecord,
     bound_reduction,
@@ -135,11 +136,15 @@ def attach_captures(
     calls = first.calls if reads.has_reads else None
     expected = replace(captures.expected, fired=first.fired, calls=calls)
     collector = OutputCollector(store_dtype)
-    _expect_rows(model, chosen, values, collector)
+    maps = _expect_rows(model, chosen, values, collector)
     num_bytes = sum(4 * value[0].numel() for value in values.values())
     captures = replace(captures, expected=expected, row_bytes=max(1, num_bytes))
     _check_rows(model, captures, score, x, values)
-    return replace(captures, misplaced=_misplaced(model, chosen, values)), collector
+    noise = model.noise(1)
+    with model.named_failure(noise):
+        check_positions(model.module, maps, noise)
+        misplaced = misplaced_maps(model.module, _presumed_maps(model, chosen, values), noise)
+    return replace(captures, misplaced=misplaced), collector
 
 
 def _check_calls(
@@ -173,10 +178,9 @@ def _expect_rows(
     chosen: ChosenLayers,
     values: Mapping[str, torch.Tensor],
     collector: OutputCollector,
-) -> None:
-    """Record row shape and reduction of each capture in the collector.
-
-    Positions that a reduction reads are checked to lie in the tensor as in the image.
+) -> Maps:
+    """Record row shape and reduction of each capture in the collector; return those of which a
+    reduction reads positions that their shape leaves open.
     """
     maps = []
     for point, reduce in chosen:
@@ -193,26 +197,19 @@ def _expect_rows(
         collector.expect(point, rows.shape, bound_reduction(reduce, rows))
         if reads_positions(reduce) and not has_known_positions(rows):
             maps.append((point, map_view(reduce.name, rows)))
-    x = model.noise(1)
-    with model.named_failure(x):
-        check_positions(model.module, maps, x)
+    return maps
 
 
-def _misplaced(
+def _presumed_maps(
     model: DeviceModel, chosen: ChosenLayers, values: Mapping[str, torch.Tensor]
-) -> frozenset[str]:
-    """Names of the captures whose rows are stored whole, and whose positions clearly do not lie as
-    in the image, although their shape looks so.
-    """
-    maps = [
+) -> Maps:
+    """Captures that are stored whole, and whose shapes look like a map."""
+    return [
         (point, to_map)
         for point, reduce in chosen
         if reduce.name == "none" and point.capture != "attention"
         if (to_map := presumed_map(model.row_layout(point, values[point.name]))) is not None
     ]
-    x = model.noise(1)
-    with model.named_failure(x):
-        return misplaced_maps(model.module, maps, x)
 
 
 def _check_rows(

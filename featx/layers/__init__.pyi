@@ -26,6 +26,7 @@ from .layer_hooks import pick as pick
 from .output_collector import OutputCollector as OutputCollector
 from .output_collector import check_storable as check_storable
 from .output_collector import largest_magnitudes as largest_magnitudes
+from .position_checks import Maps as Maps
 from .position_checks import check_positions as check_positions
 from .position_checks import misplaced_maps as misplaced_maps
 from .profiling import Profile as Profile

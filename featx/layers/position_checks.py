@@ -32,6 +32,9 @@ _NUM_SEPARATE, _NUM_CELLS = 9, 16
 _FEW_CELLS = 5
 """Number of changed cells where positions are only recorded."""
 
+_BATCH = 3
+"""Number of images in a pass; some models fail for a single one."""
+
 _CLEARLY = 2.0
 """A position is another one if it responds so many times as much as those near the changed cell."""
 
@@ -80,7 +83,7 @@ def _responses(
 ) -> list[tuple[str, torch.Tensor, Cells, Cells]]:
     """Return the name of each capture, the (cells, rows, columns) responses of all positions to
     changes of single cells, the cells that are not adjacent, and all cells. Maps of one size share
-    the forward passes.
+    the forward passes. Rows must not depend on other images of their batch.
     """
     found: list[tuple[str, torch.Tensor, Cells, Cells]] = []
     if not maps:
@@ -91,19 +94,21 @@ def _responses(
 
         def maps_of(x: torch.Tensor) -> dict[str, torch.Tensor]:
             tensors = hooks.forward(x)
-            return {point.name: to_map(tensors[point.name].float())[0] for point, to_map in maps}
+            return {point.name: to_map(tensors[point.name].float()) for point, to_map in maps}
 
-        first = maps_of(image.clone())
-        for rows, columns in dict.fromkeys(tuple(x.shape[1:]) for x in first.values()):
-            names = [name for name, x in first.items() if x.shape[1:] == (rows, columns)]
+        first = maps_of(image.repeat(_BATCH, 1, 1, 1))
+        for rows, columns in dict.fromkeys(tuple(x.shape[2:]) for x in first.values()):
+            names = [name for name, x in first.items() if x.shape[2:] == (rows, columns)]
             separate_cells, cells = _cells(rows, columns, num_cells)
             responses: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-            for cell in cells:
-                changed = maps_of(_with_changed_cell(image, cell, rows, columns))
+            for start in range(0, len(cells), _BATCH):
+                part = cells[start : start + _BATCH]
+                images = [_with_changed_cell(image, cell, rows, columns) for cell in part]
+                changed = maps_of(torch.cat([*images, *[image] * _BATCH])[:_BATCH])
                 for name in names:
                     # MPS has no float64.
-                    change = (changed[name] - first[name]).cpu().double()
-                    responses[name].append(change.norm(dim=0))
+                    change = (changed[name] - first[name])[: len(part)].cpu().double()
+                    responses[name] += change.norm(dim=1)
             found += [(n, torch.stack(responses[n]), separate_cells, cells) for n in names]
     return found
 

@@ -22,6 +22,7 @@ class Patches(nn.Module):
         self.order, self.num_prefix = order, num_prefix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) > 1, "a squeeze() in the model fails for a single image"
         x = self.embed(x).flatten(2).transpose(1, 2)[:, self.order]
         x = x + 2 * self.mix(x.mean(1, keepdim=True))  # attention that looks everywhere
         front = torch.ones(len(x), self.num_prefix, 8)

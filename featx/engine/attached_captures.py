@@ -140,10 +140,11 @@ def attach_captures(
     num_bytes = sum(4 * value[0].numel() for value in values.values())
     captures = replace(captures, expected=expected, row_bytes=max(1, num_bytes))
     _check_rows(model, captures, score, x, values)
-    noise = model.noise(1)
+    noise, presumed = model.noise(1), _presumed_maps(model, chosen, values)
+    del first, values  # the next passes take as much memory
     with model.named_failure(noise):
         check_positions(model.module, maps, noise)
-        misplaced = misplaced_maps(model.module, _presumed_maps(model, chosen, values), noise)
+        misplaced = misplaced_maps(model.module, presumed, noise)
     return replace(captures, misplaced=misplaced), collector
 
 

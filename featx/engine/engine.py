@@ -50,6 +50,7 @@ class Engine(DeviceModel):
         compute: the current settings.
         captures: the captures as `attach_captures` decided them.
         collector: reduces and casts the tensors of the next passes.
+        weights: the weights as `configure_compute` prepares them.
     """
 
     uses_fp32_only = False
@@ -71,7 +72,7 @@ class Engine(DeviceModel):
         self._store_dtype = getattr(torch, store_dtype)
         self.collector = OutputCollector(self._store_dtype)
         self.captures = AttachedCaptures()
-        self._weights = PreparedWeights(self, self.captures, self.takes_gradients)
+        self.weights = PreparedWeights(self, self.captures, self.takes_gradients)
         self._is_shared = False
         self._streams: list[OwnStream] = []
         self._stream: OwnStream | None = None
@@ -107,7 +108,7 @@ class Engine(DeviceModel):
         self._stack.close()
         attached = attach_captures(self, chosen, self._store_dtype, self._target)
         self.captures, self.collector = attached
-        self._weights = PreparedWeights(self, self.captures, self.takes_gradients)
+        self.weights = PreparedWeights(self, self.captures, self.takes_gradients)
 
     def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
         """Fix how features are computed; another call replaces the settings.
@@ -131,7 +132,7 @@ class Engine(DeviceModel):
         self._stack.close()
         self.compute = compute
         passes = self._captured_of if cast_once else None
-        self._stack.enter_context(self._weights.prepare(compute, passes))
+        self._stack.enter_context(self.weights.prepare(compute, passes))
 
     def _hooks_of(self, keep: Keep, stop: bool) -> CaptureHooks:
         """Hooks for the captures, which check each pass against the first one."""
@@ -143,11 +144,6 @@ class Engine(DeviceModel):
         """The backbone without hooks, and (1, 3, H, W) noise for one forward pass."""
         self._stack.close()
         return self.module, self.noise(1)
-
-    @property
-    def repeated_cast_reason(self) -> str:
-        """The reason why autocast casts weights in each pass; empty if they are cast once."""
-        return self._weights.cast.doubt
 
     def _captured_of(self, batches: Sequence[torch.Tensor]) -> Captured:
         """The captured tensors of normalised batches with the current settings."""
@@ -167,11 +163,6 @@ class Engine(DeviceModel):
         finally:
             self.module.to(self.device)
         self.configure_compute(self.compute)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the parameters, including the float32 originals of those that are cast."""
-        return self._weights.num_bytes
 
     def formats(self, images: torch.Tensor, fold_batchnorm: bool = True) -> Formats:
         """Find the faster settings that give the values of the plain ones.
@@ -230,9 +221,9 @@ class Engine(DeviceModel):
     @property
     def num_folded(self) -> int:
         """Number of BatchNorm modules that can be folded; the first call removes the hooks."""
-        if self._weights.pairs is None:
+        if self.weights.pairs is None:
             self._stack.close()
-        return len(self._weights.foldable())
+        return len(self.weights.foldable())
 
     @property
     def can_be_replicated(self) -> bool:

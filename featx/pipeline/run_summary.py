@@ -140,7 +140,7 @@ def _parallel_text(context: RunContext) -> list[str]:
 def _doubts(context: RunContext) -> list[tuple[str, str]]:
     """Describe what makes the model slower than it could be, with the reason."""
     engine, rows = context.engine, []
-    if doubt := engine.repeated_cast_reason:
+    if doubt := engine.weights.cast.doubt:
         precision = engine.compute.precision
         rows.append(("weights", f"cast to {precision} in each pass; cast once, {doubt}"))
     if plain := engine.unfused_modules:

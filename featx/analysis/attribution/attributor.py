@@ -182,7 +182,7 @@ class Attributor(Engine):
         logits or mixes rows, or guided backpropagation does not support its activations.
         """
         self.captures = AttachedCaptures(tuple(point for point, _ in chosen))
-        self._weights = PreparedWeights(self, self.captures, needs_gradients=True)
+        self.weights = PreparedWeights(self, self.captures, needs_gradients=True)
         x = self.trial_batch()
         if "guided_gradcam" in self._options.methods:
             check_rectifiers(self.module, x)

@@ -74,7 +74,6 @@ def run_command() -> int:
 
 
 def _run_command(until_job: contextlib.ExitStack) -> int:
-    """Run what sys.argv asks for."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -279,7 +278,6 @@ def _answer(error: Exception) -> int | None:
 
 
 def _is_current_folder_gone() -> bool:
-    """Return whether the current folder of this process has been deleted."""
     try:
         os.getcwd()  # noqa: PTH109 - the system call
     except FileNotFoundError:

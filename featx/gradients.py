@@ -157,7 +157,6 @@ class GradientLog:
         self._flow.append((edge, _norm("a module's output", grad)))
 
     def _scale(self) -> float:
-        """The factor of the loss."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def _clamp_arrivals(self, name: str, parameter: nn.Parameter, limit: float) -> None:
@@ -304,7 +303,6 @@ class GradientLog:
         return [Alarm(kind, step.number, tuple(layers), tuple(bad), norm, reason)]
 
     def _explosion_alarm(self, step: Step, totals: Sequence[float]) -> list[Alarm]:
-        """An alarm if the norm of all gradients exceeds a limit."""
         norm, ratio = self._limits.exploding_norm, self._limits.exploding_ratio
         median = statistics.median(totals) if len(totals) >= _MEDIAN_STEPS else 0.0
         if norm is not None and step.norm > norm:
@@ -451,7 +449,6 @@ def _total(norms: Iterable[float]) -> float:
 
 
 def _totals(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Norm of each module from the norms of its parts."""
     norms: dict[str, list[float]] = {}
     for name, norm in parts:
         norms.setdefault(name, []).append(norm)

@@ -23,7 +23,7 @@ AUTO_LIBRARY = "auto"
 
 InputSize = Annotated[list[Pixels], Len(2, 2), "[height, width] in pixels (16384 at most)"]
 
-_WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
+_WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin", ".ckpt", ".tar")
 """File extensions by which `model.weights` is recognised as a file."""
 
 _USUAL_OVERLAP = 0.5

@@ -24,6 +24,7 @@ from featx.layers import (
     ChosenLayers,
     Expected,
     Keep,
+    Maps,
     OutputCollector,
     PassRecord,
     bound_reduction,
@@ -34,6 +35,8 @@ from featx.layers import (
     clone_captured,
     has_known_positions,
     map_view,
+    misplaced_maps,
+    presumed_map,
     reads_positions,
     target_values,
 )
@@ -54,11 +57,14 @@ class AttachedCaptures:
         expected: what every later pass must repeat. Its calls are counted only if it follows the
             data.
         row_bytes: bytes of all captured tensors of one image in float32.
+        misplaced: names of captures whose rows are whole maps or tokens in another order than that
+            of the image.
     """
 
     points: tuple[CapturePoint, ...] = ()
     expected: Expected = ANYTHING
     row_bytes: int = 1
+    misplaced: frozenset[str] = frozenset()
 
     @property
     def follows_data(self) -> bool:
@@ -130,11 +136,16 @@ def attach_captures(
     calls = first.calls if reads.has_reads else None
     expected = replace(captures.expected, fired=first.fired, calls=calls)
     collector = OutputCollector(store_dtype)
-    _expect_rows(model, chosen, values, collector)
+    maps = _expect_rows(model, chosen, values, collector)
     num_bytes = sum(4 * value[0].numel() for value in values.values())
     captures = replace(captures, expected=expected, row_bytes=max(1, num_bytes))
     _check_rows(model, captures, score, x, values)
-    return captures, collector
+    noise, presumed = model.noise(1), _presumed_maps(model, chosen, values)
+    del first, values  # the next passes take as much memory
+    with model.named_failure(noise):
+        check_positions(model.module, maps, noise)
+        misplaced = misplaced_maps(model.module, presumed, noise)
+    return replace(captures, misplaced=misplaced), collector
 
 
 def _check_calls(
@@ -168,10 +179,9 @@ def _expect_rows(
     chosen: ChosenLayers,
     values: Mapping[str, torch.Tensor],
     collector: OutputCollector,
-) -> None:
-    """Record row shape and reduction of each capture in the collector.
-
-    Positions that a reduction reads are checked to lie in the tensor as in the image.
+) -> Maps:
+    """Record row shape and reduction of each capture in the collector; return those of which a
+    reduction reads positions that their shape leaves open.
     """
     maps = []
     for point, reduce in chosen:
@@ -188,9 +198,19 @@ def _expect_rows(
         collector.expect(point, rows.shape, bound_reduction(reduce, rows))
         if reads_positions(reduce) and not has_known_positions(rows):
             maps.append((point, map_view(reduce.name, rows)))
-    x = model.noise(1)
-    with model.named_failure(x):
-        check_positions(model.module, maps, x)
+    return maps
+
+
+def _presumed_maps(
+    model: DeviceModel, chosen: ChosenLayers, values: Mapping[str, torch.Tensor]
+) -> Maps:
+    """Captures that are stored whole, and whose shapes look like a map."""
+    return [
+        (point, to_map)
+        for point, reduce in chosen
+        if reduce.name == "none" and point.capture != "attention"
+        if (to_map := presumed_map(model.row_layout(point, values[point.name]))) is not None
+    ]
 
 
 def _check_rows(

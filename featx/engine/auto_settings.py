@@ -187,7 +187,7 @@ class AutoSettings:
             why = "no BatchNorm that is not captured can be folded"
             if on_cuda:
                 why = "it would be slower on CUDA"
-            elif self._engine.follows_data:
+            elif self._engine.captures.follows_data:
                 why = "the control flow of the model may depend on tensor values"
             self.choices["fold_batchnorm"] = (
                 f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
@@ -197,7 +197,6 @@ class AutoSettings:
         return formats.channels_last, formats.fold_batchnorm
 
     def _precision(self, compute: Compute) -> ChosenPrecision:
-        """The precision from the option, the resume state, or as measured."""
         if self._config.precision != "auto":
             return ChosenPrecision(self._config.precision, "")
         if (stored := self._stored_choice("precision")) is not None:
@@ -226,7 +225,6 @@ class AutoSettings:
         return self.make_batch(min(batch_size, math.ceil(_FILLED_S / seconds) * len(few_images)))
 
     def _batch_size(self) -> int:
-        """The batch size from the option, the resume state, or the device and number of rows."""
         if self._config.batch_size != "auto":
             return int(self._config.batch_size)
         if (stored := self._stored_choice("batch_size")) is not None:
@@ -310,7 +308,6 @@ class AutoSettings:
         )
 
     def _keep(self, measured: TimedRows) -> None:
-        """Keep seconds and rows that were measured with the settings of the run."""
         self.seconds_per_image = measured.seconds_per_image * self._images_per_row
         of_all = all(len(rows) == len(self._images) for rows in measured.rows.values())
         self.trial_rows = measured.rows if of_all else None

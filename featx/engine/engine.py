@@ -48,6 +48,9 @@ class Engine(DeviceModel):
         model_seconds: seconds spent in forward passes by `rows`.
         copy_seconds: seconds spent checking rows and copying them to the CPU by `rows`.
         compute: the current settings.
+        captures: the captures as `attach_captures` decided them.
+        collector: reduces and casts the tensors of the next passes.
+        weights: the weights as `configure_compute` prepares them.
     """
 
     uses_fp32_only = False
@@ -67,9 +70,9 @@ class Engine(DeviceModel):
         self._target = target
         self._labels: torch.Tensor | None = None
         self._store_dtype = getattr(torch, store_dtype)
-        self._collector = OutputCollector(self._store_dtype)
-        self._captures = AttachedCaptures()
-        self._weights = PreparedWeights(self, self._captures, self.takes_gradients)
+        self.collector = OutputCollector(self._store_dtype)
+        self.captures = AttachedCaptures()
+        self.weights = PreparedWeights(self, self.captures, self.takes_gradients)
         self._is_shared = False
         self._streams: list[OwnStream] = []
         self._stream: OwnStream | None = None
@@ -85,7 +88,7 @@ class Engine(DeviceModel):
     @property
     def unfused_modules(self) -> list[str]:
         """Names of the modules whose fused attention is off because their weights are captured."""
-        points = self._captures.points
+        points = self.captures.points
         attention_modules = [point.module for point in points if point.capture == "attention"]
         return list(dict.fromkeys([*self.plain_modules, *attention_modules]))
 
@@ -104,8 +107,8 @@ class Engine(DeviceModel):
         """
         self._stack.close()
         attached = attach_captures(self, chosen, self._store_dtype, self._target)
-        self._captures, self._collector = attached
-        self._weights = PreparedWeights(self, self._captures, self.takes_gradients)
+        self.captures, self.collector = attached
+        self.weights = PreparedWeights(self, self.captures, self.takes_gradients)
 
     def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
         """Fix how features are computed; another call replaces the settings.
@@ -114,7 +117,7 @@ class Engine(DeviceModel):
         same, and the forward passes of the proof are saved.
         """
         self._prepare_weights(compute, cast_once)
-        hooks = self._hooks_of(self._collector.keep, stop=not compute.compile)
+        hooks = self._hooks_of(self.collector.keep, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
         if compute.compile:
@@ -129,23 +132,18 @@ class Engine(DeviceModel):
         self._stack.close()
         self.compute = compute
         passes = self._captured_of if cast_once else None
-        self._stack.enter_context(self._weights.prepare(compute, passes))
+        self._stack.enter_context(self.weights.prepare(compute, passes))
 
     def _hooks_of(self, keep: Keep, stop: bool) -> CaptureHooks:
         """Hooks for the captures, which check each pass against the first one."""
         engine: Engine = weakref.proxy(self)  # it holds the hooks itself, and is freed at once
-        score = self._captures.score(self._target, lambda: engine._labels)
-        return self._captures.hooks(self.module, keep, score, stop)
+        score = self.captures.score(self._target, lambda: engine._labels)
+        return self.captures.hooks(self.module, keep, score, stop)
 
     def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
         """The backbone without hooks, and (1, 3, H, W) noise for one forward pass."""
         self._stack.close()
         return self.module, self.noise(1)
-
-    @property
-    def repeated_cast_reason(self) -> str:
-        """The reason why autocast casts weights in each pass; empty if they are cast once."""
-        return self._weights.cast.doubt
 
     def _captured_of(self, batches: Sequence[torch.Tensor]) -> Captured:
         """The captured tensors of normalised batches with the current settings."""
@@ -166,11 +164,6 @@ class Engine(DeviceModel):
             self.module.to(self.device)
         self.configure_compute(self.compute)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the parameters, including the float32 originals of those that are cast."""
-        return self._weights.num_bytes
-
     def formats(self, images: torch.Tensor, fold_batchnorm: bool = True) -> Formats:
         """Find the faster settings that give the values of the plain ones.
 
@@ -185,10 +178,10 @@ class Engine(DeviceModel):
         if not candidates:
             return Formats(False, False)
         x = self.normalise(images) if len(images) else self.noise(ATTACH_BATCH)
-        x = x[: self._captures.num_compared]
+        x = x[: self.captures.num_compared]
         chosen = False, False
         # float16 rounds more than layouts differ.
-        with self._collector.keep_float32() as store_dtype:
+        with self.collector.keep_float32() as store_dtype:
             values = plain = self._values_of(x, False, False)
             for channels_last, is_folded in candidates:
                 try:
@@ -228,26 +221,16 @@ class Engine(DeviceModel):
     @property
     def num_folded(self) -> int:
         """Number of BatchNorm modules that can be folded; the first call removes the hooks."""
-        if self._weights.pairs is None:
+        if self.weights.pairs is None:
             self._stack.close()
-        return len(self._weights.foldable())
-
-    @property
-    def num_compared(self) -> int:
-        """Number of images whose captured tensors are compared at once, which bounds memory."""
-        return self._captures.num_compared
-
-    @property
-    def follows_data(self) -> bool:
-        """Whether a forward pass reads tensor values, on which its control flow may depend."""
-        return self._captures.follows_data
+        return len(self.weights.foldable())
 
     @property
     def can_be_replicated(self) -> bool:
         """Whether `replicas` may be called: a forward pass is the same in any thread."""
         is_plain = all(
             point.capture in ("input", "output") and not point.operation
-            for point in self._captures.points
+            for point in self.captures.points
         )
         is_eager = self.device.type in ("cpu", "cuda") and not self.compute.compile
         return self.backbone.reentrant and is_plain and is_eager
@@ -282,8 +265,8 @@ class Engine(DeviceModel):
         replica = copy.copy(self)
         replica.model_seconds = replica.copy_seconds = 0.0
         replica._stream = stream
-        replica._collector = self._collector.replica()
-        replica._hooks = replica._hooks_of(replica._collector.keep, stop=True)
+        replica.collector = self.collector.replica()
+        replica._hooks = replica._hooks_of(replica.collector.keep, stop=True)
         with replica._hooks:
             replica._forward = replica._hooks.forward
             yield replica
@@ -295,26 +278,16 @@ class Engine(DeviceModel):
     @property
     def takes_gradients(self) -> bool:
         """Whether any capture is a gradient, which rules out early exit and compilation."""
-        return self._captures.takes_gradients
-
-    @property
-    def row_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Capture name -> shape of a row after its reduction."""
-        return self._collector.reduced_shapes
-
-    @property
-    def vector_names(self) -> tuple[str, ...]:
-        """Captures whose rows are vectors before any reduction."""
-        return self._collector.vector_names
+        return self.captures.takes_gradients
 
     @property
     def eager_reason(self) -> str | None:
         """The reason why the model cannot be compiled, or None if it can."""
         if self.takes_gradients:
             return "gradients are taken"
-        if self._collector.needs_keys:
+        if self.collector.needs_keys:
             return "tokens are sampled by the key of each image"
-        has_operations = any(point.operation for point in self._captures.points)
+        has_operations = any(point.operation for point in self.captures.points)
         return "operations are captured" if has_operations else None
 
     def run(
@@ -351,11 +324,11 @@ class Engine(DeviceModel):
             RunError: the forward pass differs from the earlier ones.
         """
         self._labels = labels
-        self._collector.keys = keys
+        self.collector.keys = keys
         started_at = time.perf_counter()
         with DeviceTimer(self.device) as timer:
             values = self._pass(images.to(self.device, non_blocking=True))
-        finite, underflow = finite_rows(values), self._collector.underflow_rows()
+        finite, underflow = finite_rows(values), self.collector.underflow_rows()
         # MPS has no float64, so rows computed in it are on the CPU.
         on_device_checks = [x.to(self.device) for x in (*finite.values(), *underflow.values())]
         checks = torch.stack(on_device_checks)
@@ -393,7 +366,7 @@ class Engine(DeviceModel):
 
         `row` is its position in the batch of images; see `rows`.
         """
-        with self._collector.keep_float32() as store_dtype:
+        with self.collector.keep_float32() as store_dtype:
             value = self.run(images, labels, keys)[name][row].flatten()
         return describe_nonfinite(value, self.compute.precision, store_dtype)
 
@@ -402,14 +375,14 @@ class Engine(DeviceModel):
         x = self._input(self.noise(ATTACH_BATCH))
         with self.named_failure(x), torch.no_grad(), self._autocast():
             values = self._hooks.forward(x)
-        computed = self._collector.compute_dtypes
+        computed = self.collector.compute_dtypes
         return [
             spec_of(
                 point,
                 reduce,
                 values[point.name],
                 computed[point.name],
-                self._collector.bound_args(point.name),
+                self.collector.bound_args(point.name),
             )
             for point, reduce in chosen
         ]

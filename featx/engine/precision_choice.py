@@ -162,12 +162,10 @@ class _Measurement:
         self._engine.configure_compute(replace(self._compute, precision=precision), cast_once)
 
     def _gain(self, precision: str, other: str) -> float:
-        """Return the speed of a precision as a multiple of another one's."""
         return self._measured[other].seconds_per_image / self._measured[precision].seconds_per_image
 
 
 def _reason(precision: str, gain: float, cosine: float, num_images: int) -> str:
-    """Describe why a precision is taken, or is not."""
     on_images = f"on {counted(num_images, 'image')}"
     if cosine < MIN_COSINE:
         # Rounded down: 0.99896 must not be shown as 0.999.

@@ -102,6 +102,7 @@ class Windows:
     _reductions: dict[tuple[str, Size], tuple[Reduction, tuple[int, ...]]] = field(
         default_factory=dict
     )
+    _kinds: dict[str, str] = field(default_factory=dict)
 
     @property
     def maps(self) -> ChosenLayers:
@@ -142,7 +143,6 @@ class Windows:
         return image_size[0] // self.align * self.align, image_size[1] // self.align * self.align
 
     def _starts(self, covered: Size) -> list[list[int]]:
-        """First pixels of the windows along each axis."""
         axes = zip(covered, self.size, self.step, strict=True)
         return [[*range(0, length - side, step), length - side] for length, side, step in axes]
 
@@ -157,8 +157,7 @@ class Windows:
         return self.specs
 
     def _spec(self, layer: _WindowedLayer, compute_dtype: torch.dtype) -> LayerSpec:
-        """The dataset of a layer, from the sizes of some images."""
-        shapes: dict[tuple[int, ...], Size] = {}
+        kinds: dict[str, Size] = {}
         refused: ReduceError | None = None
         reduce: Reduction | None = None
         for size in dict.fromkeys(self.image_sizes):
@@ -167,23 +166,23 @@ class Windows:
             except ReduceError as error:  # such an image fails; others may not
                 refused = error
                 continue
-            shapes.setdefault(shape, size)
+            kinds.setdefault(_kind_of_row(reduce, shape), size)
         if reduce is None:
             assert refused is not None
             raise refused
-        (shape, first), *others = shapes.items()
+        name, ((kind, first), *others) = layer.point.name, kinds.items()
         if others:
-            (other_shape, other), name = others[0], layer.point.name
+            other_kind, other = others[0]
             maps = [layer.map_size(self._covered(size)) for size in self.image_sizes]
             rows, columns = (min(64, *sides) for sides in zip(*maps, strict=True))
             raise ReduceError(
                 f"model.window: images have several sizes, such as {_text(first)} and "
                 f"{_text(other)} pixels, and with reduce={layer.reduce.name} rows of {name} would "
-                f"have the shapes {shape} and {other_shape}. A store needs one shape: 'reduce="
+                f"be {kind} and {other_kind}. A store needs one kind: 'reduce="
                 f"{{name: grid, rows: {rows}, columns: {columns}}}' or reduce=align makes them "
-                "equal, "
-                "'model.transform.resize=[HEIGHT,WIDTH]' the images."
+                "equal, 'model.transform.resize=[HEIGHT,WIDTH]' the images."
             )
+        self._kinds[name] = kind
         bound_args = reduce.bound_args if isinstance(reduce, TokenSample) else {}
         row = torch.empty(1, *shape, dtype=self.store_dtype, device="meta")
         return spec_of(layer.point, layer.reduce, row, compute_dtype, bound_args)
@@ -252,10 +251,11 @@ class Windows:
                 reductions[spec.name], shape = self._reduction(layer, covered)
             except ReduceError as error:
                 raise _window_fault(str(error)) from error
-            if shape != spec.shape:
+            kind = _kind_of_row(reductions[spec.name], shape)
+            if kind != self._kinds[spec.name]:
                 raise _window_fault(
-                    f"{image.shape[2]} x {image.shape[1]} pixels give {spec.name} a row of shape "
-                    f"{shape}, and the other images {spec.shape}; "
+                    f"{image.shape[2]} x {image.shape[1]} pixels give {spec.name} a row of {kind}, "
+                    f"and the other images {self._kinds[spec.name]}; "
                     "reduce={name: grid, rows: 64, columns: 64} makes them equal"
                 )
         values = {}
@@ -348,7 +348,7 @@ def attach_windows(
     height, width = size = preprocess.crop
     layers = []
     for point, reduce in chosen:
-        channels, rows, columns = engine.row_shapes[point.name]
+        channels, rows, columns = engine.collector.reduced_shapes[point.name]
         if height % rows or width % columns:
             raise ReduceError(
                 f"model.window.size={[height, width]}: {point.name} has {rows} x {columns} "
@@ -375,8 +375,17 @@ def attach_windows(
     )
 
 
+def _kind_of_row(reduce: Reduction, shape: tuple[int, ...]) -> str:
+    """Describe the rows of a reduction; all rows of a dataset are of one kind.
+
+    The positions of sampled tokens follow from the number of candidates, which a store has once.
+    """
+    if isinstance(reduce, TokenSample):
+        return f"{reduce.k} of {reduce.grid[0]} x {reduce.grid[1]} positions"
+    return f"shape {shape}"
+
+
 def _window_fault(message: str) -> ImageFault:
-    """Fault of an image whose size does not fit."""
     return ImageFault(Status.TRANSFORM_ERROR, message, WINDOW_ERROR)
 
 

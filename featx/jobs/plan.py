@@ -55,7 +55,9 @@ def _plan(
     # dtype of the store, their magnitudes, and the batches that wait to be written take ten times
     # the float32 values of a batch.
     outputs = 10 * 4 * context.batch_rows * sum(math.prod(spec.shape) for spec in context.specs)
-    memory = context.engine.weight_bytes + context.listing_bytes + held + 6 * batch + maps + outputs
+    memory = (
+        context.engine.weights.num_bytes + context.listing_bytes + held + 6 * batch + maps + outputs
+    )
     is_small = store_bytes <= LARGEST_PACKED_BYTES
     packs = num_left > 0 and (config.pack is True or (config.pack == "auto" and is_small))
     disk_free = None

@@ -26,7 +26,9 @@ from .layer_hooks import pick as pick
 from .output_collector import OutputCollector as OutputCollector
 from .output_collector import check_storable as check_storable
 from .output_collector import largest_magnitudes as largest_magnitudes
+from .position_checks import Maps as Maps
 from .position_checks import check_positions as check_positions
+from .position_checks import misplaced_maps as misplaced_maps
 from .profiling import Profile as Profile
 from .profiling import Values as Values
 from .profiling import first_nonfinite as first_nonfinite
@@ -51,6 +53,7 @@ from .row_layout import has_known_positions as has_known_positions
 from .row_layout import map_view as map_view
 from .row_layout import mean as mean
 from .row_layout import positions_last as positions_last
+from .row_layout import presumed_map as presumed_map
 from .row_layout import token_geometries as token_geometries
 from .selection import Selection as Selection
 from .selection import named_point as named_point

@@ -350,7 +350,6 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 @functools.cache
 def _announce_uncompiled() -> None:
-    """Log once that compiled modules run their original code."""
     log_message(
         "the model is compiled; hooks see its original code, which runs instead of the compiled "
         "code until the hooks are removed"

@@ -226,7 +226,6 @@ class CallLog:
         )
 
     def _head(self, call: OpenCall, name: str) -> str:
-        """Name, class and input shapes of a call, indented by depth."""
         indented = "  " * max(0, len(call.enclosing) - 1) + (name or _WHOLE)
         kind = type(call.module).__name__
         return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.data.shapes}"

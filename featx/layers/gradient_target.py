@@ -72,7 +72,6 @@ def _describe(output: object) -> str:
 
 
 def _shape(value: object) -> str:
-    """Shape of a tensor, or the type name of another value."""
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 

@@ -39,6 +39,10 @@ def split_capture(request: str) -> tuple[str, str]:
     """Split a request: 'layer4:input' -> ('layer4', 'input'), 'layer4' -> ('layer4', 'output')."""
     name, colon, capture = request.partition(":")
     if colon and capture not in CAPTURES:
+        kind, bracket, index = capture.partition("[")
+        if bracket and kind in CAPTURES:
+            right = f"{name}{bracket}{index}:{kind}"
+            raise LayerError(f"{request!r}: an element stands before the colon: {right!r}.")
         reduction = capture.strip()
         raise LayerError(
             f"{request!r}: expected one of {', '.join(CAPTURES)} after the colon. A reduction is "

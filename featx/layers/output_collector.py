@@ -90,7 +90,10 @@ class OutputCollector:
         else:
             # An earlier pass may have computed this layer in another precision.
             self._largest.pop(name, None)
-        return value.to(self._dtype)
+        cast = value.to(self._dtype)
+        if not value.is_floating_point():
+            _check_whole_numbers(name, value, cast)
+        return cast
 
     @contextlib.contextmanager
     def keep_float32(self) -> Iterator[torch.dtype]:
@@ -113,6 +116,21 @@ class OutputCollector:
         }
 
 
+def _check_whole_numbers(name: str, value: torch.Tensor, cast: torch.Tensor) -> None:
+    """Raise LayerError if a cast has changed whole numbers, such as codes of a vocabulary."""
+    changed = cast.to(value.dtype) != value
+    if not bool(changed.any()):
+        return
+    dtype, limit = str(cast.dtype).removeprefix("torch."), round(2 / torch.finfo(cast.dtype).eps)
+    advice = "Choose another layer."
+    if cast.dtype != torch.float32:
+        advice = "Give dtype=float32, or choose another layer."
+    raise LayerError(
+        f"{name} gives the whole number {int(value[changed][0])}, and {dtype} has no such number: "
+        f"it has all of them up to {limit} only. {advice}"
+    )
+
+
 def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
     """(B,) largest magnitude of each row of (B, ...) values; 0 for rows without values."""
     if not value.numel():
@@ -121,7 +139,7 @@ def largest_magnitudes(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:
-    """Raise LayerError for a tensor that is complex, boolean, sparse, nested or quantised."""
+    """Raise LayerError for a tensor that a store cannot hold, such as a complex or an empty one."""
     advice = "Choose a layer or an operation behind it that gives plain numbers"
     if tensor.is_complex():
         kind, advice = "complex numbers", f"{advice}, such as one that takes the magnitude"
@@ -131,6 +149,8 @@ def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:
         kind, advice = f"quantised numbers ({tensor.dtype})", f"{advice}, such as a DeQuantStub"
     elif tensor.layout != torch.strided or tensor.is_nested:
         kind = f"a tensor of layout {'nested' if tensor.is_nested else tensor.layout}"
+    elif not tensor.numel():
+        kind = f"no numbers, a tensor of shape {tuple(tensor.shape)}"
     else:
         return
     raise LayerError(f"{point.name} gives {kind}, and a store keeps real numbers. {advice}.")

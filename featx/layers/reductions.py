@@ -165,7 +165,6 @@ def _gem(config: GemOptions, rows: RowLayout) -> Reduction:
 
 
 def _pooled_axes(name: str, rows: RowLayout) -> tuple[int, ...]:
-    """Return the axes of (B, *shape) that pooling removes."""
     if len(rows.shape) == 2:
         return (1,)
     if len(rows.shape) == 3:
@@ -203,7 +202,6 @@ def _patch_avg(config: ReduceConfig, rows: RowLayout) -> Reduction:
     gives_map=True,
 )
 def _map(config: ReduceConfig, rows: RowLayout) -> Reduction:
-    """Return the map of a map or of patch tokens, without prefix tokens, (B, C, rows, columns)."""
     return map_view("map", rows)
 
 
@@ -260,7 +258,6 @@ class GridOptions(SizedOptions):
     gives_map=True,
 )
 def _grid(config: GridOptions, rows: RowLayout) -> Reduction:
-    """Return means over the cells of a map or of patch tokens, (B, C, rows, columns)."""
     import torch.nn.functional as F
 
     cells, to_map = config.sides, map_view("grid", rows)

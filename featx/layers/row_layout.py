@@ -6,9 +6,10 @@ follows from the proportions of the input. If they do not tell, the reduction is
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from featx.errors import ReduceError
@@ -64,10 +65,14 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
     if is_attention:
         which = "is that of attention weights (heads, T, S), no map"
+    advice = "Leave the layer out with layers=."
+    if option.startswith("reduce="):
+        advice = f"Use none or flatten for this layer, for example layers={{{rows.layer}: none}}."
+    elif option == "stats.observation=position":
+        advice = f"Use stats.observation=image. {advice}"
     raise ReduceError(
         f"{option} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
-        "are unknown. Use its rows unreduced (reduce=none or flatten, "
-        "stats.observation=image), or leave it out with layers=."
+        f"are unknown. {advice}"
     )
 
 
@@ -172,6 +177,18 @@ def has_known_positions(rows: RowLayout) -> bool:
     ReduceError if the rows could be (C, H, W) or (H, W, C), or neither.
     """
     return len(rows.shape) == 3 and not channels_last("reduce=grid", rows)
+
+
+def presumed_map(rows: RowLayout) -> Reduction | None:
+    """Return the function to the map of rows whose shape alone does not show where positions lie,
+    (B, C, rows, columns); None if it does, or if the rows are no map.
+    """
+    for num_prefix_tokens in (rows.num_prefix_tokens, 0):  # those before a class token is added
+        with contextlib.suppress(ReduceError):
+            presumed = replace(rows, num_prefix_tokens=num_prefix_tokens)
+            if not has_known_positions(presumed):
+                return map_view("none", presumed)
+    return None
 
 
 _CAPTURES = ("output", "input", "grad_output", "grad_input")

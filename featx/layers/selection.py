@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from featx.base import ElementPath, glob_to_regex
 from featx.config import PRESETS, ReduceConfig
-from featx.errors import ConfigError, LayerError, nearest
+from featx.errors import ConfigError, LayerError, counted, nearest
 from featx.layers.layer_hooks import pick_path
 from featx.layers.layer_names import (
     check_operation_capture,
@@ -59,14 +59,24 @@ def select(
     selection = Selection([], [])
     seen: dict[str, ReduceConfig] = {}
     for request, reduce in requests:
-        for point in _points(request, trace, classifier, stages, selection.left_out):
+        points = list(_points(request, trace, classifier, stages, selection.left_out))
+        if not points:
+            raise LayerError(
+                f"{request!r} means no tensor of this model with a row per image. Name a layer: "
+                "job=layers lists them."
+            )
+        for point in points:
             if point.name not in seen:
                 seen[point.name] = reduce
                 selection.chosen.append((point, _embedding_reduce(point, reduce, trace)))
             elif seen[point.name] != reduce:
+                before, now = (
+                    " ".join([each.name, *(f"{key}={x}" for key, x in each.args.items())])
+                    for each in (seen[point.name], reduce)
+                )
                 raise ConfigError(
-                    f"layers names {point.name} with reduce={seen[point.name].name} and with "
-                    f"reduce={reduce.name}, but a store holds a layer only once."
+                    f"layers names {point.name} with reduce={before} and with reduce={now}, but a "
+                    "store holds a layer only once."
                 )
     return selection
 
@@ -153,7 +163,9 @@ def named_point(request: str, trace: Trace) -> CapturePoint:
             f"its calls: {choices}."
         )
     if number is not None and not 1 <= number <= len(calls):
-        raise LayerError(f"{request!r}: {module} is called {len(calls)} times, counted from 1.")
+        raise LayerError(
+            f"{request!r}: {module} is called {counted(len(calls), 'time')}, counted from 1."
+        )
     call = calls[(number or 1) - 1]
     tensors = call.tensors(point.capture)
     if point.path and list(call.outputs) == [()] and "output" in point.capture:
@@ -337,7 +349,6 @@ def _check_element(
     path: ElementPath,
     batch_size: int,
 ) -> None:
-    """Check that an element exists and that its first dimension is the batch."""
     shape = elements[pick_path(request, elements, path)]
     if not shape or shape[0] != batch_size:
         raise LayerError(
@@ -363,5 +374,4 @@ def _embedding_reduce(point: CapturePoint, reduce: ReduceConfig, trace: Trace) -
 
 
 def _shapes(call: Call) -> str:
-    """Shapes of the outputs of a call without the batch dimension."""
     return " ".join(str(shape[1:]) for shape in call.outputs.values())

@@ -207,7 +207,6 @@ def _map_size(call: Call, trace: Trace) -> tuple[int, int] | None:
 
 
 def _is_inside(module: str, other: str) -> bool:
-    """Return whether a module is inside another one, by their dotted names."""
     return module.startswith(f"{other}.")
 
 

@@ -201,7 +201,6 @@ class Backbone:
 
 
 def _check_module(module: nn.Module, name: str) -> None:
-    """Check that hooks and hashes work on a module."""
     refuse_scripted(dict(module.named_modules()))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     lazy = [key for key, x in tensors.items() if is_lazy(x)]

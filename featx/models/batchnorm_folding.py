@@ -142,7 +142,6 @@ def fold_pairs(pairs: list[Pair]) -> Iterator[None]:
 
 
 def _fuse(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weight and bias of the folded convolution."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     weight, bias = fuse_conv_bn_weights(

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _LISTED = 100
 """Number of tensors that are left out above which a store records how many instead of names."""
 
+_STATISTICS = ("running_mean", "running_var")
+"""Endings of the names of the statistics of BatchNorm."""
+
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes whose values are the weights themselves. Other dtypes, such as int8 or float8, need a
 scale that a state dict does not name in a way that featx knows."""
@@ -83,7 +86,6 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
 
 
 def _check_digest(path: Path, expected: str) -> None:
-    """Compare the SHA-256 of a file with the one that is expected."""
     try:
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
@@ -209,7 +211,7 @@ def log_left_out(names: Collection[str], origin: str, model: str) -> None:
 def _check_values(
     module_state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], origin: str
 ) -> None:
-    """Check that tensors hold weights, not quantised values or NaN.
+    """Check that tensors hold weights, not quantised values, NaN or infinity.
 
     `load_state_dict` would convert any number to the dtype of the module without a warning.
     """
@@ -225,16 +227,28 @@ def _check_values(
             f"{counted(len(quantised), 'tensor')} ({'; '.join(quantised[:3])}). Give a file with "
             "weights in float32, float16 or bfloat16."
         )
-    damaged = [
-        name
-        for name, value in tensors.items()
-        if value.is_floating_point() and bool(torch.isnan(value).any())
-    ]
+    check_finite(module_state, tensors, origin)
+
+
+def check_finite(
+    module_state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], origin: str
+) -> None:
+    """Check that tensors hold no NaN, and those that a model has learned no infinity either.
+
+    An infinite variance of BatchNorm makes a channel constant, and no feature infinite. Masks of
+    attention, which are buffers, may be infinite.
+    """
+    damaged = []
+    for name, value in tensors.items():
+        is_learned = module_state[name].requires_grad or name.endswith(_STATISTICS)
+        if (value.isnan() if not is_learned else ~value.isfinite()).any():
+            damaged.append(name)
     if damaged:
         raise WeightsError(
-            f"the weights {origin} are damaged: NaN in {counted(len(damaged), 'tensor')} "
-            f"({', '.join(damaged[:3])}). Give an undamaged file, such as an earlier checkpoint of "
-            "the training."
+            f"the weights {origin} are damaged: NaN or infinity in "
+            f"{counted(len(damaged), 'tensor')} ({', '.join(damaged[:3])}). Give an undamaged "
+            "file, such as an earlier checkpoint of the training, or one in float32: float16 has "
+            "no number above 65504."
         )
 
 

@@ -204,21 +204,22 @@ def has_heads(module_state: Mapping[str, torch.Tensor], match: CheckpointMatch) 
 
 
 def _needed_names(module_state: Mapping[str, torch.Tensor], heads: Collection[str]) -> list[str]:
-    """Return the names that a checkpoint must have."""
     return [
         name for name in module_state if not name.endswith(COUNTER) and not _is_below(name, heads)
     ]
 
 
+def _of_heads(match: CheckpointMatch) -> list[str]:
+    return [name for name in match.tensors if _is_below(name, match.heads)]
+
+
 def _is_below(name: str, modules: Collection[str]) -> bool:
-    """Return whether a tensor belongs to one of some modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 def _behind(
     prefix: str, state: Mapping[str, torch.Tensor], heads: Collection[str]
 ) -> CheckpointMatch:
-    """Return the tensors of a checkpoint behind a prefix."""
     inner = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
     sources = {name: (prefix + name,) for name in inner}
     return CheckpointMatch(inner, sources, list(state), prefix, heads)
@@ -258,7 +259,7 @@ def _only_match(
     """
     complete = sorted(
         (match for match in matches if all(name in match.tensors for name in needed)),
-        key=lambda match: match.prefix,
+        key=lambda match: (-len(_of_heads(match)), match.prefix),
     )
     complete = [
         match
@@ -271,7 +272,11 @@ def _only_match(
     rivals = [
         match
         for match in complete[1:]
-        if not all(torch.equal(first.tensors[name], match.tensors[name]) for name in needed)
+        if not all(
+            torch.equal(first.tensors[name], match.tensors[name])
+            for name in (*needed, *_of_heads(first))
+            if name in match.tensors
+        )
     ]
     if rivals:
         prefixes = [match.prefix for match in (first, *rivals)]

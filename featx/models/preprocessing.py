@@ -179,7 +179,6 @@ def windowed_preprocess(
 
 
 def _resized(image: Image.Image, resize: int | tuple[int, int], interpolation: str) -> Image.Image:
-    """Resize an image by Pillow."""
     size = [resize] if isinstance(resize, int) else [*resize]
     resized: Image.Image = TF.resize(image, size, InterpolationMode(interpolation), antialias=True)
     return resized

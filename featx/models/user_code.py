@@ -98,6 +98,5 @@ def args_of_values(args: Mapping[str, object], without: Collection[str] = ()) ->
 
 
 def _hash(value: object) -> str:
-    """Short hash of a value of a config."""
     text = json.dumps(value, sort_keys=True, default=str)
     return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:16]

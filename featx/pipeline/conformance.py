@@ -120,7 +120,7 @@ def row_differences(rows: torch.Tensor, plain: torch.Tensor) -> RowDifferences:
     The rounding of `rows` to its dtype is not counted, and rows that are not finite differ by
     nothing: the run itself stops at these, or records them.
     """
-    a, b = rows.double().flatten(1), plain.double().flatten(1)
+    a, b = (x.double().reshape(len(x), -1) for x in (rows, plain))
     if rows.is_floating_point() and rows.dtype != torch.float32:
         info = torch.finfo(rows.dtype)
         rounding = b.abs() * info.eps / 2 + info.smallest_normal * info.eps

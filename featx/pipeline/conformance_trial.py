@@ -101,12 +101,12 @@ def take_plain_path(
     numbers, pixels = _library_pixels(config, loader, trial)
     if not compared or not numbers:
         return PlainPath(numbers, pixels, {}, {}, why_not)
-    library_pixels = engine.normalise(pixels[: engine.num_compared])
+    library_pixels = engine.normalise(pixels[: engine.captures.num_compared])
     if trial.is_reference:
         rows = _plain_rows(config, engine, compared, library_pixels)
         return PlainPath(numbers, pixels, rows, rows, why_not)
     run_pixels = engine.normalise(
-        trial.images[numbers[: min(_FORWARD_IMAGES, engine.num_compared)]]
+        trial.images[numbers[: min(_FORWARD_IMAGES, engine.captures.num_compared)]]
     )
     # One pass for both: on a CPU a pass has costs that do not depend on the number of images.
     rows = _plain_rows(config, engine, compared, torch.cat([run_pixels, library_pixels]))

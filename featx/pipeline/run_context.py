@@ -186,7 +186,10 @@ class RunContext:
                 **({} if self.response is None else {RESPONSE: self.response.values}),
             },
             conformance={} if self.conformance is None else self.conformance.differences,
-            tokens=token_geometries(self.specs, self.engine.backbone)
+            tokens=token_geometries(
+                [spec for spec in self.specs if spec.name not in self.engine.captures.misplaced],
+                self.engine.backbone,
+            )
             if windows is None
             else windows.geometries(),
         )

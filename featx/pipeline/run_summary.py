@@ -92,7 +92,7 @@ def describe_computation(context: RunContext) -> list[tuple[str, str]]:
     ]
     precision = choices.get("precision", compute.precision)
     rows = [("device", ", ".join(parts)), ("precision", precision)]
-    if context.engine.follows_data and "fold_batchnorm" in choices:
+    if context.engine.captures.follows_data and "fold_batchnorm" in choices:
         rows.append(("fold_batchnorm", choices["fold_batchnorm"]))
     if context.conformance is not None:
         rows.append(("conforms", context.conformance.line))
@@ -140,7 +140,7 @@ def _parallel_text(context: RunContext) -> list[str]:
 def _doubts(context: RunContext) -> list[tuple[str, str]]:
     """Describe what makes the model slower than it could be, with the reason."""
     engine, rows = context.engine, []
-    if doubt := engine.repeated_cast_reason:
+    if doubt := engine.weights.cast.doubt:
         precision = engine.compute.precision
         rows.append(("weights", f"cast to {precision} in each pass; cast once, {doubt}"))
     if plain := engine.unfused_modules:
@@ -151,7 +151,7 @@ def _doubts(context: RunContext) -> list[tuple[str, str]]:
 
 def _unreduced_rows(context: RunContext) -> list[tuple[str, str]]:
     """Return a note on vectors, which a reduction over positions leaves as they are."""
-    vectors = context.engine.vector_names
+    vectors = context.engine.collector.vector_names
     if not vectors or isinstance(context.config.layers, Mapping):
         return []
     if (name := context.config.reduce.name) not in POOLED:

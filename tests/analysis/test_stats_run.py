@@ -158,7 +158,7 @@ def test_maps_of_unknown_channels_are_taken_as_a_whole_in_a_store_too(photos: Pa
     of_rows = featx.stats(store="store")
     assert of_rows["conv"].dim == 128
     assert of_rows["conv"].sha256 == of_images["conv"].sha256
-    with pytest.raises(ReduceError, match="its channels are unknown"):
+    with pytest.raises(ReduceError, match=r"channels are unknown\. Use stats\.observation=image\."):
         featx.stats(store="store", stats={"observation": "position"}, overwrite=True)
 
 

@@ -29,7 +29,7 @@ class Simulated:
     backbone = types.SimpleNamespace(preprocess=types.SimpleNamespace(crop=(2, 2)))
     uses_fp32_only = False
     eager_reason = ""
-    follows_data = False
+    captures = types.SimpleNamespace(follows_data=False)
     num_folded = 7
 
     def __init__(

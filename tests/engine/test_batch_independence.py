@@ -112,6 +112,21 @@ class OneScale(Net):
         return (z / scale).round() * scale
 
 
+class Statistics(Net):
+    """Takes the statistics of the batch, as it has no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(8, track_running_stats=False)
+
+
+class Forgetful(Net):
+    """`F.dropout(x)` forgets about eval mode."""
+
+    def stem(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().stem(x))
+
+
 class Counting(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -155,6 +170,8 @@ class Cached(Net):
         (Loop, "block", RunError, "'block' is called 2 times in a pass over images, .* once"),
         (Sorting, "head", ModelError, "head: the row of an image changes"),
         (Reversing, "head", ModelError, "its position in the batch"),
+        (Statistics, "bn", ModelError, "bn: the row of an image changes by"),
+        (Forgetful, "head", ModelError, "head: the row of an image changes"),
         (OneScale, "head", ModelError, "a scale of the whole batch"),
         (Counting, "head", ModelError, "writes to its buffer images_seen"),
         (Ema, "head", ModelError, "writes to its buffer ema"),
@@ -187,9 +204,9 @@ def test_a_loop_that_neighbours_prolong_is_refused_where_only_its_result_is_take
 
 
 def test_what_is_right_is_taken() -> None:
-    for make in (Net, Cached, OwnLoop):
-        with bound(backbone_of(make()), "head", images=IMAGES) as engine:
-            assert engine.run(IMAGES)["head"].shape == (16, 4)
+    for make, layer in ((Net, "head"), (Cached, "head"), (OwnLoop, "head"), (Statistics, "conv")):
+        with bound(backbone_of(make()), layer, images=IMAGES) as engine:
+            assert len(engine.run(IMAGES)[layer]) == 16
 
 
 @pytest.mark.parametrize("make", [Branch, Masked])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import featx
 from featx.config import ReduceConfig, model_options
 from featx.engine import Compute
 from featx.engine.row_checks import finite_rows, row_cosines
-from featx.errors import LayerError, ModelError, ReduceError, RunError
+from featx.errors import LayerError, ModelError, RunError
 from featx.layers import CapturePoint
 from featx.layers.reductions import AlignOptions
 from featx.models import build_backbone, state_sha256
@@ -321,6 +322,36 @@ def test_a_value_that_is_not_finite_is_found_and_explained(
     assert again.dtype == getattr(torch, dtype)
 
 
+@pytest.mark.parametrize(
+    ("largest", "dtype", "expected"),
+    [
+        (2048, "float16", None),
+        (2049, "float16", "2049, and float16 .* up to 2048 only. Give dtype=float32"),
+        (100_000, "float16", "100000, and float16"),
+        (2**24, "float32", None),
+        (2**24 + 1, "float32", "16777217, and float32 .* Choose another layer"),
+    ],
+)
+def test_whole_numbers_are_stored_as_they_are_or_refused(
+    largest: int, dtype: str, expected: str | None
+) -> None:
+    """Codes of a vocabulary: one beside the right one means something else."""
+
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes, self.conv = nn.Identity(), nn.Conv2d(3, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.codes((x[:, 0, 0] > 0) * largest)
+            return self.conv(x)
+
+    refused = pytest.raises(LayerError, match=expected) if expected else contextlib.nullcontext()
+    x = noise()
+    with bound(backbone_of(Codes()), "codes", dtype=dtype) as engine, refused:
+        assert engine.run(x)["codes"].long().equal((x[:, 0, 0] > 0) * largest)
+
+
 @given(
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     st.lists(
@@ -385,30 +416,6 @@ def test_transformer_layers_without_their_fused_kernel() -> None:
     assert torch.isfinite(values["1"]).all()
 
 
-def test_batch_statistics_are_refused() -> None:
-    """BatchNorm without running statistics makes every row depend on its neighbours."""
-    module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False))
-    assert_refused(ModelError, "1: the row of an image changes by", backbone_of(module), "0", "1")
-    with bound(backbone_of(module), "0") as engine:
-        engine.run(noise())
-
-
-def test_chance_is_refused() -> None:
-    """`F.dropout(x)` forgets about eval mode."""
-
-    class Forgetful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.fc = nn.Conv2d(3, 4, 1), nn.Linear(256, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(F.dropout(self.conv(x)).flatten(1))
-
-    assert_refused(
-        ModelError, "fc: the row of an image changes", backbone_of(Forgetful()), "conv", "fc"
-    )
-
-
 def test_a_layer_whose_first_dimension_is_the_batch_by_chance_is_refused() -> None:
     class Pair(nn.Module):
         """Always two rows, as many as the trace has images."""
@@ -449,12 +456,6 @@ def test_a_shape_that_changes_between_batches_is_an_error() -> None:
             match=r"layer gave rows of shape \(3, 8, 4\), but the trial pass gave",
         ):
             engine.run(noise() + 99)
-
-
-def test_a_reduction_that_does_not_fit_is_told_before_any_image() -> None:
-    assert_refused(
-        ReduceError, "grid does not fit fc", backbone_of(ResidualConvNet()), ("fc", "grid")
-    )
 
 
 def test_row_cosines() -> None:

@@ -197,7 +197,7 @@ def test_the_values_and_dtypes_of_autocast(
         names = [name for name, p in module.named_parameters() if p.dtype == BF16]
         values = engine.run(noise())
         specs = {s.name: s for s in engine.specs(engine.chosen)}  # type: ignore[attr-defined]
-        assert engine.repeated_cast_reason == ""
+        assert engine.weights.cast.doubt == ""
         assert num_casts(engine, module, noise()) == left
     assert {name.rpartition(".")[0] for name in names} == set(cast.split())
     assert not {p.dtype for p in module.parameters()} - {torch.float32}
@@ -263,8 +263,8 @@ def test_what_reads_a_weight_otherwise_keeps_autocasts_own_casts(
     with bound(backbone_of(module), *layers) as engine:
         configured(engine)
         values = engine.run(noise())
-        assert engine.repeated_cast_reason.startswith(doubt)
-        assert bool(doubt) == bool(engine.repeated_cast_reason)
+        assert engine.weights.cast.doubt.startswith(doubt)
+        assert bool(doubt) == bool(engine.weights.cast.doubt)
         assert {p.dtype for p in module.parameters()} == {torch.float32 if doubt else BF16}
     for name, expected in reference(module, layers, noise()).items():
         assert torch.equal(values[name], expected.float())
@@ -334,10 +334,10 @@ def test_others_find_the_module_as_it_came() -> None:
     module = Encoder()
     before = state_sha256(module)
     with bound(backbone_of(module), "mlp") as engine:
-        fp32_bytes = configured(engine, "fp32").weight_bytes
+        fp32_bytes = configured(engine, "fp32").weights.num_bytes
         expected = configured(engine).run(noise())["mlp"]
         cast = sum(p.numel() for p in module.parameters() if p.dtype == BF16)
-        assert engine.weight_bytes == fp32_bytes + 2 * cast
+        assert engine.weights.num_bytes == fp32_bytes + 2 * cast
         with engine.off_device():
             assert state_sha256(module) == before
         assert torch.equal(engine.run(noise())["mlp"], expected)

@@ -22,6 +22,7 @@ class Patches(nn.Module):
         self.order, self.num_prefix = order, num_prefix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) > 1, "a squeeze() in the model fails for a single image"
         x = self.embed(x).flatten(2).transpose(1, 2)[:, self.order]
         x = x + 2 * self.mix(x.mean(1, keepdim=True))  # attention that looks everywhere
         front = torch.ones(len(x), self.num_prefix, 8)
@@ -53,6 +54,18 @@ def test_tokens_in_another_order_are_refused(order: list[int]) -> None:
     assert_refused(*SCRAMBLED, backbone, GRID)
     with bound(backbone, ("tokens", "avg")) as engine:
         assert engine.run(noise(side=16))["tokens"].shape == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("order", "is_misplaced"),
+    [(ROW_MAJOR, False), (COLUMN_MAJOR, True), (BY_UNITS, True), (ROW_MAJOR[::-1], True)],
+)
+@pytest.mark.parametrize("num_prefix", [0, 1])
+def test_whole_rows_in_another_order_are_stored_without_places(
+    order: list[int], is_misplaced: bool, num_prefix: int
+) -> None:
+    with bound(backbone_of(Patches(order, num_prefix), 16, num_prefix), "tokens") as engine:
+        assert engine.captures.misplaced == ({"tokens"} if is_misplaced else set())
 
 
 def test_groups_of_tokens_that_look_like_a_map_are_refused() -> None:

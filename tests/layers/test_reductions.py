@@ -125,6 +125,8 @@ def test_grid_of_rows_and_columns() -> None:
     for value in ([4], 0, "4"):
         with pytest.raises(ConfigError, match=r"reduce\.columns=.*expected a whole number"):
             make_reduce("grid", rows=4, columns=value)
+    with pytest.raises(ConfigError, match=r"reduce\.pool=2: expected an odd number"):
+        make_reduce("align", pool=2)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +176,19 @@ def test_channels_last_follows_the_inputs_proportions(
 
 
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"
-EITHER_WAY = r"could be \(C, H, W\) or \(H, W, C\)"
+EITHER_WAY = (
+    r"could be \(C, H, W\) or \(H, W, C\), so its channels are unknown\. Use none or flatten for "
+    r"this layer, for example layers=\{layer: none\}\.$"
+)
 
 
 @pytest.mark.parametrize(
     ("shape", "name", "options", "message"),
     [
-        *(((8,), name, {}, f"{name} does not fit layer") for name in ("cls", "patch_avg", "grid")),
+        *(
+            ((8,), name, {}, f"{name} does not fit layer")
+            for name in ("cls", "patch_avg", "grid", "align")
+        ),
         ((3, 2, 2), "grid", {"size": 4}, "4 x 4 cells are more than its 2 x 2 positions"),
         ((4, 3), "cls", {}, "no class token"),
         ((3, 2, 2), "cls", {"prefix": 1}, r"expected tokens \(T, C\)"),
@@ -224,15 +232,6 @@ def test_tokens_and_channels_last_maps_are_the_same_map() -> None:
         rows = RowLayout("x", tuple(given.shape[1:]), (32, 32), num_prefix_tokens=1)
         found = reduction(asked, rows)(given)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-def test_what_does_not_fit_align_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reduce\.pool=2: expected an odd number"):
-        make_reduce("align", pool=2)
-    with pytest.raises(ConfigError, match=r"reduce\.rows=0"):
-        make_reduce("align", rows=0, columns=3)
-    with pytest.raises(ReduceError, match="expected a map or patch tokens"):
-        reduction(make_reduce("align"), RowLayout("x", (6,), (32, 32)))
 
 
 MAP, TOKENS = (6, 8, 8), (1 + 16, 6)

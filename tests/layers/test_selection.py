@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from zoo import SequenceFirst
 
 from featx.cli import table_rows
-from featx.config import PRESETS, ReduceConfig, model_options
+from featx.config import PRESETS, ReduceConfig, make_reduce, model_options
 from featx.engine import Engine
 from featx.errors import ConfigError, LayerError
 from featx.layers import Selection, Trace, no_fast_path, select, trace_forward
@@ -108,7 +109,7 @@ REFUSED = [
     ("relu_2", r"no layer 'relu_2' in this model"),
     ("relu@9", "'relu@9': relu is called 2 times, counted from 1"),
     ("relu@0", "'relu@0': relu is called 2 times, counted from 1"),
-    ("fc@2", "fc is called 1 times"),
+    ("fc@2", "fc is called 1 time,"),
     ("attention", r"gives 2 tensors \(\[0\] \(2, 16, 8\), \[1\] \(2, 16, 16\)"),
     ("attention[2]", "attention gives 2 tensors"),
     ("attention.mha:input", r"takes \d tensors .*such as 'attention\.mha\[0\]:input'"),
@@ -117,6 +118,7 @@ REFUSED = [
     ("unused", "exists but is not called"),
     ("turn", r"turn has shape \(16, 2, 8\) for a batch of 2"),
     ("fc:grad", "one of output, input"),
+    ("fc:input[0]", r"an element stands before the colon: 'fc\[0\]:input'"),
     ("embedding:input", "does not apply to it. Name a layer"),
     ("output:input", "preset output"),
 ]
@@ -126,6 +128,13 @@ REFUSED = [
 def test_what_cannot_be_captured_is_refused(request_: str, message: str) -> None:
     with pytest.raises(LayerError, match=message):
         chosen(request_)
+
+
+@pytest.mark.parametrize("preset", ["all", "leaves"])
+def test_a_preset_without_any_tensor_is_refused(preset: str) -> None:
+    trace = trace_forward(nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), torch.zeros(2, 3, 4, 4))
+    with pytest.raises(LayerError, match=f"'{preset}:attention' means no tensor of this model"):
+        selection(f"{preset}:attention", of=trace)
 
 
 def test_calls_and_elements_are_told_apart() -> None:
@@ -200,14 +209,22 @@ def test_an_element_with_the_name_of_a_module_has_another_name_under_all() -> No
         assert select([(point.name, reduce)], trace, None, None).chosen[0][0].path == point.path
 
 
-def test_one_layer_with_two_reductions_is_refused() -> None:
-    flat = ReduceConfig("flatten")
-    with pytest.raises(ConfigError, match="fc with reduce=none and with reduce=flatten"):
-        select([("fc", NONE), ("fc", flat)], odd_trace(), None, None)
-    with pytest.raises(ConfigError, match="layer1 with reduce=avg and with reduce=flatten"):
-        select([("layer*", ReduceConfig("avg")), ("layer1", flat)], odd_trace(), None, None)
-    with pytest.raises(ConfigError, match="embedding with reduce=none and with reduce=flatten"):
-        select([("embedding", NONE), ("embedding", flat)], odd_trace(), None, None)
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (("fc", "none"), ("fc", "flatten"), "fc with reduce=none and with reduce=flatten"),
+        (("layer*", "avg"), ("layer1", "max"), "layer1 with reduce=avg and with reduce=max"),
+        (("embedding", "none"), ("embedding", "flatten"), "embedding with reduce=none and with"),
+        (("fc", "grid", 2), ("fc", "grid", 3), "reduce=grid size=2 and with reduce=grid size=3"),
+    ],
+)
+def test_one_layer_with_two_reductions_is_refused(first: Any, second: Any, text: str) -> None:
+    requests = [
+        (layer, make_reduce(name, **{"size": size[0]} if size else {}))
+        for layer, name, *size in (first, second)
+    ]
+    with pytest.raises(ConfigError, match=text):
+        select(requests, odd_trace(), None, None)
 
 
 def test_presets_and_names_go_together() -> None:

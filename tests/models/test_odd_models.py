@@ -125,7 +125,7 @@ class Outputs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.give(x)
         y = y.to_dense() if y.layout != torch.strided else y
-        return x + (y.real if y.is_complex() else y)
+        return x + (y.real if y.is_complex() else y).sum(1, keepdim=True)
 
 
 def outputs(kind: str) -> Callable[[], nn.Module]:
@@ -142,7 +142,7 @@ class Give(nn.Module):
             return x.to_sparse()
         if self.kind == "complex":
             return torch.complex(x, x)
-        return x > 0
+        return x[:, :0] if self.kind == "empty" else x > 0
 
 
 class NeedsMemory(nn.Module):
@@ -210,6 +210,7 @@ def test_an_error_of_the_device_is_no_fault_of_the_model(error: Exception, photo
         (outputs("bool"), "inner.give", LayerError, "gives true and false"),
         (outputs("sparse"), "inner.give", LayerError, "of layout torch.sparse_coo"),
         (outputs("complex"), "inner.give", LayerError, "gives complex numbers"),
+        (outputs("empty"), "inner.give", LayerError, "gives no numbers, a tensor of shape"),
     ],
 )
 def test_one_message(

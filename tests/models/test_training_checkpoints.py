@@ -179,6 +179,23 @@ def test_several_state_dicts_of_one_model_are_named(tmp_path: Path, kind: str) -
     assert is_equal(build(path, prefix=prefix), teacher)
 
 
+def test_the_one_with_a_head_is_taken_of_equal_backbones(tmp_path: Path) -> None:
+    state = state_of(PLAIN, num_classes=5)
+    backbone = {name: x for name, x in state.items() if not name.startswith("head.")}
+    path = saved(tmp_path, {"backbone": backbone, "model": state})
+    assert is_equal(build(path), state)
+
+
+def test_two_heads_on_one_backbone_are_named(tmp_path: Path) -> None:
+    """Trained with a frozen backbone: the averaged weights differ in the head only."""
+    state = state_of(PLAIN, num_classes=5)
+    averaged = {name: x + 1 if name.startswith("head.") else x for name, x in state.items()}
+    path = saved(tmp_path, {"state_dict": state, "state_dict_ema": averaged})
+    with pytest.raises(WeightsError, match=r"holds 2 state dicts .*'state_dict_ema/'"):
+        build(path)
+    assert is_equal(build(path, prefix="state_dict_ema/"), averaged)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     make, message = REFUSED[kind]

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from saved_weights import RunsCode, State
 from torch import nn
 
+from featx.config import model_options
 from featx.errors import WeightsError
 from featx.models import load_weights, read_weights, seeded, state_sha256
 
@@ -36,12 +37,13 @@ def same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".th", ".bin"])
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".th", ".bin", ".ckpt", ".pth.tar"])
 def test_checkpoints_of_any_name(tmp_path: Path, state: State, suffix: str) -> None:
     """Those of other training code are in test_training_checkpoints.py."""
     path = tmp_path / f"weights{suffix}"
     torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}, "best": 91.8}, path)
     assert same(loaded(path), state)
+    assert model_options(name="any", library="timm", weights=path.name).weights_file == path.name
 
 
 def test_safetensors(tmp_path: Path, state: State) -> None:
@@ -196,13 +198,18 @@ def test_a_counter_of_another_integer_type_is_converted(state: State) -> None:
     assert module[1].num_batches_tracked.item() == 5
 
 
-def test_weights_with_nan_are_refused(state: State) -> None:
-    state["1.bias"][0] = float("nan")
-    with pytest.raises(WeightsError, match=r"damaged: NaN in 1 tensor \(1.bias\)"):
+@pytest.mark.parametrize(
+    ("name", "value"), [("1.bias", "nan"), ("1.running_var", "nan"), ("1.running_var", "inf")]
+)
+def test_weights_that_are_not_finite_are_refused(state: State, name: str, value: str) -> None:
+    state[name][0] = float(value)
+    with pytest.raises(WeightsError, match=rf"damaged: NaN or infinity in 1 tensor \({name}\)"):
         load_weights(net(), state, "w.pth")
 
 
-def test_a_whole_pickled_module_is_refused(tmp_path: Path) -> None:
-    torch.save(net(), tmp_path / "model.pth")
-    with pytest.raises(WeightsError, match="tensors only"):
-        read_weights(tmp_path / "model.pth")
+def test_a_mask_may_be_infinite() -> None:
+    module, masked = (nn.Linear(2, 2) for _ in range(2))
+    module.register_buffer("mask", torch.zeros(2, 2))
+    masked.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+    load_weights(module, masked.state_dict(), "w.pth")
+    assert torch.equal(module.mask, masked.mask)

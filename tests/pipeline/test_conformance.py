@@ -334,6 +334,8 @@ def test_differences_are_those_that_one_computes_by_hand() -> None:
     assert differences.errors.tolist() == pytest.approx([0.1, 2**0.5, 2e-7, 0.0], abs=1e-6)
     assert differences.cosines[1].item() == 0.0
     assert differences.cosines[2:].tolist() == pytest.approx([1.0, 1.0])
+    of_numbers = row_differences(torch.tensor([2.0]), torch.tensor([4.0]))  # (B,), as squeeze(1)
+    assert of_numbers.errors.tolist() == [0.5]
     one = torch.zeros(1, 3, 2, 2)
     other = one.clone()
     other[0, 1, 0, 0] = 0.5

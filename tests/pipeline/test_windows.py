@@ -344,21 +344,41 @@ def test_images_of_several_sizes_end_in_the_same_grid(mixed: Path) -> None:
     assert broken["status"] == "unsupported"
 
 
-def test_whole_maps_of_several_sizes_are_refused_before_the_run(mixed: Path) -> None:
-    sizes = r"several sizes, such as 75 x 50 and 64 x 64 .*grid, rows: 3, columns: 2}"
+SAMPLE = {"name": "sample", "k": 2}
+
+
+@pytest.mark.parametrize(
+    ("reduce", "kinds"),
+    [
+        ("none", r"shape \(4, 3, 4\) and shape \(4, 4, 4\)"),
+        (SAMPLE, "2 of 3 x 4 positions and 2 of 4 x 4 positions"),
+    ],
+)
+def test_rows_of_images_of_several_sizes_are_refused_before_the_run(
+    mixed: Path, reduce: object, kinds: str
+) -> None:
+    sizes = rf"several sizes, such as 75 x 50 and 64 x 64 .*{kinds}.*grid, rows: 3, columns: 2}}"
     with pytest.raises(ReduceError, match=sizes):
-        extract(Stem(), mixed, layers=["deep"], **WINDOWS)
+        extract(Stem(), mixed, layers=["deep"], reduce=reduce, **WINDOWS)
     assert not Path("store/parts").exists()
 
 
-def test_a_later_image_of_another_size_fails_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reduce", "kinds"),
+    [
+        ("none", "a row of shape (4, 3, 4), and the other images shape (4, 4, 4)"),
+        (SAMPLE, "a row of 2 of 3 x 4 positions, and the other images 2 of 4 x 4 positions"),
+    ],
+)
+def test_a_later_image_of_another_size_fails_with_the_reason(
+    tmp_path: Path, reduce: object, kinds: str
+) -> None:
     """Of nine images that with the number 7 is not among the eight of the trial."""
     folder = write(tmp_path / "photos", *[(64, 64)] * 7, (64, 48), (64, 64))
-    store = extract(Stem(), folder, layers=["deep"], **WINDOWS)
+    store = extract(Stem(), folder, layers=["deep"], reduce=reduce, **WINDOWS)
     (failure,) = store.failures
     assert failure["key"] == "7.png"
-    assert "64 x 48 pixels give deep a row of shape (4, 3, 4)" in failure["message"]
-    assert "(4, 4, 4)" in failure["message"]
+    assert f"64 x 48 pixels give deep {kinds}" in failure["message"]
     assert np.isfinite(store["deep"][[0, 8]]).all()
 
 

@@ -181,8 +181,8 @@ class Attributor(Engine):
         LayerError if the layer is not a map, or gets no gradient, ModelError if the model has no
         logits or mixes rows, or guided backpropagation does not support its activations.
         """
-        self._captures = AttachedCaptures(tuple(point for point, _ in chosen))
-        self._weights = PreparedWeights(self, self._captures, needs_gradients=True)
+        self.captures = AttachedCaptures(tuple(point for point, _ in chosen))
+        self.weights = PreparedWeights(self, self.captures, needs_gradients=True)
         x = self.trial_batch()
         if "guided_gradcam" in self._options.methods:
             check_rectifiers(self.module, x)
@@ -293,9 +293,9 @@ class Attributor(Engine):
             maps["occlusion"] = occlusion(
                 explain, x, classes, self._baseline(x), settings["window"], settings["stride"]
             )
-        names = {point.name for point in self._captures.points}
+        names = {point.name for point in self.captures.points}
         stored = {
-            name: self._collector.cast(name, value) for name, value in maps.items() if name in names
+            name: self.collector.cast(name, value) for name, value in maps.items() if name in names
         }
         return stored | {n: value.float() for n, value in numbers.items() if n in names}
 

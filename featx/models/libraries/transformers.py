@@ -134,7 +134,6 @@ def _plan(
 
 
 def _check_size(plan: Blueprint, family: Family, crop: tuple[int, int], is_requested: bool) -> None:
-    """Check that a model takes images of the size that its processor makes."""
     side = getattr(plan.config, "image_size", None)
     if family.takes_any_size or not side:
         return

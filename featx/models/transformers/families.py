@@ -80,7 +80,6 @@ class Family:
 
 
 def _members(module: nn.Module, name: str) -> list[str]:
-    """Return the names of the modules in a module list."""
     return [child for child, _ in module.get_submodule(name).named_children()]
 
 

@@ -148,14 +148,12 @@ def refuse_code(folder: Path) -> None:
 
 
 def _has_key(value: object, key: str) -> bool:
-    """Return whether nested mappings have a key anywhere."""
     if isinstance(value, Mapping):
         return key in value or any(_has_key(part, key) for part in value.values())
     return isinstance(value, list) and any(_has_key(part, key) for part in value)
 
 
 def _without(config: Mapping[str, object], names: tuple[str, ...]) -> dict[str, object]:
-    """Return nested mappings without some keys."""
     return {
         key: _without(value, names) if isinstance(value, dict) else value
         for key, value in config.items()

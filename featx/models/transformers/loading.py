@@ -18,7 +18,7 @@ import torch
 from featx.base import import_extra
 from featx.errors import ModelError, WeightsError, counted, one_line
 from featx.models.base import seeded
-from featx.models.checkpoint import log_left_out
+from featx.models.checkpoint import check_finite, log_left_out
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -138,7 +138,6 @@ def _is_of_pooler(name: str) -> bool:
 
 
 def _check_loaded(module: PreTrainedModel, info: Mapping[str, Any], origin: str) -> None:
-    """Check that the tensors of a folder have filled a model."""
     children = {name for name, _ in module.named_children()}
     missing = sorted(info["missing_keys"])
     unexpected = sorted(
@@ -155,12 +154,8 @@ def _check_loaded(module: PreTrainedModel, info: Mapping[str, Any], origin: str)
             f"another shape ({', '.join(misshapen[:3])}). transformers would fill the gaps with "
             "random values. Copy or download the whole folder, with its own config.json."
         )
-    damaged = [name for name, x in module.state_dict().items() if torch.isnan(x.float()).any()]
-    if damaged:
-        raise WeightsError(
-            f"the weights of {origin} are damaged: NaN in {counted(len(damaged), 'tensor')} "
-            f"({', '.join(damaged[:3])})."
-        )
+    state = module.state_dict(keep_vars=True)
+    check_finite(state, state, origin)
 
 
 def _own_name(name: str, module: PreTrainedModel) -> str:
@@ -170,7 +165,6 @@ def _own_name(name: str, module: PreTrainedModel) -> str:
 
 @contextlib.contextmanager
 def _build_errors(plan: Blueprint) -> Iterator[None]:
-    """Turn the errors of a class about its configuration into a ModelError."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, AssertionError, KeyError, IndexError) as error:

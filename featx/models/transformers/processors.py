@@ -327,7 +327,6 @@ def normalisation(processor: BaseImageProcessor) -> tuple[Triple, Triple]:
 
 
 def _triple(value: float | Sequence[float]) -> Triple:
-    """A number for each channel, of one number or three."""
     if isinstance(value, int | float):
         return float(value), float(value), float(value)
     red, green, blue = (float(x) for x in value)

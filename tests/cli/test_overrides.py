@@ -99,8 +99,11 @@ def test_every_option_that_is_text_keeps_it(first: int) -> None:
 
 
 def test_null_is_one_of_the_values_of_a_sweep() -> None:
-    arguments = read_command_line(["-m", "model.weights=null,a b.pt"]).arguments
-    assert 'model.weights=null,"a b.pt"' in arguments
+    texts = ["model.weights=null,a b.pt", "layers=[a],null", "data.columns=[a],null"]
+    arguments = read_command_line(["-m", *texts]).arguments
+    assert arguments == [
+        "-m", 'model.weights=null,"a b.pt"', 'layers=["a"],null', 'data.columns=["a"],null',
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

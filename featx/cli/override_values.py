@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 
+from featx.base import command_text
 from featx.config import Kind, Option, option_tree
 from featx.errors import ConfigError
 
@@ -28,7 +29,7 @@ def format_group(key: str, value: str, is_multirun: bool) -> str:
     if not is_multirun and len(pieces := pieces_of(value)) > 1:
         raise ConfigError(
             f"{key}={value} names {len(pieces)} of which a run takes one. With -m each is a run of "
-            f"its own: python -m featx -m {key}={value}"
+            f"its own: {command_text('-m', f'{key}={value}')}"
         )
     if is_multirun and _SWEEP.fullmatch(value):
         return f"{key}={value}"
@@ -68,8 +69,8 @@ def format_value(key: str, value: str, option: Option, is_multirun: bool) -> str
         return "null"  # as Python writes it; no other value of such an option is text
     if not is_multirun and "," in value and len(pieces_of(value)) > 1:
         raise ConfigError(
-            f"{key}={value}: several values need -m, and each is a run of its own: python -m featx "
-            f"-m {key}={value}"
+            f"{key}={value}: several values need -m, and each is a run of its own: "
+            f"{command_text('-m', f'{key}={value}')}"
         )
     return value
 

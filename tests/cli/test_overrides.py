@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -285,9 +286,14 @@ def test_a_job_without_its_key_says_how_it_is_given(argv: list[str]) -> None:
 
 
 def test_a_path_that_the_shell_has_cut_is_answered_with_quotes(in_tmp_path: None) -> None:
-    Path("my new photos").mkdir()
-    with pytest.raises(ConfigError, match=r"in quotes: 'data=\./my new photos'"):
-        read_command_line(["data=./my", "new", "photos", "out=a"])
+    for words in (["data=./my", "new", "photos"], ["data=./it's", "a store"]):
+        whole = " ".join(words)
+        Path(whole.removeprefix("data=")).mkdir()
+        with pytest.raises(ConfigError) as error:
+            read_command_line([*words, "out=a"])
+        assert shlex.split(str(error.value).partition("in quotes: ")[2]) == [whole]
+    with pytest.raises(ConfigError, match=r"folder of images: 'data=it'\"'\"'s a store'"):
+        read_command_line(["it's a store"])
     with pytest.raises(ConfigError, match="For a model: model=old"):
         read_command_line(["data=./my", "old", "photos", "out=a"])
 

@@ -33,7 +33,7 @@ from featx.base import (
     table,
 )
 from featx.base.version import __version__
-from featx.errors import FeatxError, StorageError, StoreError, first_line
+from featx.errors import ConfigError, FeatxError, StorageError, StoreError, first_line
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _OF_A_PATH = frozenset(
     {
-        *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
+        *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR),
         *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),
     }
 )
@@ -99,8 +99,11 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     warnings.filterwarnings("ignore", module=r"torch\._inductor")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     runs: list[tuple[str, int, str]] = []
+    has_begun = False
 
     def one_job(node: DictConfig) -> None:
+        nonlocal has_begun
+        has_begun = True
         until_job.close()
         label = _announce_run(line)
         runs.append((label, *_run_job(node, line, debug)))
@@ -115,6 +118,9 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
         with checked_targets():
             hydra.main(version_base="1.3", **hydra_options)(one_job)()
+        is_multirun = {"-m", "--multirun"} & {*line.arguments} and "--hydra-help" not in typed
+        if is_multirun and not has_begun:
+            raise ConfigError("-m: these options make no run. A pattern glob(...) finds nothing.")
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)
         return 0
@@ -127,6 +133,11 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         if debug or (answer := _answer(error)) is None:
             raise
         return answer
+    except ValueError as error:
+        if debug or has_begun:
+            raise
+        log_message(str(error))  # of Hydra, about flags that do not go together
+        return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
     finally:

@@ -31,6 +31,7 @@ Featx = Callable[..., Completed]
 RESNET = ("model=resnet18", "model.weights=null", "precision=fp32")
 
 
+TOO_LONG = "x cannot be opened: File name too long.\n"
 MISTAKES = [
     (["precison=fp32"], "unknown key 'precison'. Nearest: precision"),
     (["data.rot=3"], "Nearest: data.root"),
@@ -98,15 +99,19 @@ MISTAKES = [
     (["layers={a: {p: x}}"], "reduce.p"),
     (["probe.shots={a: 1}", "job=probe", "store=a"], "probe.shots"),
     (["--config-name", "nope"], "--config-name nope: there is no nope.yaml"),
+    (["--resolve"], "--resolve flag can only be used"),
+    (["--cfg", "job", "--run"], "Only one of --run"),
+    (["-m", "job=status", "store=glob(*)"], "-m: these options make no run"),
+    (["hydra/launcher=nope"], "hydra/launcher=nope: expected one of basic."),
     (["seed=0x10"], "seed"),
     (["~reduce=1"], "no option can be deleted"),
     (["reduce=true"], "reduce=true: expected one of"),
     (["executor=[1]"], "executor=[1]: expected one of"),
     (["model=1e5"], "unknown model '1e5'"),
     (["fold_batchnorm=maybe"], "fold_batchnorm"),
-    (["job=verify", "store=" + 300 * "x"], "x cannot be opened: File name too long.\n"),
-    (["data=folder", "data.root=" + 300 * "x"], "x cannot be opened: File name too long.\n"),
-    (["--config-dir", 300 * "x"], "x cannot be opened: File name too long.\n"),
+    (["job=verify", "store=" + 300 * "x"], TOO_LONG),
+    (["data=folder", "data.root=" + 300 * "x", "out=o"], TOO_LONG),
+    (["--config-dir", 300 * "x"], TOO_LONG),
 ]
 
 ANSWERING = """
@@ -471,7 +476,7 @@ for error in (
     OSError(errno.EFBIG, os.strerror(errno.EFBIG)),  # of shared memory
     FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
     OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/torchinductor_me"),
-    *(OSError(number, os.strerror(number), DISK) for number in (errno.EIO, errno.ENOTCONN)),
+    *(OSError(number, os.strerror(number), DISK) for number in (errno.EIO, errno.EISDIR)),
 ):
     def run(*arguments):
         raise error

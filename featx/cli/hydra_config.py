@@ -329,7 +329,7 @@ def explain_error(error: Exception) -> ConfigError:
         name = missing_config.group(1)
         place = ", ".join(map(str, _SearchPath.folders)) or "conf/; --config-dir DIR adds a folder"
         return ConfigError(f"--config-name {name}: there is no {name}.yaml in {place}.")
-    missing_choice = re.search(r"Could not find '(\w+)/([^']+)'", text)
+    missing_choice = re.search(r"Could not find '((?:hydra/)?\w+)/([^']+)'", text)
     if missing_choice:
         group, choice = missing_choice.groups()
         if sentence := gone(f"{group}={choice}"):

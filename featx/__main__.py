@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -82,6 +83,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from featx.cli import (
         checked_targets,
         explain_error,
+        quoted,
         read_command_line,
         register_with_hydra,
     )
@@ -116,9 +118,14 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
-        with checked_targets():
-            hydra.main(version_base="1.3", **hydra_options)(one_job)()
         is_multirun = {"-m", "--multirun"} & {*line.arguments} and "--hydra-help" not in typed
+        with contextlib.ExitStack() as until_done:
+            until_done.enter_context(checked_targets())
+            if is_multirun and not any(text.startswith("hydra.sweep.dir=") for text in typed):
+                # Hydra writes all options to a file there, those with secrets as well.
+                folder = until_done.enter_context(tempfile.TemporaryDirectory(prefix="featx-"))
+                sys.argv.append(f"hydra.sweep.dir={quoted(folder)}")
+            hydra.main(version_base="1.3", **hydra_options)(one_job)()
         if is_multirun and not has_begun:
             raise ConfigError("-m: these options make no run. A pattern glob(...) finds nothing.")
     except BrokenPipeError:

@@ -31,7 +31,6 @@ Featx = Callable[..., Completed]
 RESNET = ("model=resnet18", "model.weights=null", "precision=fp32")
 
 
-TOO_LONG = "x cannot be opened: File name too long.\n"
 MISTAKES = [
     (["precison=fp32"], "unknown key 'precison'. Nearest: precision"),
     (["data.rot=3"], "Nearest: data.root"),
@@ -109,9 +108,9 @@ MISTAKES = [
     (["executor=[1]"], "executor=[1]: expected one of"),
     (["model=1e5"], "unknown model '1e5'"),
     (["fold_batchnorm=maybe"], "fold_batchnorm"),
-    (["job=verify", "store=" + 300 * "x"], TOO_LONG),
-    (["data=folder", "data.root=" + 300 * "x", "out=o"], TOO_LONG),
-    (["--config-dir", 300 * "x"], TOO_LONG),
+    (["job=verify", "store=" + 300 * "x"], "x cannot be opened: File name too long.\n"),
+    (["data=folder", "data.root=" + 300 * "x"], "x cannot be opened: File name too long.\n"),
+    (["--config-dir", 300 * "x"], "x cannot be opened: File name too long.\n"),
 ]
 
 ANSWERING = """
@@ -179,6 +178,13 @@ def test_a_mistake_ends_with_one_message_and_code_2_before_torch_loads(
     assert "Traceback" not in err
     assert out == ""
     assert not with_torch
+
+
+def test_a_sweep_leaves_nothing_where_it_was_started(
+    answer_to: Callable[[list[str]], Answer], folder_of_answers: Path
+) -> None:
+    answer_to(["-m", "job=models", "models.query=zz1,zz2", "model.args.token=swordfish"])
+    assert {path.name for path in folder_of_answers.iterdir()} == {"conf", "evil.py"}
 
 
 def test_models_are_searched_without_torch(answer_to: Callable[[list[str]], Answer]) -> None:

@@ -13,5 +13,6 @@ from .layer_tables import remarks as remarks
 from .layer_tables import table_rows as table_rows
 from .layer_tables import title as title
 from .layer_tables import usage as usage
+from .override_values import quoted as quoted
 from .overrides import CommandLine as CommandLine
 from .overrides import read_command_line as read_command_line

@@ -101,14 +101,12 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     warnings.filterwarnings("ignore", module=r"torch\._inductor")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     runs: list[tuple[str, int, str]] = []
-    has_begun = False
 
     def one_job(node: DictConfig) -> None:
-        nonlocal has_begun
-        has_begun = True
         until_job.close()
         label = _announce_run(line)
-        runs.append((label, *_run_job(node, line, debug)))
+        runs.append((label, 1, ""))
+        runs[-1] = label, *_run_job(node, line, debug)
 
     typed = sys.argv
     try:
@@ -126,7 +124,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
                 folder = until_done.enter_context(tempfile.TemporaryDirectory(prefix="featx-"))
                 sys.argv.append(f"hydra.sweep.dir={quoted(folder)}")
             hydra.main(version_base="1.3", **hydra_options)(one_job)()
-        if is_multirun and not has_begun:
+        if is_multirun and not runs:
             raise ConfigError("-m: these options make no run. A pattern glob(...) finds nothing.")
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)
@@ -141,7 +139,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
             raise
         return answer
     except ValueError as error:
-        if debug or has_begun:
+        if debug or runs:
             raise
         log_message(str(error))  # of Hydra, about flags that do not go together
         return 2

@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -81,9 +80,8 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx.cli import (
-        checked_targets,
+        checked_hydra,
         explain_error,
-        quoted,
         read_command_line,
         register_with_hydra,
     )
@@ -116,15 +114,9 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
-        is_multirun = {"-m", "--multirun"} & {*line.arguments} and "--hydra-help" not in typed
-        with contextlib.ExitStack() as until_done:
-            until_done.enter_context(checked_targets())
-            if is_multirun and not any(text.startswith("hydra.sweep.dir=") for text in typed):
-                # Hydra writes all options to a file there, those with secrets as well.
-                folder = until_done.enter_context(tempfile.TemporaryDirectory(prefix="featx-"))
-                sys.argv.append(f"hydra.sweep.dir={quoted(folder)}")
+        with checked_hydra():
             hydra.main(version_base="1.3", **hydra_options)(one_job)()
-        if is_multirun and not runs:
+        if not runs and any("=glob(" in text for text in line.arguments):
             raise ConfigError("-m: these options make no run. A pattern glob(...) finds nothing.")
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)

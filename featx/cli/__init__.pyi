@@ -1,7 +1,7 @@
 from .help import help_text as help_text
 from .help import job_help_text as job_help_text
 from .help import options_help_text as options_help_text
-from .hydra_config import checked_targets as checked_targets
+from .hydra_config import checked_hydra as checked_hydra
 from .hydra_config import explain_error as explain_error
 from .hydra_config import register_with_hydra as register_with_hydra
 from .hydra_config import sweep_of as sweep_of
@@ -13,6 +13,5 @@ from .layer_tables import remarks as remarks
 from .layer_tables import table_rows as table_rows
 from .layer_tables import title as title
 from .layer_tables import usage as usage
-from .override_values import quoted as quoted
 from .overrides import CommandLine as CommandLine
 from .overrides import read_command_line as read_command_line

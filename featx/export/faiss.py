@@ -14,14 +14,7 @@ from featx.base import free_memory, import_extra, size_text
 from featx.config import Config, ExportConfig, options
 from featx.errors import ConfigError, RunError, counted
 from featx.export import arrow
-from featx.export.base import (
-    FORMATS,
-    ExportFolder,
-    Format,
-    FormatMember,
-    literal,
-    refuse_maps,
-)
+from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
 from featx.export.selection import ExportSelection, unit_rows
 from featx.types import Array
 

@@ -19,12 +19,7 @@ from featx.export.base import (
     ShardOptions,
     literal,
 )
-from featx.export.selection import (
-    EncodedImages,
-    ExportSelection,
-    as_json_values,
-    as_npy,
-)
+from featx.export.selection import EncodedImages, ExportSelection, as_json_values, as_npy
 
 _HEADERS = 512 * 6
 """Approximate bytes of the tar headers and padding of a row."""

@@ -73,11 +73,7 @@ def run(config: Config, config_yaml: str) -> int:
         "seed": config.seed,
         "layers": list(similarity.layers),
         "others": list(similarity.others),
-        # JSON has no NaN.
-        **{
-            name: np.where(np.isnan(values), None, values).tolist()
-            for name, values in similarity.measures.items()
-        },
+        **{name: _as_json(values) for name, values in similarity.measures.items()},
         "notes": notes,
     }
     path = disk.root / "layers.json"
@@ -163,6 +159,11 @@ def _tables(similarity: LayerSimilarity) -> list[str]:
         table_of_numbers = table((title, *numbers), cells)
         tables.append("\n".join([table_of_numbers, "columns:", *columns]))
     return tables
+
+
+def _as_json(values: npt.NDArray[np.float64]) -> list[list[float | None]]:
+    """Convert a matrix to lists, with None for NaN, which JSON does not have."""
+    return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]
 
 
 def _check(config: Config) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from featx.base import Table, log_message, write_csv
+from featx.base import Table, log_message, printable, write_csv
 from featx.config import Config
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout, only_layer, read_result, result_json
@@ -95,7 +95,9 @@ def entries_table(
     header: Sequence[str], names: Sequence[str], entries: Iterable[Json], digits: int
 ) -> Table:
     """Make a table of some values of entries that describe rows."""
-    cells = [[_cell(entry[name], f".{digits}f", "-") for name in names] for entry in entries]
+    cells = [
+        [printable(_cell(entry[name], f".{digits}f", "-")) for name in names] for entry in entries
+    ]
     return Table(header, cells, left=2)
 
 

@@ -33,7 +33,7 @@ from featx.base import (
     table,
 )
 from featx.base.version import __version__
-from featx.errors import FeatxError, StorageError, StoreError, first_line
+from featx.errors import ConfigError, FeatxError, StorageError, StoreError, first_line
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _OF_A_PATH = frozenset(
     {
-        *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
+        *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR),
         *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),
     }
 )
@@ -79,7 +79,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx.cli import (
-        checked_targets,
+        checked_hydra,
         explain_error,
         read_command_line,
         register_with_hydra,
@@ -102,7 +102,8 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     def one_job(node: DictConfig) -> None:
         until_job.close()
         label = _announce_run(line)
-        runs.append((label, *_run_job(node, line, debug)))
+        runs.append((label, 1, ""))
+        runs[-1] = label, *_run_job(node, line, debug)
 
     typed = sys.argv
     try:
@@ -112,8 +113,10 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         register_with_hydra(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra_options = {"config_path": str(shipped_folder("conf")), "config_name": "config"}
-        with checked_targets():
+        with checked_hydra():
             hydra.main(version_base="1.3", **hydra_options)(one_job)()
+        if not runs and any("=glob(" in text for text in line.arguments):
+            raise ConfigError("-m: these options make no run. A pattern glob(...) finds nothing.")
     except BrokenPipeError:
         discard_output()  # a reader may close the pipe before the end of the help (`-h | head`)
         return 0
@@ -126,6 +129,11 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         if debug or (answer := _answer(error)) is None:
             raise
         return answer
+    except ValueError as error:
+        if debug or runs:
+            raise
+        log_message(str(error))  # of Hydra, about flags that do not go together
+        return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
     finally:

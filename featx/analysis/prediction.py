@@ -32,7 +32,7 @@ from featx.analysis.probe.metrics import (
     MULTILABEL,
     REGRESSION,
 )
-from featx.base import check_memory, choose_device, log_message, name_text
+from featx.base import check_memory, choose_device, command_text, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError
 from featx.pipeline import RunContext, RunMetrics, run_parts
@@ -271,9 +271,8 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     except FileNotFoundError as error:
         zeroshot = sorted((folder / layout.ZEROSHOT_HEADS).glob("*.safetensors"))
         hint = f" For its zero-shot head give store={zeroshot[0]}." if zeroshot else ""
-        raise StoreError(
-            f"{folder} has no probe.json: python -m featx job=probe store={store} makes it.{hint}"
-        ) from error
+        command = command_text("job=probe", f"store={store}")
+        raise StoreError(f"{folder} has no probe.json: {command} makes it.{hint}") from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} cannot be read: {error}. job=probe writes it again.") from error
     if head is None:

@@ -1,7 +1,7 @@
 from .help import help_text as help_text
 from .help import job_help_text as job_help_text
 from .help import options_help_text as options_help_text
-from .hydra_config import checked_targets as checked_targets
+from .hydra_config import checked_hydra as checked_hydra
 from .hydra_config import explain_error as explain_error
 from .hydra_config import register_with_hydra as register_with_hydra
 from .hydra_config import sweep_of as sweep_of

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import yaml
@@ -18,7 +20,8 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from featx.base import Registry, family
 from featx.cli.overrides import EXPERIMENTS, CommandLine, is_path
@@ -257,18 +260,32 @@ def register_with_hydra(jobs: Registry[Any], config_dirs: Sequence[Path] = ()) -
 
 
 @contextlib.contextmanager
-def checked_targets() -> Iterator[None]:
-    """Refuse configs inside the block whose group `hydra` names code that Hydra would run."""
-    load = ConfigLoaderImpl.load_configuration
+def checked_hydra() -> Iterator[None]:
+    """Refuse configs inside the block whose group `hydra` names code that Hydra would run.
+
+    The file with all options of a sweep, secrets included, lies in a folder that is deleted in the
+    end, unless another launcher needs it or hydra.sweep.dir is given.
+    """
+    load, until_end = ConfigLoaderImpl.load_configuration, contextlib.ExitStack()
+
+    @functools.cache
+    def folder_of_sweep() -> str:
+        return until_end.enter_context(TemporaryDirectory(prefix="featx-"))
 
     def load_checked(self: ConfigLoaderImpl, *args: Any, **keywords: Any) -> DictConfig:
         config = load(self, *args, **keywords)
-        _check_targets("hydra", OmegaConf.to_container(config.hydra, resolve=False))
+        options = config.hydra
+        _check_targets("hydra", OmegaConf.to_container(options, resolve=False))
+        is_own = options.launcher._target_.endswith(".BasicLauncher")
+        if is_own and options.mode is RunMode.MULTIRUN and options.sweep.dir == "runs":
+            with read_write(options):
+                options.sweep.dir = folder_of_sweep()
         return config
 
     ConfigLoaderImpl.load_configuration = load_checked  # type: ignore[method-assign]
     try:
-        yield
+        with until_end:
+            yield
     finally:
         ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
 
@@ -329,7 +346,7 @@ def explain_error(error: Exception) -> ConfigError:
         name = missing_config.group(1)
         place = ", ".join(map(str, _SearchPath.folders)) or "conf/; --config-dir DIR adds a folder"
         return ConfigError(f"--config-name {name}: there is no {name}.yaml in {place}.")
-    missing_choice = re.search(r"Could not find '(\w+)/([^']+)'", text)
+    missing_choice = re.search(r"Could not find '((?:hydra/)?\w+)/([^']+)'", text)
     if missing_choice:
         group, choice = missing_choice.groups()
         if sentence := gone(f"{group}={choice}"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 
+from featx.base import command_text
 from featx.config import Kind, Option, option_tree
 from featx.errors import ConfigError
 
@@ -28,7 +29,7 @@ def format_group(key: str, value: str, is_multirun: bool) -> str:
     if not is_multirun and len(pieces := pieces_of(value)) > 1:
         raise ConfigError(
             f"{key}={value} names {len(pieces)} of which a run takes one. With -m each is a run of "
-            f"its own: python -m featx -m {key}={value}"
+            f"its own: {command_text('-m', f'{key}={value}')}"
         )
     if is_multirun and _SWEEP.fullmatch(value):
         return f"{key}={value}"
@@ -44,29 +45,32 @@ def format_value(key: str, value: str, option: Option, is_multirun: bool) -> str
         )
     if value == "null" or (is_multirun and _SWEEP.fullmatch(value)):
         return value
-    if option.kind is Kind.TEXT:
-        if is_multirun:
-            return ",".join(
-                piece if piece == "null" and option.is_optional else _format_text(piece)
-                for piece in pieces_of(value)
-            )
+    if option.kind is Kind.TEXT and not is_multirun:
         return _format_text(value)
-    if option.kind in (Kind.NAMES, Kind.TEXTS):
+    if option.kind in (Kind.TEXT, Kind.NAMES, Kind.TEXTS):
         pieces = pieces_of(value)
         if len(pieces) > 1 and not is_multirun:
             raise ConfigError(
                 f"{key}={value}: a list is written in brackets: '{key}=[{value}]'. With -m each "
                 "is a run of its own."
             )
-        if option.kind is Kind.TEXTS and any(not piece.startswith("[") for piece in pieces):
-            raise ConfigError(f"{key}={value}: expected a list: '{key}=[{value}]'.")
-        return ",".join(_format_names(key, piece) for piece in pieces)
+        formatted = []
+        for piece in pieces:
+            if piece == "null" and option.is_optional:
+                formatted.append(piece)
+            elif option.kind is Kind.TEXT:
+                formatted.append(_format_text(piece))
+            elif option.kind is Kind.NAMES or piece.startswith("["):
+                formatted.append(_format_names(key, piece))
+            else:
+                raise ConfigError(f"{key}={value}: expected a list: '{key}=[{value}]'.")
+        return ",".join(formatted)
     if value == "None" and option.is_optional:
         return "null"  # as Python writes it; no other value of such an option is text
     if not is_multirun and "," in value and len(pieces_of(value)) > 1:
         raise ConfigError(
-            f"{key}={value}: several values need -m, and each is a run of its own: python -m featx "
-            f"-m {key}={value}"
+            f"{key}={value}: several values need -m, and each is a run of its own: "
+            f"{command_text('-m', f'{key}={value}')}"
         )
     return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,7 +208,7 @@ def _check_shell_words(overrides: Sequence[str]) -> None:
         if (is_bracket and is_closed(whole_value)) or Path(whole_value).expanduser().exists():
             raise ConfigError(
                 f"cannot read {overrides[i + 1]!r}: the shell divides arguments at blanks. Put the "
-                f"option in quotes: '{whole}'"
+                f"option in quotes: {shlex.quote(whole)}"
             )
 
 
@@ -285,9 +286,9 @@ def _unreadable_text(argument: str) -> str:
     elif argument in option_tree():
         hint = f" {argument} needs a value: {argument}=VALUE."
     elif Path(argument, layout.MANIFEST).exists():
-        hint = f" For a store: store={argument}"
+        hint = f" For a store: {shlex.quote(f'store={argument}')}"
     elif "/" in argument or Path(argument).exists():
-        hint = f" For a folder of images: data={argument}"
+        hint = f" For a folder of images: {shlex.quote(f'data={argument}')}"
     else:
         hint = f" For a model: model={argument}"
     return f"cannot read {argument!r}: options are given as key=value.{hint}"

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.base import family
 from featx.config import OBJECT_SOURCE, DataConfig, model_choice, source_of_path
-from featx.config.all_options import (
-    Kind,
-    default_values,
-    known_keys,
-    member_groups,
-    option_tree,
-)
+from featx.config.all_options import Kind, default_values, known_keys, member_groups, option_tree
 from featx.config.checks import choices_of, default_of_field, is_group, not_options
 from featx.config.members import make_group, make_member, unknown_key
 from featx.config.run_config import Config

@@ -24,10 +24,8 @@ class Clam(SlideFormat):
 
     @property
     def num_bytes(self) -> int:
-        return (
-            super().num_bytes
-            + len(self.selection) * 2 * 4 * self.selection.row_shape(self._layer)[0]
-        )
+        bytes_of_both = 2 * 4 * self.selection.row_shape(self._layer)[0]
+        return super().num_bytes + len(self.selection) * bytes_of_both
 
     def write(self, folder: ExportFolder) -> None:
         """Write the files, slide by slide; a slide is held in memory."""

@@ -14,14 +14,7 @@ from featx.base import free_memory, import_extra, size_text
 from featx.config import Config, ExportConfig, options
 from featx.errors import ConfigError, RunError, counted
 from featx.export import arrow
-from featx.export.base import (
-    FORMATS,
-    ExportFolder,
-    Format,
-    FormatMember,
-    literal,
-    refuse_maps,
-)
+from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
 from featx.export.selection import ExportSelection, unit_rows
 from featx.types import Array
 
@@ -137,9 +130,8 @@ class Faiss(Format):
         except RuntimeError as error:
             raise RunError(
                 f"faiss cannot build export.index={self._options.index} of the {len(selection)} "
-                "rows "
-                f"of {layer}: {_reason(error)}. Choose another index with overwrite=true, for few "
-                "rows export.index=Flat."
+                f"rows of {layer}: {_reason(error)}. Choose another index with overwrite=true, for "
+                "few rows export.index=Flat."
             ) from error
         self._check_complete(index, layer)
         # An error of `file.write` must not pass through C++, so it is raised afterwards.
@@ -169,9 +161,8 @@ class Faiss(Format):
         if num_found != num_rows:
             raise RunError(
                 f"export.index={self._options.index} took {num_found} of the {num_rows} rows of "
-                f"{layer}, "
-                "because the others are near to none of its lists. Choose another index with "
-                "overwrite=true, such as export.index=Flat."
+                f"{layer}, because the others are near to none of its lists. Choose another index "
+                "with overwrite=true, such as export.index=Flat."
             )
 
     def _holds_ids(self, index: faiss.Index) -> bool:

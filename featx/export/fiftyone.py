@@ -22,7 +22,7 @@ from PIL import Image
 
 from featx.base import as_utf8, csv_cell, log_message, name_text
 from featx.config import Config
-from featx.errors import ConfigError, StoreError
+from featx.errors import StoreError
 from featx.export.base import FORMATS, ExportFolder, Format, FormatMember, literal, refuse_maps
 from featx.export.results import lines_of, result_of
 from featx.export.selection import (
@@ -76,13 +76,13 @@ class FiftyOne(Format):
         selection = self.selection
         refuse_maps(selection, "a sample of FiftyOne holds vectors")
         columns = selection.named_columns((*_LISTING, *_RESULTS))
-        self._name_of = {name: re.sub(r"\W", "_", name) for name in (*selection.layers, *columns)}
-        names = [*_LISTING, *_RESULTS, *self._name_of.values()]
-        if repeated := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(
-                f"fields of FiftyOne are letters, digits and _, and {', '.join(sorted(repeated))} "
-                "would be the name of several. Choose other layers with layers=[...]."
-            )
+        self._name_of: dict[str, str] = {}
+        for name in (*selection.layers, *columns):
+            # Fields are letters, digits and _. MongoDB and FiftyOne have their own with _ in front.
+            field = re.sub(r"\W", "_", name).lstrip("_") or "column"
+            while field in (*_LISTING, *_RESULTS, *self._name_of.values()):
+                field += "_"
+            self._name_of[name] = field
         self._columns = {self._name_of[name]: values for name, values in columns.items()}
         self._images = EncodedImages(selection, self.config)
         self._folder: Path | None = None

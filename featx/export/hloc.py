@@ -33,7 +33,8 @@ class Hloc(Format):
         refuse_maps(self.selection, "hloc has one global descriptor per image")
         spaces = 0
         for key in self.selection.each_key():
-            if not _names_a_group(key):
+            has_odd_part = not {b"", b".", b"..", _NAME.encode()}.isdisjoint(key.split(b"/"))
+            if has_odd_part or not is_utf8(key) or b"\0" in key:
                 raise ConfigError(
                     f"the key {name_text(key)!r} cannot be the name of a group in HDF5: expected "
                     "UTF-8 text without empty parts, '.' or '..' between its '/'."
@@ -67,12 +68,6 @@ class Hloc(Format):
             "import h5py  # or hloc.pairs_from_retrieval.main(descriptors=..., output=..., ...)\n"
             f'with h5py.File({path}) as file:\n    x = file[{key}]["{_NAME}"][:]'
         )
-
-
-def _names_a_group(key: bytes) -> bool:
-    """Return whether HDF5 accepts a key as the name of a group, and gives it back unchanged."""
-    has_odd_part = not {b"", b".", b"..", _NAME.encode()}.isdisjoint(key.split(b"/"))
-    return is_utf8(key) and not has_odd_part and b"\0" not in key
 
 
 FORMATS.register(

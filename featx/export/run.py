@@ -92,7 +92,12 @@ def _export(disk: AtomicFolder, export_format: Format, progress: CountProgress) 
                 f"{disk.root} needs about {size_text(export_format.num_bytes)} and "
                 f"{size_text(free)} are free. Make room, or choose another out=DIR."
             )
-        _warn_of_odd_keys(selection)
+        if num_odd := sum(not is_utf8(key) for key in selection.each_key()):
+            log_message(
+                f"{counted(num_odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep "
+                "their bytes; where a format holds text, such bytes are spelled as \\xff.",
+                level="warning",
+            )
         progress.begin(len(selection) * selection.row_bytes())
         new_record = {"fingerprint": fingerprint, "about": selection.about}
         record = _write_all(disk, export_format, record["files"], new_record)
@@ -218,15 +223,6 @@ def _sizes(root: Path, names: Iterable[str]) -> dict[str, int]:
         else:
             sizes[name] = path.stat().st_size if path.is_file() else -1
     return sizes
-
-
-def _warn_of_odd_keys(selection: ExportSelection) -> None:
-    if num_odd := sum(not is_utf8(key) for key in selection.each_key()):
-        log_message(
-            f"{counted(num_odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep their "
-            "bytes; where a format holds text, such bytes are spelled as \\xff.",
-            level="warning",
-        )
 
 
 def _shorten(value: object) -> str:

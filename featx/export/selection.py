@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import as_utf8, name_text, rows_of_block
+from featx.base import as_utf8, free_title, name_text, rows_of_block
 from featx.config import Config, DataConfig, data_of_saved, from_saved
 from featx.errors import ConfigError, DataError, StoreError
 from featx.sources import open_source
@@ -112,16 +112,9 @@ class ExportSelection:
         """Return `columns` under the names that they have in one table with other columns."""
         if conflicts := set(taken) & set(self.layers):
             raise ConfigError(f"layers named {conflicts} have the names of columns of the listing.")
-        other_names = {*taken, *self.layers}
-        columns = {
-            f"column.{name}" if name in other_names else name: values
-            for name, values in self.columns.items()
-        }
-        if len({*columns, *other_names}) < len(self.columns) + len(other_names):
-            raise ConfigError(
-                f"the columns {', '.join(self.columns)} of {self.store.root} and the layers cannot "
-                "all have different names in one table. Choose other layers with layers=[...]."
-            )
+        columns: dict[str, Array] = {}
+        for name, values in self.columns.items():
+            columns[free_title(name, {*taken, *self.layers, *columns})] = values
         return columns
 
     def is_sampled(self, layer: str) -> bool:

@@ -19,18 +19,10 @@ from featx.export.base import (
     ShardOptions,
     literal,
 )
-from featx.export.selection import (
-    EncodedImages,
-    ExportSelection,
-    as_json_values,
-    as_npy,
-)
+from featx.export.selection import EncodedImages, ExportSelection, as_json_values, as_npy
 
 _HEADERS = 512 * 6
 """Approximate bytes of the tar headers and padding of a row."""
-
-_EXPANDED = ("{", "}", "$", "\\", "::")
-"""Texts that webdataset interprets in a path string; paths in a list are used as they are."""
 
 _ENDINGS = {
     b"\xff\xd8": ".jpg", b"\x89P": ".png", b"P5": ".pgm", b"P6": ".ppm", b"RI": ".webp",
@@ -102,21 +94,13 @@ class WebDataset(ShardedFormat):
                     _add(tar, f"{row:09d}.json", json.dumps(about).encode())
 
     def opening(self, out: Path) -> str:
-        shards, num_shards = self._shards[0][0], len(self._shards)
         layer = literal(f"{self.selection.layers[0].lower()}.npy")
-        if num_shards > 1:
-            (first, count), (last, _) = (
-                self._shards[i][0].removeprefix("shards-").split("-of-") for i in (0, -1)
-            )
-            shards = f"shards-{{{first}..{last}}}-of-{count}"
-        imports, shards_text = "import webdataset as wds\n", literal(f"{out}/{shards}")
-        if any(sign in str(out) for sign in _EXPANDED):
-            imports += "from pathlib import Path\n"
-            shards_text = (
-                f'[str(path) for path in sorted(Path({literal(str(out))}).glob("shards-*.tar"))]'
-            )
         return (
-            f"{imports}rows = wds.WebDataset({shards_text}, shardshuffle=False)\n"
+            "import webdataset as wds\n"
+            "from pathlib import Path\n"
+            # In a text, braces, '$' and '::' would be signs of webdataset; in a list they are not.
+            f'shards = sorted(map(str, Path({literal(out)}).glob("shards-*.tar")))\n'
+            "rows = wds.WebDataset(shards, shardshuffle=False)\n"
             # Decoding images as well would drop rows whose image cannot be decoded.
             "rows = rows.decode()  # arrays and labels; images stay encoded\n"
             f'for sample in rows: sample[{layer}], sample["cls"]'

@@ -1,3 +1,4 @@
+from .decode import FORMATS as FORMATS
 from .decode import decode_pillow as decode_pillow
 from .decode import image_sizes as image_sizes
 from .decode import is_decoded_reduced as is_decoded_reduced

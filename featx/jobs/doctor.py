@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from featx.base import free_memory, installed_version, num_cpus, size_text
 from featx.base.version import __version__
 from featx.config import Config
+from featx.errors import FeatxError
 from featx.jobs.base import JOBS, Input, Job, print_summary
 
 _SPACE_GIB = 1.0
@@ -27,6 +28,8 @@ def run(config: Config, config_yaml: str) -> int:
     for name, check in _CHECKS.items():
         try:
             findings[name] = check(config)
+        except FeatxError as error:  # whose message says what to do
+            findings[name] = "cannot be used", str(error)
         except Exception as error:  # noqa: BLE001 - it is asked because something does not work
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             findings[name] = text, "reinstall the package that the error names"

@@ -35,7 +35,6 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.base import choose_device
 
     store, standardise = open_input(config.store_path()), config.neighbors.standardise
-    rows_sha256 = store.rows_sha256
     layer, threshold = chosen_layer(store, config), config.duplicates.least_cosine(standardise)
     disk, device = result_folder(store, config), choose_device(config.device)
     ok_rows = LayerRows(store, layer, np.flatnonzero(store.ok))
@@ -61,7 +60,7 @@ def run(config: Config, config_yaml: str) -> int:
         **table,
     }
     of_several = counted(len(mixed), "group has", "groups have")
-    write_json(disk, "duplicates.json", rows_sha256, summary)
+    write_json(disk, "duplicates.json", store, summary)
     rows = [
         ("layer", layer),
         (

@@ -10,14 +10,7 @@ from featx.base import size_text
 from featx.config import Config, ExportConfig
 from featx.errors import counted
 from featx.export import run_export
-from featx.jobs.base import (
-    JOBS,
-    Input,
-    Job,
-    config_of_store_call,
-    print_summary,
-    with_keywords,
-)
+from featx.jobs.base import JOBS, Input, Job, config_of_store_call, print_summary, with_keywords
 from featx.jobs.keywords import ExportOptions
 
 

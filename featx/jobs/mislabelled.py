@@ -32,7 +32,6 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.probe import judge_labels  # which imports torch
 
     store, options = open_input(config.store_path()), config.probe
-    rows_sha256 = store.rows_sha256
     layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("folds") as progress:
         folds = options.folds or 5
@@ -61,7 +60,7 @@ def run(config: Config, config_yaml: str) -> int:
         "notes": list(judged.notes),
         **table,
     }
-    write_json(disk, "mislabelled.json", rows_sha256, summary)
+    write_json(disk, "mislabelled.json", store, summary)
     rows = [
         ("layer", layer),
         ("probe", f"linear, {judged.folds} folds; {summary['accuracy']:.1%} of the labels agree"),

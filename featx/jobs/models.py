@@ -33,13 +33,12 @@ def run(config: Config, config_yaml: str) -> int:
     """Print recommended models, or the models that match a query; returns the exit code 0."""
     disk = WeightsOnDisk()
     models = listed_models(disk.transformers_models())
-    query, limit = config.models.query, None if config.job.show == "all" else _NUM_SHOWN
-    is_local = config.job.show == "local"
-    if is_local:
-        models, limit = [entry for entry in models if disk.size_of(entry)], None
+    query, show = config.models.query, config.job.show
+    if show == "local":
+        models = [entry for entry in models if disk.size_of(entry)]
     if query is not None:
-        print_summary(config, *_search(query, limit, models, disk))
-    elif is_local:
+        print_summary(config, *_search(query, show, models, disk))
+    elif show == "local":
         print_summary(config, *_local(models, disk))
     else:
         print_summary(config, *_overview(models, disk))
@@ -91,7 +90,7 @@ def _library_text(name: str, models: Sequence[CatalogueEntry]) -> str:
 
 
 def _search(
-    query: str, limit: int | None, models: Sequence[CatalogueEntry], disk: WeightsOnDisk
+    query: str, show: str | None, models: Sequence[CatalogueEntry], disk: WeightsOnDisk
 ) -> Iterator[Any]:
     """Yield the models that match a query as JSON types, and sections that show them."""
     names = {entry.name for entry in models}
@@ -114,13 +113,15 @@ def _search(
         notes.append(("transformers", text))
     if not matches:
         near = "" if hint_text or families else nearest(query, sorted(names))
-        yield f"No {'listed model' if families else 'model'} matches {query!r}.{near}"
+        kind = "listed model" if families else "model"
+        kind = "model with weights on this machine" if show == "local" else kind
+        yield f"No {kind} matches {query!r}.{near}"
         yield notes or None
         return
     count = counted(len(matches), "model matches", "models match")
-    first_matches = matches[:limit]
+    first_matches = matches if show is not None else matches[:_NUM_SHOWN]
     is_cut = len(first_matches) < len(matches)
-    more = f"; the first {limit} of them, all with job.show=all" if is_cut else ""
+    more = f"; the first {_NUM_SHOWN} of them, all with job.show=all" if is_cut else ""
     yield f"{count} {query!r}{more}"
     yield _table(first_matches, disk)
     yield [*_notes(first_matches), *notes] or None

@@ -32,7 +32,6 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.similarity import find_outliers  # which imports torch
 
     store, options = open_input(config.store_path()), config.neighbors
-    rows_sha256 = store.rows_sha256
     layer, disk = chosen_layer(store, config), result_folder(store, config)
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()) + int((store.ok & (store.labels >= 0)).sum()))
@@ -53,7 +52,7 @@ def run(config: Config, config_yaml: str) -> int:
         "farthest_in_class": list(_described(store, found, of_class[:NUM_SHOWN])),
         **table,
     }
-    write_json(disk, "outliers.json", rows_sha256, summary)
+    write_json(disk, "outliers.json", store, summary)
     others = "" if found.left_out is None else f" of another {found.left_out}"
     rows = [
         ("layer", layer),

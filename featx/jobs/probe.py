@@ -8,14 +8,7 @@ from typing import Unpack
 from featx.base import is_notebook, log_message, log_step
 from featx.config import Config, ProbeConfig, listed_stores
 from featx.errors import ConfigError
-from featx.jobs.base import (
-    JOBS,
-    Input,
-    Job,
-    config_of_store_call,
-    print_summary,
-    with_keywords,
-)
+from featx.jobs.base import JOBS, Input, Job, config_of_store_call, print_summary, with_keywords
 from featx.jobs.keywords import ProbeOptions
 from featx.types import Json
 

@@ -7,14 +7,7 @@ from typing import Unpack
 
 from featx.base import is_notebook, log_message, log_step, size_text
 from featx.config import Config, ReportConfig
-from featx.jobs.base import (
-    JOBS,
-    Input,
-    Job,
-    config_of_store_call,
-    print_summary,
-    with_keywords,
-)
+from featx.jobs.base import JOBS, Input, Job, config_of_store_call, print_summary, with_keywords
 from featx.jobs.keywords import ReportOptions
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from featx.base import Table, log_message, write_csv
+from featx.base import Table, log_message, printable, write_csv
 from featx.config import Config
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout, only_layer, read_result, result_json
@@ -24,7 +24,7 @@ def open_input(path: str | Path) -> FeatureStore:
     told apart by the checksums of their images, which the store knows once they were read.
     """
     store = FeatureStore(path, verify="rows")
-    _ = store.rows_sha256
+    _ = store.rows_sha256  # which the store remembers
     if not store.complete:
         log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
     return store
@@ -55,12 +55,12 @@ def class_name(store: FeatureStore, row: int) -> str | None:
     return str(store.classes[label]) if label >= 0 else None
 
 
-def write_json(disk: AtomicFolder, name: str, rows_sha256: str, summary: Json) -> None:
+def write_json(disk: AtomicFolder, name: str, store: FeatureStore, summary: Json) -> None:
     """Write a result with the digest of the rows of its store, for job=report.
 
-    The digest is read before the rows: a store that changes later is then refused by its reader.
+    `open_input` read it before the rows: a store that changes later is then refused by its reader.
     """
-    result = {"rows_sha256": rows_sha256, **summary}
+    result = {"rows_sha256": store.rows_sha256, **summary}
     disk.replace_unlocked(disk.root / name, result_json(result, indent=1))
 
 
@@ -95,7 +95,9 @@ def entries_table(
     header: Sequence[str], names: Sequence[str], entries: Iterable[Json], digits: int
 ) -> Table:
     """Make a table of some values of entries that describe rows."""
-    cells = [[_cell(entry[name], f".{digits}f", "-") for name in names] for entry in entries]
+    cells = [
+        [printable(_cell(entry[name], f".{digits}f", "-")) for name in names] for entry in entries
+    ]
     return Table(header, cells, left=2)
 
 

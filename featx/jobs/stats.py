@@ -20,15 +20,7 @@ from featx.base import (
 )
 from featx.config import Config, StatsConfig, given_by_value
 from featx.errors import ConfigError, counted
-from featx.jobs.base import (
-    JOBS,
-    RUN_OPTIONS,
-    Input,
-    Job,
-    call_of_job,
-    print_summary,
-    with_keywords,
-)
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, call_of_job, print_summary, with_keywords
 from featx.jobs.keywords import StatsOptions
 from featx.pipeline import exit_code
 from featx.types import Json, Source

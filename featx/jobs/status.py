@@ -11,7 +11,7 @@ from featx.base import time_text
 from featx.config import Config, StatusConfig
 from featx.errors import StoreError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
-from featx.store import HeartbeatRecord, StoreStatus, no_store_at, store_status
+from featx.store import HeartbeatRecord, StoreStatus, layout, no_store_at, store_status
 
 INTERVAL_S = 5.0
 """Seconds between two looks with status.watch=true."""
@@ -23,6 +23,8 @@ _CLEAR = "\x1b[H\x1b[2J"
 def run(config: Config, config_yaml: str) -> int:
     """Print the progress of the run and its workers; returns the exit code 0."""
     root = config.store_path()
+    if root.name == layout.PACKED:
+        root = root.parent
     if not root.is_dir():
         raise StoreError(
             f"{no_store_at(root)} job=status takes the store's folder. A run that has just "

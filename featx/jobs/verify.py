@@ -175,6 +175,8 @@ def _conclusion(
     report: DamageReport, images: ImagesReport, reextracted: ReproducibilityReport | None
 ) -> str:
     """Return one sentence on the state of the store, and what to do."""
+    if not report.has_sound_rows and report.root.is_file():
+        return "The file is damaged. In the folder of its store verify.repair=true repairs it."
     if not report.has_sound_rows:
         code = _code_of(report.root)
         options = "verify.repair=true" if code is None else f"verify.repair=true {code}"

@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from featx.base import command_text
 from featx.errors import ConfigError, StoreError, require
 from featx.storage import RawFile, S3File
 from featx.store import dtypes, layout
@@ -61,10 +62,10 @@ def check_verify(verify: object) -> None:
 
 def repair_hint(path: Path) -> str:
     """Advice for a damaged file of a store, the end of a message."""
+    repair = command_text("job=verify", f"store={layout.store_root(path)}", "verify.repair=true")
     return (
-        "Bits of the file have changed since it was written. `python -m featx job=verify "
-        f"store={layout.store_root(path)} verify.repair=true` extracts these rows again and leaves "
-        "all others."
+        f"Bits of the file have changed since it was written. `{repair}` extracts these rows again "
+        "and leaves all others."
     )
 
 

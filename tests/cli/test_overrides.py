@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,11 @@ def test_every_option_that_is_text_keeps_it(first: int) -> None:
 
 
 def test_null_is_one_of_the_values_of_a_sweep() -> None:
-    arguments = read_command_line(["-m", "model.weights=null,a b.pt"]).arguments
-    assert 'model.weights=null,"a b.pt"' in arguments
+    texts = ["model.weights=null,a b.pt", "layers=[a],null", "data.columns=[a],null"]
+    arguments = read_command_line(["-m", *texts]).arguments
+    assert arguments == [
+        "-m", 'model.weights=null,"a b.pt"', 'layers=["a"],null', 'data.columns=["a"],null',
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -231,10 +235,8 @@ def test_the_signs_of_hydra_may_stand_before_any_option() -> None:
         (["data.columns=patient"], r"'data.columns=\[patient\]'"),
         (["layers={1.10: avg}"], r"1\.10 in a mapping is read as a number"),
         (["layers={layer4}"], "expected name: value"),
-        (["--model", "x"], "given as key=value, without dashes: model=VALUE"),
         (["--model=x"], "without dashes: model=x"),
         (["--batch-size=8"], "without dashes: batch_size=8"),
-        (["-seed=3"], "without dashes: seed=3"),
         (["--multrun"], r"unknown flag --multrun\. Nearest: --multirun"),
         (["resnet50"], "For a model: model=resnet50"),
         (["help"], "For help: --help"),
@@ -243,7 +245,6 @@ def test_the_signs_of_hydra_may_stand_before_any_option() -> None:
         (["model"], "model=VALUE"),
         (["=3"], "name of an option stands before"),
         (["model="], "model=: expected a name"),
-        (["model=null"], "model=null: expected a name"),
         (["data=./a", "data.root=b"], "data.root is given too"),
         (["seed=null"], "seed=null: expected a value"),
         (["--config-dir", "/no/such"], "is no folder"),
@@ -251,21 +252,14 @@ def test_the_signs_of_hydra_may_stand_before_any_option() -> None:
         (["-cn=config.yaml"], "Copy yours under another name"),
         (["out="], "out is empty"),
         (["data=folder", "data.root="], "data=folder needs data.root"),
-        (["store="], "store is empty"),
         (["seed=100000000000000000000000"], "whole number from 0 to 4294967295"),
-        (["seed=-1"], "whole number from 0"),
         (["max_failures=1.5"], "expected a share with a point"),
-        (["max_failures=true"], "max_failures=true: expected a share"),
         (["max_failures=many"], "expected a share .*, or a whole number"),
         (["model.args={pause_s:0.5}"], r"model\.args has an effect with model\.library=custom or"),
         (["dtype=fp16"], "Nearest: float16"),
-        (["precision=float16"], "Nearest: fp16"),
         (["data.workers=99999999"], "data.workers=99999999: .* whole number from 1 to 1024"),
         (["job=probe", "store=a", "probe.bootstrap=9999999"], "100 to 1000000 resamples"),
-        (["data.crops=99999999"], "a whole number from 1 to 1000000, or null"),
-        (["executor.workers=99999999"], "a whole number from 1 to 100000, or null"),
         (["model=resnet18", "model.transform.resize=99999"], r"\(16384 at most\), or null"),
-        (["model=resnet18", "model.input_size=[99999,99999]"], r"\(16384 at most\), or null"),
         (["probe=linear"], "probe is a group of options. Give one .* probe.method=VALUE"),
         (["model.window=[64,64]"], r"model.window=\[64,64\]: model.window is a group of options"),
     ],
@@ -282,9 +276,14 @@ def test_a_job_without_its_key_says_how_it_is_given(argv: list[str]) -> None:
 
 
 def test_a_path_that_the_shell_has_cut_is_answered_with_quotes(in_tmp_path: None) -> None:
-    Path("my new photos").mkdir()
-    with pytest.raises(ConfigError, match=r"in quotes: 'data=\./my new photos'"):
-        read_command_line(["data=./my", "new", "photos", "out=a"])
+    for words in (["data=./my", "new", "photos"], ["data=./it's", "a store"]):
+        whole = " ".join(words)
+        Path(whole.removeprefix("data=")).mkdir()
+        with pytest.raises(ConfigError) as error:
+            read_command_line([*words, "out=a"])
+        assert shlex.split(str(error.value).partition("in quotes: ")[2]) == [whole]
+    with pytest.raises(ConfigError, match=r"folder of images: 'data=it'\"'\"'s a store'"):
+        read_command_line(["it's a store"])
     with pytest.raises(ConfigError, match="For a model: model=old"):
         read_command_line(["data=./my", "old", "photos", "out=a"])
 

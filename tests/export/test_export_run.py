@@ -339,8 +339,6 @@ def test_the_result_as_json(store: Path) -> None:
 def test_keys_without_effect_are_refused(store: Path) -> None:
     with pytest.raises(ConfigError, match=r"shard_gib has an effect with .*parquet"):
         export("zarr", export={"shard_gib": 1})
-    with pytest.raises(ConfigError, match=r"export\.format=xlsx: expected one of clam, "):
-        export("xlsx")
     for kind, instead in (
         ("lance", "parquet"),
         ("projector", "tensorboard"),

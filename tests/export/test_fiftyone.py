@@ -198,11 +198,11 @@ def test_an_image_whose_name_is_no_utf8_is_copied(made: Path) -> None:
 def test_columns_are_fields(photos: Path) -> None:
     names = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[:4]
     lines = [
-        f"{name},{i},{'' if i == 1 else i / 2},t{i},{i % 2 == 0},{i}"
+        f"{name},{i},{'' if i == 1 else i / 2},t{i},{i % 2 == 0},{i},{10 + i},{20 + i}"
         for i, name in enumerate(names)
     ]
-    Path("t.csv").write_text("\n".join(["path,age,score,a b,flag,row", *lines]))
-    columns = ["age", "score", "a b", "flag", "row"]
+    Path("t.csv").write_text("\n".join(["path,age,score,a b,flag,row,a_b,_id", *lines]))
+    columns = ["age", "score", "a b", "flag", "row", "a_b", "_id"]
     extract(
         {"name": "table", "root": "t.csv", "image_root": str(photos), "columns": columns},
         layers=["pool"],
@@ -212,6 +212,8 @@ def test_columns_are_fields(photos: Path) -> None:
     assert found.columns["age"] == found.columns["column_row"] == [0, 1, 2, 3]
     assert found.columns["score"] == [0.0, None, 1.0, 1.5]
     assert found.columns["a_b"] == ["t0", "t1", "t2", "t3"]
+    assert found.columns["a_b_"] == [10, 11, 12, 13]
+    assert found.columns["id_"] == [20, 21, 22, 23]
     assert found.columns["flag"] == [True, False, True, False]
     assert found.rows == [0, 1, 2, 3]
 

@@ -277,9 +277,12 @@ def test_as_json_cannot_end_its_element() -> None:
 def test_secrets_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "swordfish")
     keys = {"hang": "${oc.env:MY_TOKEN}"}
-    extract(write_images(Path("photos"), 4), model={**MODEL, "args": keys})
+    root = write_images(Path(f"{'confidential ' * 8}folder", "photos").absolute(), 4)
+    extract(root, model={**MODEL, "args": keys})
     assert "oc.env:MY_TOKEN" in report().text, "as the store keeps it"
-    assert "swordfish" not in Path("store/report.html").read_text(encoding="utf-8")
+    text = Path("store/report.html").read_text(encoding="utf-8")
+    assert "swordfish" not in text
+    assert "confidential" not in text
 
 
 @pytest.mark.slow

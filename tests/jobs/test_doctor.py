@@ -17,9 +17,9 @@ LINES = (
 )
 
 
-def doctor() -> Any:
+def doctor(device: str = "cpu") -> Any:
     """The result as JSON."""
-    return job_result("doctor", device="cpu")
+    return job_result("doctor", device=device)
 
 
 def test_every_line_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +55,7 @@ def test_what_is_missing_or_broken_comes_with_advice(monkeypatch: pytest.MonkeyP
     assert found["torch"]["found"].startswith("ModuleNotFoundError")
     assert found["torch"]["advice"]
     assert "unset it" in found["threads"]["advice"]
+    assert doctor("cuda:99")["device"]["advice"].startswith("device=cuda:99: torch finds")
 
 
 def test_people_get_lines_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:

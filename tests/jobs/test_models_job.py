@@ -93,6 +93,7 @@ def test_families_of_transformers_are_found(capsys: pytest.CaptureFixture[str]) 
 def test_no_match_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert result(query="resnettt50")["models"] == []
     assert text(capsys, query="resnettt50").startswith("No model matches 'resnettt50'. Nearest: ")
+    assert "No model with weights on this machine matches" in text(capsys, "local", query="eva02_x")
 
 
 @pytest.mark.parametrize("query", ["vit", "laion", "facebook/dinov2-base"])

@@ -48,8 +48,11 @@ def test_a_second_time_there_is_nothing_to_do(
     stored(pack=False)
     run_job("pack", out="store")
     before = PACKED.stat()
-    assert run_job("pack", store="store") == 0
-    assert "was packed already" in capsys.readouterr().out
+    for name in ("store", "store/features.h5"):
+        assert run_job("pack", store=name) == 0
+        assert "was packed already" in capsys.readouterr().out
+        assert run_job("status", store=name) == 0
+        assert "21 of 21, 100.0%" in capsys.readouterr().out
     after = PACKED.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -112,7 +115,7 @@ def test_a_part_that_is_damaged_is_named_and_never_packed(stored: Stored) -> Non
 
 def test_what_is_no_store_and_a_damaged_file_are_refused_by_name(stored: Stored) -> None:
     photos = stored()
-    for where in ("nowhere", "photos", "store/features.h5", "photos/cat/000.png"):
+    for where in ("nowhere", "photos", "photos/cat/000.png"):
         with pytest.raises(StoreError, match=where) as refused:
             run_job("pack", store=where)
         assert refused.value.exit_code == 2

@@ -98,6 +98,14 @@ def test_other_views_of_an_image_do_not_count(capsys: pytest.CaptureFixture[str]
     assert result("neighbors", store="views", k=1)["nearest_of_same_class"] is None
 
 
+def test_each_neighbour_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(9)
+    keys = np.array([b"%d\n.jpg" % i for i in range(9)])
+    replace(run, listing=replace(run.listing, keys=keys)).write(Path("store"))
+    ask("neighbors", key="4\n.jpg", k=3)
+    assert sum(r"\n.jpg" in line for line in capsys.readouterr().out.splitlines()) == 3
+
+
 def test_a_full_disk_leaves_both_files_of_an_earlier_search(
     store: featx.FeatureStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,9 @@ def test_verify_and_the_repair_of_a_sound_store_write_nothing(stored: Stored) ->
     assert state() == before
 
 
-def test_no_store_and_a_file_for_a_sample_are_clear_errors(stored: Stored) -> None:
+def test_no_store_and_a_file_for_a_sample_are_clear_errors(
+    stored: Stored, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(StoreError, match=r"nowhere holds no store: there is no featx\.json in it"):
         run_job("verify", store="nowhere")
     stored()
@@ -93,6 +95,9 @@ def test_no_store_and_a_file_for_a_sample_are_clear_errors(stored: Stored) -> No
         ConfigError, match=r"verify\.reextract_rows and verify\.repair need the store's"
     ):
         run_job("verify", store="store/features.h5", verify={"reextract_rows": 3})
+    os.truncate("store/features.h5", 3000)
+    assert run_job("verify", store="store/features.h5") == verify.EXIT_DAMAGED
+    assert "In the folder of its store verify.repair=true" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_a_flipped_value_is_refused_and_other_chunks_are_read(
     tmp_path: Path, codec: str, packed: bool
 ) -> None:
     run = made(codec)
-    root = run.copied(tmp_path, packed=packed)
+    root = run.copied(tmp_path / "my store", packed=packed)
     flip_value(root, 40)
     for read in [*READS, *(SINGLE_ROWS if codec != "none" else ())]:
         with pytest.raises(StoreError) as error:
@@ -88,7 +88,7 @@ def test_a_flipped_value_is_refused_and_other_chunks_are_read(
         assert ("features.h5" if packed else "part-000001.h5") in text
         assert "/features/flat" in text
         assert "rows 32 to 47" in text, text
-        assert f"job=verify store={root} verify.repair=true" in text
+        assert f"job=verify 'store={root}' verify.repair=true" in text
     store = featx.open(root)
     for rows in (slice(0, 32), slice(48, NUM_ROWS)):
         np.testing.assert_array_equal(store["flat"][rows], run.features["flat"][rows])

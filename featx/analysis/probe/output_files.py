@@ -13,7 +13,7 @@ from featx.analysis.probe.comparisons import OtherProbe
 from featx.analysis.probe.heads import extraction_entries, head_bytes, head_path
 from featx.analysis.probe.task import COLUMNS, AnyTask
 from featx.analysis.value_settings import run_of_layer
-from featx.base import csv_bytes, csv_cell
+from featx.base import command_text, csv_bytes, csv_cell
 from featx.errors import ConfigError, StoreError
 from featx.storage import open_folder
 from featx.store import FeatureStore, layout, read_result, result_json
@@ -105,7 +105,7 @@ def read_probe(path: str) -> OtherProbe:
     """Read the predictions of the best layer of a store, as its probe.json names it."""
     store = FeatureStore(path)
     folder = store.folder
-    remedy = f"python -m featx job=probe store={path} makes it."
+    remedy = f"{command_text('job=probe', f'store={path}')} makes it."
     try:
         about = read_result(folder / layout.PROBE)
         if about["task"] != "classification":

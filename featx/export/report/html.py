@@ -179,19 +179,6 @@ def without_folder(path: str) -> str:
     return _last_part(path) if re.match(r"(~|[A-Za-z]:)?[/\\]", path) else path
 
 
-def without_folders_in_yaml(text: str, folders: Iterable[str] = ()) -> str:
-    """Replace absolute paths in the values of a YAML text; a whole value may contain spaces."""
-    known_folders = list(folders)
-    lines = []
-    for line in text.splitlines():
-        name, separator, value = line.partition(": ")
-        bare = value.strip().strip("'\"")
-        if separator:
-            line = f"{name}: {without_folder(bare)}" if without_folder(bare) != bare else line
-        lines.append(without_folders(line, known_folders))
-    return "\n".join(lines)
-
-
 def _last_part(path: str) -> str:
     """Return the last part of a path, with an ellipsis for the others."""
     parts = [part for part in re.split(r"[/\\]+", path) if part]

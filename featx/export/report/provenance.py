@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from featx.base import as_utf8, size_text
-from featx.export.report.html import without_folders, without_folders_in_yaml
+from featx.export.report.html import without_folder, without_folders
 from featx.export.report.probe_results import ROLES
 from featx.pipeline import RESPONSE
 from featx.storage import paths_in
@@ -153,8 +154,22 @@ def provenance_of(
 
 def _redacted_config(config: str, folders: Sequence[str]) -> str:
     """Return the YAML of a config without data.root and without absolute paths."""
-    without_root = re.sub(r"(?m)^(data:\n(?: .*\n)*?  root): .*$", r"\1: (left out)", config)
-    return without_folders_in_yaml(without_root, folders)
+    try:
+        values = yaml.safe_load(config)
+        values["data"]["root"] = "(left out)"
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError, LookupError):
+        return without_folders(config, folders)  # written by another program
+    # A path with spaces may have several lines in `config`.
+    values = _without_folders_in_values(values, folders)
+    return str(yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=math.inf))
+
+
+def _without_folders_in_values(value: object, folders: Sequence[str]) -> object:
+    if isinstance(value, dict):
+        return {key: _without_folders_in_values(each, folders) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders_in_values(each, folders) for each in value]
+    return without_folders(without_folder(value), folders) if isinstance(value, str) else value
 
 
 def _size(store: FeatureStore) -> str:

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from featx.base import num_cpus
 from featx.config import DataConfig
 from featx.errors import FeatxError
-from featx.images import ImagePolicy, cut_view, decode_pillow
+from featx.images import FORMATS, ImagePolicy, cut_view, decode_pillow
 from featx.sources import open_source
 from featx.types import Array, ImageFault, Json, Source, Status, ViewSource
 
@@ -287,7 +287,7 @@ def _unpacked(packed: npt.NDArray[np.uint8]) -> Image.Image:
 def readable_part(data: bytes, max_pixels: int) -> Image.Image:
     """Decode the readable part of a truncated image; the lines that are missing are grey."""
     try:
-        with Image.open(io.BytesIO(data)) as opened:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
             size = opened.size
             if size[0] * size[1] > max_pixels:
                 raise ImageFault(Status.TOO_LARGE, f"{size[0]} x {size[1]} pixels")

@@ -142,6 +142,15 @@ def test_a_root_or_a_path_alone_is_a_folder(photos: Path) -> None:
         assert len(extract({**data, "limit": 2}).keys) == 2  # the later ones find the same store
 
 
+def test_the_name_of_a_source_is_that_of_the_command(photos: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data=folder needs data\.root=DIR"):
+        extract("folder")
+    Path("folder").mkdir()
+    assert len(extract("folder", data_root="photos/", data_limit=2).keys) == 2
+    with pytest.raises(DataError, match="no images below folder"):
+        extract("folder")
+
+
 @pytest.mark.slow
 def test_an_option_of_a_group_is_a_keyword(photos: Path) -> None:
     assert len(extract("photos/", data_limit=2).keys) == 2

@@ -144,6 +144,10 @@ def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     groups = {f.name for f in fields(Config)}
     nested = {name: value for name, value in values.items() if name in groups}
+    data = nested.get("data")
+    has_root = not {"data_root", "data.root"}.isdisjoint(values)
+    if has_root and isinstance(data, str) and data in family("data"):
+        nested["data"] = {"name": data}
     options = {name.replace(".", "_"): name for name in option_tree()}
     for keyword, value in values.items():
         if keyword in groups:
@@ -187,8 +191,11 @@ def _values_of_group(name: str, value: Any) -> Any:
         return {"name": value}
     if name == "data":
         sources = family("data")
-        if value in sources and value != OBJECT_SOURCE and sources.get(value).options is None:
-            return {"name": value}  # it needs no data.root, such as 'sample'
+        # A folder that is named like a source is a path, unless the source needs no data.root.
+        if value in sources and value != OBJECT_SOURCE:
+            needs_root = sources.get(value).options is not None
+            if not (needs_root and Path(value).exists()):
+                return {"name": value}
         return {"name": source_of_path(value), "root": value}
     return value
 

@@ -279,6 +279,9 @@ def test_what_is_no_folder_of_images_is_named(tmp_path: Path) -> None:
     write(tmp_path, "a.log", "b.md", ".c.jpg", "d.csv/e")
     with pytest.raises(DataError, match=r"Left out: 1 hidden, 3 other names\.$"):
         FolderSource(tmp_path).listing()
+    write(tmp_path, "s/featx.json")
+    with pytest.raises(DataError, match=r"s is a store, without images .* as store=.*s\.$"):
+        FolderSource(tmp_path / "s").listing()
     write(tmp_path, "f.tar", "g.CSV")
     with pytest.raises(DataError, match=r" Some may be read with data=table or data=webdataset\.$"):
         FolderSource(tmp_path).listing()

@@ -17,6 +17,7 @@ from zoo import TwoStageConvNet
 
 import featx
 from featx.errors import ConfigError, DataError, FeatxError, StoreMismatchError
+from featx.jobs.base import config_of_call
 
 SMALL = {"transform": {"resize": 32, "crop": 32}}
 RUN = {key: value for key, value in KEYS.items() if key not in ("model", "out")}
@@ -140,6 +141,12 @@ def test_data_comes_first_and_is_given_once(photos: Path) -> None:
 def test_a_root_or_a_path_alone_is_a_folder(photos: Path) -> None:
     for data in ({"root": "photos/"}, {"source": "photos/"}, {"source": Path("photos")}):
         assert len(extract({**data, "limit": 2}).keys) == 2  # the later ones find the same store
+
+
+@pytest.mark.parametrize(("model", "library"), [("timm", "timm"), ("hf", "transformers")])
+def test_the_name_of_a_library_is_that_of_the_command(model: str, library: str) -> None:
+    config, _ = config_of_call("plan", {"model": model, "model_name": "resnet18"})
+    assert (config.model.library, config.model.name) == (library, "resnet18")
 
 
 def test_the_name_of_a_source_is_that_of_the_command(photos: Path) -> None:

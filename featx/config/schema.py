@@ -136,6 +136,13 @@ def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     return merged
 
 
+_COMPLETING = {
+    "data_root": ("data", "data", "name"),
+    "model_name": ("model", "model.library", "library"),
+}
+"""Keyword beside `data="table"` or `model="timm"` -> group, its family, and option of the text."""
+
+
 def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of a call with options of groups in mappings.
 
@@ -144,10 +151,11 @@ def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     groups = {f.name for f in fields(Config)}
     nested = {name: value for name, value in values.items() if name in groups}
-    data = nested.get("data")
-    has_root = not {"data_root", "data.root"}.isdisjoint(values)
-    if has_root and isinstance(data, str) and data in family("data"):
-        nested["data"] = {"name": data}
+    for keyword, (group, member, selector) in _COMPLETING.items():
+        text, known = nested.get(group), family(member)
+        is_completed = keyword in values or keyword.replace("_", ".") in values
+        if is_completed and isinstance(text, str) and text in known:
+            nested[group] = {selector: known.get(text).name}
     options = {name.replace(".", "_"): name for name in option_tree()}
     for keyword, value in values.items():
         if keyword in groups:

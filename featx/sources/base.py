@@ -191,7 +191,7 @@ class FolderSource:
             kind = source_of_path(str(self.root)) if self.root.is_file() else "folder"
             if kind != "folder":
                 hint = f" Such a file is read with data={kind}."
-            elif self.root.is_file() or "*" in self.root.name:
+            elif self.root.is_file() or "*" in str(self.root):
                 hint = (
                     " For chosen files, give a CSV file with the column path, or a list in Python."
                 )

@@ -50,6 +50,8 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
             f"edits is a {type(edits).__name__}; expected a mapping from names to functions, such "
             "as {'layer3': torch.zeros_like}."
         )
+    if both := [name for name in edits if f"{name}:output" in edits]:
+        raise LayerError(f"{both[0]!r} and '{both[0]}:output' name one tensor; give one function.")
     edits = {name.removesuffix(":output"): function for name, function in edits.items()}
     points = parse_points(model, list(edits))
     for name, function in edits.items():

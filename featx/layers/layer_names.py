@@ -131,7 +131,7 @@ def _child(module: str, name: str) -> str:
 
 def _parse_point(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
     """The capture points that a name may mean."""
-    if "*" in layer:
+    if "*" in layer and layer not in names:
         raise LayerError(
             f"{layer!r}: a pattern works in the option `layers` only. Name each layer; "
             "model.named_modules() lists them."

@@ -308,6 +308,7 @@ def test_what_does_not_fit_names_the_layer(function: Any, message: str) -> None:
         ({"first": 0}, r"first: expected a function .* lambda tensor: replacement"),
         ({"first": torch.zeros(2, 4)}, r"first: expected a function"),
         (["first"], "edits is a list; expected a mapping from names to functions"),
+        (dict.fromkeys(["first", "first:output"], torch.relu), "name one tensor; give one"),
     ],
 )
 def test_what_is_no_function_is_refused_before_the_model_runs(edits: Any, message: str) -> None:

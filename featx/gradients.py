@@ -349,7 +349,7 @@ def watch(
     clip_norm: float | None = None,
     limits: Limits | None = None,
     on_alarm: str | Callable[[Alarm], None] = "raise",
-    layers: Sequence[str] | None = None,
+    layers: str | Sequence[str] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     keep_steps: int = 100,
 ) -> Iterator[GradientLog]:
@@ -369,8 +369,9 @@ def watch(
         on_alarm: 'raise' raises a GradientAlarm before the optimizer changes a parameter; 'record'
             only adds to `log.alarms`; a function is called with each alarm. If gradients are
             clipped, an explosion is recorded and not raised.
-        layers: dotted names of the modules whose flow is watched in addition to the model's own;
-            None for all. An empty list is fastest, but a NaN is then not traced to its module.
+        layers: dotted name of a module, or several, whose flow is watched in addition to the
+            model's own; None for all. An empty list is fastest, but a NaN is then not traced to its
+            module.
         scaler: GradScaler of the loop, required if it has one: limits and clipping apply to the
             unscaled gradients, and a step that the scaler skips is not an alarm.
         keep_steps: number of steps and alarms that are kept, and of steps that form the median.
@@ -392,6 +393,7 @@ def watch(
     steps, alarms = deque[Step](maxlen=keep_steps), deque[Alarm](maxlen=keep_steps)
     limits = limits or Limits()
     log = GradientLog(model, clip_value, clip_norm, limits, on_alarm, scaler, steps, alarms)
+    layers = [layers] if isinstance(layers, str) else layers
     for name in layers or ():
         if name not in log._types:
             raise LayerError(f"no module {name!r} to watch.{nearest(name, log._types)}")

@@ -123,7 +123,7 @@ class Listing:
         return self.take(slice(count))
 
     def sample(self, count: int) -> Listing:
-        """Listing of `count` rows: as many of each class as there are, spread evenly over its rows.
+        """Listing of `count` rows: equally many of each class, spread evenly over its rows.
 
         Rows without a label count as a class.
         """

@@ -17,6 +17,7 @@ from zoo import TwoStageConvNet
 
 import featx
 from featx.errors import ConfigError, DataError, FeatxError, StoreMismatchError
+from featx.jobs.base import config_of_call
 
 SMALL = {"transform": {"resize": 32, "crop": 32}}
 RUN = {key: value for key, value in KEYS.items() if key not in ("model", "out")}
@@ -142,6 +143,21 @@ def test_a_root_or_a_path_alone_is_a_folder(photos: Path) -> None:
         assert len(extract({**data, "limit": 2}).keys) == 2  # the later ones find the same store
 
 
+@pytest.mark.parametrize(("model", "library"), [("timm", "timm"), ("hf", "transformers")])
+def test_the_name_of_a_library_is_that_of_the_command(model: str, library: str) -> None:
+    config, _ = config_of_call("plan", {"model": model, "model_name": "resnet18"})
+    assert (config.model.library, config.model.name) == (library, "resnet18")
+
+
+def test_the_name_of_a_source_is_that_of_the_command(photos: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data=folder needs data\.root=DIR"):
+        extract("folder")
+    Path("folder").mkdir()
+    assert len(extract("folder", data_root="photos/", data_limit=2).keys) == 2
+    with pytest.raises(DataError, match="no images below folder"):
+        extract("folder")
+
+
 @pytest.mark.slow
 def test_an_option_of_a_group_is_a_keyword(photos: Path) -> None:
     assert len(extract("photos/", data_limit=2).keys) == 2
@@ -178,14 +194,9 @@ def test_a_job_is_no_keyword(photos: Path) -> None:
         extract("photos", job="probe")
 
 
-def test_a_report_and_an_export_take_the_store_first(photos: Path) -> None:
-    store = extract("photos/")
-    page = featx.write_report(store, out="p.html", device="cpu", report={"tsne": False})
-    assert page.is_file()
-    assert featx.export_store("store", export={"format": "npy"}, out="npy").is_dir()
+def test_a_store_is_given_once() -> None:
     with pytest.raises(ConfigError, match="store is given twice"):
-        featx.export_store(store, store="store")
-    assert next(iter(inspect.signature(featx.write_report).parameters)) == "store"
+        featx.export_store("store", store="store")
 
 
 def test_a_mistyped_function_is_answered_with_the_nearest() -> None:

@@ -902,6 +902,8 @@ def test_wrong_limits_and_layers_are_refused() -> None:
     model.add_module("encoder", nn.Linear(2, 2))
     with pytest.raises(LayerError, match="Nearest: encoder"), watch(model, layers=["encodr"]):
         pass
+    with watch(model, layers="encoder"):
+        pass
     assert hooks_of(model) == 0
 
 

@@ -178,7 +178,8 @@ def _data_notes(stores: Sequence[FeatureStore]) -> Iterator[str]:
             num_common = int(np.isin(store.key_bytes, first.key_bytes).sum())
             yield (
                 f"{name} is of other images than {first_name}: {num_common} of its "
-                f"{counted(len(store), 'key')} are there too. Their numbers are not comparable."
+                f"{counted(len(store), 'key')} are among the {len(first)} there. Their numbers are "
+                "not comparable."
             )
             continue
         if num_changed := count_different_images(

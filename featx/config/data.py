@@ -94,8 +94,8 @@ class DataConfig:
     limit: Count | None = None
     """Number of rows to take from the beginning of the listing; null takes all."""
     sample: Count | None = None
-    """Number of rows to take from the whole listing, as many of each class as there are, and spread
-    evenly over its rows; null takes all."""
+    """Number of rows to take from the whole listing, equally many of each class that has them, and
+    spread evenly over its rows; null takes all."""
 
     def __post_init__(self) -> None:
         if self.root_help is not None and not self.root:

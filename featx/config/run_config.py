@@ -110,9 +110,9 @@ class Config:
     out: str = "runs/<data>/<model>"
     """Store, a folder or s3://bucket/folder, in which job=stats writes stats.h5; the same command
     with the same folder resumes it. By default it has the name of the folder or file of the images
-    and that of the model, for job=predict that of the head's file. For job=export, neighbors,
-    duplicates and cka the folder of their files, by default a folder in the store; for job=report
-    a folder or a file name that ends in .html."""
+    and that of the model, for job=predict that of the head's file. For other jobs that write files,
+    such as export and neighbors, their folder, by default one in the store; for job=report a folder
+    or a file name that ends in .html."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the model: fp32, bf16, fp16, or auto, which takes the fastest that keeps a
     cosine of 0.999 to fp32 in every row, and fp32 if none is 1.1 times as fast."""

@@ -130,6 +130,13 @@ def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     return merged
 
 
+_COMPLETING = {
+    "data_root": ("data", "data", "name"),
+    "model_name": ("model", "model.library", "library"),
+}
+"""Keyword beside `data="table"` or `model="timm"` -> group, its family, and option of the text."""
+
+
 def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of a call with options of groups in mappings.
 
@@ -138,6 +145,11 @@ def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     groups = {f.name for f in fields(Config)}
     nested = {name: value for name, value in values.items() if name in groups}
+    for keyword, (group, member, selector) in _COMPLETING.items():
+        text, known = nested.get(group), family(member)
+        is_completed = keyword in values or keyword.replace("_", ".") in values
+        if is_completed and isinstance(text, str) and text in known:
+            nested[group] = {selector: known.get(text).name}
     options = {name.replace(".", "_"): name for name in option_tree()}
     for keyword, value in values.items():
         if keyword in groups:
@@ -181,8 +193,11 @@ def _values_of_group(name: str, value: Any) -> Any:
         return {"name": value}
     if name == "data":
         sources = family("data")
-        if value in sources and value != OBJECT_SOURCE and sources.get(value).options is None:
-            return {"name": value}  # it needs no data.root, such as 'sample'
+        # A folder that is named like a source is a path, unless the source needs no data.root.
+        if value in sources and value != OBJECT_SOURCE:
+            needs_root = sources.get(value).options is not None
+            if not (needs_root and Path(value).exists()):
+                return {"name": value}
         return {"name": source_of_path(value), "root": value}
     return value
 

@@ -27,10 +27,11 @@ def extract(
     may be a keyword, too: `data_limit=10`.
 
     Args:
-        data: the images: a folder or another path, the name of a packaged data set, a list of
-            paths (which are the keys), arrays or Pillow images, a DataFrame or table with the
-            column path and perhaps label, a map-style data set, or a `Source` (docs/data.md). With
-            other options of the group, `data={"root": "photos/", "limit": 100}` or
+        data: the images: a folder or another path, the name of a source (`"table"` with
+            `data_root="photos.csv"`; `"textiles"` needs no other option), a list of paths (which
+            are the keys, and sorted), arrays or Pillow images, a DataFrame or table with the column
+            path and perhaps label, a map-style data set, or a `Source` (docs/data.md). With other
+            options of the group, `data={"root": "photos/", "limit": 100}` or
             `data={"source": dataset, "limit": 100}`.
         verbose: whether the settings are printed before the run, and a summary after it; None
             prints them except in a notebook, which shows a progress bar and what is returned.

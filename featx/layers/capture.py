@@ -180,6 +180,7 @@ class Captured(Mapping[str, torch.Tensor]):
 
     def _call(self, layer: str) -> Any:
         """The _Call, or the _Gradients, of the only call of a layer in the last forward pass."""
+        layer = layer.removesuffix(":output")
         if layer not in self._points:
             raise LayerError(
                 f"{layer!r} is not captured; this block captures {list(self._points)}."

@@ -45,6 +45,14 @@ def edit(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
             same shape, dtype and device; or, at the end, the model ran without one of the layers.
         ModelError: the model or one of these layers is TorchScript.
     """
+    if not isinstance(edits, Mapping):
+        raise LayerError(
+            f"edits is a {type(edits).__name__}; expected a mapping from names to functions, such "
+            "as {'layer3': torch.zeros_like}."
+        )
+    if both := [name for name in edits if f"{name}:output" in edits]:
+        raise LayerError(f"{both[0]!r} and '{both[0]}:output' name one tensor; give one function.")
+    edits = {name.removesuffix(":output"): function for name, function in edits.items()}
     points = parse_points(model, list(edits))
     for name, function in edits.items():
         if not callable(function):

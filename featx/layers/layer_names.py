@@ -85,7 +85,8 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
     modules = dict(model.named_modules(remove_duplicate=False))
-    if isinstance(layers, nn.Module) or not all(isinstance(layer, str) for layer in layers):
+    is_module = isinstance(layers, nn.Module) or not isinstance(layers, Iterable)
+    if is_module or not all(isinstance(layer, str) for layer in layers):
         raise LayerError(
             "layers are given by their names, such as "
             f"{[name for name in modules if name][-1:]}; model.named_modules() lists them."
@@ -94,7 +95,8 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     names[""] = _held_name(names[""], modules)
     first_names = {module: name for name, module in model.named_modules()}
     points = []
-    for point in (point for layer in layers for point in _parse_point(layer, names)):
+    requests = dict.fromkeys(layer.removesuffix(":output") for layer in layers)
+    for point in (point for layer in requests for point in _parse_point(layer, names)):
         name = names[point.module]
         if point.operation or point.capture == "attention":
             # These belong to the module inside wrappers, and are seen under its first name.
@@ -133,6 +135,11 @@ def _child(module: str, name: str) -> str:
 
 def _parse_point(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
     """The capture points that a name may mean."""
+    if "*" in layer and layer not in names:
+        raise LayerError(
+            f"{layer!r}: a pattern works in the option `layers` only. Name each layer; "
+            "model.named_modules() lists them."
+        )
     name, capture, path = parse_operation(layer) or ("", "", ())
     module, _, operation_name = name.rpartition(".")
     if (
@@ -142,7 +149,7 @@ def _parse_point(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
         or not is_function_name(operation_name)
     ):
         return [parse_capture_point(layer, names)]
-    operation = CapturePoint(layer.removesuffix(":output"), module, capture, None, path, name)
+    operation = CapturePoint(layer, module, capture, None, path, name)
     if not module:
         check_operation_capture(layer, capture)
         return [operation]
@@ -183,9 +190,10 @@ def no_layer(request: str, names: Sequence[str]) -> LayerError:
 
 def _no_module(request: str, names: Iterable[str]) -> LayerError:
     """The exception for an unknown name in the user's own loop, where there are no presets."""
+    preset = " Presets work in the option `layers` only; '' is what the model returns."
     return LayerError(
         f"there is no layer {request!r} in this model.{nearest(request, filter(None, names))} "
-        "Names are those of model.named_modules()."
+        f"Names are those of model.named_modules().{preset if request in PRESETS else ''}"
     )
 
 

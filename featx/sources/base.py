@@ -191,7 +191,7 @@ class FolderSource:
             kind = source_of_path(str(self.root)) if self.root.is_file() else "folder"
             if kind != "folder":
                 hint = f" Such a file is read with data={kind}."
-            elif self.root.is_file() or "*" in self.root.name:
+            elif self.root.is_file() or "*" in str(self.root):
                 hint = (
                     " For chosen files, give a CSV file with the column path, or a list in Python."
                 )
@@ -206,6 +206,11 @@ class FolderSource:
         self._skipped.clear()
         keys = _sort_keys(self._walk())
         if not len(keys):
+            if (self.root / layout.MANIFEST).is_file():
+                raise DataError(
+                    f"data.root={self.root} is a store, without {self._what} to extract features "
+                    f"of. A job that reads a store takes it as store={self.root}."
+                )
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(self._skipped.items()))
             extensions = " ".join(sorted(name_text(e) for e in self._extensions))
             depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"

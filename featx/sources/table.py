@@ -45,6 +45,7 @@ from featx.sources.table_files import (
     Table,
     read_errors,
 )
+from featx.sources.views import BOX_COLUMNS
 from featx.types import Array, Listing, Source
 
 if TYPE_CHECKING:
@@ -217,7 +218,10 @@ class TableSource:
         if not len(keys):
             raise DataError(f"{self._origin} has no rows.")
         labels, classes, warnings = self._labels(table, label_column, len(keys))
-        order = sorting_order(keys, f"{self._origin}: {column} has some paths")
+        origin = self._origin
+        if set(BOX_COLUMNS[1:]) <= set(table.names):
+            origin += f" has boxes of images, which data.boxes={origin} adds to another data set"
+        order = sorting_order(keys, f"{origin}: {column} has some paths")
         keys = keys[order]
         content_tags = None
         if holds_images:

@@ -173,10 +173,11 @@ class BoxedSource(DerivedSource):
         order = sorting_order(keys, f"data.boxes={self._file} has some boxes")
         keys, positions = keys[order], positions[order]
         labels, classes, warnings = images.labels[positions], images.classes, images.warnings
+        label_note = self._label_note or images.label_note
         if None not in texts:
             origin = f"data.boxes={self._file}, column label"
             labels, classes, more = from_encoded_texts([*map(str, texts)], codes, origin)
-            labels, warnings = labels[order], (*warnings, *more)
+            labels, warnings, label_note = labels[order], (*warnings, *more), ""
         elif classes:  # images without a box must not leave their class behind
             labels, classes, _ = renumber(np.array(classes, dtype=object), labels)
         content_tags = None if images.content_tags is None else images.content_tags[positions]
@@ -189,7 +190,7 @@ class BoxedSource(DerivedSource):
             content_tags,
             columns,
             warnings,
-            self._label_note or images.label_note,
+            label_note,
         )
 
     def view(self, key: bytes) -> View:

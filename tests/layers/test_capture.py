@@ -190,11 +190,21 @@ def test_a_block_that_cannot_begin_leaves_no_hook(model: Scaled, layers: list[st
         ("frst", r"no layer 'frst' in this model\. Nearest: first\. Names are those of model"),
         (nn.ReLU(), r"layers are given by their names, such as \['attend.out_proj'\]"),
         ([0], "layers are given by their names"),
+        (None, "layers are given by their names"),
+        ("attend.*", r"'attend\.\*': a pattern works in the option `layers` only\."),
+        ("stages", r"Presets work in the option `layers` only; '' is what the model returns"),
     ],
 )
 def test_what_is_no_name_says_where_names_are(model: Scaled, layers: Any, message: str) -> None:
     with pytest.raises(LayerError, match=message), featx.capture(model, layers):
         pass
+
+
+def test_a_layer_under_two_names_is_called_once(model: Scaled) -> None:
+    with featx.capture(model, ["first", "first", "first:output"]) as features:
+        model(images(0))
+    assert torch.equal(features["first:output"], model.first(images(0)))
+    assert features["first"] is features["first:output"]
 
 
 def test_what_is_no_module_says_so() -> None:

@@ -302,15 +302,26 @@ def test_what_does_not_fit_names_the_layer(function: Any, message: str) -> None:
     assert num_hooks(model) == 0
 
 
-@pytest.mark.parametrize("edit", [0, torch.zeros(2, 4)])
-def test_a_value_instead_of_a_function_is_refused_before_the_model_runs(edit: Any) -> None:
-    with (
-        pytest.raises(
-            LayerError, match=r"first: expected a function .* lambda tensor: replacement"
-        ),
-        featx.edit(Net(), {"first": edit}),
-    ):
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"first": 0}, r"first: expected a function .* lambda tensor: replacement"),
+        ({"first": torch.zeros(2, 4)}, r"first: expected a function"),
+        (["first"], "edits is a list; expected a mapping from names to functions"),
+        (dict.fromkeys(["first", "first:output"], torch.relu), "name one tensor; give one"),
+    ],
+)
+def test_what_is_no_function_is_refused_before_the_model_runs(edits: Any, message: str) -> None:
+    with pytest.raises(LayerError, match=message), featx.edit(Net(), edits):
         pass
+
+
+def test_the_output_may_be_named_as_such() -> None:
+    model = Net()
+    with torch.no_grad(), featx.edit(model, {"first": torch.zeros_like}):
+        expected = model(images())
+    with torch.no_grad(), featx.edit(model, {"first:output": torch.zeros_like}):
+        assert torch.equal(model(images())["logits"], expected["logits"])
 
 
 def test_an_edit_without_effect_is_an_error() -> None:

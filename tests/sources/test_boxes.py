@@ -16,6 +16,7 @@ from tiny_model import extract, run_job
 
 from featx.errors import ConfigError, DataError
 from featx.sources import FolderSource
+from featx.sources.table import TableOptions, open_source
 from featx.sources.views import BoxedSource
 from featx.store import FeatureStore
 
@@ -119,6 +120,16 @@ def test_columns_that_look_like_labels_are_named(photos: Path, names: tuple[str,
     note = BoxedSource(FolderSource(photos), write_boxes(lines, (*HEADER, *names))).listing()
     assert ", ".join(map(repr, names)) in note.label_note
     assert "rename the one that holds the labels to label" in note.label_note
+
+
+def test_labels_of_boxes_need_none_of_the_images(photos: Path) -> None:
+    Path("images.csv").write_text(
+        "\n".join(["path", *{str(path) for path, *_ in boxes_of(photos)}])
+    )
+    images = open_source(TableOptions(root="images.csv", image_root=str(photos)))
+    lines = [(*line, "x") for line in boxes_of(photos)]
+    assert BoxedSource(images, write_boxes(boxes_of(photos))).listing().label_note
+    assert not BoxedSource(images, write_boxes(lines, (*HEADER, "label"))).listing().label_note
 
 
 def test_labels_that_are_marks_of_missing_values_are_warned_of(photos: Path) -> None:

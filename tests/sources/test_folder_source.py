@@ -274,11 +274,16 @@ def test_a_million_files_are_listed_within_20_seconds_and_500_mb(tmp_path: Path)
 def test_what_is_no_folder_of_images_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.root=.*nowhere does not exist"):
         FolderSource(tmp_path / "nowhere").listing()
+    with pytest.raises(DataError, match="For chosen files, give a CSV file"):
+        FolderSource(tmp_path / "*" / "a.jpg").listing()
     with pytest.raises(DataError, match=r"no images below .*\.jpg.*Left out: nothing\."):
         FolderSource(tmp_path).listing()
     write(tmp_path, "a.log", "b.md", ".c.jpg", "d.csv/e")
     with pytest.raises(DataError, match=r"Left out: 1 hidden, 3 other names\.$"):
         FolderSource(tmp_path).listing()
+    write(tmp_path, "s/featx.json")
+    with pytest.raises(DataError, match=r"s is a store, without images .* as store=.*s\.$"):
+        FolderSource(tmp_path / "s").listing()
     write(tmp_path, "f.tar", "g.CSV")
     with pytest.raises(DataError, match=r" Some may be read with data=table or data=webdataset\.$"):
         FolderSource(tmp_path).listing()

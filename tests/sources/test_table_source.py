@@ -105,6 +105,7 @@ def test_a_csv_of_many_blocks_keeps_text_that_looks_like_numbers_at_first(tmp_pa
     ("text", "message"),
     [
         ("path\na\nb\na\n", "path has some paths more than once: a"),
+        ("path,x,y,width,height\na,0,0,1,1\na,1,0,1,1\n", "has boxes of images, which data.boxes="),
         ("path,label\na,1\n,2\n", r"1 row without a path: line 3\. Correct these rows or delete"),
         ("path,label\n", "has no rows"),
         ("path,path\na,b\n", "two columns of the same name"),

@@ -232,14 +232,15 @@ class ClassTask(RowTask):
         notes, near = self.notes_on_rows(), entries["near_duplicates"]
         if count := self.layers[best]["repeated_rows"]:
             notes.append(
-                f"{count} test rows have the same vector as a training row in {best}; these "
-                "may be the same images"
+                f"{counted(count, 'test row has', 'test rows have')} the same vector as a training "
+                f"row in {best}; these may be the same images"
             )
         if near["rows"]:
             notes.append(
-                f"{near['rows']} test rows have a near-duplicate among the training rows (cosine "
-                f"of {near['cosine']} or more of the standardised {near['layer']}): the accuracy "
-                "may be too high; probe.group_column keeps rows that belong together on one side"
+                f"{counted(near['rows'], 'test row has', 'test rows have')} a near-duplicate among "
+                f"the training rows (cosine of {near['cosine']} or more of the standardised "
+                f"{near['layer']}): the accuracy may be too high; probe.group_column keeps rows "
+                "that belong together on one side"
             )
         if not self._keeps_scores:
             notes.append(

@@ -240,6 +240,8 @@ def check_finite(
     """
     damaged = []
     for name, value in tensors.items():
+        if value.is_floating_point() and value.dtype not in _FLOATS:
+            value = value.float()  # torch has no isnan of float8
         is_learned = module_state[name].requires_grad or name.endswith(_STATISTICS)
         if (value.isnan() if not is_learned else ~value.isfinite()).any():
             damaged.append(name)

@@ -27,8 +27,8 @@ from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
 from featx.errors import ConfigError
-from featx.images import PILLOW, ImagePolicy, decode_pillow
-from featx.images.decode import FORMATS, decode_array
+from featx.images import FORMATS, PILLOW, ImagePolicy, decode_pillow
+from featx.images.decode import decode_array
 from featx.images.decode_settings import SIMPLEJPEG
 from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status

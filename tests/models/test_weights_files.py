@@ -214,3 +214,9 @@ def test_a_mask_may_be_infinite(dtype: torch.dtype) -> None:
     masked.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1).to(dtype))
     load_weights(module, masked.state_dict(), "w.pth")
     assert torch.equal(module.mask.float(), masked.mask.float())
+
+
+def test_a_whole_pickled_module_is_refused(tmp_path: Path) -> None:
+    torch.save(net(), tmp_path / "model.pth")
+    with pytest.raises(WeightsError, match="tensors only"):
+        read_weights(tmp_path / "model.pth")

@@ -53,7 +53,7 @@ def pool_on(root: Path, address: str, **more: Any) -> ActorPool:
     """A pool of actors without actors, on a cluster."""
     task: Any = StubTask(SimpleNamespace(), root, root)  # type: ignore[arg-type]
     spec = stub_spec(root, [Part(0, 0, 4)], Config(), task)
-    session: Any = SimpleNamespace(root=root, disk=AtomicFolder(root))
+    session: Any = SimpleNamespace(root=root, disk=AtomicFolder(root), num_committed=0)
     return ActorPool(made_ray(**more), spec, session, "cpu", RayOptions(address=address))
 
 

@@ -65,7 +65,7 @@ class ContactSheets(RunObserver):
             if not tiles:
                 continue
             title = name or "images without a label"
-            sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
+            sheet = contact_sheet(title, _subtitle(context, store), methods, [*tiles.values()])
             file = _file_name(name)
             while file.casefold() in taken:  # "a b" and "a_b" would have one file
                 file += "_"
@@ -73,7 +73,7 @@ class ContactSheets(RunObserver):
             sheets = {f"{file}.png": sheet}
             if (layer := config.attribute.feature_map_layer) is not None:
                 maps = f"maps-{_file_name(str(layer))}-{file}.png"
-                sheets[maps] = _feature_maps(context, int(rows[0]), tiles[0])
+                sheets[maps] = _feature_maps(context, *next(iter(tiles.items())))
             for file_name, image in sheets.items():
                 data = io.BytesIO()
                 image.save(data, "PNG")
@@ -88,9 +88,9 @@ def _tiles(
     store: FeatureStore,
     methods: list[str],
     rows: list[int],
-) -> list[Tile]:
+) -> dict[int, Tile]:
     """Return the rows with the crops that the model saw, without images that were deleted since."""
-    tiles = []
+    tiles = {}
     for row in rows:
         images = context.loader.load([row])
         if len(images):
@@ -98,7 +98,7 @@ def _tiles(
             pixels = x.permute(1, 2, 0).contiguous().numpy()
             maps = [np.asarray(store[method][row], np.float32) for method in methods]
             key = name_bytes(store.key_of(row)).decode("utf-8", "replace")
-            tiles.append(Tile(pixels, maps, (key, _caption(context, store, row))))
+            tiles[row] = Tile(pixels, maps, (key, _caption(context, store, row)))
     return tiles
 
 

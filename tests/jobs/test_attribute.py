@@ -16,6 +16,7 @@ from zoo import TwoStageConvNet
 
 import featx
 from featx.errors import ConfigError, DataError, LayerError, StoreMismatchError
+from featx.jobs.attribute import ContactSheets
 from featx.models import state_sha256
 from featx.types import Status
 
@@ -272,3 +273,18 @@ def test_heat_maps_below_data_root_are_no_images_of_the_data_set(
 def test_heat_maps_among_the_images_are_refused(photos: Path) -> None:
     with pytest.raises(ConfigError, match=r"is data\.root as well"):
         run(photos, out=str(photos))
+
+
+def test_sheets_leave_out_an_image_that_is_deleted_meanwhile(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = ContactSheets.run_finished
+
+    def delete_and_finish(sheets: ContactSheets) -> None:
+        (photos / "cat" / "000.png").unlink()
+        finish(sheets)
+
+    monkeypatch.setattr(ContactSheets, "run_finished", delete_and_finish)
+    assert run(photos, attribute={"method": ["gradcam"], "feature_map_layer": "conv"}) == 0
+    names = ["cat.png", "dog.png", "maps-conv-cat.png", "maps-conv-dog.png"]
+    assert sorted(os.listdir("store/sheets")) == names

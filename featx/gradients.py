@@ -389,6 +389,8 @@ def watch(
         raise ConfigError(f"on_alarm={on_alarm!r}: expected 'raise', 'record' or a function.")
     if keep_steps < _MEDIAN_STEPS:
         raise ConfigError(f"keep_steps={keep_steps}: expected {_MEDIAN_STEPS} or more.")
+    if not isinstance(limits, Limits | None):
+        raise ConfigError(f"limits={limits!r}: expected featx.gradients.Limits(...), or None.")
     _refuse_sharded(model)
     steps, alarms = deque[Step](maxlen=keep_steps), deque[Alarm](maxlen=keep_steps)
     limits = limits or Limits()

@@ -885,6 +885,7 @@ def test_on_cuda_nothing_waits_for_the_device_before_the_step(dtype: torch.dtype
         {"clip_norm": math.inf},
         {"on_alarm": "ignore"},
         {"keep_steps": 1},
+        {"limits": {"exploding_norm": 1.0}},
     ],
 )
 def test_wrong_arguments_are_refused_and_leave_no_hook(arguments: dict[str, object]) -> None:

@@ -102,7 +102,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     def one_job(node: DictConfig) -> None:
         until_job.close()
         label = _announce_run(line)
-        runs.append((label, 1, ""))
+        runs.append((label, 1, ""))  # it has begun: what it raises is no error of the options
         runs[-1] = label, *_run_job(node, line, debug)
 
     typed = sys.argv
@@ -132,7 +132,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     except ValueError as error:
         if debug or runs:
             raise
-        log_message(str(error))  # of Hydra, about flags that do not go together
+        log_message(str(error))  # Hydra refuses flags that do not go together
         return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ import numpy as np
 import pytest
 from object_server import bucket, s3_requests, s3_server, watch  # noqa: F401 - fixtures
 from PIL import Image
+
+from featx.base import console
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -77,6 +80,19 @@ def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
     ]
     pixels = 127 + 90 * np.stack(waves, axis=-1) + rng.normal(0, 8, (height, width, 3))
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8), "RGB")
+
+
+@pytest.fixture
+def restored_console() -> Iterator[None]:
+    """What a test changes in the log, such as by log.json=true, ends with it."""
+    handlers = list(logging.getLogger().handlers)
+    before = [handler.formatter for handler in handlers]
+    state = dict(vars(console))
+    yield
+    vars(console).update(state)
+    logging.captureWarnings(False)
+    for handler, formatter in zip(handlers, before, strict=True):
+        handler.setFormatter(formatter)
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,16 @@ MISTAKES = [
     (["data=cifar10"], "Nearest: torchvision."),
     (["out=runs/photos.h5"], "Give out=runs/photos, or another folder."),
     (["data=photo"], "data=./photos"),
+    (["data.rot=3"], "Nearest: data.root"),
+    (["+foo=1"], "unknown key 'foo'"),
+    (["layers=["], "cannot read 'layers=['"),
+    (["dtype=int8"], "dtype=int8: expected one of float16, float32"),
+    (["max_failures=-1"], "max_failures=-1: expected a share"),
+    (["reduce=mean"], "Nearest: avg"),
+    (["reduce=true"], "reduce=true: expected one of"),
+    (["out=null"], "out=null: expected a value"),
+    (["seed=0x10"], "seed"),
+    (["job=verify", "store=a", "model.weights=x"], "model.weights has no effect with job=verify"),
     (["job=verify"], "say which with store=DIR"),
     (["job=probe", "store=a", "model=resnet18"], "model has no effect with job=probe"),
     (["model=resnet18", "model.transform.mean=abc"], "model.transform.mean=abc: expected a list"),
@@ -447,6 +457,7 @@ import featx.jobs
 from featx.__main__ import run_command
 
 DISK = "/net/features.h5"
+NUMBERS = errno.EIO, errno.ENOTCONN, errno.EISDIR
 for error in (
     MemoryError("Unable to allocate 7.45 GiB"),
     OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
@@ -458,7 +469,7 @@ for error in (
     OSError(errno.EFBIG, os.strerror(errno.EFBIG)),  # of shared memory
     FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
     OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/torchinductor_me"),
-    *(OSError(number, os.strerror(number), DISK) for number in (errno.EIO, errno.EISDIR)),
+    *(OSError(number, os.strerror(number), DISK) for number in NUMBERS),
 ):
     def run(*arguments):
         raise error

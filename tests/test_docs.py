@@ -323,6 +323,7 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return command.run_command()
 
 
+@pytest.mark.usefixtures("restored_console")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
@@ -357,6 +358,7 @@ def test_every_command_runs(
         assert run(words, monkeypatch) == 0, f"{line}\n{capsys.readouterr().err[-2000:]}"
 
 
+@pytest.mark.usefixtures("restored_console")
 @pytest.mark.slow
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first line to an answer of the server, in the order of the page, word by word."""

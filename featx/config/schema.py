@@ -130,11 +130,12 @@ def merged_values(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     return merged
 
 
-_COMPLETING = {
+_MEMBER_KEYWORDS = {
     "data_root": ("data", "data", "name"),
     "model_name": ("model", "model.library", "library"),
 }
-"""Keyword beside `data="table"` or `model="timm"` -> group, its family, and option of the text."""
+"""Keyword with which a text given for a group, `data="table"` or `model="timm"`, is the name of a
+member -> the group, the family of its members, and the option that selects one."""
 
 
 def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,11 +146,11 @@ def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     groups = {f.name for f in fields(Config)}
     nested = {name: value for name, value in values.items() if name in groups}
-    for keyword, (group, member, selector) in _COMPLETING.items():
-        text, known = nested.get(group), family(member)
-        is_completed = keyword in values or keyword.replace("_", ".") in values
-        if is_completed and isinstance(text, str) and text in known:
-            nested[group] = {selector: known.get(text).name}
+    for keyword, (group, name, selector) in _MEMBER_KEYWORDS.items():
+        text, members = nested.get(group), family(name)
+        is_given = keyword in values or keyword.replace("_", ".") in values
+        if is_given and isinstance(text, str) and text in members:
+            nested[group] = {selector: members.get(text).name}
     options = {name.replace(".", "_"): name for name in option_tree()}
     for keyword, value in values.items():
         if keyword in groups:

@@ -178,7 +178,7 @@ class Windows:
             raise ReduceError(
                 f"model.window: images have several sizes, such as {_text(first)} and "
                 f"{_text(other)} pixels, and with reduce={layer.reduce.name} rows of {name} would "
-                f"be {kind} and {other_kind}. A store needs one kind: 'reduce="
+                f"have {kind} and {other_kind}. A store needs one of them: 'reduce="
                 f"{{name: grid, rows: {rows}, columns: {columns}}}' or reduce=align makes them "
                 "equal, 'model.transform.resize=[HEIGHT,WIDTH]' the images."
             )
@@ -254,8 +254,8 @@ class Windows:
             kind = _kind_of_row(reductions[spec.name], shape)
             if kind != self._kinds[spec.name]:
                 raise _window_fault(
-                    f"{image.shape[2]} x {image.shape[1]} pixels give {spec.name} a row of {kind}, "
-                    f"and the other images {self._kinds[spec.name]}; "
+                    f"{image.shape[2]} x {image.shape[1]} pixels give {spec.name} a row with "
+                    f"{kind}, and the other images one with {self._kinds[spec.name]}; "
                     "reduce={name: grid, rows: 64, columns: 64} makes them equal"
                 )
         values = {}
@@ -376,13 +376,12 @@ def attach_windows(
 
 
 def _kind_of_row(reduce: Reduction, shape: tuple[int, ...]) -> str:
-    """Describe the rows of a reduction; all rows of a dataset are of one kind.
-
-    The positions of sampled tokens follow from the number of candidates, which a store has once.
+    """Describe in what the rows of a dataset have to be equal: their shape; for sampled tokens the
+    grid that they are sampled from, which a store records once for all rows.
     """
     if isinstance(reduce, TokenSample):
         return f"{reduce.k} of {reduce.grid[0]} x {reduce.grid[1]} positions"
-    return f"shape {shape}"
+    return f"the shape {shape}"
 
 
 def _window_fault(message: str) -> ImageFault:

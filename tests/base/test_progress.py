@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -81,17 +81,9 @@ def test_a_model_that_is_slower_than_in_its_trial_is_reported(
 
 
 @pytest.fixture
-def as_json() -> Iterator[None]:
+def as_json(restored_console: None) -> None:
     """stderr gets JSON objects, as with log.json=true."""
-    handlers = list(logging.getLogger().handlers)
-    before = [handler.formatter for handler in handlers]
-    state = dict(vars(console))
     log_as_json()
-    yield
-    vars(console).update(state)
-    logging.captureWarnings(False)
-    for handler, formatter in zip(handlers, before, strict=True):
-        handler.setFormatter(formatter)
 
 
 @pytest.mark.usefixtures("as_json")

@@ -350,7 +350,7 @@ SAMPLE = {"name": "sample", "k": 2}
 @pytest.mark.parametrize(
     ("reduce", "kinds"),
     [
-        ("none", r"shape \(4, 3, 4\) and shape \(4, 4, 4\)"),
+        ("none", r"have the shape \(4, 3, 4\) and the shape \(4, 4, 4\)"),
         (SAMPLE, "2 of 3 x 4 positions and 2 of 4 x 4 positions"),
     ],
 )
@@ -366,8 +366,8 @@ def test_rows_of_images_of_several_sizes_are_refused_before_the_run(
 @pytest.mark.parametrize(
     ("reduce", "kinds"),
     [
-        ("none", "a row of shape (4, 3, 4), and the other images shape (4, 4, 4)"),
-        (SAMPLE, "a row of 2 of 3 x 4 positions, and the other images 2 of 4 x 4 positions"),
+        ("none", "a row with the shape (4, 3, 4), and the other images one with the shape (4, 4"),
+        (SAMPLE, "a row with 2 of 3 x 4 positions, and the other images one with 2 of 4 x 4"),
     ],
 )
 def test_a_later_image_of_another_size_fails_with_the_reason(

@@ -161,7 +161,8 @@ def _redacted_config(config: str, folders: Sequence[str]) -> str:
         return without_folders(config, folders)  # written by another program
     # A path with spaces may have several lines in `config`.
     values = _without_folders_in_values(values, folders)
-    return str(yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=math.inf))
+    text = yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=math.inf)
+    return str(text).rstrip()
 
 
 def _without_folders_in_values(value: object, folders: Sequence[str]) -> object:

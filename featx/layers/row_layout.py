@@ -56,9 +56,11 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     """
     if rows.is_map:
         return False
-    height, width = rows.input_size
-    first = rows.shape[0] * width == rows.shape[1] * height
-    last = rows.shape[1] * width == rows.shape[2] * height
+    for has_size in (is_map_size, is_rounded_map_size):
+        first = has_size(rows.shape[:2], rows.input_size)
+        last = has_size(rows.shape[1:], rows.input_size)
+        if first or last:
+            break
     is_attention = _is_attention(rows)
     if first != last and not is_attention:
         return first
@@ -74,6 +76,22 @@ def channels_last(option: str, rows: RowLayout) -> bool:
         f"{option} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
         f"are unknown. {advice}"
     )
+
+
+def is_map_size(sides: tuple[int, ...], input_size: tuple[int, int]) -> bool:
+    """Return whether (rows, columns) have the proportions of the input."""
+    return sides[0] * input_size[1] == sides[1] * input_size[0]
+
+
+def is_rounded_map_size(sides: tuple[int, ...], input_size: tuple[int, int]) -> bool:
+    """Return whether (rows, columns) are the sides of the input over one number, to within 1.
+
+    A stride that does not divide the sides rounds them: 200 x 300 pixels become 7 x 10 positions.
+    A square stays square.
+    """
+    (rows, columns), (height, width) = sides, input_size
+    is_near = height * (columns - 1) < width * (rows + 1)
+    return height != width and is_near and width * (rows - 1) < height * (columns + 1)
 
 
 def _is_attention(rows: RowLayout) -> bool:
@@ -120,7 +138,7 @@ def token_grid(
     height, width = input_size
     for rows in range(1, patches + 1):
         columns = rows * width // height
-        if rows * columns == patches and columns * height == rows * width:
+        if rows * columns == patches and is_map_size((rows, columns), input_size):
             return rows, columns
     return None
 

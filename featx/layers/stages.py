@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from featx.errors import LayerError
+from featx.layers.row_layout import is_map_size, is_rounded_map_size
 from featx.layers.trace import Call, Trace
 
 
@@ -198,11 +199,12 @@ def _map_size(call: Call, trace: Trace) -> tuple[int, int] | None:
     shapes = list(call.outputs.values())
     if len(shapes) != 1 or len(shapes[0]) != 4 or shapes[0][0] != trace.batch_size:
         return None
-    *_, input_height, input_width = next(iter(trace.calls[-1].inputs.values()))
+    *_, height, width = next(iter(trace.calls[-1].inputs.values()))
     _, a, b, c = shapes[0]
-    for height, width in ((b, c), (a, b)):
-        if height * input_width == width * input_height:
-            return height, width
+    for has_size in (is_map_size, is_rounded_map_size):
+        for sides in ((b, c), (a, b)):
+            if has_size(sides, (height, width)):
+                return sides
     return None
 
 

@@ -150,13 +150,13 @@ def test_a_finished_store_gives_the_bytes_of_a_run(photos: Path, observation: st
 
 
 def test_maps_of_unknown_channels_are_taken_as_a_whole_in_a_store_too(photos: Path) -> None:
-    """Square maps of an input that is not."""
-    model = {**KEYS["model"], "transform": {"resize": 48, "crop": [32, 36]}}
+    """Maps with as many channels as rows and columns."""
+    model = {**KEYS["model"], "transform": {"resize": 64, "crop": 64}}
     of_images = featx.stats(**{**KEYS, "model": model, "data": str(photos), "out": "images"})
     store = extract(photos, model=model, dtype="float32")
-    assert store["conv"].shape[1:] == (8, 4, 4)
+    assert store["conv"].shape[1:] == (8, 8, 8)
     of_rows = featx.stats(store="store")
-    assert of_rows["conv"].dim == 128
+    assert of_rows["conv"].dim == 512
     assert of_rows["conv"].sha256 == of_images["conv"].sha256
     with pytest.raises(ReduceError, match=r"channels are unknown\. Use stats\.observation=image\."):
         featx.stats(store="store", stats={"observation": "position"}, overwrite=True)

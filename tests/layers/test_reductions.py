@@ -167,12 +167,32 @@ def test_sums_are_taken_in_float32() -> None:
         ((8, 6, 3), (256, 192), True),
         ((3, 8, 6), (256, 192), False),
         ((7, 7, 512), (224, 224), True),
+        # Strides that do not divide the input round its sides.
+        ((512, 7, 10), (200, 300), False),
+        ((7, 10, 768), (200, 300), True),
+        ((192, 35, 48), (299, 400), False),
+        ((512, 1, 1), (30, 50), False),
     ],
 )
 def test_channels_last_follows_the_inputs_proportions(
     row_shape: tuple[int, int, int], input_size: tuple[int, int], expected: bool
 ) -> None:
     assert channels_last("avg", RowLayout("layer", row_shape, input_size)) is expected
+
+
+@pytest.mark.parametrize(
+    ("row_shape", "message"),
+    [
+        ((64, 97, 147), r"could be \(C, H, W\) or \(H, W, C\)"),
+        ((512, 7, 13), "no map of the input's proportions"),
+        ((12, 197, 64), "no map of the input's proportions"),
+    ],
+)
+def test_sides_that_rounding_does_not_explain_are_refused(
+    row_shape: tuple[int, int, int], message: str
+) -> None:
+    with pytest.raises(ReduceError, match=message):
+        channels_last("avg", RowLayout("layer", row_shape, (200, 300)))
 
 
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,11 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
         )
     if sha256 is not None:
         _check_digest(path, sha256)
+    if _is_torchscript(path):
+        raise WeightsError(
+            f"model.weights={path} is a TorchScript program, which is code. Save its tensors: "
+            f"torch.save(torch.jit.load({path.name!r}).state_dict(), 'weights.pth')."
+        )
     try:
         if path.suffix == ".safetensors":
             state: Any = load_file(path)
@@ -83,6 +89,15 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, torch.Tenso
     if not isinstance(state, Mapping):
         raise WeightsError(f"model.weights={path} holds a {type(state).__name__}, no state dict.")
     return dict(_flat(state, ""))
+
+
+def _is_torchscript(path: Path) -> bool:
+    """Return whether a file was written by torch.jit.save."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def _check_digest(path: Path, expected: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,15 @@ def test_damaged_files_are_refused(tmp_path: Path, state: State, suffix: str, da
         {"empty": b"", "short": whole[: len(whole) // 2], "text": b"404 not found"}[damage]
     )
     with pytest.raises(WeightsError, match="cannot be read: "):
+        read_weights(path)
+
+
+def test_torchscript_is_refused_with_how_to_save_its_tensors(tmp_path: Path, state: State) -> None:
+    path = tmp_path / "net.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that TorchScript is deprecated
+        torch.jit.trace(nn.Linear(2, 3), torch.zeros(1, 2)).save(path)
+    with pytest.raises(WeightsError, match=r"net\.pt is a TorchScript program.*torch\.jit\.load"):
         read_weights(path)
 
 

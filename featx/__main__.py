@@ -78,12 +78,7 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.cli import (
-        checked_hydra,
-        explain_error,
-        read_command_line,
-        register_with_hydra,
-    )
+    from featx.cli import checked_hydra, explain_error, read_command_line, register_with_hydra
     from featx.jobs import JOBS
 
     debug = os.environ.get("FEATX_DEBUG") == "1"

@@ -26,12 +26,7 @@ from featx.analysis.new_images import (
     list_given_images,
 )
 from featx.analysis.probe.heads import Head, read_head
-from featx.analysis.probe.metrics import (
-    CLASSIFICATION,
-    LABEL_THRESHOLD,
-    MULTILABEL,
-    REGRESSION,
-)
+from featx.analysis.probe.metrics import CLASSIFICATION, LABEL_THRESHOLD, MULTILABEL, REGRESSION
 from featx.base import check_memory, choose_device, command_text, log_message, name_text
 from featx.config import Config, DataConfig
 from featx.errors import StoreError

@@ -14,12 +14,7 @@ from PIL import Image
 
 from featx.base import name_text, return_freed_memory
 from featx.errors import RunError
-from featx.images.decode import (
-    DecodedImage,
-    decode_array,
-    decode_box_image,
-    decode_pillow,
-)
+from featx.images.decode import DecodedImage, decode_array, decode_box_image, decode_pillow
 from featx.images.decode_settings import DecodeSettings
 from featx.images.decoder import DecodingClock
 from featx.images.decoder_warnings import recorded_warnings, warn

@@ -23,13 +23,7 @@ from typing import TYPE_CHECKING
 from featx.base import LruCache, name_bytes
 from featx.errors import DataError, MissingExtraError
 from featx.sources.base import mtime_ns
-from featx.sources.path_patterns import (
-    base_of,
-    expand_braces,
-    find_files,
-    has_stars,
-    is_pattern,
-)
+from featx.sources.path_patterns import base_of, expand_braces, find_files, has_stars, is_pattern
 from featx.storage import PositionedFile, s3_client
 
 if TYPE_CHECKING:

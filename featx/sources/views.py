@@ -24,16 +24,7 @@ from featx.errors import DataError, counted
 from featx.sources.labels import find_column, from_encoded_texts, note_on_columns, renumber
 from featx.sources.row_keys import box_key, find_rows, parse_box_key, sorting_order
 from featx.sources.table_files import UNREADABLE, check_csv, open_csv
-from featx.types import (
-    Box,
-    BoxReader,
-    Listing,
-    RandomCrop,
-    Source,
-    Stateful,
-    View,
-    ViewSource,
-)
+from featx.types import Box, BoxReader, Listing, RandomCrop, Source, Stateful, View, ViewSource
 
 _SEPARATOR = b"#"
 """Separator between the key of the image and the view."""
@@ -275,7 +266,6 @@ class ReadBoxes:
     """Boxes that their source reads one by one, so that each row is an image of its own."""
 
     def __init__(self, boxed: BoxedSource, reader: BoxReader) -> None:
-        self._boxed = boxed
         self._reader = reader
         self.listing = boxed.listing
         self.states = boxed.states

@@ -23,14 +23,7 @@ from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.row_keys import find_row, find_rows, sorting_order
-from featx.sources.tar_index import (
-    CUT_SIZE,
-    NO_LABEL,
-    REFUSED_SIZE,
-    TWICE_SIZE,
-    TarIndex,
-    index_of,
-)
+from featx.sources.tar_index import CUT_SIZE, NO_LABEL, REFUSED_SIZE, TWICE_SIZE, TarIndex, index_of
 from featx.sources.tar_shards import GzipReader, Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
 

@@ -15,12 +15,7 @@ import numpy as np
 
 from featx.base import num_cpus
 from featx.errors import require
-from featx.storage import (
-    PositionedFile,
-    UnfinishedFile,
-    disk_mismatch_error,
-    memory_mismatch_error,
-)
+from featx.storage import PositionedFile, UnfinishedFile, disk_mismatch_error, memory_mismatch_error
 from featx.store import layout
 from featx.store.chunk_table import chunks_of
 from featx.store.filter_pipeline import Pipeline

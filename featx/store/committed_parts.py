@@ -27,12 +27,7 @@ from featx.store.part_files import (
 )
 from featx.store.result_files import failures_csv, read_failures
 from featx.store.row_file import RowFile
-from featx.store.sound_rows import (
-    SoundRows,
-    open_damaged,
-    sound_rows,
-    sound_rows_of_part,
-)
+from featx.store.sound_rows import SoundRows, open_damaged, sound_rows, sound_rows_of_part
 from featx.types import Failure, Listing, Part
 
 logger = logging.getLogger(__name__)

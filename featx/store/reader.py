@@ -14,14 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import (
-    as_utf8,
-    declared_function,
-    free_title,
-    import_extra,
-    name_bytes,
-    name_text,
-)
+from featx.base import as_utf8, declared_function, free_title, import_extra, name_bytes, name_text
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage import folder_of, parse_path
 from featx.store import layout

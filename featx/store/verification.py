@@ -21,12 +21,7 @@ from featx.store.listing import (
     read_listing,
     read_listing_file,
 )
-from featx.store.manifest import (
-    DamagedManifestError,
-    Manifest,
-    load_manifest,
-    num_runs_of,
-)
+from featx.store.manifest import DamagedManifestError, Manifest, load_manifest, num_runs_of
 from featx.store.part_files import part_names
 from featx.store.result_files import (
     csv_rows,

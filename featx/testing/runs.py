@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 
 import featx
-from featx.testing.tiny_extraction import (
-    BROKEN,
-    MODEL_ARGUMENTS,
-    NUM_IMAGES,
-    extract,
-    write_images,
-)
+from featx.testing.tiny_extraction import BROKEN, MODEL_ARGUMENTS, NUM_IMAGES, extract, write_images
 from featx.types import Status
 
 

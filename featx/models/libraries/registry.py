@@ -17,13 +17,7 @@ from featx.config import (
     WindowConfig,
 )
 from featx.errors import ConfigError, FeatxError, ModelError, nearest
-from featx.models.catalogue import (
-    hint,
-    is_listed,
-    known_names,
-    read_catalogue,
-    search_models,
-)
+from featx.models.catalogue import hint, is_listed, known_names, read_catalogue, search_models
 from featx.models.transformers.families import FAMILIES
 
 if TYPE_CHECKING:

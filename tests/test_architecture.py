@@ -17,12 +17,11 @@ import grimp
 import h5py
 import numpy as np
 import pytest
-from conftest import run_python
+from conftest import REPOSITORY, run_python
 
 import featx
 from featx.base import family, family_options
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 TEXT = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
 ADDING = (REPOSITORY / "docs" / "adding.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^## An? ([^\n]+)\n(.*?)(?=^##|\Z)", ADDING, re.M | re.S))

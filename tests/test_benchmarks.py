@@ -8,12 +8,10 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import run_python
+from conftest import REPOSITORY, run_python
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = {
     "decode": "--images 4 --runs 1",
     "loader-overhead": "--images 512 --photos 8 --batch-size 16 --runs 1",

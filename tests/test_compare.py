@@ -11,9 +11,7 @@ from types import ModuleType
 import h5py
 import numpy as np
 import pytest
-from conftest import run_python
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from conftest import REPOSITORY, run_python
 
 
 @pytest.fixture

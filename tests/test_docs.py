@@ -20,7 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import make_image, run_python, slow_except
+from conftest import REPOSITORY, make_image, run_python, slow_except
 from object_server import environment, rows_of, running_server, upload
 from tiny_model import write_images
 
@@ -33,7 +33,6 @@ from featx.config import described_options, from_composed
 from featx.models import read_catalogue
 from featx.storage import s3_client
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 FIRST_PAGES = [

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_python
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from conftest import REPOSITORY, run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import run_python
+from conftest import REPOSITORY, run_python
 
 from featx import __version__
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def test_the_container_copies_what_there_is_and_installs_known_extras() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_featx, run_python
+from conftest import REPOSITORY, run_featx, run_python
 from PIL import Image
 from tiny_model import job_config
 
@@ -21,7 +21,6 @@ from featx.images import read_image
 from featx.pipeline import list_images
 from featx.types import Listing
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLE = REPOSITORY / "tests" / "example_plugin"
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from conftest import REPOSITORY
 from PIL import Image
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SAMPLE = REPOSITORY / "data" / "sample"
 README = REPOSITORY / "data" / "README.md"
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_tmp_path")]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
 INSTALL = 'eval "$(featx --shell-completion install=bash)"'
 

@@ -88,6 +88,14 @@ def test_values_that_are_not_finite_are_counted() -> None:
     assert found["largest"] == found["mean"] == 1
 
 
+def test_the_spread_of_values_far_from_zero() -> None:
+    values = np.full((4, 3), 1e9, np.float32)  # neighbouring numbers of float32 are 64 apart
+    values[:, 0] += 64
+    store = store_of({"far": values, "same": np.full((4, 3), 1000.1)}, [0, 1, 0, 1])
+    found = [layer_statistics(store, layer, np.arange(4))["std"] for layer in ("far", "same")]
+    assert found == pytest.approx([64 * 2**0.5 / 3, 0])
+
+
 @pytest.mark.parametrize("shape", [(40, 7), (12, 30)])
 def test_principal_components_are_those_of_an_svd(shape: tuple[int, int]) -> None:
     x = np.random.default_rng(0).normal(size=shape) @ np.diag(np.arange(1, shape[1] + 1)) + 5

@@ -112,11 +112,12 @@ def plot_of(
     return layer_plot(row_vectors(store, layer, rows), store.labels[rows], rows, seed, tsne)
 
 
-def test_a_plot_of_two_groups_keeps_them_apart() -> None:
+@pytest.mark.parametrize("scale", [1, 1e-21, 1e16])
+def test_a_plot_of_two_groups_keeps_them_apart(scale: float) -> None:
     rng = np.random.default_rng(0)
     labels = np.arange(40) % 2
     x = rng.normal(size=(40, 6)).astype(np.float32) + 20 * labels[:, None]
-    store = store_of({"flat": x}, labels.tolist())
+    store = store_of({"flat": scale * x}, labels.tolist())
     found = plot_of(store, "flat", np.arange(40), seed=3, tsne=True)
     assert found["pca"] is not None
     assert found["tsne"] is not None

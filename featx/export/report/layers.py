@@ -254,14 +254,17 @@ def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
-    start = plane / max(float(plane[:, 0].std()), 1e-300) * 1e-4
+    # t-SNE does not depend on the scale of its input, but scikit-learn's float32 squares and its
+    # search for the perplexity do.
+    spread = max(float(plane[:, 0].std()), 1e-300)
+    start = plane / spread * 1e-4
     model = TSNE(
         perplexity=perplexity_of(len(scores)), init=start.astype(np.float32), random_state=seed
     )
     # t-SNE takes a thousand short steps. On a busy machine, threads that wait for each other take 2
     # to 18 times as long as a single one.
     with threadpool_limits(1):
-        embedded = model.fit_transform(scores.astype(np.float32))
+        embedded = model.fit_transform((scores / spread).astype(np.float32))
     return np.asarray(embedded, np.float64)
 
 

@@ -129,7 +129,7 @@ def _sections(summary: Json) -> list[Section]:
             name,
             "{} x {}".format(*norms["grid"]),
             *(_number(norms[key]) for key in ("median", "p99", "largest", "threshold")),
-            f"{_number(100 * norms['share'])} %",
+            "-" if norms["share"] is None else f"{_number(100 * norms['share'])} %",
             ", ".join(_number(each["mean"]) for each in norms["prefix"]) or "-",
         )
         for name, about in layers.items()

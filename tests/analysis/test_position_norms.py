@@ -139,6 +139,16 @@ def take(**keys: Any) -> Statistics:
     return featx.stats(data="photos", stats={"covariance": "diagonal"}, **options)
 
 
+def test_norms_below_the_histogram_have_no_quantiles(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(8, shapes={"x": (23, 6)})
+    run = replace(run, features={"x": 1e-9 * run.features["x"]}, tokens={"x": PLACES})
+    run.identified().write(Path("store"), packed=True)
+    assert run_job("stats", store="store") == 0
+    line = capsys.readouterr().out.split("prefix tokens\n")[1].splitlines()[0].split()
+    largest = np.linalg.norm(run.features["x"][:, 3:].astype(np.float64), axis=2).max()
+    assert line[:9] == ["x", "4", "x", "5", "-", "-", f"{largest:.4g}", "-", "-"]
+
+
 @pytest.mark.slow
 def test_the_job_writes_and_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     images(10)

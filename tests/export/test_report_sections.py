@@ -88,6 +88,14 @@ def test_values_that_are_not_finite_are_counted() -> None:
     assert found["largest"] == found["mean"] == 1
 
 
+def test_the_spread_of_values_far_from_zero() -> None:
+    values = np.full((4, 3), 1e9, np.float32)  # neighbouring numbers of float32 are 64 apart
+    values[:, 0] += 64
+    store = store_of({"far": values, "same": np.full((4, 3), 1000.1)}, [0, 1, 0, 1])
+    found = [layer_statistics(store, layer, np.arange(4))["std"] for layer in ("far", "same")]
+    assert found == pytest.approx([64 * 2**0.5 / 3, 0])
+
+
 @pytest.mark.parametrize("shape", [(40, 7), (12, 30)])
 def test_principal_components_are_those_of_an_svd(shape: tuple[int, int]) -> None:
     x = np.random.default_rng(0).normal(size=shape) @ np.diag(np.arange(1, shape[1] + 1)) + 5
@@ -104,11 +112,12 @@ def plot_of(
     return layer_plot(row_vectors(store, layer, rows), store.labels[rows], rows, seed, tsne)
 
 
-def test_a_plot_of_two_groups_keeps_them_apart() -> None:
+@pytest.mark.parametrize("scale", [1, 1e-21, 1e16])
+def test_a_plot_of_two_groups_keeps_them_apart(scale: float) -> None:
     rng = np.random.default_rng(0)
     labels = np.arange(40) % 2
     x = rng.normal(size=(40, 6)).astype(np.float32) + 20 * labels[:, None]
-    store = store_of({"flat": x}, labels.tolist())
+    store = store_of({"flat": scale * x}, labels.tolist())
     found = plot_of(store, "flat", np.arange(40), seed=3, tsne=True)
     assert found["pca"] is not None
     assert found["tsne"] is not None

@@ -258,6 +258,24 @@ def test_what_groups_do_not_allow_is_reported() -> None:
     )
 
 
+def test_what_is_never_tested_is_said() -> None:
+    # Of c, d and f there is one group each; those of d and f are all groups of e.
+    texts = "a0a0b0b0 a1a1b1b1 a2a2b2b2 a3a3b3b3 c4c4a4a4 d5d5e5e5 f6f6e6e6".replace(" ", "")
+    y, groups = ([*texts[start::2]] for start in (0, 1))
+    run = make_labelled({"x": alike()[: len(y), :9]}, map("abcdef".index, y), "abcdef")
+    listing = replace(run.listing, columns={"group": np.array(groups, "S1")})
+    replace(run, listing=listing).write(Path("store"), packed=True)
+    notes = [
+        "3 classes, such as c, d, f, are in a single group, trained on and never tested",
+        "1 class, such as e, is never tested: that would leave another class without training rows",
+    ]
+    assert probe(group_column="group")["notes_on_rows"][:-1] == notes
+    folds = probe(group_column="group", folds=4)
+    left = "2 rows of other classes are in a group with such a class, and never tested"
+    assert folds["notes_on_rows"][:-1] == [*notes, left]
+    assert (folds["rows"], folds["rows_labelled"]) == (16, 28)
+
+
 @pytest.mark.slow
 def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_reported(
     tmp_path: Path,

@@ -105,7 +105,7 @@ class ClassTask(RowTask):
         rows, options = super().make_splits(seed), self.config.probe
         if self.testing is None and options.split is None:
             folds = rows.settings.get("folds", 2)
-            rows.notes.extend(small_classes(self.training, rows.groups, folds))
+            rows.notes.extend(small_classes(self.training, rows, folds))
         grouped = rows.grouped
         unit = "row" if rows.groups is None or grouped is None else f"group ({grouped.by})"
         has_share = "test_share" in rows.settings

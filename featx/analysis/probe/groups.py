@@ -230,7 +230,8 @@ def share_of_groups(
     """Select whole groups that contain about a share of the rows of each class; return (n,) bool,
     whether a place is selected.
 
-    For each class that lies in two or more groups, at least one group is selected and one is not.
+    A class that lies in two or more groups has at least one that is not selected, and one that is
+    unless that would select the last group of another class.
     """
     contents = _Contents(y, groups)
     selection = _Selection(contents, share)

@@ -142,7 +142,7 @@ def judge_labels(
             if on_progress is not None:
                 on_progress(1)
         judgement = confident_labels(labels, num_classes, blocks)
-    notes = (*labelled.notes, *splits.notes, *small_classes(labelled, splits.groups, folds))
+    notes = (*labelled.notes, *splits.notes, *small_classes(labelled, splits, folds))
     return JudgedLabels(
         labelled.rows[judged], labels, *judgement, labelled.classes, folds=folds, notes=notes
     )

@@ -224,8 +224,11 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
     return roles, len(role_of_key.keys() - set(names))
 
 
-def small_classes(training: LabelledRows, groups: Ints | None, folds: int) -> list[str]:
-    """Return notes about classes with too few rows or groups to be tested."""
+def small_classes(training: LabelledRows, rows: RowSplits, folds: int) -> list[str]:
+    """Return notes about classes with too few rows or groups to be tested, and about rows that no
+    fold tests because they are in a group with such a class.
+    """
+    groups = rows.groups
     if groups is None:
         if single := int((np.bincount(training.y) == 1).sum()):
             verb = "is" if single == 1 else "are"
@@ -234,11 +237,16 @@ def small_classes(training: LabelledRows, groups: Ints | None, folds: int) -> li
         return []
     pairs = np.unique(np.stack([training.y, groups], axis=1), axis=0)
     counts = np.bincount(pairs[:, 0])
+    is_tested = np.bincount(training.y[rows.test_places], minlength=len(counts)) > 0
     notes = []
     for few, text in (
         (counts == 1, "in a single group, trained on and never tested"),
         (
-            (counts > 1) & (counts < folds),
+            (counts > 1) & ~is_tested,
+            "never tested: that would leave another class without training rows",
+        ),
+        (
+            (counts > 1) & (counts < folds) & is_tested,
             f"in fewer groups than the {folds} folds, and not tested in every fold",
         ),
     ):
@@ -248,6 +256,11 @@ def small_classes(training: LabelledRows, groups: Ints | None, folds: int) -> li
             verb = "is" if num_few == 1 else "are"
             classes = counted(num_few, "class", "classes")
             notes.append(f"{classes}, such as {names}, {verb} {text}")
+    is_left = is_tested[training.y]
+    is_left[rows.test_places] = False
+    if rows.has_folds and (num_left := int(is_left.sum())):
+        left = counted(num_left, "row of another class is", "rows of other classes are")
+        notes.append(f"{left} in a group with such a class, and never tested")
     return notes
 
 

@@ -106,7 +106,8 @@ def data_set_distance(
     return DataSetDistance(
         layer,
         float(np.mean(discrepancies)),
-        float(np.std(discrepancies)),
+        # np.std of equal numbers is their rounding error.
+        float(np.std(discrepancies)) if np.ptp(discrepancies) else 0.0,
         m,
         frechet,
         reason,

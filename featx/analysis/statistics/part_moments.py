@@ -278,23 +278,29 @@ def norms_summary(norms: PositionNorms) -> dict[str, object] | None:
     patch tokens, upper edges of their bins; largest, exact; threshold, outliers and share of the
     patch tokens that are outliers; prefix, for each prefix token its mean, std and largest norm;
     largest_mean, the patch with the largest mean norm, with row and column counted from 1; and
-    class_token.
+    class_token. What lies beyond the edges of the histogram, as of small gradients, is None.
     """
+
+    def within(norm: float) -> float | None:
+        return norm if EDGES[0] < norm < EDGES[-1] else None
+
     moments, tokens = norms.positions, norms.tokens
     if not moments.count:
         return None
     std = (moments.scatter / moments.count).sqrt()
     patch = int(moments.mean[tokens.prefix_tokens :].argmax())
     row, column = divmod(patch, tokens.grid[1])
+    threshold = within(norms.threshold)
+    outliers = None if threshold is None else norms.outliers
     return {
         "grid": list(tokens.grid),
         "class_token": tokens.has_class_token,
-        "median": norms.quantile(0.5),
-        "p99": norms.quantile(0.99),
+        "median": within(norms.quantile(0.5)),
+        "p99": within(norms.quantile(0.99)),
         "largest": float(moments.largest[tokens.prefix_tokens :].max()),
-        "threshold": norms.threshold,
-        "outliers": norms.outliers,
-        "share": norms.outliers / int(norms.histogram.sum()),
+        "threshold": threshold,
+        "outliers": outliers,
+        "share": None if outliers is None else outliers / int(norms.histogram.sum()),
         "prefix": [
             {
                 "mean": float(moments.mean[i]),

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from featx.analysis import float_blocks
 from featx.analysis.probe import crop_of, probe_rows
 from featx.analysis.similarity import layer_similarity
-from featx.analysis.statistics import feature_axis
+from featx.analysis.statistics import Moments, feature_axis
 from featx.base import rows_of_block
 from featx.errors import ConfigError, ReduceError, StoreError
 from featx.layers import RowLayout, channel_axis
@@ -44,39 +45,32 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> dict[str, o
     features = store[layer]
     axis, kind_of_channels = _channels(store, layer)
     width = int(np.prod(features.shape[1:], dtype=np.int64))
-    count, zeros, nonfinite, total, squares = 0, 0, 0, 0.0, 0.0
-    smallest, largest = np.inf, -np.inf
+    zeros, nonfinite, moments = 0, 0, Moments.empty(1, "diagonal")
     alive = np.zeros(features.shape[axis] if axis else width, bool)
     norms = []
     for values in float_blocks(store, layer, rows):
         finite = np.isfinite(values)
         bad = values.size - int(finite.sum())
         nonfinite += bad
-        wide = (values[finite] if bad else values).astype(np.float64).ravel()
-        count += wide.size
-        zeros += int((wide == 0).sum())
-        total += float(wide.sum())
-        squares += float(wide @ wide)
-        if wide.size:
-            smallest, largest = min(smallest, wide.min()), max(largest, wide.max())
+        kept = values[finite] if bad else values
+        zeros += int((kept == 0).sum())
+        moments = moments.merge(Moments.of(torch.from_numpy(kept.reshape(-1, 1)), "diagonal"))
         channel_values = np.moveaxis(values, axis, -1) if axis else values.reshape(len(values), -1)
         alive |= (channel_values != 0).reshape(-1, channel_values.shape[-1]).any(0)
         is_finite = finite.reshape(len(values), -1).all(1)
         flat = values.reshape(len(values), -1)[is_finite].astype(np.float64)
         norms.append(np.sqrt(np.einsum("nd,nd->n", flat, flat)))
-    all_norms = np.concatenate(norms)
-    mean = total / count if count else float("nan")
-    variance = max(0.0, squares / count - mean**2) if count else float("nan")
+    all_norms, count = np.concatenate(norms), moments.count
     quartiles = [0, 0.25, 0.5, 0.75, 1]
     return {
         "name": layer,
         "shape": tuple(features.shape[1:]),
         "stored": _stored(store, layer),
         "norms": tuple(np.quantile(all_norms, quartiles).tolist()) if len(all_norms) else None,
-        "mean": mean,
-        "std": variance**0.5,
-        "smallest": float(smallest),
-        "largest": float(largest),
+        "mean": float(moments.mean) if count else float("nan"),
+        "std": float(moments.std(ddof=0)) if count else float("nan"),
+        "smallest": float(moments.smallest),
+        "largest": float(moments.largest),
         "zeros": zeros / count if count else float("nan"),
         "channels": len(alive),
         "dead": int((~alive).sum()),
@@ -260,14 +254,17 @@ def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
-    start = plane / max(float(plane[:, 0].std()), 1e-300) * 1e-4
+    # t-SNE does not depend on the scale of its input, but scikit-learn's float32 squares and its
+    # search for the perplexity do.
+    spread = max(float(plane[:, 0].std()), 1e-300)
+    start = plane / spread * 1e-4
     model = TSNE(
         perplexity=perplexity_of(len(scores)), init=start.astype(np.float32), random_state=seed
     )
     # t-SNE takes a thousand short steps. On a busy machine, threads that wait for each other take 2
     # to 18 times as long as a single one.
     with threadpool_limits(1):
-        embedded = model.fit_transform(scores.astype(np.float32))
+        embedded = model.fit_transform((scores / spread).astype(np.float32))
     return np.asarray(embedded, np.float64)
 
 

@@ -105,7 +105,7 @@ class TestClipRetrieval:
         make_run(5, 4).write(Path("store"))
         with pytest.raises(ConfigError, match=r"holds one layer, and 2 are selected: flat, map"):
             export("clip_retrieval")
-        with pytest.raises(ConfigError, match=r"map hold maps"):
+        with pytest.raises(ConfigError, match=r"rows of map are maps or tokens"):
             export("clip_retrieval", layers="map")
 
 

@@ -7,6 +7,7 @@ pixels are read from the tiles that it touches.
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -35,6 +36,10 @@ _NUM_OPEN = 4
 _CACHE_BYTES = 128 << 20
 """Size of the cache of decoded tiles, for all slides together. Rows go down a column of boxes, and
 each tile should be decoded once: OpenSlide's own 32 MiB hold 32 tiles of 512 x 512 pixels."""
+
+
+_OME_CHANNELS = re.compile(r'<Pixels\b[^>]*?\bSizeC="(\d+)"')
+"""Number of channels in the description of an OME-TIFF."""
 
 
 @options("data")
@@ -119,10 +124,28 @@ class SlideSource:
             self._folder.check_root()
             raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError")
         slide = OpenSlide(path)
+        _check_channels(slide, path)
         if self._cache is None:
             self._cache = OpenSlideCache(_CACHE_BYTES)
         slide.set_cache(self._cache)
         return slide
+
+
+def _check_channels(slide: OpenSlide, path: str) -> None:
+    """Check that the channels of a slide are not pages, of which OpenSlide reads the first only."""
+    from tifffile import TiffFile
+
+    stated = _OME_CHANNELS.search(slide.properties.get("tiff.ImageDescription", ""))
+    if stated is None:
+        return
+    with TiffFile(path) as file:
+        samples = file.pages.first.samplesperpixel
+    if int(stated[1]) > samples:
+        raise ImageFault(
+            Status.UNSUPPORTED,
+            f"its {stated[1]} channels are pages, of which OpenSlide reads the first only; "
+            "data=folder with data.boxes and model.transform.scale reads them as channels",
+        )
 
 
 def _region(slide: OpenSlide, box: Box) -> Image.Image:

@@ -143,6 +143,20 @@ def test_files_that_are_no_slides(tmp_path: Path, pixels: npt.NDArray[np.uint8])
     found = fault_of(source, source.listing().keys[0])
     assert found.status == Status.UNSUPPORTED
     assert "; a TIFF has to be tiled, and little-endian" in str(found)
+    import tifffile
+
+    planes, options = pixels.transpose(2, 0, 1).copy(), {"tile": (128, 128), "ome": True}
+    ome = tmp_path / "slides" / "ome.tif"
+    tifffile.imwrite(ome, planes, photometric="minisblack", metadata={"axes": "CYX"}, **options)
+    source = boxed(tmp_path, [(0, 0, 9, 9)], "ome.tif")
+    found = fault_of(source, b"ome.tif#0,0,9,9")
+    assert found.status == Status.UNSUPPORTED
+    assert "its 3 channels are pages, of which OpenSlide reads the first only" in str(found)
+    tifffile.imwrite(ome, pixels, photometric="rgb", **options)
+    tile = decode_array(
+        boxed(tmp_path, [(0, 0, 9, 9)], ome.name).read(b"ome.tif#0,0,9,9"), WHITE, None
+    )
+    np.testing.assert_array_equal(tile, pixels[:9, :9])
     source = boxed(tmp_path, [(0, 0, 9, 9), (0, 0, 40000, 40000)])
     assert fault_of(source, b"a.tif#0,0,40000,40000").status == Status.TOO_LARGE
     (tmp_path / "slides" / "a.tif").unlink()

@@ -41,6 +41,9 @@ each tile should be decoded once: OpenSlide's own 32 MiB hold 32 tiles of 512 x 
 _OME_CHANNELS = re.compile(r'<Pixels\b[^>]*?\bSizeC="(\d+)"')
 """Number of channels in the description of an OME-TIFF."""
 
+_JPEG = 7
+"""Value of the tag Compression."""
+
 
 @options("data")
 class SlideOptions(FileOptions):
@@ -124,27 +127,38 @@ class SlideSource:
             self._folder.check_root()
             raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError")
         slide = OpenSlide(path)
-        _check_channels(slide, path)
+        _check_page(slide, path)
         if self._cache is None:
             self._cache = OpenSlideCache(_CACHE_BYTES)
         slide.set_cache(self._cache)
         return slide
 
 
-def _check_channels(slide: OpenSlide, path: str) -> None:
-    """Check that the channels of a slide are not pages, of which OpenSlide reads the first only."""
+def _check_page(slide: OpenSlide, path: str) -> None:
+    """Check that OpenSlide reads the first page of a generic TIFF as it is meant.
+
+    OpenSlide 4 leaves channels in other pages out. It lets libtiff decode tiles other than JPEGs,
+    which turns each of them in its own place as the tag Orientation says.
+    """
+    if slide.properties["openslide.vendor"] != "generic-tiff":
+        return
     from tifffile import TiffFile
 
-    stated = _OME_CHANNELS.search(slide.properties.get("tiff.ImageDescription", ""))
-    if stated is None:
-        return
     with TiffFile(path) as file:
-        samples = file.pages.first.samplesperpixel
-    if int(stated[1]) > samples:
+        page = file.pages.first
+    stated = _OME_CHANNELS.search(page.description)
+    if stated is not None and int(stated[1]) > page.samplesperpixel:
         raise ImageFault(
             Status.UNSUPPORTED,
             f"its {stated[1]} channels are pages, of which OpenSlide reads the first only; "
             "data=folder with data.boxes and model.transform.scale reads them as channels",
+        )
+    turn = page.tags.valueof("Orientation", default=1)
+    if turn in range(2, 9) and page.compression != _JPEG:
+        raise ImageFault(
+            Status.UNSUPPORTED,
+            f"its Orientation is {turn}, by which OpenSlide turns each tile in its own place; save "
+            "it upright, without this tag",
         )
 
 

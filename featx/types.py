@@ -413,6 +413,10 @@ class LayerSpec:
         return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
 
 
+UNKNOWN_SIZE = (0, 0)
+"""Size of the input of the network if the rows do not tell it, as a grid of windows."""
+
+
 @dataclass(frozen=True)
 class TokenGeometry:
     """Places of the tokens of a layer in the input of the network.
@@ -424,7 +428,7 @@ class TokenGeometry:
         prefix_tokens: number of class and register tokens before the patch tokens.
         has_class_token: whether the first of them is a class token.
         grid: (rows, columns) of the patch tokens.
-        input_size: (height, width) of the input of the network in pixels.
+        input_size: (height, width) of the input of the network in pixels, or UNKNOWN_SIZE.
     """
 
     prefix_tokens: int

@@ -38,7 +38,14 @@ from featx.layers import (
     TokenSample,
     bound_reduction,
 )
-from featx.types import ImageFault, LayerSpec, ResumeState, Status, TokenGeometry
+from featx.types import (
+    UNKNOWN_SIZE,
+    ImageFault,
+    LayerSpec,
+    ResumeState,
+    Status,
+    TokenGeometry,
+)
 
 ALIGN = "window_align"
 """Name of the alignment of the windows among the choices of a run."""
@@ -49,9 +56,6 @@ _CAPTURES = ("output", "input")
 _ADVICE = (
     "Name layers with maps or patch tokens, such as layers=stages; job=layers lists the shapes."
 )
-
-_MAPS = ("none", "map", "grid", "align")
-"""Reductions whose rows are maps."""
 
 Size = tuple[int, int]
 """(height, width)."""
@@ -204,15 +208,15 @@ class Windows:
         return self._reductions[name, covered]
 
     def geometries(self) -> dict[str, TokenGeometry]:
-        """Places of the positions of the rows in pixels; none if images have several sizes."""
-        sizes = {self._covered(size) for size in self.image_sizes}
-        if len(sizes) > 1:
-            return {}
-        (covered,) = sizes
+        """Places of the positions of the rows. A whole map tells the size of its image; the rows of
+        reduce=grid and reduce=align are alike for images of every size.
+        """
+        covered = self._covered(self.image_sizes[0])
+        sizes = {"none": covered, "map": covered, "grid": UNKNOWN_SIZE, "align": UNKNOWN_SIZE}
         return {
-            spec.name: TokenGeometry(0, False, (spec.shape[1], spec.shape[2]), covered)
+            spec.name: TokenGeometry(0, False, (spec.shape[1], spec.shape[2]), sizes[spec.reduce])
             for spec in self.specs
-            if spec.reduce in _MAPS
+            if spec.reduce in sizes
         }
 
     def rows(self, engine: Engine, image: torch.Tensor, keys: Sequence[bytes]) -> BatchRows:

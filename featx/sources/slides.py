@@ -7,6 +7,7 @@ pixels are read from the tiles that it touches.
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -35,6 +36,13 @@ _NUM_OPEN = 4
 _CACHE_BYTES = 128 << 20
 """Size of the cache of decoded tiles, for all slides together. Rows go down a column of boxes, and
 each tile should be decoded once: OpenSlide's own 32 MiB hold 32 tiles of 512 x 512 pixels."""
+
+
+_OME_CHANNELS = re.compile(r'<Pixels\b[^>]*?\bSizeC="(\d+)"')
+"""Number of channels in the description of an OME-TIFF."""
+
+_JPEG = 7
+"""Value of the tag Compression."""
 
 
 @options("data")
@@ -119,10 +127,39 @@ class SlideSource:
             self._folder.check_root()
             raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError")
         slide = OpenSlide(path)
+        _check_page(slide, path)
         if self._cache is None:
             self._cache = OpenSlideCache(_CACHE_BYTES)
         slide.set_cache(self._cache)
         return slide
+
+
+def _check_page(slide: OpenSlide, path: str) -> None:
+    """Check that OpenSlide reads the first page of a generic TIFF as it is meant.
+
+    OpenSlide 4 leaves channels in other pages out. It lets libtiff decode tiles other than JPEGs,
+    which turns each of them in its own place as the tag Orientation says.
+    """
+    if slide.properties["openslide.vendor"] != "generic-tiff":
+        return
+    from tifffile import TiffFile
+
+    with TiffFile(path) as file:
+        page = file.pages.first
+    stated = _OME_CHANNELS.search(page.description)
+    if stated is not None and int(stated[1]) > page.samplesperpixel:
+        raise ImageFault(
+            Status.UNSUPPORTED,
+            f"its {stated[1]} channels are pages, of which OpenSlide reads the first only; "
+            "data=folder with data.boxes and model.transform.scale reads them as channels",
+        )
+    turn = page.tags.valueof("Orientation", default=1)
+    if turn in range(2, 9) and page.compression != _JPEG:
+        raise ImageFault(
+            Status.UNSUPPORTED,
+            f"its Orientation is {turn}, by which OpenSlide turns each tile in its own place; save "
+            "it upright, without this tag",
+        )
 
 
 def _region(slide: OpenSlide, box: Box) -> Image.Image:

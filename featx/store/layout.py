@@ -20,7 +20,16 @@ except ImportError:  # a reader of stores may have numpy and h5py only
     xxhash = None  # type: ignore[assignment]
 
 from featx.errors import StoreError
-from featx.types import Array, Json, LayerSpec, Part, Status, StoreHeader, TokenGeometry
+from featx.types import (
+    UNKNOWN_SIZE,
+    Array,
+    Json,
+    LayerSpec,
+    Part,
+    Status,
+    StoreHeader,
+    TokenGeometry,
+)
 
 FORMAT = 4
 """Version of the format; no release has written another one."""
@@ -281,8 +290,9 @@ def geometry_of(values: Json) -> TokenGeometry | None:
     if missing := [name for name in _NAMES if name not in values]:
         raise ValueError(f"its tokens lack {', '.join(missing)}")
     rows, columns = (int(number) for number in values["token_grid"])
-    height, width = (int(number) for number in values["input_size"])
+    height, width = size = tuple(int(number) for number in values["input_size"])
     prefix = int(values["prefix_tokens"])
-    if prefix < 0 or min(rows, columns, height, width) < 1:
+    is_size = size == UNKNOWN_SIZE or min(size) > 0
+    if prefix < 0 or min(rows, columns) < 1 or not is_size:
         raise ValueError(f"its tokens are {prefix} and {rows} x {columns} of {height} x {width}")
     return TokenGeometry(prefix, bool(values["class_token"]), (rows, columns), (height, width))

@@ -38,7 +38,7 @@ from featx.torch.token_selection import (
     select_tokens,
     token_geometry,
 )
-from featx.types import Array, with_features
+from featx.types import UNKNOWN_SIZE, Array, with_features
 
 Batch = dict[str, torch.Tensor]
 
@@ -218,11 +218,11 @@ class TokenDataset(IterableDataset[Batch]):
                 f"row {row}, position {position}: {self.layer} has {len(self.store)} rows of "
                 f"{reader.num_tokens} tokens."
             )
-        geometry = self._geometry
-        if geometry is None or geometry.input_size == (0, 0) or position < geometry.prefix_tokens:
+        places = self._geometry
+        if places is None or places.input_size == UNKNOWN_SIZE or position < places.prefix_tokens:
             raise ValueError(f"position {position} of {self.layer} has no known place.")
-        y, x = divmod(position - geometry.prefix_tokens, geometry.grid[1])
-        height, width = (n / m for n, m in zip(geometry.input_size, geometry.grid, strict=True))
+        y, x = divmod(position - places.prefix_tokens, places.grid[1])
+        height, width = (n / m for n, m in zip(places.input_size, places.grid, strict=True))
         return x * width, y * height, (x + 1) * width, (y + 1) * height
 
     def take(self, row: Sequence[int] | Array, position: Sequence[int] | Array) -> torch.Tensor:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from featx.base import sampled_positions
 from featx.store import FeatureStore
-from featx.types import Array, TokenGeometry
+from featx.types import UNKNOWN_SIZE, Array, TokenGeometry
 
 
 def check_whole_number(name: str, value: object, least: int) -> None:
@@ -174,7 +174,7 @@ def token_geometry(
         raise ValueError(
             f"prefix={prefix}: the {num_tokens - prefix} other tokens of {layer} form no square."
         )
-    return TokenGeometry(prefix, prefix > 0, (side, side), (0, 0))
+    return TokenGeometry(prefix, prefix > 0, (side, side), UNKNOWN_SIZE)
 
 
 def select_tokens(

@@ -21,6 +21,7 @@ from torch import nn
 import featx
 from featx.errors import ConfigError, DataError, LayerError, ReduceError, StoreMismatchError
 from featx.jobs.verify import JOBS
+from featx.torch import TokenDataset
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -380,6 +381,18 @@ def test_a_later_image_of_another_size_fails_with_the_reason(
     assert failure["key"] == "7.png"
     assert f"64 x 48 pixels give deep {kinds}" in failure["message"]
     assert np.isfinite(store["deep"][[0, 8]]).all()
+
+
+def test_a_grid_has_no_place_in_pixels(tmp_path: Path) -> None:
+    """Images of any size have the same grid, also one that is not among the eight of the trial."""
+    folder = write(tmp_path / "photos", *[(64, 64)] * 7, (64, 96), (64, 64))
+    reduce = {"name": "grid", "size": 2}
+    store = extract(Stem(), folder, layers=["deep"], reduce=reduce, **WINDOWS)
+    assert store.ok.all()
+    tokens = TokenDataset(store, "deep", batch_size=1)
+    assert tokens.grid == (2, 2)
+    with pytest.raises(ValueError, match="position 3 of deep has no known place"):
+        tokens.patch_box(7, 3)
 
 
 def test_more_cells_than_positions_fail_the_image(tmp_path: Path) -> None:

@@ -147,3 +147,27 @@ def test_files_that_are_no_slides(tmp_path: Path, pixels: npt.NDArray[np.uint8])
     assert fault_of(source, b"a.tif#0,0,40000,40000").status == Status.TOO_LARGE
     (tmp_path / "slides" / "a.tif").unlink()
     assert fault_of(source, b"a.tif#0,0,9,9").status == (Status.MISSING)
+
+
+def test_pages_that_openslide_reads_otherwise_are_refused(
+    tmp_path: Path, pixels: npt.NDArray[np.uint8]
+) -> None:
+    path = tmp_path / "slides" / "a.tif"
+    written(path, pixels)
+    import tifffile
+
+    def fault(image: npt.NDArray[np.uint8], **options: Any) -> str:
+        tifffile.imwrite(path, image, tile=(128, 128), **options)
+        found = fault_of(boxed(tmp_path, [(0, 0, 9, 9)]), b"a.tif#0,0,9,9")
+        assert found.status == Status.UNSUPPORTED
+        return str(found)
+
+    channels = {"photometric": "minisblack", "ome": True, "metadata": {"axes": "CYX"}}
+    assert "its 3 channels are pages" in fault(pixels.transpose(2, 0, 1).copy(), **channels)
+    turned = {"photometric": "rgb", "extratags": [(274, "H", 1, 3, True)]}
+    assert "its Orientation is 3" in fault(pixels, **turned)
+    # JPEGs are read as stored, and channels of one page are the colours.
+    for options in ({**turned, "compression": "jpeg"}, {"photometric": "rgb", "ome": True}):
+        tifffile.imwrite(path, pixels, tile=(128, 128), **options)
+        tile = decode_array(boxed(tmp_path, [(7, 130, 9, 9)]).read(b"a.tif#7,130,9,9"), WHITE, None)
+        np.testing.assert_array_equal(tile, tifffile.imread(path)[130:139, 7:16])

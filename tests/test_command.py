@@ -272,6 +272,14 @@ featx.__main__.main()
     assert done.stderr == f"\n{shown}\n"
 
 
+def test_code_of_a_model_that_ends_the_process_is_a_failed_run(tmp_path: Path) -> None:
+    """Such as a script without `if __name__ == "__main__"` that model.factory imports."""
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    arguments = ("job=layers", "model=custom", "model.factory=script:make")
+    done = run_python("-m", "featx", *arguments, code=1, cwd=tmp_path)
+    assert f"line 2 of {tmp_path}/script.py ends the process with sys.exit(0)" in done.stderr
+
+
 def test_debug_shows_the_traceback(featx: Featx, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEATX_DEBUG", "1")
     done = featx("data=folder", "data.root=/no/such/folder")

@@ -363,6 +363,48 @@ def test_threads_where_no_process_can_be_forked(
     assert not any(failures for *_, failures in found)
 
 
+class Waiting:
+    """Images that are read, or decoded, when the event is set."""
+
+    keys, shape, dtype = np.array([b"waits"]), (1,), np.dtype(np.uint8)
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def image_key(self, row: int) -> bytes:
+        return b"waits"
+
+    def read(self, row: int) -> bytes:
+        self.has_begun.set()
+        self.may_end.wait(60)
+        return b"encoded image"
+
+    def fill(self, row: int, read: Callable[[], bytes], out: Any, *_: Any) -> None:
+        read()
+
+    def warm_up(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_parent", [True, False])
+def test_a_thread_that_outlives_its_pool_writes_into_no_other_file(
+    tmp_path: Path, in_parent: bool
+) -> None:
+    worker: Any = Waiting()
+    with DecoderPool([worker], 1, reads_in_decoders=not in_parent, can_fork=in_parent) as pool:
+        pool.begin(0, np.array([0]), 1)
+        assert worker.has_begun.wait(60)
+    with contextlib.ExitStack() as files:
+        # They get the numbers of all files that the pool has closed.
+        paths = [tmp_path / str(i) for i in range(20)]
+        for path in paths:
+            files.enter_context(path.open("wb"))
+        worker.may_end.set()
+        time.sleep(0.5)
+        assert not any(path.stat().st_size for path in paths)
+
+
 def test_a_full_pipe_of_tasks_stops_nothing(folder: Path, expected: Loaded) -> None:
     """Groups of one row each, far more than the pipe has room for, and one decoder."""
     source = FolderSource(folder)

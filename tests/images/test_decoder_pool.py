@@ -522,6 +522,42 @@ def test_a_pause_longer_than_the_time_limit_ends_no_other_process(tmp_path: Path
     run_python("-c", PAUSED, tmp_path / "hung", timeout=60, start_new_session=True)
 
 
+DAMAGED = """
+import ctypes, os, sys, time
+import numpy as np
+from featx.images import DecoderPool
+
+class Worker:
+    keys, shape, dtype = np.array([b"damages memory"]), (1,), np.dtype(np.uint8)
+
+    def image_key(self, row):
+        return bytes(self.keys[row])
+
+    def fill(self, row, read, out, checksum, clock):
+        if not os.path.exists(sys.argv[1]):
+            with clock:  # shared with the supervisor, as is the time of the next decoder behind it
+                ctypes.c_double.from_address(clock._since.ctypes.data + 8).value = 1.0
+            open(sys.argv[1], "w").close()
+        out[:] = 7
+
+    def warm_up(self):
+        pass
+
+with DecoderPool([Worker()], 2, limit_s=1.0, reads_in_decoders=True) as pool:
+    job = pool.begin(0, np.array([0]), 1)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    images, _ = pool.finish(job)
+    assert images.tolist() == [[7]], images
+"""
+
+
+def test_an_image_that_damages_shared_memory_ends_no_other_process(tmp_path: Path) -> None:
+    """The decoder that seems to be late has not been started: its process would be the group."""
+    run_python("-c", DAMAGED, tmp_path / "damaged", timeout=60, start_new_session=True)
+
+
 KILLED = """
 import os, sys, time
 sys.path[:0] = sys.argv[2:]

@@ -164,9 +164,10 @@ class DecoderPool:
             for file in self._tasks:
                 os.close(file)
         if self._pid is not None:
-            # The kernel ends the decoders when their parent is gone.
-            os.kill(self._pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
+            # The kernel ends the decoders when their parent is gone. In a process that ignores
+            # SIGCHLD, a child that has ended is gone as well.
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
         for _ in self._threads:
             self._to_read.put(None)

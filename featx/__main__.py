@@ -34,7 +34,14 @@ from featx.base import (
     table,
 )
 from featx.base.version import __version__
-from featx.errors import ConfigError, FeatxError, StorageError, StoreError, first_line
+from featx.errors import (
+    EXIT_TOO_MANY_FAILURES,
+    ConfigError,
+    FeatxError,
+    StorageError,
+    StoreError,
+    first_line,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -141,7 +148,9 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         sys.argv = typed
     if len(runs) > 1:
         log_message(_table_of_runs(runs))
-    return max((code for _, code, _ in runs), default=0)
+    codes = {code for _, code, _ in runs}
+    # A run that is done, with many failed images, must not hide one that failed.
+    return max(codes - {0, EXIT_TOO_MANY_FAILURES} or codes, default=0)
 
 
 def _announce_run(line: CommandLine) -> str:

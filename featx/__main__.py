@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,14 @@ from featx.base import (
     table,
 )
 from featx.base.version import __version__
-from featx.errors import ConfigError, FeatxError, StorageError, StoreError, first_line
+from featx.errors import (
+    EXIT_TOO_MANY_FAILURES,
+    ConfigError,
+    FeatxError,
+    StorageError,
+    StoreError,
+    first_line,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -135,7 +143,9 @@ def _run_command(until_job: contextlib.ExitStack) -> int:
         sys.argv = typed
     if len(runs) > 1:
         log_message(_table_of_runs(runs))
-    return max((code for _, code, _ in runs), default=0)
+    codes = {code for _, code, _ in runs}
+    # A run that is done, with many failed images, must not hide one that failed.
+    return max(codes - {0, EXIT_TOO_MANY_FAILURES} or codes, default=0)
 
 
 def _announce_run(line: CommandLine) -> str:
@@ -245,6 +255,16 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
         if debug or (answer := _answer(error)) is None:
             raise
         return answer, out
+    except SystemExit as error:  # its code may be 0, and it ends a process without a word
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        log_message(
+            f"the run has failed: line {frame.lineno} of {frame.filename} ends the process with "
+            f"sys.exit({'' if error.code is None else repr(error.code)}). Code that featx calls, "
+            "such as that of a model, must return or raise an exception; a script that is imported "
+            'guards such calls by if __name__ == "__main__".',
+            "error",
+        )
+        return 1, out
 
 
 def _answer(error: Exception) -> int | None:

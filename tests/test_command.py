@@ -272,6 +272,34 @@ featx.__main__.main()
     assert done.stderr == f"\n{shown}\n"
 
 
+def test_code_of_a_model_that_ends_the_process_is_a_failed_run(tmp_path: Path) -> None:
+    """Such as a script without `if __name__ == "__main__"` that model.factory imports."""
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    arguments = ("job=layers", "model=custom", "model.factory=script:make")
+    done = run_python("-m", "featx", *arguments, code=1, cwd=tmp_path)
+    assert f"line 2 of {tmp_path}/script.py ends the process with sys.exit(0)" in done.stderr
+
+
+def test_a_failed_run_of_a_sweep_is_its_exit_code_before_failed_images(tmp_path: Path) -> None:
+    code = """
+import sys
+import featx.jobs
+import featx.__main__
+from featx.errors import RunError
+
+def run(config, config_yaml):
+    if config.models.query == "b":
+        raise RunError("no")
+    return 3
+
+featx.jobs.run = run
+sys.argv = ["featx", "-m", "job=models", "models.query=a,b"]
+featx.__main__.main()
+"""
+    done = run_python("-c", code, code=1, cwd=tmp_path)
+    assert "\nno\n" in done.stderr
+
+
 def test_debug_shows_the_traceback(featx: Featx, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEATX_DEBUG", "1")
     done = featx("data=folder", "data.root=/no/such/folder")

@@ -30,14 +30,20 @@ class _Hook:
     A copy of a model has the hooks of the original, which would capture the passes of the copy.
     """
 
-    __slots__ = ("_function", "_hooked")
+    __slots__ = ("_function", "_hooked", "_num_arguments")
 
-    def __init__(self, hooked: nn.Module, function: Callable[..., object]) -> None:
+    def __init__(
+        self, hooked: nn.Module, function: Callable[..., object], num_arguments: int
+    ) -> None:
         self._hooked = hooked
         self._function = function
+        self._num_arguments = num_arguments
 
     def __call__(self, module: nn.Module, *args: object) -> object:
-        return self._function(module, *args) if module is self._hooked else None
+        # torch leaves out kwargs while another thread registers or removes the hook: that it takes
+        # them is recorded apart from the hook itself.
+        is_whole = len(args) == self._num_arguments
+        return self._function(module, *args) if module is self._hooked and is_whole else None
 
     def __reduce__(self) -> tuple[object, ...]:
         # In deep copies and pickles of the model stands a method that takes anything and does
@@ -64,12 +70,12 @@ class ModuleHooks(contextlib.ExitStack):
         """
         if before is not None:
             handle = module.register_forward_pre_hook(
-                _Hook(module, before), prepend=first, with_kwargs=True
+                _Hook(module, before, 2), prepend=first, with_kwargs=True
             )
             self.callback(handle.remove)
         if after is not None:
             handle = module.register_forward_hook(
-                _Hook(module, after), prepend=first, with_kwargs=True, always_call=always
+                _Hook(module, after, 3), prepend=first, with_kwargs=True, always_call=always
             )
             self.callback(handle.remove)
 

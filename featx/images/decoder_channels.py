@@ -289,21 +289,19 @@ class DecoderTable:
     """What decoders do at the moment, in memory shared with the supervisor.
 
     Attributes:
-        pids: (P,) process ids; 0 where none runs.
         rows: (P,) row that is being loaded, or NO_ROW.
         groups: (P,) number of the group taken last.
         since: (P,) monotonic time at which the decoding of the row began, or 0.
     """
 
     count: int
-    pids: npt.NDArray[np.int64] = field(init=False)
     rows: npt.NDArray[np.int64] = field(init=False)
     groups: npt.NDArray[np.int64] = field(init=False)
     since: npt.NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
-        columns = np.frombuffer(mmap.mmap(-1, 8 * 4 * self.count), np.int64)
-        self.pids, self.rows, self.groups, since = columns.reshape(4, self.count)
+        columns = np.frombuffer(mmap.mmap(-1, 8 * 3 * self.count), np.int64)
+        self.rows, self.groups, since = columns.reshape(3, self.count)
         self.since = since.view(np.float64)
 
 

@@ -164,9 +164,10 @@ class DecoderPool:
             for file in self._tasks:
                 os.close(file)
         if self._pid is not None:
-            # The kernel ends the decoders when their parent is gone.
-            os.kill(self._pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
+            # The kernel ends the decoders when their parent is gone. In a process that ignores
+            # SIGCHLD, a child that has ended is gone as well.
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
         for _ in self._threads:
             self._to_read.put(None)
@@ -174,7 +175,8 @@ class DecoderPool:
         until = time.monotonic() + _END_LIMIT_S
         for thread in self._threads[:-1]:
             thread.join(max(0.0, until - time.monotonic()))
-        if self._pid is None:
+        has_hung = any(thread.is_alive() for thread in self._threads[:-1])
+        if self._pid is None and not has_hung:
             os.close(self._channels.results)
         for thread in self._threads[-1:]:  # the collector, if all could be started
             thread.join(max(0.0, until - time.monotonic()))
@@ -185,6 +187,8 @@ class DecoderPool:
                     runtime.cudaHostUnregister(images.ctypes.data)
         self._free_slots.clear()
         self._groups.clear()
+        if any(thread.is_alive() for thread in self._threads):
+            return  # it would write into another file that gets the number of a closed one
         files = *self._channels.tasks, self._results, self._channels.slots, self._channels.spool
         for file in files:
             os.close(file)

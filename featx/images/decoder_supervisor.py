@@ -54,6 +54,9 @@ class Supervisor:
     ) -> None:
         self._workers, self._channels, self._table = workers, channels, channels.table
         self._limit_s, self._control = limit_s, control
+        # Not in shared memory: a decoder whose memory an image damages must not name the processes
+        # that are killed. 0 is none, and would be the whole process group.
+        self._pids = [0] * self._table.count
         self._target = 1
         self._is_paused = False
         self._checked_at = time.monotonic()
@@ -81,7 +84,7 @@ class Supervisor:
         limit_s = _CHECK_INTERVAL_S if self._limit_s is None else self._limit_s / 4
         while True:
             for index in range(0 if self._is_paused else self._target):
-                if not self._table.pids[index]:
+                if not self._pids[index]:
                     self._start_decoder(index)
             ready = dict(poll.poll(1000 * min(limit_s, _CHECK_INTERVAL_S)))
             if os.getppid() != parent or (self._control in ready and not self._obey()):
@@ -134,7 +137,7 @@ class Supervisor:
             finally:
                 # Nothing that was copied by the fork may be finalised here.
                 os._exit(code)
-        self._table.pids[index] = pid
+        self._pids[index] = pid
 
     def _end_late_decoders(self) -> None:
         """Kill decoders that are over the time limit, and those that a signal has stopped."""
@@ -146,25 +149,17 @@ class Supervisor:
         if self._limit_s is not None:
             for index in np.flatnonzero((since > 0) & (now - since > self._limit_s)).tolist():
                 self._kill(index, Cause.TOO_LATE)
-        stopped = {index for index in range(self._table.count) if self._is_stopped(index)}
+        stopped = {index for index, pid in enumerate(self._pids) if pid and _is_stopped(pid)}
         # At Ctrl-Z all processes are stopped, and this one may continue before the others do.
         for index in stopped & self._were_stopped:
             self._kill(index, Cause.STOPPED)
         self._were_stopped = stopped
 
     def _kill(self, index: int, cause: Cause) -> None:
-        """Kill a decoder and remember why."""
-        self._causes.setdefault(index, cause)
-        os.kill(int(self._table.pids[index]), signal.SIGKILL)
-
-    def _is_stopped(self, index: int) -> bool:
-        """Return whether a decoder is stopped by a signal."""
-        pid = int(self._table.pids[index])
-        try:
-            status = Path(f"/proc/{pid}/stat").read_bytes()
-        except OSError:
-            return False
-        return status.rpartition(b") ")[2].startswith(b"T")
+        """Kill a decoder, if it runs, and remember why."""
+        if pid := self._pids[index]:
+            self._causes.setdefault(index, cause)
+            os.kill(pid, signal.SIGKILL)
 
     def _report_deaths(self) -> None:
         """Report decoders that have ended. After the end of one between two rows, end all."""
@@ -175,7 +170,7 @@ class Supervisor:
                 return
             if pid == 0:
                 return
-            index = int(np.flatnonzero(self._table.pids == pid)[0])
+            index = self._pids.index(pid)
             self._forget(index)
             row, group = int(self._table.rows[index]), int(self._table.groups[index])
             if row == NO_ROW and status == 0:
@@ -194,16 +189,26 @@ class Supervisor:
 
     def _end_decoders(self) -> None:
         """Kill all decoders and wait for their end."""
-        pids = self._table.pids[self._table.pids > 0].tolist()
+        pids = list(filter(None, self._pids))
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        self._forget(slice(None))
+        for index in range(self._table.count):
+            self._forget(index)
         self._causes.clear()
 
-    def _forget(self, index: int | slice) -> None:
-        """Forget a decoder that has ended; late ones are killed, and process 0 is all of them."""
-        self._table.pids[index], self._table.since[index] = 0, 0
+    def _forget(self, index: int) -> None:
+        """Forget a decoder that has ended."""
+        self._pids[index], self._table.since[index] = 0, 0
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return status.rpartition(b") ")[2].startswith(b"T")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Iterator
 
 from featx.base import log_message, signal_handlers
@@ -44,32 +43,31 @@ def stop_signals() -> Iterator[StopRequest]:
     """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after the current batch.
 
     A second signal, or GRACE_S seconds, raises Interrupted at once. Signal handlers exist only in
-    the main thread; in other threads nothing is installed.
+    the main thread; in other threads nothing is installed. An alarm that the user's program has set
+    stays, unless such a signal arrives.
     """
     stop = StopRequest()
+    alarm = contextlib.ExitStack()
 
     def request_stop(signum: int, frame: object) -> None:
         if stop:
             cut_short(signum, frame)
         stop.signum = signum
+        alarm.enter_context(signal_handlers({signal.SIGALRM: cut_short}))
+        alarm.callback(signal.setitimer, signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
         log_message("\nstopping; run the same command again to resume after the last complete part")
 
     def cut_short(signum: int, frame: object) -> None:
-        if stop:
-            # The end of the run waits for the commit, which may wait for S3.
-            s3_outage.stop_waiting()
-            raise stop.interrupted()
+        # The end of the run waits for the commit, which may wait for S3.
+        s3_outage.stop_waiting()
+        raise stop.interrupted()
 
     handlers = {
         signal.SIGINT: request_stop,
         signal.SIGTERM: request_stop,
         signal.SIGHUP: request_stop,
-        signal.SIGALRM: cut_short,
     }
-    with signal_handlers(handlers):
-        try:
-            yield stop
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.setitimer(signal.ITIMER_REAL, 0)
+    # The alarm ends after the handlers that set it: one that goes off later would end the process.
+    with alarm, signal_handlers(handlers):
+        yield stop

@@ -175,14 +175,21 @@ def test_decoders_that_are_killed_again_and_again_cost_no_row(
     assert_equal(found, expected)
 
 
-def test_the_end_of_the_supervisor_ends_the_run(folder: Path) -> None:
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_the_end_of_the_supervisor_ends_the_run(folder: Path, handler: signal.Handlers) -> None:
+    """A process may ignore the ends of its children, which then vanish at once."""
+
     def act() -> None:
         supervisor, decoders = processes()
         os.kill(supervisor, signal.SIGKILL)
         assert all(ended(pid) for pid in decoders)  # by the kernel
 
-    with pytest.raises(RunError, match=r"was killed, by a user or because .* out of memory"):
-        load(folder, act=act)
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        with pytest.raises(RunError, match=r"was killed, by a user or because .* out of memory"):
+            load(folder, act=act)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.parametrize("num_forks", [0, 1, 2])
@@ -363,6 +370,48 @@ def test_threads_where_no_process_can_be_forked(
     assert not any(failures for *_, failures in found)
 
 
+class Waiting:
+    """Images that are read, or decoded, when the event is set."""
+
+    keys, shape, dtype = np.array([b"waits"]), (1,), np.dtype(np.uint8)
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def image_key(self, row: int) -> bytes:
+        return b"waits"
+
+    def read(self, row: int) -> bytes:
+        self.has_begun.set()
+        self.may_end.wait(60)
+        return b"encoded image"
+
+    def fill(self, row: int, read: Callable[[], bytes], out: Any, *_: Any) -> None:
+        read()
+
+    def warm_up(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_parent", [True, False])
+def test_a_thread_that_outlives_its_pool_writes_into_no_other_file(
+    tmp_path: Path, in_parent: bool
+) -> None:
+    worker: Any = Waiting()
+    with DecoderPool([worker], 1, reads_in_decoders=not in_parent, can_fork=in_parent) as pool:
+        pool.begin(0, np.array([0]), 1)
+        assert worker.has_begun.wait(60)
+    with contextlib.ExitStack() as files:
+        # They get the numbers of all files that the pool has closed.
+        paths = [tmp_path / str(i) for i in range(20)]
+        for path in paths:
+            files.enter_context(path.open("wb"))
+        worker.may_end.set()
+        time.sleep(0.5)
+        assert not any(path.stat().st_size for path in paths)
+
+
 def test_a_full_pipe_of_tasks_stops_nothing(folder: Path, expected: Loaded) -> None:
     """Groups of one row each, far more than the pipe has room for, and one decoder."""
     source = FolderSource(folder)
@@ -478,6 +527,42 @@ with DecoderPool([Worker()], 2, limit_s=1.0, reads_in_decoders=True) as pool:
 def test_a_pause_longer_than_the_time_limit_ends_no_other_process(tmp_path: Path) -> None:
     """Until all decoders are started again there are none, and process 0 is the whole group."""
     run_python("-c", PAUSED, tmp_path / "hung", timeout=60, start_new_session=True)
+
+
+DAMAGED = """
+import ctypes, os, sys, time
+import numpy as np
+from featx.images import DecoderPool
+
+class Worker:
+    keys, shape, dtype = np.array([b"damages memory"]), (1,), np.dtype(np.uint8)
+
+    def image_key(self, row):
+        return bytes(self.keys[row])
+
+    def fill(self, row, read, out, checksum, clock):
+        if not os.path.exists(sys.argv[1]):
+            with clock:  # shared with the supervisor, as is the time of the next decoder behind it
+                ctypes.c_double.from_address(clock._since.ctypes.data + 8).value = 1.0
+            open(sys.argv[1], "w").close()
+        out[:] = 7
+
+    def warm_up(self):
+        pass
+
+with DecoderPool([Worker()], 2, limit_s=1.0, reads_in_decoders=True) as pool:
+    job = pool.begin(0, np.array([0]), 1)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    images, _ = pool.finish(job)
+    assert images.tolist() == [[7]], images
+"""
+
+
+def test_an_image_that_damages_shared_memory_ends_no_other_process(tmp_path: Path) -> None:
+    """The decoder that seems to be late has not been started: its process would be the group."""
+    run_python("-c", DAMAGED, tmp_path / "damaged", timeout=60, start_new_session=True)
 
 
 KILLED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import time
 import warnings
 import weakref
@@ -223,6 +224,26 @@ def test_threads_that_share_a_model_are_watched_each_by_itself() -> None:
         return Counter((row.layer, row.depth, row.is_backward) for row in log.rows)
 
     assert rows(8, 4) == Counter({row: 8 * n for row, n in rows(1, 1).items()})
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_pass_in_another_thread_outlasts_the_block(is_before: bool) -> None:
+    """torch has taken the hooks of the block for this pass, and calls them after their removal."""
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    expected, has_begun, may_end = model(x), threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        has_begun.set()
+        may_end.wait(60)
+
+    register = model.register_forward_pre_hook if is_before else model.register_forward_hook
+    register(wait)
+    with ThreadPoolExecutor(1) as pool:
+        with featx.watch(model):
+            found = pool.submit(model, x)
+            assert has_begun.wait(60)
+        may_end.set()
+        assert torch.equal(found.result(), expected)
 
 
 class CallsItself(nn.Module):

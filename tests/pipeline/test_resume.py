@@ -29,7 +29,7 @@ import featx
 from featx.config import from_composed, from_keywords
 from featx.errors import ConfigError, ModelError, StoreMismatchError
 from featx.pipeline import FeatureOutput, Interrupted
-from featx.pipeline.stop_signals import GRACE_S
+from featx.pipeline.stop_signals import GRACE_S, stop_signals
 from featx.store.layout import PART_BYTES
 
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
@@ -338,6 +338,20 @@ def test_a_signal_ends_the_run_also_in_the_last_batch(
     whole = extract(photos, out="whole")
     extract(photos)
     assert dataset_digests("store") == dataset_digests(whole.root)
+
+
+def test_an_alarm_of_the_program_goes_off_in_a_run_and_after_it() -> None:
+    """Such as a time limit of a test."""
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda signum, _: rung.append(signum))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 600)
+        with stop_signals():
+            signal.raise_signal(signal.SIGALRM)
+        assert rung == [signal.SIGALRM]
+        assert signal.setitimer(signal.ITIMER_REAL, 0)[0] > 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_second_signal_does_not_wait_for_the_batch(

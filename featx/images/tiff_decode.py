@@ -16,7 +16,7 @@ from featx.errors import counted
 from featx.images.array_decode import check_array, wrong_channels
 from featx.images.decode_settings import ImagePolicy
 from featx.images.decoder_warnings import warn
-from featx.images.jpeg_decode import check_jpeg, with_tables
+from featx.images.jpeg_decode import check_jpeg, frame_size, with_tables
 from featx.images.rgb_conversion import (
     NUMBER_TYPES,
     NUMBERS,
@@ -127,11 +127,30 @@ def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> Arr
 
 
 def _check_jpeg_blocks(tags: Tags, data: bytes, policy: ImagePolicy) -> None:
-    """Check the strips or tiles of a page that are JPEGs, as `check_jpeg` does."""
-    if first(tags, "Compression") == JPEG_COMPRESSION:
-        tables = bytes(tags.get("JPEGTables", b""))  # type: ignore[arg-type]
-        for offset, count in zip(*block_places(tags), strict=False):
-            check_jpeg(with_tables(data[int(offset) : int(offset + count)], tables), policy)
+    """Check the strips or tiles of a page that are JPEGs: their data and their sizes.
+
+    libtiff leaves in a strip or tile what its JPEG lacks: zeros, or the pixels of another one.
+    """
+    if first(tags, "Compression") != JPEG_COMPRESSION:
+        return
+    tables = bytes(tags.get("JPEGTables", b""))  # type: ignore[arg-type]
+    width, height = tags["ImageWidth"][0], tags["ImageLength"][0]
+    rows = min(first(tags, "RowsPerStrip", height), height)
+    for number, (offset, count) in enumerate(zip(*block_places(tags), strict=False)):
+        block = with_tables(data[int(offset) : int(offset + count)], tables)
+        check_jpeg(block, policy)
+        if "TileOffsets" in tags:
+            expected = tags["TileWidth"][0], tags["TileLength"][0]
+        else:
+            top = number % math.ceil(height / rows) * rows
+            expected = width, min(rows, height - top)
+        found = frame_size(block)
+        if found[0] < expected[0] or found[1] < expected[1]:
+            raise ImageFault(
+                Status.TRUNCATED,
+                f"its strip or tile {number} is a JPEG of {found[0]} x {found[1]} pixels; expected "
+                f"{expected[0]:.0f} x {expected[1]:.0f}",
+            )
 
 
 def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:

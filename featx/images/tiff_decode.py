@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 from collections.abc import Set
 from typing import TYPE_CHECKING, cast
 
@@ -54,6 +55,8 @@ WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, YCBCR = 0, 1, 2, 6
 
 _COLOURS = {3: "a palette", 4: "a mask", 5: "CMYK", 6: "YCbCr", 8: "Lab", 32803: "a colour filter"}
 """Others -> what messages call them."""
+
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 _UNSIGNED = 1
 """Value of the tag SampleFormat."""
@@ -165,8 +168,14 @@ def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
 
 
 def _turn_of_tags(tags: Tags) -> int:
-    """EXIF orientation of a TIFF from 1 to 8; 1 if it is missing or out of range."""
-    turn = int(first(tags, "Orientation"))
+    """Orientation of a TIFF from 1 to 8; 1 if it is missing or out of range.
+
+    As with Pillow, that of its XMP data counts if it has no tag.
+    """
+    turn, xmp = int(first(tags, "Orientation")), tags.get("XMP")
+    if "Orientation" not in tags and isinstance(xmp, bytes):
+        match = _XMP_ORIENTATION.search(xmp)
+        turn = 1 if match is None else int(match[1])
     return turn if turn in range(1, 9) else 1
 
 

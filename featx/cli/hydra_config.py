@@ -195,10 +195,14 @@ def _name_choices(tree: yaml.MappingNode, is_primary: bool) -> None:
                 tree.value += added.value
                 name = source_of_path(name)
         else:
-            names = [inner.value for own, inner in value.value if own.value == "name"]
-            if not names:
+            entries = {str(own.value): inner for own, inner in value.value}
+            chosen, root = entries.get("name"), entries.get("root")
+            if chosen is None and key.value == "data" and root is not None and root.tag != _NULL:
+                name = source_of_path(str(root.value))
+            elif chosen is None:
                 continue
-            name = str(names[0])
+            else:
+                name = str(chosen.value)
             # The choice has the name. Here it would also replace that of the command line.
             value.value = [inner for inner in value.value if inner[0].value != "name"]
             if not value.value:

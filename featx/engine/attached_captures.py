@@ -57,8 +57,8 @@ class AttachedCaptures:
         expected: what every later pass must repeat. Its calls are counted only if it follows the
             data.
         row_bytes: bytes of all captured tensors of one image in float32.
-        misplaced: names of captures whose rows are whole maps or tokens in another order than that
-            of the image.
+        misplaced: names of captures whose rows are whole or sampled maps or tokens in another
+            order than that of the image.
     """
 
     points: tuple[CapturePoint, ...] = ()
@@ -145,6 +145,7 @@ def attach_captures(
     with model.named_failure(noise):
         check_positions(model.module, maps, noise)
         misplaced = misplaced_maps(model.module, presumed, noise)
+    collector.forget_grids(misplaced)
     return replace(captures, misplaced=misplaced), collector
 
 
@@ -204,11 +205,11 @@ def _expect_rows(
 def _presumed_maps(
     model: DeviceModel, chosen: ChosenLayers, values: Mapping[str, torch.Tensor]
 ) -> Maps:
-    """Captures that are stored whole, and whose shapes look like a map."""
+    """Captures that are stored whole or sampled, and whose shapes look like a map."""
     return [
         (point, to_map)
         for point, reduce in chosen
-        if reduce.name == "none" and point.capture != "attention"
+        if reduce.name in ("none", "sample") and point.capture != "attention"
         if (to_map := presumed_map(model.row_layout(point, values[point.name]))) is not None
     ]
 

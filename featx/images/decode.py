@@ -81,6 +81,11 @@ Pillow tries first."""
 _CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read full|too small")
 """Parts of the messages of decoders for files that end too early."""
 
+_INTERLACED = (
+    (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)
+)  # fmt: skip
+"""First column and row of each pass of an interlaced PNG, and their distances to the next ones."""
+
 _PLAIN_HEADERS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "PPM")
 """Formats whose header has the size of the pixels as stored, before they are turned upright."""
 
@@ -225,6 +230,8 @@ def _decode_rgb(data: bytes, policy: ImagePolicy, at_least: int | None) -> Decod
         check_jpeg(data, policy)
     # Before `orientation_of`, which loads a PNG, hides its exceptions, and leaves black lines.
     image.load()
+    if image.format == "PNG":
+        check_png_rows(image, data)
     turn = orientation_of(image) if policy.exif == "apply" else 1
     return turn_image(to_rgb(image, policy.background, policy.white), turn)
 
@@ -281,6 +288,8 @@ def _decode_channels(data: bytes, policy: ImagePolicy, channels: int) -> Array:
     if image.format in ("JPEG", "MPO"):
         check_jpeg(data, policy)
     array = pillow_array(image)
+    if array is not None and image.format == "PNG":
+        check_png_rows(image, data)
     if array is None and is_deep_png(image):
         array = decode_deep_png(data)
     if array is None:
@@ -334,6 +343,12 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 def check_png(data: bytes) -> None:
     """Verify the checksums of the pixel data of a PNG, which Pillow does not."""
+    for _ in _png_data(data):
+        pass
+
+
+def _png_data(data: bytes) -> Iterator[memoryview]:
+    """The compressed pixel data of each chunk of a PNG, whose checksum is right."""
     offset = 8
     while offset + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, offset)
@@ -344,7 +359,33 @@ def check_png(data: bytes) -> None:
             stored = int.from_bytes(data[end : end + 4])
             if zlib.crc32(memoryview(data)[offset + 4 : end]) != stored:
                 raise ImageFault(Status.DECODE_ERROR, "the checksum of its pixels is wrong")
+            yield memoryview(data)[offset + 8 : end]
         offset = end + 4
+
+
+def check_png_rows(image: Image.Image, data: bytes) -> None:
+    """Refuse a PNG whose pixel data have an end before its last row.
+
+    Pillow leaves the rows that are missing zero. So only images whose last pixel is zero, and
+    interlaced ones, are decompressed once more.
+    """
+    width, height, bits, kind, interlace = struct.unpack_from(
+        ">IIBB2xB", data, data.index(b"IHDR") + 4
+    )
+    last = image.getpixel((width - 1, height - 1))
+    if not interlace and (any(last) if isinstance(last, tuple) else last):
+        return
+    row_bits = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[kind]
+    num_missing = 0
+    for x, y, dx, dy in _INTERLACED if interlace else ((0, 0, 1, 1),):
+        columns, rows = -((x - width) // dx), -((y - height) // dy)
+        num_missing += rows * (1 + -(-columns * row_bits // 8)) if columns else 0
+    stream = zlib.decompressobj()
+    for chunk in _png_data(data):
+        num_missing -= len(stream.decompress(chunk, num_missing))
+        if num_missing == 0:
+            return
+    raise ImageFault(Status.TRUNCATED, "its pixel data end before its last row")
 
 
 def _scale_transparent_colour(image: ImageFile.ImageFile) -> None:

@@ -7,6 +7,7 @@ Pillow drops its warnings; simplejpeg reports the first one.
 from __future__ import annotations
 
 import re
+import struct
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +142,15 @@ def check_jpeg(data: bytes, policy: ImagePolicy) -> None:
         status = Status.TRUNCATED if damage == _NO_END else Status.DECODE_ERROR
         raise ImageFault(status, damage, "DamagedJpegError")
     warn(f"{ACCEPTED_DAMAGE}{damage}")
+
+
+def frame_size(data: bytes) -> tuple[int, int]:
+    """Return (width, height) of the pixels of a JPEG, or (0, 0) if it has no frame."""
+    for marker, start, _ in read_header(data):
+        if marker in _FRAMES:
+            height, width = struct.unpack_from(">HH", data, start + 5)
+            return width, height
+    return 0, 0
 
 
 def with_tables(block: bytes, tables: bytes) -> bytes:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from PIL import PngImagePlugin
 
-from featx.images.decode import check_png
+from featx.images.decode import check_png, check_png_rows
 from featx.images.preprocess import centre_crop, resized_size
 from featx.types import ImageFault, Status
 
@@ -53,6 +53,7 @@ def read_label_map(data: bytes, max_pixels: int) -> npt.NDArray[np.integer]:
                 "bits",
             )
         image.load()
+        check_png_rows(image, data)
         if image.getexif().get(0x0112, 1) != 1:
             raise ImageFault(
                 Status.UNSUPPORTED, "it has an EXIF orientation; save it upright, without one"

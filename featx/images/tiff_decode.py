@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 from collections.abc import Set
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,7 @@ from featx.errors import counted
 from featx.images.array_decode import check_array, wrong_channels
 from featx.images.decode_settings import ImagePolicy
 from featx.images.decoder_warnings import warn
-from featx.images.jpeg_decode import check_jpeg, with_tables
+from featx.images.jpeg_decode import check_jpeg, frame_size, with_tables
 from featx.images.rgb_conversion import (
     NUMBER_TYPES,
     NUMBERS,
@@ -54,6 +55,8 @@ WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, YCBCR = 0, 1, 2, 6
 
 _COLOURS = {3: "a palette", 4: "a mask", 5: "CMYK", 6: "YCbCr", 8: "Lab", 32803: "a colour filter"}
 """Others -> what messages call them."""
+
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 _UNSIGNED = 1
 """Value of the tag SampleFormat."""
@@ -127,11 +130,30 @@ def decode_tiff_channels(data: bytes, policy: ImagePolicy, channels: int) -> Arr
 
 
 def _check_jpeg_blocks(tags: Tags, data: bytes, policy: ImagePolicy) -> None:
-    """Check the strips or tiles of a page that are JPEGs, as `check_jpeg` does."""
-    if first(tags, "Compression") == JPEG_COMPRESSION:
-        tables = bytes(tags.get("JPEGTables", b""))  # type: ignore[arg-type]
-        for offset, count in zip(*block_places(tags), strict=False):
-            check_jpeg(with_tables(data[int(offset) : int(offset + count)], tables), policy)
+    """Check the strips or tiles of a page that are JPEGs: their data and their sizes.
+
+    libtiff leaves in a strip or tile what its JPEG lacks: zeros, or the pixels of another one.
+    """
+    if first(tags, "Compression") != JPEG_COMPRESSION:
+        return
+    tables = bytes(tags.get("JPEGTables", b""))  # type: ignore[arg-type]
+    width, height = tags["ImageWidth"][0], tags["ImageLength"][0]
+    rows = min(first(tags, "RowsPerStrip", height), height)
+    for number, (offset, count) in enumerate(zip(*block_places(tags), strict=False)):
+        block = with_tables(data[int(offset) : int(offset + count)], tables)
+        check_jpeg(block, policy)
+        if "TileOffsets" in tags:
+            expected = tags["TileWidth"][0], tags["TileLength"][0]
+        else:
+            top = number % math.ceil(height / rows) * rows
+            expected = width, min(rows, height - top)
+        found = frame_size(block)
+        if found[0] < expected[0] or found[1] < expected[1]:
+            raise ImageFault(
+                Status.TRUNCATED,
+                f"its strip or tile {number} is a JPEG of {found[0]} x {found[1]} pixels; expected "
+                f"{expected[0]:.0f} x {expected[1]:.0f}",
+            )
 
 
 def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
@@ -146,8 +168,14 @@ def _choose_page(pages: list[Tags], policy: ImagePolicy) -> int:
 
 
 def _turn_of_tags(tags: Tags) -> int:
-    """EXIF orientation of a TIFF from 1 to 8; 1 if it is missing or out of range."""
-    turn = int(first(tags, "Orientation"))
+    """Orientation of a TIFF from 1 to 8; 1 if it is missing or out of range.
+
+    As with Pillow, that of its XMP data counts if it has no tag.
+    """
+    turn, xmp = int(first(tags, "Orientation")), tags.get("XMP")
+    if "Orientation" not in tags and isinstance(xmp, bytes):
+        match = _XMP_ORIENTATION.search(xmp)
+        turn = 1 if match is None else int(match[1])
     return turn if turn in range(1, 9) else 1
 
 

@@ -12,9 +12,7 @@ from featx.store import layout, no_store_at, pack_store
 
 def run(config: Config, config_yaml: str) -> int:
     """Pack the store and print where the file is; returns the exit code 0."""
-    root = config.store_path()
-    if root.name == layout.PACKED:
-        root = root.parent
+    root = layout.folder_of_packed(config.store_path())
     if not root.is_dir():
         raise StoreError(f"{no_store_at(root)} job=pack takes the store's folder.")
     did = pack_store(root)

@@ -22,9 +22,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def run(config: Config, config_yaml: str) -> int:
     """Print the progress of the run and its workers; returns the exit code 0."""
-    root = config.store_path()
-    if root.name == layout.PACKED:
-        root = root.parent
+    root = layout.folder_of_packed(config.store_path())
     if not root.is_dir():
         raise StoreError(
             f"{no_store_at(root)} job=status takes the store's folder. A run that has just "

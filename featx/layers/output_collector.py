@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -40,6 +41,12 @@ class OutputCollector:
         """Set the reduction of a capture that fires in every pass, for rows of this shape."""
         self._row_shapes[point.name] = row_shape
         self._reductions[point.name] = reduction
+
+    def forget_grids(self, names: Collection[str]) -> None:
+        """Record no grid of the tokens of some captures, as they lie otherwise in the image."""
+        for name in names:
+            if isinstance(sample := self._reductions[name], TokenSample):
+                self._reductions[name] = replace(sample, grid=(0, 0))
 
     @property
     def vector_names(self) -> tuple[str, ...]:

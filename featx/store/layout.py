@@ -106,6 +106,11 @@ def is_damage(error: Exception) -> bool:
     return not isinstance(error, OSError) or error.errno in (None, errno.EISDIR)
 
 
+def folder_of_packed(root: Path) -> Path:
+    """Folder of a store that is given by its folder or by its features.h5."""
+    return root.parent if root.name == PACKED else root
+
+
 def part_name(index: int) -> str:
     return f"part-{index:06d}.h5"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import h5py
 
 from featx.base import digest
-from featx.errors import StoreError
+from featx.errors import ConfigError, StoreError
 from featx.storage import is_url, paths_in
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata
@@ -166,6 +166,14 @@ class Manifest:
     """Runs of a store in the order in which they were started; at least one."""
 
     runs: tuple[Run, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_parts > _MAX_PARTS:
+            raise ConfigError(
+                f"part_rows={self.runs[-1].grid.part_rows}: the store would have {self.num_parts} "
+                f"parts, and at most {_MAX_PARTS} are supported. Give a larger part_rows, or leave "
+                "it out."
+            )
 
     @property
     def num_rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,20 @@ def test_too_large_a_matrix_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     x, y = blobs(60)
     with pytest.raises(ConfigError, match="60 rows and 20 features; at most 10"):
         solve(problem_of(tmp_path, x, y), np.arange(60))
+
+
+@pytest.mark.parametrize(
+    ("width", "num_bytes"), [(20, 8 * 3 * 20 * 20), (120, 8 * 60 * (240 + 60))]
+)
+def test_matrices_that_do_not_fit_into_memory_are_refused(
+    tmp_path: Path, set_free_memory: Callable[..., None], width: int, num_bytes: int
+) -> None:
+    problem = problem_of(tmp_path, *blobs(60, width=width))
+    set_free_memory(float(num_bytes))
+    solve(problem, np.arange(60))
+    set_free_memory(num_bytes - 1.0)
+    with pytest.raises(ConfigError, match=f"squares of 60 rows and {width} features take .* free"):
+        solve(problem, np.arange(60))
 
 
 @pytest.mark.parametrize("width", [20, 120])

@@ -76,6 +76,23 @@ def test_an_experiment_of_ones_own_reads_as_the_command_line(folder: str) -> Non
     assert other.data.root == "./photos"
 
 
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("{root: photos}", ("folder", "photos")),
+        ("{root: rows.csv, limit: 3}", ("table", "rows.csv")),
+    ],
+)
+def test_data_root_without_a_source_means_the_source_of_its_path(
+    data: str, expected: tuple[str, str]
+) -> None:
+    write(f"data: {data}\n")
+    found, as_typed = typed("experiment=my_run").data, typed(f"data={data}").data
+    assert (found.name, found.root) == (as_typed.name, as_typed.root) == expected
+    other = typed("experiment=my_run", "data=webdataset").data
+    assert (other.name, other.root) == ("webdataset", expected[1])
+
+
 @pytest.mark.slow
 def test_ones_own_experiment_precedes_that_of_featx_and_config_dir_both() -> None:
     write("seed: 1\n", name="exact")

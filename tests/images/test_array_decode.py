@@ -118,6 +118,8 @@ def test_png_of_16_bits_in_any_channels(channels: int) -> None:
     data = make_png(9, 13, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], rows)
     np.testing.assert_array_equal(decoded(data, channels), pixels)
     assert fault(data[:-60], channels).status == Status.TRUNCATED
+    short = fault(make_png(9, 14, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], rows), channels)
+    assert short.status in (Status.TRUNCATED, Status.DECODE_ERROR)
     broken = bytearray(data)
     broken[len(data) // 2] ^= 1
     assert fault(bytes(broken), channels).status == Status.DECODE_ERROR

@@ -644,6 +644,36 @@ def test_a_png_whose_writer_made_a_wrong_stream_is_no_image(policy: ImagePolicy)
         assert fault_of(data, policy).status == Status.DECODE_ERROR
 
 
+@pytest.mark.parametrize(
+    ("bits", "colour_type"), [(1, 0), (4, 0), (8, 0), (16, 0), (8, 2), (16, 2), (8, 4), (8, 6)]
+)
+def test_a_png_whose_stream_ends_before_its_last_row_is_no_image(
+    bits: int, colour_type: int
+) -> None:
+    """Its checksums are right; Pillow leaves the other rows zero."""
+    row_bytes = math.ceil(5 * bits * {0: 1, 2: 3, 4: 2, 6: 4}[colour_type] / 8)
+    for byte in (b"\0", b"\xaa"):
+        rows = [byte * row_bytes] * 9
+        assert pixels(make_png(5, 9, bits, colour_type, rows)).shape == (9, 5, 3)
+        short = make_png(5, 9, bits, colour_type, rows[:-1])
+        assert fault_of(short).status == Status.TRUNCATED
+
+
+@pytest.mark.parametrize("value", [0, 200])
+def test_an_interlaced_png_that_ends_before_its_last_pass_is_no_image(value: int) -> None:
+    # 2 x 3 pixels are in pass 1 (1 row of 1 pixel), 5 (1 of 1), 6 (2 of 1), and 7 (1 of 2).
+    rows = [bytes([value] * count) for count in (1, 1, 1, 1, 2)]
+    header, interlaced = (
+        png_chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 3, 8, 0, 0, 0, is_interlaced))
+        for is_interlaced in (0, 1)
+    )
+    whole, short = (
+        make_png(2, 3, 8, 0, stored).replace(header, interlaced) for stored in (rows, rows[:-1])
+    )
+    assert pixels(whole)[..., 0].tolist() == [[value, value]] * 3
+    assert fault_of(short).status == Status.TRUNCATED
+
+
 def test_a_png_in_many_chunks() -> None:
     data = make_png(2, 2, 8, 0, [b"\1\2", b"\3\4"])
     at = data.index(b"IDAT") - 4

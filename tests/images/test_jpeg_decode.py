@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import itertools
+import struct
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +203,28 @@ def test_a_damaged_jpeg_in_a_tiff(mode: str) -> None:
     for policy in (POLICY, replace(POLICY, channels=len(mode))):
         with image_fault(Status.DECODE_ERROR, "JPEG data"):
             decode_array(broken, policy, None)
+
+
+@pytest.mark.parametrize(
+    ("tag", "stored", "stated", "message"),
+    [
+        (257, 240, 250, "strip or tile 7 is a JPEG of 320 x 16 pixels; expected 320 x 26"),
+        (256, 320, 330, "strip or tile 0 is a JPEG of 320 x 32 pixels; expected 330 x 32"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_jpeg_in_a_tiff_that_is_smaller_than_its_strip(
+    tag: int, stored: int, stated: int, message: str, mode: str
+) -> None:
+    """libtiff leaves there what was in its memory."""
+    options = {"compression": "jpeg", "tiffinfo": {278: 32}}
+    data = encode(photo().convert(mode), "TIFF", **options)
+    assert decode_pillow(data, POLICY).size == (320, 240)
+    entry = struct.pack("<HHI", tag, 3, 1)
+    larger = data.replace(entry + struct.pack("<I", stored), entry + struct.pack("<I", stated))
+    for policy in (POLICY, replace(POLICY, channels=len(mode)), replace(POLICY, damaged=ACCEPT)):
+        with image_fault(Status.TRUNCATED, message):
+            decode_array(larger, policy, None)
 
 
 @pytest.mark.parametrize("can_fork", [True, False])

@@ -177,6 +177,7 @@ def test_other_masks_are_refused_with_the_reason() -> None:
     data = bytearray(encode(grey, "PNG"))
     data[data.index(b"IDAT") + 8] ^= 1
     assert reason(bytes(data))[0] == Status.DECODE_ERROR
+    assert reason(make_png(2, 2, 8, 0, [b"\1\2"]))[0] == Status.TRUNCATED
     assert reason(b"no image")[0] == Status.DECODE_ERROR
     assert reason(encode(grey, "JPEG"))[0] == Status.DECODE_ERROR
     # Four bits a pixel: Pillow stretches 0..15 to 0..255.

@@ -261,11 +261,23 @@ RED, GREY = np.full((HEIGHT, WIDTH, 3), (200, 0, 0)), np.full((9, 8, 3), 90)
 @pytest.mark.parametrize("mark", [{254: (4, (1,))}, {255: (3, (2,))}, {254: (4, (4,))}])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("planar", [1, 2])
+@pytest.mark.parametrize(
+    "orientation",
+    [
+        {274: (3, (6,))},
+        {700: (1, tuple(b'<x:xmpmeta tiff:Orientation="6"/>'))},
+        {274: (3, (6,)), 700: (1, tuple(b"<tiff:Orientation>3</tiff:Orientation>"))},
+    ],
+    ids=["tag", "XMP", "tag and XMP"],
+)
 def test_a_thumbnail_or_mask_before_the_image(
-    mark: dict[int, tuple[int, tuple[float, ...]]], bits: int, planar: int
+    mark: dict[int, tuple[int, tuple[float, ...]]],
+    bits: int,
+    planar: int,
+    orientation: dict[int, tuple[int, tuple[float, ...]]],
 ) -> None:
     small = (GREY, Kind(tags=mark))
-    kind = Kind(1, bits, planar=planar, tags={274: (3, (6,))})
+    kind = Kind(1, bits, planar=planar, tags=orientation)
     numbers = SHARES[..., :3] * (2**bits - 1)
     data = write_tiff(small, (numbers, kind), small)
     expected = np.rot90(np.rint(SHARES[..., :3] * 255), -1)

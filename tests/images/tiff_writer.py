@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-CODES = {3: "H", 4: "I", 8: "h", 11: "f", 12: "d", 9: "i"}
+CODES = {1: "B", 3: "H", 4: "I", 8: "h", 11: "f", 12: "d", 9: "i"}
 
 
 @dataclass(frozen=True)

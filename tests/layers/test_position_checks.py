@@ -7,6 +7,7 @@ import torch
 from tiny_engine import assert_refused, backbone_of, bound, noise
 from torch import nn
 
+from featx.config import make_reduce
 from featx.errors import ReduceError
 
 GRID = ("tokens", "grid")
@@ -66,6 +67,20 @@ def test_whole_rows_in_another_order_are_stored_without_places(
 ) -> None:
     with bound(backbone_of(Patches(order, num_prefix), 16, num_prefix), "tokens") as engine:
         assert engine.captures.misplaced == ({"tokens"} if is_misplaced else set())
+
+
+@pytest.mark.parametrize(("order", "is_misplaced"), [(ROW_MAJOR, False), (BY_UNITS, True)])
+@pytest.mark.parametrize("num_prefix", [0, 1])
+def test_samples_of_rows_in_another_order_are_stored_without_a_grid(
+    order: list[int], is_misplaced: bool, num_prefix: int
+) -> None:
+    backbone = backbone_of(Patches(order, num_prefix), 16, num_prefix)
+    with bound(backbone, ("tokens", make_reduce("sample"))) as engine:
+        [spec] = engine.specs(engine.chosen)  # type: ignore[attr-defined]
+    candidates = {"first": num_prefix, "num_candidates": 16}
+    grid = {} if is_misplaced else {"rows": 4, "columns": 4}
+    options = {"k": 16, "candidates": "patches", "seed": 0}
+    assert spec.reduce_args == {**options, **candidates, **grid}
 
 
 def test_groups_of_tokens_that_look_like_a_map_are_refused() -> None:

@@ -196,9 +196,13 @@ def test_a_task_that_ends_after_its_run_leaves_nothing(photos: Path, cluster: Ma
 def test_the_environment_decides_nothing_that_would_lose_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With SBATCH_WAIT, sbatch does not return, and its tasks are those of nobody."""
+    """With SBATCH_WAIT, sbatch does not return, and its tasks are those of nobody.
+
+    SLURM_RESTART_COUNT is that of a driver that was requeued; Slurm sets none for new tasks.
+    """
     for name in ("SQUEUE_PARTITION", "SCANCEL_INTERACTIVE", "SBATCH_WAIT", "SBATCH_SIGNAL"):
         monkeypatch.setenv(name, "T")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "T")
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     code, output, _ = slurm_task.run_command(["env"])
     assert code == 0

@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from made_store import MadeRun, joined, make_added, make_grown, make_run
 
 from featx.base import digest
-from featx.errors import StoreError
-from featx.store import DamagedManifestError, Manifest, load_manifest, read_manifest
+from featx.errors import ConfigError, StoreError
+from featx.store import (
+    DamagedManifestError,
+    Manifest,
+    StoreSession,
+    load_manifest,
+    read_manifest,
+)
 
 HERE = Path("featx.json")
 
@@ -55,6 +61,21 @@ def test_it_counts_rows_parts_and_layers_of_all_runs() -> None:
     assert covered == list(range(9))
     assert [(p.start, p.stop) for p in manifest.runs[2].parts()] == [(29, 33), (33, 37), (37, 39)]
     assert manifest.listing_identity == manifest.runs[2].header.fingerprint["listing"]
+
+
+def test_more_parts_than_their_names_can_number_are_refused_at_once(tmp_path: Path) -> None:
+    made = make_run(29, 8).identified()
+    run = replace(made.as_run(), grid=replace(made.grid, num_rows=500_000, part_rows=1))
+    second = replace(run, grid=replace(run.grid, first_part=500_000))
+    assert Manifest((run, second)).num_parts == 1_000_000
+    larger = replace(run, grid=replace(run.grid, num_rows=500_001))
+    message = "part_rows=1: the store would have 1000001 parts, and at most 1000000"
+    with pytest.raises(ConfigError, match=message):
+        Manifest((run, replace(larger, grid=replace(larger.grid, first_part=500_000))))
+    many = replace(run, grid=replace(run.grid, num_rows=1_000_001))
+    with pytest.raises(ConfigError, match=message):
+        StoreSession(tmp_path / "store", many, made.listing)
+    assert not (tmp_path / "store").exists()
 
 
 def test_the_identity_changes_with_every_run_and_not_before() -> None:

@@ -10,7 +10,7 @@ import torch
 from featx.analysis.probe.heads import Head, fit_scaler
 from featx.analysis.probe.layer_rows import Problem
 from featx.analysis.probe.metrics import Ints
-from featx.base import float64_device
+from featx.base import check_memory, float64_device
 from featx.errors import ConfigError
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -36,7 +36,18 @@ def solve(problem: Problem, places: Ints) -> Callable[[float], Head]:
             f"{width} features; at most {MAX_DIM} are supported. Classes can be predicted with "
             "probe.method=linear."
         )
-    device, scaler = float64_device(features.device), fit_scaler(features, places)
+    device = float64_device(features.device)
+    if device.type == "cpu":
+        # The Gram matrix, its eigenvectors and the copy that LAPACK works on, or with fewer rows
+        # than features two matrices of the rows beside one of these.
+        numbers = 3 * width**2 if width <= count else 2 * count * width + count**2
+        check_memory(
+            8 * numbers,
+            f"Least squares of {count} rows and {width} features",
+            "Train on fewer rows, extract fewer features (such as reduce=avg), or predict classes "
+            "with probe.method=linear or knn.",
+        )
+    scaler = fit_scaler(features, places)
     is_one_hot = y.ndim == 1
     shares = (
         np.bincount(y[places], minlength=num_outputs) / count if is_one_hot else y[places].mean(0)

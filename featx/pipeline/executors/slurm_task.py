@@ -26,9 +26,9 @@ _MAX_REQUEUES = 3
 _ANSWER_S = 60.0
 """Seconds to wait for the answer of a Slurm command."""
 
-_WITHOUT_EFFECT = ("SBATCH_SIGNAL", "SBATCH_WAIT", "SCANCEL_", "SQUEUE_")
-"""Beginnings of names of variables that would end tasks early, let sbatch wait for their end, or
-hide tasks from squeue and scancel."""
+_WITHOUT_EFFECT = ("SBATCH_SIGNAL", "SBATCH_WAIT", "SCANCEL_", "SLURM_RESTART_COUNT", "SQUEUE_")
+"""Beginnings of names of variables that would end tasks early, let sbatch wait for their end, hide
+tasks from squeue and scancel, or give tasks the number of times that their driver was requeued."""
 
 
 def main(folder: str, number: str, device: str, limit_s: str, started_at: str) -> None:

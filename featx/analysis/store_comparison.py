@@ -90,7 +90,7 @@ def _open_stores(
         return [store for stores in several for store in stores]
     if "," in given and not is_url(given) and not Path(given).exists():
         raise ConfigError(f"store={given}: a list is written in brackets, 'store=[{given}]'.")
-    if not glob.has_magic(given) or is_url(given):
+    if not glob.has_magic(given) or is_url(given) or Path(given).exists():
         return [open_if_path(given)]
     stores, pattern = [], str(Path(given).expanduser())
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):  # noqa: PTH207

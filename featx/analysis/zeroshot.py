@@ -47,6 +47,9 @@ def run_zeroshot(config: Config, store: FeatureStore) -> dict[str, Any]:
     classes, prompts = class_names(config.zeroshot.classes, store)
     templates = read_templates(config.zeroshot.templates)
     model = from_saved(run.header.config).model
+    folder = store.folder
+    disk = open_folder(folder)
+    disk.make_folder(folder)  # first, so that an unusable path fails early
     classifier = text_classifier(model, prompts, templates, choose_device(config.device))
     _check_model(store, run, model.name, classifier)
     _check_differences(prompts, classifier.weight)
@@ -70,8 +73,6 @@ def run_zeroshot(config: Config, store: FeatureStore) -> dict[str, Any]:
         "num_templates": classifier.templates,
         **_accuracy(store, head, classes),
     }
-    folder = store.folder
-    disk = open_folder(folder)
     path = folder / layout.ZEROSHOT_HEADS / f"{EMBEDDING}.safetensors"
     disk.make_folder(path.parent)
     disk.replace_unlocked(path, head_bytes(head, _about(store, run, result)))

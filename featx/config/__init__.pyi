@@ -62,6 +62,7 @@ from .run_config import captures as captures
 from .run_config import in_this_process as in_this_process
 from .run_config import layer_requests as layer_requests
 from .run_config import listed_stores as listed_stores
+from .run_config import store_list as store_list
 from .run_config import with_statistics_at as with_statistics_at
 from .saved_config import data_of_saved as data_of_saved
 from .saved_config import from_saved as from_saved

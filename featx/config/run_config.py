@@ -6,8 +6,9 @@ functions that turn YAML or overrides into a `Config`.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -40,6 +41,9 @@ from featx.config.checks import Count, NaturalNumber, OneOrMore, names_tuple, op
 from featx.config.reduce import reduction_options
 from featx.errors import ConfigError, StoreError
 from featx.storage import folder_of, is_url, parse_path
+
+_LISTED_STORE = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|\Z)""")
+"""An element of a list of stores; a path with a comma stands in quotes."""
 
 PRESETS = ("embedding", "output", "stages", "leaves", "all")
 """Names of sets of layers that `layers` takes instead of names."""
@@ -177,8 +181,9 @@ class Config:
     """Folder or features.h5 of the store that a job reads, on a disk or as s3://bucket/folder. null
     takes `out`, for jobs that do not write to a folder of their own; the others need a value. In a
     list, [runs/a,runs/b], job=cka and distance compare two stores, job=compare and report several,
-    and job=probe its best layer with that of another probed store, on the test rows of both.
-    job=compare, and job=report behind the first store, also take patterns, runs/*."""
+    and job=probe its best layer with that of another probed store, on the test rows of both. A path
+    with a comma stands in quotes there, 'store=["a,b",c]'. job=compare, and job=report behind the
+    first store, also take patterns, runs/*."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """Statistics that job=stats computes of each layer, and a reference to compare them with."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -320,9 +325,22 @@ class Config:
 
 def listed_stores(text: str) -> list[str]:
     """Return the stores of a list in brackets, such as '[runs/a,runs/b]', or the only one."""
-    parts = [part.strip() for part in text[1:-1].split(",")]
-    is_list = text.startswith("[") and text.endswith("]") and any(parts)
-    return [part for part in parts if part] if is_list else [text]
+    is_path = os.path.exists(text)  # noqa: PTH110 - False if it is longer than a path can be
+    if is_path or not (text.startswith("[") and text.endswith("]")):
+        return [text]
+    parts = ["".join(groups) for groups in _LISTED_STORE.findall(text[1:-1])]
+    return [part for part in parts if part] or [text]
+
+
+def store_list(paths: Iterable[str]) -> str:
+    """Return the list in brackets from which `listed_stores` reads some paths."""
+    return f"[{','.join(map(_listed, paths))}]"
+
+
+def _listed(path: str) -> str:
+    if "," not in path and path == path.strip().strip("'\""):
+        return path
+    return f"'{path}'" if '"' in path else f'"{path}"'
 
 
 def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:

@@ -14,7 +14,6 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, TypeVar
 
 from featx.base import Member, Registry, Section, as_text, log_message, print_result
@@ -27,6 +26,7 @@ from featx.config import (
     nested_keywords,
     refuse_given_of_others,
     saved_yaml,
+    store_list,
     without_model,
     without_object,
 )
@@ -230,7 +230,7 @@ def config_of_store_call(job: str, keys: Mapping[str, object], store: object) ->
     if store is not None and "store" in keys:
         raise ConfigError("store is given twice: as the first argument, and as store=.")
     if isinstance(store, list | tuple):
-        store = f"[{','.join(map(os.fspath, store))}]"
+        store = store_list(map(os.fspath, store))
     return config_of_call(job, keys if store is None else {**keys, "store": store})[0]
 
 
@@ -323,7 +323,7 @@ def _check_list_of_stores(config: Config, job: Job) -> None:
     """Refuse a list of stores that the job does not take, or that has no brackets."""
     store = config.store or ""
     has_brackets = store.startswith("[")
-    if not (has_brackets or "," in store) or is_url(store) or Path(store).exists():
+    if not (has_brackets or "," in store) or is_url(store) or os.path.exists(store):  # noqa: PTH110 - see listed_stores
         return
     if not job.takes_several_stores:
         raise ConfigError(

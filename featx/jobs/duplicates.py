@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from featx.base import CountProgress
+from featx.base import CountProgress, printable
 from featx.config import Config, DuplicatesConfig
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
@@ -73,7 +73,8 @@ def run(config: Config, config_yaml: str) -> int:
         ("file", table["file"]),
     ]
     lines = [
-        f"{len(group)} rows: {', '.join(map(store.key_of, group[:3].tolist()))}"
+        f"{len(group)} rows: "
+        f"{', '.join(printable(store.key_of(row)) for row in group[:3].tolist())}"
         f"{', ...' if len(group) > 3 else ''}"
         for group in sorted(groups, key=len, reverse=True)[:5]
     ]

@@ -17,7 +17,7 @@ from featx.pipeline.output import AnyOutput
 from featx.pipeline.row_failures import exit_code, failures_text
 from featx.pipeline.run_context import EngineSpec, build_run_context
 from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
-from featx.storage import is_url, parse_path
+from featx.storage import check_writable, is_url, parse_path
 from featx.store import (
     DamagedManifestError,
     FeatureStore,
@@ -167,6 +167,8 @@ def _run(
         EXECUTORS.get(config.executor.name).check(config.executor, config)
     if (summary := output.begin()) is not None:
         return summary
+    if not is_url(output.root):
+        check_writable(output.root)  # before images are listed and the model is built
     with (
         build_run_context(config, config_yaml, engine_spec, output) as context,
         output.open(context),

@@ -283,10 +283,12 @@ def test_an_overwritten_store_has_no_probe_of_the_old_one(
 @pytest.mark.parametrize(
     ("job", "options"),
     [
-        ("predict", {"data": "gone", "model": TRUSTED}),
-        ("probe", {}),
-        ("neighbors", {"layers": "pool"}),
-        ("mislabelled", {"layers": "pool"}),
+        ("extract", {"data": "gone", "out": "new"}),
+        ("stats", {"data": "gone", "out": "new"}),
+        ("predict", {"store": "store", "data": "gone", "model": TRUSTED}),
+        ("probe", {"store": "store"}),
+        ("neighbors", {"store": "store", "layers": "pool"}),
+        ("mislabelled", {"store": "store", "layers": "pool"}),
     ],
 )
 def test_a_folder_without_the_right_to_write_is_refused_before_the_computation(
@@ -299,7 +301,7 @@ def test_a_folder_without_the_right_to_write_is_refused_before_the_computation(
     flip_byte_of_row(Path("store/features.h5"), "pool", 3)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(StoreError, match="this user may not, or the disk is read-only"):
-        run_job(job, store="store", **options)
+        run_job(job, **options)
 
 
 def test_a_mistyped_path_of_images_leaves_no_folder(probed: featx.FeatureStore) -> None:

@@ -177,6 +177,17 @@ def test_copies_are_other_files_not_other_boxes_and_views_of_one() -> None:
         assert row["key"] == copy
 
 
+def test_duplicates_whose_name_has_a_newline_are_printed_on_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("photos").mkdir()
+    Image.new("RGB", (48, 48), "teal").save("photos/a\n.png")
+    shutil.copy("photos/a\n.png", "photos/b.png")
+    extract("photos", layers=["pool"], reduce="flatten")
+    run_job("duplicates", store="store", neighbors={"standardise": False})
+    assert "2 rows: a\\n.png, b.png" in capsys.readouterr().out
+
+
 def test_rows_without_a_label_are_of_no_class() -> None:
     run = make_run(30, 8)
     flat = run.features["flat"].copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 from dataclasses import replace
@@ -166,6 +167,23 @@ def test_a_probe_of_another_state_is_left_out() -> None:
     found = ask("[runs/a,runs/b]")
     assert found["stores"][0]["probe"] is None
     assert "another state" in found["notes"][0]
+
+
+@pytest.mark.usefixtures("entry")
+def test_paths_with_characters_of_a_list() -> None:
+    names = ["x,1", "[y]", " it's,2"]
+    for name in names:
+        shutil.copytree("runs/b", name)
+    for store, expected in {
+        "x,1": names[:1],
+        "[y]": names[1:2],
+        '["x,1", [y]]': names[:2],
+        "['x,1',\" it's,2\", [y],]": ["x,1", " it's,2", "[y]"],
+        f"[{','.join(['./runs/b'] * 600)}]": ["b"],  # longer than a path can be
+    }.items():
+        assert [Path(each["store"]).name for each in ask(store)["stores"]] == expected
+    page = featx.write_report(["runs/a", *names], out="report.html").read_text()
+    assert all(name in html.unescape(page) for name in names)
 
 
 @pytest.mark.parametrize("store", ["[runs/a,runs/b]", "runs/a,runs/b"])

@@ -89,6 +89,14 @@ def test_subsets_are_random_and_seeded() -> None:
     assert data_set_distance(here, write(shifted(run, 7, 1.0), "away"), "flat").kid > 1
 
 
+def test_the_spread_of_large_values_is_a_number() -> None:
+    run = make_run(30, 8, {"flat": (5,)})
+    large = replace(run, features={"flat": np.float32(1e36) * run.features["flat"]})
+    here, there = write(large, "here"), write(shifted(large, 7, 0.0), "there")
+    found = data_set_distance(here, there, "flat", subset_rows=10, device="cpu")
+    assert 0 < found.kid_std < np.inf
+
+
 def test_wide_layers_have_no_frechet_distance() -> None:
     run = make_run(8, 8, {"map": (65, 8, 8)})
     store = write(run, "store")

@@ -221,7 +221,9 @@ def test_columns_are_fields(photos: Path) -> None:
 def test_what_a_sample_cannot_hold_is_refused(photos: Path) -> None:
     data = {"name": "folder", "root": str(photos), "views": ["hflip"]}
     extract(data, layers={"conv": "none", "pool": "flatten"})
-    with pytest.raises(ConfigError, match="a sample of FiftyOne holds vectors; rows of conv are maps"):
+    with pytest.raises(
+        ConfigError, match="a sample of FiftyOne holds vectors; rows of conv are maps"
+    ):
         export()
     with pytest.raises(ConfigError, match=r"views of images .* fiftyone holds images as they"):
         export(layers="pool")

@@ -103,11 +103,12 @@ def data_set_distance(
         if on_progress is not None:
             on_progress(1)
     frechet, reason = _frechet(one, two)
+    spread = float(np.ptp(discrepancies))
     return DataSetDistance(
         layer,
         float(np.mean(discrepancies)),
-        # np.std of equal numbers is their rounding error.
-        float(np.std(discrepancies)) if np.ptp(discrepancies) else 0.0,
+        # np.std of equal numbers is their rounding error, and it squares large ones.
+        spread * float(np.std(np.divide(discrepancies, spread))) if spread else 0.0,
         m,
         frechet,
         reason,

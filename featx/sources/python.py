@@ -16,7 +16,7 @@ from PIL import Image
 
 from featx.base import import_extra, name_bytes
 from featx.config import OBJECT_SOURCE, DataConfig, column_name_problem, options
-from featx.errors import ConfigError, DataError, counted
+from featx.errors import ConfigError, DataError, counted, first_names
 from featx.sources.base import FolderSource, of_other_paths
 from featx.sources.labels import Labels, check_indices, existing_column, find_column, from_values
 from featx.sources.pixel_encoding import encode_array, encode_image
@@ -179,7 +179,8 @@ def _list_of(column: Any) -> list[Any]:
 
 
 class MapSource:
-    """A map-style data set whose items are (image, label) or an image alone.
+    """A map-style data set whose items are (image, label), a mapping with the keys image and
+    perhaps label, or an image alone.
 
     An image is a Pillow image, an array as for `encode_array`, encoded bytes, or the path of a
     file. Labels come from `dataset.targets`, else from `dataset.labels`, else from every item,
@@ -435,6 +436,15 @@ def _split(item: object) -> tuple[Any, object]:
 
     Returns (image, label), with _NO_LABEL if the item is the image alone.
     """
+    if isinstance(item, Mapping):
+        names = [name for name in item if isinstance(name, str)]
+        image, label = (find_column(names, wanted) for wanted in ("image", "label"))
+        if image is None:
+            raise TypeError(
+                f"the item is a {type(item).__name__} of {first_names(names, 5) or 'nothing'}; "
+                "expected (image, label), or the keys image and label"
+            )
+        return item[image], _NO_LABEL if label is None else item[label]
     if isinstance(item, tuple | list):
         if len(item) != 2:
             raise TypeError(f"the item has {len(item)} elements; expected (image, label)")

@@ -34,7 +34,7 @@ from featx.analysis.probe.metrics import (
 )
 from featx.base import check_memory, choose_device, command_text, log_message, name_text
 from featx.config import Config, DataConfig
-from featx.errors import StoreError
+from featx.errors import StoreError, counted, first_names
 from featx.pipeline import RunContext, RunMetrics, run_parts
 from featx.sources import FolderOptions, parent_key
 from featx.store import FeatureStore, layout, read_result
@@ -68,7 +68,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for several images, in their order.
+    """Predictions for several images, in their order; iteration and indices are over the rows.
 
     Attributes:
         rows: one `Prediction` per image.
@@ -88,6 +88,16 @@ class Predictions:
     accuracy: float
     metrics: RunMetrics
     task: str = CLASSIFICATION
+
+    def __repr__(self) -> str:
+        failed = sum(row.status != "ok" for row in self.rows)
+        return (
+            f"Predictions({counted(len(self), 'image')}, {failed} failed, {self.task} by "
+            f"{self.layer}: {first_names(self.classes, 5)})"
+        )
+
+    def __getitem__(self, image: int) -> Prediction:
+        return self.rows[image]
 
     def __iter__(self) -> Iterator[Prediction]:
         return iter(self.rows)

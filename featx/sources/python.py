@@ -184,7 +184,8 @@ class MapSource:
 
     An image is a Pillow image, an array as for `encode_array`, encoded bytes, or the path of a
     file. Labels come from `dataset.targets`, else from `dataset.labels`, else from every item,
-    which is then read once before the run (only the first item if it has no label). Keys are
+    which is then read once before the run (only the first item if it has no label), and their names
+    from `dataset.classes`, else from `dataset.features` of Hugging Face. Keys are
     `dataset.keys` if that is a list of str or bytes, else row numbers; of a list of different paths
     they are the paths, if `paths_are_keys`.
 
@@ -355,6 +356,9 @@ class MapSource:
             values = self._labels_of_items(count)
         self._labels = values
         names: Any = getattr(self._dataset, "classes", None)
+        features = getattr(self._dataset, "features", None)  # types of columns, in Hugging Face's
+        if names is None and isinstance(features, Mapping):
+            names = getattr(features.get(find_column(features, "label")), "names", None)
         names = names.tolist() if hasattr(names, "tolist") else names
         if not isinstance(names, list | tuple):
             return from_values(values, _ORIGIN)

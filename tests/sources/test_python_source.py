@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,9 @@ def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_no
     assert mappings.listing().labels.tolist() == [1, 0]
     assert mappings.read(b"000001") == b"P6\n5 6\n255\n" + pixels(1).tobytes()
     assert source_of([{"image": pixels(0)}]).listing().labels.tolist() == [-1]
+    types = {"image": None, "label": SimpleNamespace(names=["cat", "dog"])}  # as of `datasets`
+    items = Given(2, lambda row: {"image": pixels(row), "label": row}, features=types)
+    assert source_of(items).listing().classes == ("cat", "dog")
     tensors = source_of(Given(3, lambda row: (pixels(row), torch.tensor(row)))).listing()
     assert tensors.labels.tolist() == [0, 1, 2]
     alone = Given(1000, pixels)

@@ -37,6 +37,7 @@ from featx.config import Config, DataConfig
 from featx.errors import StoreError, counted, first_names
 from featx.pipeline import RunContext, RunMetrics, run_parts
 from featx.sources import FolderOptions, parent_key
+from featx.storage import parse_path
 from featx.store import FeatureStore, layout, read_result
 from featx.types import Array, Batch, Json, LayerSpec
 
@@ -130,7 +131,7 @@ def predict(
         FeatxError: the head, its model or the images are not available.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
-    with Predictor(config, Path(head), pads=True, model_factory=model_factory) as model:
+    with Predictor(config, parse_path(head), pads=True, model_factory=model_factory) as model:
         return model(images)
 
 
@@ -147,7 +148,7 @@ def predictor(
     of `predict`.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
-    return Predictor(config, Path(head), pads=False, model_factory=model_factory)
+    return Predictor(config, parse_path(head), pads=False, model_factory=model_factory)
 
 
 class Predictor(LoadedFunction):
@@ -156,8 +157,8 @@ class Predictor(LoadedFunction):
     def __init__(
         self, config: Config, path: Path, pads: bool, model_factory: object = None
     ) -> None:
-        path = path.expanduser()
-        path = head_of_store(path, None) if path.is_dir() else path
+        if path.is_dir() or path.suffix == ".h5":  # a store, or its features.h5
+            path = head_of_store(path, None)
         self._head, self._about = read_head(path, choose_device(config.device))
         about = self._about
         if about.get("spec") is None or about.get("config") is None:

@@ -193,6 +193,8 @@ def _checked_matrices(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Matrix, Matri
     """
     matrices = []
     for name, values in (("first", x), ("second", y)):
+        if isinstance(values, torch.Tensor) and values.is_floating_point():
+            values = values.detach().cpu().double()  # numpy has no bfloat16
         given = np.asarray(values)
         if given.dtype.kind not in "biuf" or not given.ndim or 0 in given.shape[1:]:
             raise ConfigError(

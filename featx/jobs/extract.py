@@ -31,9 +31,8 @@ def extract(
             `data_root="photos.csv"`; `"textiles"` needs no other option), a list of paths (which
             are the keys, and sorted), arrays or Pillow images, a DataFrame or table with the column
             path and perhaps label, a map-style data set of (image, label) or of dicts with these
-            keys, or a `Source` (docs/data.md). With other
-            options of the group, `data={"root": "photos/", "limit": 100}` or
-            `data={"source": dataset, "limit": 100}`.
+            keys, or a `Source` (docs/data.md). With other options of the group,
+            `data={"root": "photos/", "limit": 100}` or `data={"source": dataset, "limit": 100}`.
         verbose: whether the settings are printed before the run, and a summary after it; None
             prints them except in a notebook, which shows a progress bar and what is returned.
         model: a name of torchvision or timm, whose weights bring their preprocessing; a

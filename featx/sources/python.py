@@ -185,9 +185,9 @@ class MapSource:
     An image is a Pillow image, an array as for `encode_array`, encoded bytes, or the path of a
     file. Labels come from `dataset.targets`, else from `dataset.labels`, else from every item,
     which is then read once before the run (only the first item if it has no label), and their names
-    from `dataset.classes`, else from `dataset.features` of Hugging Face. Keys are
-    `dataset.keys` if that is a list of str or bytes, else row numbers; of a list of different paths
-    they are the paths, if `paths_are_keys`.
+    from `dataset.classes`, else from `dataset.features` of Hugging Face. Keys are `dataset.keys` if
+    that is a list of str or bytes, else row numbers; of a list of different paths they are the
+    paths, if `paths_are_keys`.
 
     Items are read one at a time, whatever the number of reading threads: data sets made for worker
     processes are often not thread-safe.

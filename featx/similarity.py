@@ -1,5 +1,7 @@
 """Similarity of rows, layers and data sets of stores; their labels, and a table of stores."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from featx.analysis import StoreComparison, compare_stores, search
 from featx.analysis.probe import JudgedLabels, judge_labels
 from featx.analysis.similarity import (
@@ -19,6 +21,7 @@ from featx.analysis.similarity import (
     rsa,
     svcca,
 )
+from featx.errors import nearest
 
 __all__ = [
     "DataSetDistance",
@@ -42,3 +45,11 @@ __all__ = [
     "search",
     "svcca",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}"
+        )

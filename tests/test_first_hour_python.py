@@ -202,6 +202,10 @@ def test_a_store_is_given_once() -> None:
 def test_a_mistyped_function_is_answered_with_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'extrct'\. Nearest: extract\."):
         _ = featx.extrct
+    with pytest.raises(AttributeError, match=r"no attribute 'FeatureDatset'\. Nearest: Feat"):
+        _ = featx.torch.FeatureDatset
+    with pytest.raises(AttributeError, match=r"no attribute 'linear_ck'\. Nearest: linear_cka"):
+        _ = featx.similarity.linear_ck
     with pytest.raises(AttributeError, match=r"For the job: python -m featx job=neighbors\."):
         _ = featx.neighbors
 

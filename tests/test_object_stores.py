@@ -196,6 +196,9 @@ def test_jobs_that_read_a_store(
     sure = {"model": TRUSTED, "data": str(images), "out": "predicted"}
     assert run_job("predict", store=out, **sure) == 0
     assert Path("predicted/predictions.csv").read_text().count("\n") == 22
+    first = str(images / package.open(out).key_of(0))
+    for head in (out, package.open(out), f"{out}/probe/conv.safetensors"):
+        assert package.predict(head, [first], model_factory=TRUSTED["factory"])[0].status == "ok"
     capfd.readouterr()
     assert run_job("plan", data=str(images), out=out, model=KEYS["model"]) == 0
     assert "in an object store" in capfd.readouterr().out

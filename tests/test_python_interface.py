@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from made_store import make_run
 from tiny_model import extract, write_images
 
@@ -88,13 +89,16 @@ def test_what_takes_a_model_or_its_images_too_takes_a_store_open_or_by_its_path(
     featx.probe(store, device="cpu")
     images = [photos / str(store.keys[0])]
     code: dict[str, Any] = {"model_factory": "zoo:TwoStageConvNet", "device": "cpu"}
-    for given in ("store", Path("store"), store):
+    for given in ("store", Path("store"), store, Path("store/features.h5")):
         assert np.array_equal(featx.embed(images, given, **code)["pool"], store["pool"][:1])
         with featx.embedder(given, **code) as embed:
             assert embed(images).ok.all()
-        (row,) = featx.predict(given, images, **code)
+        (row,) = found = featx.predict(given, images, **code)
+        assert repr(found).startswith("Predictions(1 image, 0 failed, classification by pool: ")
         with featx.predictor(given, **code) as predict:
-            assert predict(images).rows[0].label == row.label
+            assert predict(images)[0].label == row.label
+            with torch.autocast("cpu"), pytest.raises(ConfigError, match="is enabled here"):
+                predict(images)
         found = featx.stats(store=given, overwrite=True, device="cpu", verbose=False)
         assert np.allclose(found["pool"].mean, store.xy("pool")[0].mean(0))
         page = featx.write_report(given, report={"tsne": False}, device="cpu")

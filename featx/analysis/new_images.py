@@ -225,6 +225,9 @@ class LoadedModel:
         """
         import torch
 
+        from featx.base import refuse_autocast  # which imports torch
+
+        refuse_autocast()  # a head multiplies outside of the engine's own autocast
         config = self.config if data is None else replace(self.config, data=data)
 
         def list_new_images() -> tuple[Source, Listing]:

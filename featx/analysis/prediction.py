@@ -29,9 +29,10 @@ from featx.analysis.probe.heads import Head, read_head
 from featx.analysis.probe.metrics import CLASSIFICATION, LABEL_THRESHOLD, MULTILABEL, REGRESSION
 from featx.base import check_memory, choose_device, command_text, log_message, name_text
 from featx.config import Config, DataConfig
-from featx.errors import StoreError
+from featx.errors import StoreError, counted, first_names
 from featx.pipeline import RunContext, RunMetrics, run_parts
 from featx.sources import FolderOptions, parent_key
+from featx.storage import parse_path
 from featx.store import FeatureStore, layout, read_result
 from featx.types import Array, Batch, Json, LayerSpec
 
@@ -63,7 +64,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for several images, in their order.
+    """Predictions for several images, in their order; iteration and indices are over the rows.
 
     Attributes:
         rows: one `Prediction` per image.
@@ -83,6 +84,16 @@ class Predictions:
     accuracy: float
     metrics: RunMetrics
     task: str = CLASSIFICATION
+
+    def __repr__(self) -> str:
+        failed = sum(row.status != "ok" for row in self.rows)
+        return (
+            f"Predictions({counted(len(self), 'image')}, {failed} failed, {self.task} by "
+            f"{self.layer}: {first_names(self.classes, 5)})"
+        )
+
+    def __getitem__(self, image: int) -> Prediction:
+        return self.rows[image]
 
     def __iter__(self) -> Iterator[Prediction]:
         return iter(self.rows)
@@ -115,7 +126,7 @@ def predict(
         FeatxError: the head, its model or the images are not available.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
-    with Predictor(config, Path(head), pads=True, model_factory=model_factory) as model:
+    with Predictor(config, parse_path(head), pads=True, model_factory=model_factory) as model:
         return model(images)
 
 
@@ -132,7 +143,7 @@ def predictor(
     of `predict`.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
-    return Predictor(config, Path(head), pads=False, model_factory=model_factory)
+    return Predictor(config, parse_path(head), pads=False, model_factory=model_factory)
 
 
 class Predictor(LoadedFunction):
@@ -141,8 +152,8 @@ class Predictor(LoadedFunction):
     def __init__(
         self, config: Config, path: Path, pads: bool, model_factory: object = None
     ) -> None:
-        path = path.expanduser()
-        path = head_of_store(path, None) if path.is_dir() else path
+        if path.is_dir() or path.suffix == ".h5":  # a store, or its features.h5
+            path = head_of_store(path, None)
         self._head, self._about = read_head(path, choose_device(config.device))
         about = self._about
         if about.get("spec") is None or about.get("config") is None:

@@ -27,6 +27,7 @@ from .devices import float64_device as float64_device
 from .devices import may_have_bf16 as may_have_bf16
 from .devices import plain_tensors as plain_tensors
 from .devices import record_use as record_use
+from .devices import refuse_autocast as refuse_autocast
 from .devices import synchronise as synchronise
 from .devices import to_cpu as to_cpu
 from .exports import declared_function as declared_function

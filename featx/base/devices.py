@@ -17,8 +17,9 @@ from featx.errors import ConfigError, RunError
 def choose_device(name: str) -> torch.device:
     """The device that the option `device` means: 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'.
 
-    Raises ConfigError if the device does not exist on this machine.
+    Raises ConfigError if the device does not exist on this machine, or inside torch.autocast.
     """
+    refuse_autocast()
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
@@ -35,6 +36,18 @@ def choose_device(name: str) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device={name}: this machine has no MPS device. Use device=cpu.")
     return device
+
+
+def refuse_autocast() -> None:
+    """Raise ConfigError inside torch.autocast, which rounds products of matrices in this thread."""
+    for kind in ("cpu", "cuda", "mps"):
+        if torch.is_autocast_enabled(kind):
+            raise ConfigError(
+                f"torch.autocast({kind!r}) is enabled here and would round results; featx needs "
+                "it disabled, and its option `precision` says in what a model is computed. Call "
+                f"featx outside of the block, or inside `with torch.autocast({kind!r}, "
+                "enabled=False):`."
+            )
 
 
 def check_torch_defaults() -> None:

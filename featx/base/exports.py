@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from featx.errors import FeatxError
+from featx.errors import FeatxError, nearest
 
 if TYPE_CHECKING:
     from featx.base.registry import Member, Registry
@@ -34,7 +34,9 @@ def lazy_exports(
 
     def get(name: str) -> object:
         if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}.{nearest(name, names)}"
+            )
         module = importlib.import_module(module_of[name])
         return module if name in modules else getattr(module, name)
 

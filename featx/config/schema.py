@@ -169,8 +169,12 @@ def nested_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _as_mapping(group: str, value: object) -> Mapping[str, object]:
-    """Return the value of a group as a mapping; an object is its source or factory."""
+def _as_mapping(group: str, value: Any) -> Mapping[str, object]:
+    """Return the options that the value of a group gives; an object is its source or factory."""
+    if is_group(value):
+        given = {name.partition(".")[2] for name in given_keywords({group: value})}
+        values = asdict(value)
+        return {name: values[name] for name in values if name in {"name", "library", *given}}
     value = _values_of_group(group, value)
     if isinstance(value, Mapping):
         return value
@@ -234,7 +238,7 @@ def _with_texts(values: Mapping[str, object], prefix: str) -> dict[str, Any]:
     return texts
 
 
-def _plain_value(name: str, value: object) -> Any:
+def _plain_value(name: str, value: Any) -> Any:
     """Return a value as YAML has it: paths are text, tuples and arrays lists; ConfigError if it has
     none.
     """
@@ -246,6 +250,8 @@ def _plain_value(name: str, value: object) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
+    if is_group(value):
+        value = asdict(value)
     if isinstance(value, Mapping):
         return {
             key if isinstance(key, int) else str(key): _plain_value(f"{name}.{key}", inner)

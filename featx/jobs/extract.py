@@ -30,14 +30,20 @@ def extract(
         data: the images: a folder or another path, the name of a source (`"table"` with
             `data_root="photos.csv"`; `"textiles"` needs no other option), a list of paths (which
             are the keys, and sorted), arrays or Pillow images, a DataFrame or table with the column
-            path and perhaps label, a map-style data set, or a `Source` (docs/data.md). With other
-            options of the group, `data={"root": "photos/", "limit": 100}` or
-            `data={"source": dataset, "limit": 100}`.
+            path and perhaps label, a map-style data set of (image, label) or of dicts with these
+            keys, or a `Source` (docs/data.md). With other options of the group,
+            `data={"root": "photos/", "limit": 100}` or `data={"source": dataset, "limit": 100}`.
         verbose: whether the settings are printed before the run, and a summary after it; None
             prints them except in a notebook, which shows a progress bar and what is returned.
-        model: a name, a `torch.nn.Module`, a function that returns one, or a mapping, such as
-            `{"name": "resnet50", "weights": None}` or
-            `{"factory": net, "transform": {"crop": 64}}`.
+        model: a name of torchvision or timm, whose weights bring their preprocessing; a
+            `torch.nn.Module` or a function that returns one, which is used in eval mode, given back
+            as it was, and fed with 224 of 256 pixels, normalised as for ImageNet; or a mapping
+            (docs/models.md), such as `{"name": "resnet50", "weights": "mine.pth"}`,
+            `{"library": "timm", "name": "resnet50"}` or
+            `{"factory": net, "transform": {"resize": 64, "crop": 64}}`.
+        layers: a name, a glob or a preset, a list of them, or a mapping to reductions, such as
+            `{"layer4": "avg", "avgpool": "flatten"}`; None is "embedding", the vector before the
+            classifier.
         reduce: a name, or a mapping, such as `{"name": "grid", "size": 4}`.
 
     Returns:

@@ -171,6 +171,9 @@ class Captured(Mapping[str, torch.Tensor]):
         call = self._call(layer)
         return call.read() if isinstance(call, _Call) else call[-1]
 
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, str) and layer.removesuffix(":output") in self._points
+
     def gradients(self, layer: str) -> list[torch.Tensor]:
         """The gradients of a layer, one for each backward pass since its last forward pass."""
         point = self._points.get(layer)

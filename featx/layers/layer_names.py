@@ -86,7 +86,8 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
         raise ModelError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
     modules = dict(model.named_modules(remove_duplicate=False))
     is_module = isinstance(layers, nn.Module) or not isinstance(layers, Iterable)
-    if is_module or not all(isinstance(layer, str) for layer in layers):
+    given = [] if is_module else list(layers)  # once: it may be a generator
+    if is_module or not all(isinstance(layer, str) for layer in given):
         raise LayerError(
             "layers are given by their names, such as "
             f"{[name for name in modules if name][-1:]}; model.named_modules() lists them."
@@ -95,7 +96,7 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     names[""] = _held_name(names[""], modules)
     first_names = {module: name for name, module in model.named_modules()}
     points = []
-    requests = dict.fromkeys(layer.removesuffix(":output") for layer in layers)
+    requests = dict.fromkeys(layer.removesuffix(":output") for layer in given)
     for point in (point for layer in requests for point in _parse_point(layer, names)):
         name = names[point.module]
         if point.operation or point.capture == "attention":

@@ -16,7 +16,7 @@ from PIL import Image
 
 from featx.base import import_extra, name_bytes
 from featx.config import OBJECT_SOURCE, DataConfig, column_name_problem, options
-from featx.errors import ConfigError, DataError, counted
+from featx.errors import ConfigError, DataError, counted, first_names
 from featx.sources.base import FolderSource, of_other_paths
 from featx.sources.labels import Labels, check_indices, existing_column, find_column, from_values
 from featx.sources.pixel_encoding import encode_array, encode_image
@@ -179,13 +179,15 @@ def _list_of(column: Any) -> list[Any]:
 
 
 class MapSource:
-    """A map-style data set whose items are (image, label) or an image alone.
+    """A map-style data set whose items are (image, label), a mapping with the keys image and
+    perhaps label, or an image alone.
 
     An image is a Pillow image, an array as for `encode_array`, encoded bytes, or the path of a
     file. Labels come from `dataset.targets`, else from `dataset.labels`, else from every item,
-    which is then read once before the run (only the first item if it has no label). Keys are
-    `dataset.keys` if that is a list of str or bytes, else row numbers; of a list of different paths
-    they are the paths, if `paths_are_keys`.
+    which is then read once before the run (only the first item if it has no label), and their names
+    from `dataset.classes`, else from `dataset.features` of Hugging Face. Keys are `dataset.keys` if
+    that is a list of str or bytes, else row numbers; of a list of different paths they are the
+    paths, if `paths_are_keys`.
 
     Items are read one at a time, whatever the number of reading threads: data sets made for worker
     processes are often not thread-safe.
@@ -354,6 +356,9 @@ class MapSource:
             values = self._labels_of_items(count)
         self._labels = values
         names: Any = getattr(self._dataset, "classes", None)
+        features = getattr(self._dataset, "features", None)  # types of columns, in Hugging Face's
+        if names is None and isinstance(features, Mapping):
+            names = getattr(features.get(find_column(features, "label")), "names", None)
         names = names.tolist() if hasattr(names, "tolist") else names
         if not isinstance(names, list | tuple):
             return from_values(values, _ORIGIN)
@@ -435,6 +440,15 @@ def _split(item: object) -> tuple[Any, object]:
 
     Returns (image, label), with _NO_LABEL if the item is the image alone.
     """
+    if isinstance(item, Mapping):
+        names = [name for name in item if isinstance(name, str)]
+        image, label = (find_column(names, wanted) for wanted in ("image", "label"))
+        if image is None:
+            raise TypeError(
+                f"the item is a {type(item).__name__} of {first_names(names, 5) or 'nothing'}; "
+                "expected (image, label), or the keys image and label"
+            )
+        return item[image], _NO_LABEL if label is None else item[label]
     if isinstance(item, tuple | list):
         if len(item) != 2:
             raise TypeError(f"the item has {len(item)} elements; expected (image, label)")

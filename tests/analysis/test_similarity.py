@@ -79,6 +79,23 @@ def test_results_do_not_depend_on_the_default_type_of_torch(dtype: torch.dtype) 
         assert np.array_equal(mine, other)
 
 
+def test_autocast_is_refused_or_without_effect() -> None:
+    store = write(make_run(60, 16))
+    x, y = store["map"][:], store["flat"][:]
+    expected = linear_cka(x, y), rsa(x, y)
+    tensors = torch.from_numpy(x).requires_grad_(), torch.from_numpy(y)
+    assert (linear_cka(*tensors), rsa(*tensors)) == expected
+    rounded = tensors[0].bfloat16()
+    assert linear_cka(rounded, y) == linear_cka(rounded.detach().float().numpy(), y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (linear_cka(x, y), rsa(x, y)) == expected
+        for function in (nearest_rows, find_outliers, duplicate_groups):
+            with pytest.raises(ConfigError, match=r"autocast\('cpu'\) is enabled here"):
+                function(store, "map", device="cpu")
+        with torch.autocast("cpu", enabled=False):
+            assert len(find_outliers(store, "map", device="cpu").distances) == 60
+
+
 @pytest.mark.usefixtures("blocks")
 class TestNeighbours:
     @pytest.mark.parametrize(

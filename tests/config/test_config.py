@@ -192,6 +192,13 @@ def test_options_of_a_group_are_given_as_objects_mappings_or_texts() -> None:
     assert given_keywords(typed) == {
         *("model.name", "model.weights", "data.root", "data.depth", "reduce.p"),
     }
+    both, _ = jobs.config_of_call(
+        "plan", {**typed, "data_limit": 3, "layers": {"fc": typed["reduce"]}}
+    )
+    assert (both.data.depth, both.data.limit, both.model) == (2, 3, model)
+    assert both.layers["fc"]["p"] == 2.0
+    with pytest.raises(ConfigError, match=r"data_depth and data both give data\.depth"):
+        jobs.config_of_call("plan", {**typed, "data_depth": 1})
     with pytest.raises(ConfigError, match=r"model=.*: model is a group of options"):
         Config(model=data)
 

@@ -207,6 +207,17 @@ def test_a_layer_under_two_names_is_called_once(model: Scaled) -> None:
     assert features["first"] is features["first:output"]
 
 
+def test_names_are_those_of_the_block_also_before_a_pass_and_from_a_generator(
+    model: Scaled,
+) -> None:
+    names: Any = (name for name, _ in model.named_children() if name == "first")
+    with featx.capture(model, names) as features:
+        assert list(features) == ["first"]
+        assert "first" in features
+        assert "first:output" in features
+        assert "frst" not in features
+
+
 def test_what_is_no_module_says_so() -> None:
     not_a_module: Any = "resnet18"
     with (

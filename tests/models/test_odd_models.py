@@ -62,6 +62,8 @@ def test_other_defaults_of_torch_are_refused(photos: Path) -> None:
                 rows_of(module, photos, out="refused")
         finally:
             torch.set_default_dtype(torch.float32)
+    with torch.autocast("cpu"), pytest.raises(ConfigError, match=r"autocast\('cpu'\) is enabled"):
+        rows_of(module, photos, out="refused")
     with torch.device("meta"):
         with pytest.raises(ConfigError, match=r"default_device\(\) is meta; expected the CPU"):
             rows_of(module, photos, out="refused")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,13 @@ def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_no
     some = [(pixels(0), "dog"), pixels(1), (pixels(2), "cat")]
     assert source_of(some).listing().labels.tolist() == [1, -1, 0]
     assert source_of(some[1:]).listing().labels.tolist() == [-1, 0]
+    mappings = source_of(Given(2, lambda row: {"label": "ba"[row], "image": pixels(row), "id": 7}))
+    assert mappings.listing().labels.tolist() == [1, 0]
+    assert mappings.read(b"000001") == b"P6\n5 6\n255\n" + pixels(1).tobytes()
+    assert source_of([{"image": pixels(0)}]).listing().labels.tolist() == [-1]
+    types = {"image": None, "label": SimpleNamespace(names=["cat", "dog"])}  # as of `datasets`
+    items = Given(2, lambda row: {"image": pixels(row), "label": row}, features=types)
+    assert source_of(items).listing().classes == ("cat", "dog")
     tensors = source_of(Given(3, lambda row: (pixels(row), torch.tensor(row)))).listing()
     assert tensors.labels.tolist() == [0, 1, 2]
     alone = Given(1000, pixels)
@@ -147,7 +155,8 @@ def test_whatever_the_users_code_raises_is_recorded_for_its_row() -> None:
         fault = fault_of(source, b"%06d" % row)
         assert (fault.status, fault.error) == (Status.DECODE_ERROR, name)
     assert str(fault_of(source, b"000000")) == "no way"
-    for wrong, name in ((3, "TypeError"), ((1, 2, 3), "TypeError"), (pixels(0) * 1j, "ValueError")):
+    for wrong, name in ((3, "TypeError"), ((1, 2, 3), "TypeError"), ({"img": 1}, "TypeError"),
+                        (pixels(0) * 1j, "ValueError")):  # fmt: skip
         source = source_of(Given(1, lambda row, wrong=wrong: wrong))
         source.listing()
         assert fault_of(source, b"000000").error == name

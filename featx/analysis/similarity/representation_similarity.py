@@ -147,7 +147,7 @@ def linear_cka(x: npt.ArrayLike, y: npt.ArrayLike, debiased: bool = False) -> fl
     x, y = _checked_matrices(x, y)
     measure = "cka_debiased" if debiased else "cka"
     a, b = (signatures(Rows.of_matrix(z), [measure])[measure] for z in (x, y))
-    return float(a @ b)
+    return float(torch.dot(a, b))
 
 
 def rsa(x: npt.ArrayLike, y: npt.ArrayLike, distance: str = "correlation") -> float:
@@ -161,7 +161,7 @@ def rsa(x: npt.ArrayLike, y: npt.ArrayLike, distance: str = "correlation") -> fl
     x, y = _checked_matrices(x, y)
     measure = measure_of[distance]
     a, b = (signatures(Rows.of_matrix(z), [measure])[measure] for z in (x, y))
-    return float(a @ b)
+    return float(torch.dot(a, b))
 
 
 def svcca(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
@@ -193,6 +193,8 @@ def _checked_matrices(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Matrix, Matri
     """
     matrices = []
     for name, values in (("first", x), ("second", y)):
+        if isinstance(values, torch.Tensor) and values.is_floating_point():
+            values = values.detach().cpu().double()  # numpy has no bfloat16
         given = np.asarray(values)
         if given.dtype.kind not in "biuf" or not given.ndim or 0 in given.shape[1:]:
             raise ConfigError(

@@ -48,11 +48,12 @@ def is_whole(photos: Path) -> None:
     assert check_store(place(OUT)).complete
 
 
-def wait_for_silence() -> None:
-    """Wait until no process writes the store, as a user does with job=status."""
+def wait_for_silence(cluster: SlurmCluster) -> None:
+    """Wait until no process writes the store and no task waits, as a user does with job=status."""
 
     def is_silent() -> bool:
-        return not any(record.is_alive for record in read_heartbeats(place(OUT)))
+        is_written = any(record.is_alive for record in read_heartbeats(place(OUT)))
+        return not is_written and not cluster.tasks()
 
     eventually(is_silent, 200, output=lambda: "a task does not end")
 
@@ -71,8 +72,8 @@ def test_drivers_that_are_killed_at_any_time(
         assert code in (None, 0, 2), driver.output
         assert code != 2 or "continues without its driver" in driver.output
         if number % 2:
-            wait_for_silence()
-    wait_for_silence()
+            wait_for_silence(cluster)
+    wait_for_silence(cluster)
     with running_driver(*GIVEN, pause_s=0) as driver:
         assert driver.finish() == 0, driver.output
     is_whole(photos)
@@ -90,7 +91,7 @@ def test_keys_that_expire_end_the_driver_and_its_tasks(
         assert "ExpiredToken" in driver.output
         assert "Nothing committed is lost" in driver.output
         eventually(lambda: not cluster.tasks(), 60, output=lambda: "a task has no keys and lives")
-    wait_for_silence()
+    wait_for_silence(cluster)
     with running_driver(*GIVEN, pause_s=0) as driver:
         assert driver.finish() == 0, driver.output
     assert "rows are there already" in driver.output

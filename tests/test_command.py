@@ -152,8 +152,8 @@ def answer_to(folder_of_answers: Path) -> Iterator[Callable[[list[str]], Answer]
     assert child.returncode == 0
 
 
-NAMES_ARE_THOSE_OF_TIMM = importlib.metadata.version("timm") != read_catalogue().versions["timm"]
-"""Whether names are looked up in timm, which imports torch, as the catalogue is of another one."""
+HAS_OTHER_TIMM = importlib.metadata.version("timm") != read_catalogue().versions["timm"]
+"""Whether timm is another one than that of the catalogue: names are then its own, with torch."""
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_mistake_ends_with_one_message_and_code_2_before_torch_loads(
     assert message in err
     assert "Traceback" not in err
     assert out == ""
-    assert not with_torch or NAMES_ARE_THOSE_OF_TIMM
+    assert not with_torch or HAS_OTHER_TIMM
 
 
 def test_a_sweep_leaves_nothing_where_it_was_started(
@@ -178,7 +178,7 @@ def test_a_sweep_leaves_nothing_where_it_was_started(
 
 
 def test_models_are_searched_without_torch(answer_to: Callable[[list[str]], Answer]) -> None:
-    if NAMES_ARE_THOSE_OF_TIMM:
+    if HAS_OTHER_TIMM:
         pytest.skip("names of another timm than that of the catalogue are its own, with torch")
     code, out, _, with_torch = answer_to(["job=models", "models.query=dino"])
     assert code == 0

@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,6 +39,7 @@ from featx.errors import (
     FeatxError,
     StorageError,
     StoreError,
+    exit_text,
     first_line,
 )
 
@@ -255,15 +255,8 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
         if debug or (answer := _answer(error)) is None:
             raise
         return answer, out
-    except SystemExit as error:  # its code may be 0, and it ends a process without a word
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        log_message(
-            f"the run has failed: line {frame.lineno} of {frame.filename} ends the process with "
-            f"sys.exit({'' if error.code is None else repr(error.code)}). Code that featx calls, "
-            "such as that of a model, must return or raise an exception; a script that is imported "
-            'guards such calls by if __name__ == "__main__".',
-            "error",
-        )
+    except SystemExit as error:  # it ends a process without a word
+        log_message(f"the run has failed: {exit_text(error)}", "error")
         return 1, out
 
 

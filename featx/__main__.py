@@ -160,7 +160,7 @@ def _announce_run(line: CommandLine) -> str:
         return ""
     count, keys = sweep_of(line)
     own = [text for text in hydra.overrides.task if text.partition("=")[0].lstrip("+") in keys]
-    label = " ".join(own).replace('"', "")
+    label = re.sub(r'\\(?=")|(?<!\\)"', "", " ".join(own))  # quotes of Hydra, not those inside
     log_message(f"\n[{hydra.job.num + 1} of {count}] {label}")
     return label
 

@@ -59,6 +59,9 @@ _OF_A_PATH = frozenset(
 )
 """Error numbers of a path that the user has given, and of a disk that fails or is disconnected."""
 
+_LIBRARIES = ("PIL", "h5py", "hydra", "numpy", "omegaconf", "timm", "torch", "torchvision")
+"""Packages that a file NAME.py in the current folder would hide."""
+
 _NO_TEMPORARY = "No usable temporary directory|torchinductor_"
 """Pattern of errors of the module tempfile, and of the folder that torch makes while it is
 imported."""
@@ -69,9 +72,22 @@ def main() -> None:
     restart_in_utf8()
     open_standard_streams()
     _handle_signals(partial(_exit, "\nstopped; nothing was written.\n"))
-    code = run_command()
+    code = 2 if _is_library_hidden() else run_command()
     _handle_signals(partial(_exit, ""))
     end_process(code)
+
+
+def _is_library_hidden() -> bool:
+    """Return whether a file of the current folder is imported in place of a library; say so."""
+    for name in _LIBRARIES:
+        file = os.path.join(sys.path[0], f"{name}.py")  # python -m: the current folder
+        if os.path.isfile(file):  # noqa: PTH113 - pathlib takes longer to import
+            log_message(
+                f"{file} is imported in place of the library {name}. Rename it, or give the "
+                "command in another folder."
+            )
+            return True
+    return False
 
 
 def run_command() -> int:

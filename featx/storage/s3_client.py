@@ -47,6 +47,9 @@ TIMEOUT_S, BEST_EFFORT_TIMEOUT_S = 60.0, 10.0
 """Seconds without a byte of an answer until an attempt fails; the second for requests inside
 `s3_outage.without_waiting`."""
 
+MAX_PUT_BYTES = 5 << 30
+"""Largest object that one request writes."""
+
 # Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
 # reports their HTTP status instead of a code.
 _NOT_FOUND = ("NoSuchKey", "404", "NotFound")

@@ -106,7 +106,9 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
                     raise described from error
                 since = since or time.monotonic()
                 # The jitter keeps the workers of a cluster from repeating their requests at once.
-                pause_s = min(FIRST_PAUSE_S * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1)
+                # 2**1024 is no float; a server that refuses at once is asked very often.
+                longest_s = min(FIRST_PAUSE_S * 2 ** min(attempt, 99), MAX_PAUSE_S)
+                pause_s = longest_s * random.uniform(0.5, 1)
                 if attempt + 1 < ATTEMPTS and not s3_outage.is_stopped():
                     time.sleep(pause_s)
                 elif not s3_outage.wait(described, since, pause_s):

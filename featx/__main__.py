@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,6 +39,7 @@ from featx.errors import (
     FeatxError,
     StorageError,
     StoreError,
+    exit_text,
     first_line,
 )
 
@@ -59,6 +59,9 @@ _OF_A_PATH = frozenset(
 )
 """Error numbers of a path that the user has given, and of a disk that fails or is disconnected."""
 
+_LIBRARIES = ("PIL", "h5py", "hydra", "numpy", "omegaconf", "timm", "torch", "torchvision")
+"""Packages that a file NAME.py in the current folder would hide."""
+
 _NO_TEMPORARY = "No usable temporary directory|torchinductor_"
 """Pattern of errors of the module tempfile, and of the folder that torch makes while it is
 imported."""
@@ -69,9 +72,22 @@ def main() -> None:
     restart_in_utf8()
     open_standard_streams()
     _handle_signals(partial(_exit, "\nstopped; nothing was written.\n"))
-    code = run_command()
+    code = 2 if _is_library_hidden() else run_command()
     _handle_signals(partial(_exit, ""))
     end_process(code)
+
+
+def _is_library_hidden() -> bool:
+    """Return whether a file of the current folder is imported in place of a library; say so."""
+    for name in _LIBRARIES:
+        file = os.path.join(sys.path[0], f"{name}.py")  # python -m: the current folder
+        if os.path.isfile(file):  # noqa: PTH113 - pathlib takes longer to import
+            log_message(
+                f"{file} is imported in place of the library {name}. Rename it, or give the "
+                "command in another folder."
+            )
+            return True
+    return False
 
 
 def run_command() -> int:
@@ -160,7 +176,7 @@ def _announce_run(line: CommandLine) -> str:
         return ""
     count, keys = sweep_of(line)
     own = [text for text in hydra.overrides.task if text.partition("=")[0].lstrip("+") in keys]
-    label = " ".join(own).replace('"', "")
+    label = re.sub(r'\\(?=")|(?<!\\)"', "", " ".join(own))  # quotes of Hydra, not those inside
     log_message(f"\n[{hydra.job.num + 1} of {count}] {label}")
     return label
 
@@ -255,15 +271,8 @@ def _run_job(node: DictConfig, line: CommandLine, debug: bool) -> tuple[int, str
         if debug or (answer := _answer(error)) is None:
             raise
         return answer, out
-    except SystemExit as error:  # its code may be 0, and it ends a process without a word
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        log_message(
-            f"the run has failed: line {frame.lineno} of {frame.filename} ends the process with "
-            f"sys.exit({'' if error.code is None else repr(error.code)}). Code that featx calls, "
-            "such as that of a model, must return or raise an exception; a script that is imported "
-            'guards such calls by if __name__ == "__main__".',
-            "error",
-        )
+    except SystemExit as error:  # it ends a process without a word
+        log_message(f"the run has failed: {exit_text(error)}", "error")
         return 1, out
 
 

@@ -290,6 +290,17 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def exit_text(error: SystemExit) -> str:
+    """Say which line of other code ends the process; its exit code may be 0."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"line {frame.lineno} of {frame.filename} ends the process with "
+        f"sys.exit({'' if error.code is None else repr(error.code)}). Code that featx calls, "
+        "such as that of a model, must return or raise an exception; a script that is imported "
+        'guards such calls by if __name__ == "__main__".'
+    )
+
+
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     """Clause with at most `count` similar known names, to end a message about an unknown name; may
     be empty.

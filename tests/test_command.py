@@ -284,6 +284,13 @@ def test_code_of_a_model_that_ends_the_process_is_a_failed_run(tmp_path: Path) -
     assert f"line 2 of {tmp_path}/script.py ends the process with sys.exit(0)" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["h5py", "torch"])
+def test_a_file_with_the_name_of_a_library_is_named(tmp_path: Path, name: str) -> None:
+    (file := tmp_path / f"{name}.py").touch()
+    done = run_python("-m", "featx", "job=status", code=2, cwd=tmp_path)
+    assert done.stderr.startswith(f"{file} is imported in place of the library {name}. Rename it")
+
+
 def test_a_failed_run_of_a_sweep_is_its_exit_code_before_failed_images(tmp_path: Path) -> None:
     code = """
 import sys

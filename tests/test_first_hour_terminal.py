@@ -108,6 +108,16 @@ def test_a_sweep_over_a_pattern_runs(
     assert "[2 of 2] experiment=web_images" in capsys.readouterr().err
 
 
+def test_a_sweep_shows_values_as_they_were_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["featx", "-m", "job=status", 'store=["a,b"],"a,c"'])
+    assert run_command() == 2
+    shown = capsys.readouterr().err
+    assert '[1 of 2] store=["a,b"]\n' in shown
+    assert "[2 of 2] store=a,c\n" in shown
+
+
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [

@@ -59,6 +59,15 @@ def start(out: str, images: Path, *more: str, **options: Any) -> subprocess.Pope
     )  # fmt: skip
 
 
+def test_a_part_that_is_too_large_for_an_object_is_refused_before_it_is_computed(
+    images: Path, out: str, watch: RequestLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_client, "MAX_PUT_BYTES", 10)
+    with pytest.raises(ConfigError, match=r"at most 10 B in one request\. Give a smaller part"):
+        extract(str(images), out=out)
+    assert not any(name == "put_object" for name, _ in watch.requests)
+
+
 @pytest.mark.slow
 def test_the_rows_are_those_of_a_run_to_the_disk(
     tmp_path: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]

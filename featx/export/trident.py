@@ -129,9 +129,15 @@ class Trident(SlideFormat):
 
 
 def _overlap(positions: npt.NDArray[np.int64], size: int) -> int:
-    """Return by how many pixels tiles of a grid overlap the next ones; 0 if there is none."""
-    steps = np.concatenate([np.diff(np.unique(axis)) for axis in positions.T])
-    return max(0, size - int(steps.min(initial=size)))
+    """Return by how many pixels tiles overlap the next ones of their row or column at most; 0 if
+    there are none.
+    """
+    step = size
+    for axis, other in (positions.T, positions.T[::-1]):
+        order = np.lexsort((axis, other))
+        distances = np.diff(axis[order])[np.diff(other[order]) == 0]
+        step = int(distances[distances > 0].min(initial=step))
+    return size - step
 
 
 def _as_whole(number: float) -> int | float:

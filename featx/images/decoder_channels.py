@@ -371,4 +371,8 @@ def warning_bytes(warnings: Iterable[str]) -> bytes:
 def _shortened(text: str, num_bytes: int) -> str:
     """A text of at most so many bytes in UTF-8."""
     data = text.encode("utf-8", "surrogatepass")
-    return text if len(data) <= num_bytes else data[:num_bytes].decode("utf-8", "replace")
+    if len(data) <= num_bytes:
+        return text
+    while data[num_bytes] & 0xC0 == 0x80:  # within a character
+        num_bytes -= 1
+    return data[:num_bytes].decode("utf-8", "surrogatepass")

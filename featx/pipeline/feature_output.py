@@ -33,7 +33,7 @@ from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_listing import check_out, list_images
 from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
 from featx.pipeline.run_summary import describe_run
-from featx.storage import AtomicFolder, is_url, open_folder
+from featx.storage import AtomicFolder, is_url, open_folder, s3_client
 from featx.store import (
     Manifest,
     PartBuilder,
@@ -225,9 +225,19 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
             yield
 
     def _check_room(self, context: RunContext) -> None:
-        """Refuse a new store for which the disk has no room."""
-        is_new = not self.config.overwrite and self._stored is None
-        if not is_new or self.config.codec != "none" or is_url(self.root):
+        """Refuse a new store for which the disk has no room, and parts that are no object."""
+        if self.config.codec != "none":
+            return
+        if is_url(self.root):
+            part_bytes = context.row_bytes * min(context.part_rows, len(context.listing))
+            if part_bytes > s3_client.MAX_PUT_BYTES:
+                raise ConfigError(
+                    f"a part of {context.part_rows} rows has {size_text(part_bytes)}; an object "
+                    f"store takes at most {size_text(s3_client.MAX_PUT_BYTES)} in one request. "
+                    "Give a smaller part_rows, or a reduction, such as reduce=avg."
+                )
+            return
+        if self.config.overwrite or self._stored is not None:
             return
         needed = context.row_bytes * len(context.listing)
         free = AtomicFolder(self.root).free_bytes() + leftover_bytes(self.root)

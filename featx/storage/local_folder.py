@@ -299,6 +299,13 @@ class AtomicFolder:
         return file
 
 
+_ADVICE = (
+    "Choose another folder, or change that. A job that writes into the store that it reads can "
+    "have a copy of the store."
+)
+"""What to do about a folder that cannot be written to."""
+
+
 def check_writable(path: Path) -> None:
     """Refuse a folder that cannot be created, or in which this user may not write.
 
@@ -312,8 +319,7 @@ def check_writable(path: Path) -> None:
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise StoreError(
-            f"cannot write to {there}: this user may not, or the disk is read-only. Change that, "
-            "or choose another folder."
+            f"cannot write to {there}: this user may not, or the disk is read-only. {_ADVICE}"
         )
 
 
@@ -323,7 +329,7 @@ def _creation_error(action: str, path: Path, error: OSError) -> FeatxError:
     """
     if error.errno in TRANSIENT_ERRORS:
         return storage_error(path, error, "creating")
-    return StoreError(f"cannot {action}: {error.strerror}. Choose another folder.")
+    return StoreError(f"cannot {action}: {error.strerror}. {_ADVICE}")
 
 
 def names_aside(path: Path, folder: Path) -> Iterator[Path]:

@@ -47,6 +47,9 @@ TIMEOUT_S, BEST_EFFORT_TIMEOUT_S = 60.0, 10.0
 """Seconds without a byte of an answer until an attempt fails; the second for requests inside
 `s3_outage.without_waiting`."""
 
+MAX_PUT_BYTES = 5 << 30
+"""Largest object that one request writes."""
+
 # Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
 # reports their HTTP status instead of a code.
 _NOT_FOUND = ("NoSuchKey", "404", "NotFound")
@@ -103,7 +106,9 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
                     raise described from error
                 since = since or time.monotonic()
                 # The jitter keeps the workers of a cluster from repeating their requests at once.
-                pause_s = min(FIRST_PAUSE_S * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1)
+                # 2**1024 is no float; a server that refuses at once is asked very often.
+                longest_s = min(FIRST_PAUSE_S * 2 ** min(attempt, 99), MAX_PAUSE_S)
+                pause_s = longest_s * random.uniform(0.5, 1)
                 if attempt + 1 < ATTEMPTS and not s3_outage.is_stopped():
                     time.sleep(pause_s)
                 elif not s3_outage.wait(described, since, pause_s):

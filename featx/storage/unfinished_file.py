@@ -144,7 +144,6 @@ class TemporaryFile:
         self._path, self._temporary = path, temporary_name(path)
         self.descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._process = os.getpid()
-        self._is_open = True
 
     def __enter__(self) -> TemporaryFile:
         return self
@@ -197,9 +196,10 @@ class TemporaryFile:
 
     def _close(self) -> None:
         """Close the file, once; a network disk may report a failed write here."""
-        if self._is_open:
-            self._is_open = False
-            os.close(self.descriptor)
+        # Another file may get the number: a write that comes later, from a thread, must fail.
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def temporary_name(path: Path) -> Path:
@@ -222,13 +222,12 @@ class UnfinishedFile:
         self._size = 0
         self._is_reserved = reserved_bytes > 0 and hasattr(os, "posix_fallocate")  # not on macOS
         self._file = TemporaryFile(path)
-        self._descriptor = self._file.descriptor
         # An exception that is still shown may keep this object alive: the end of the interpreter
         # deletes the file at the latest.
         self._discard = weakref.finalize(self, self._file.discard)
         if self._is_reserved:
             try:
-                os.posix_fallocate(self._descriptor, 0, reserved_bytes)
+                os.posix_fallocate(self._file.descriptor, 0, reserved_bytes)
             except OSError:
                 self.discard()
                 raise
@@ -238,13 +237,13 @@ class UnfinishedFile:
 
         Raises RunError if the disk is full or fails.
         """
-        with_retries(self.path, lambda: write_all(self._descriptor, data, address))
+        with_retries(self.path, lambda: write_all(self._file.descriptor, data, address))
         self._size = max(self._size, address + len(data))
         if hasattr(os, "posix_fadvise"):  # not on macOS
             # Linux begins to write these bytes to the disk, so that the sync of `finish` finds
             # little left to write. This is only advice, which a file system may not take.
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self._descriptor, address, len(data), os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._file.descriptor, address, len(data), os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: memoryview, address: int) -> int:
         """Read bytes at an address into a buffer; return their number, less at the end of the file.
@@ -254,7 +253,7 @@ class UnfinishedFile:
         done = 0
         with storage_errors(self.path, "reading back"):
             while done < len(buffer):
-                count = os.preadv(self._descriptor, [buffer[done:]], address + done)
+                count = os.preadv(self._file.descriptor, [buffer[done:]], address + done)
                 if not count:
                     break
                 done += count
@@ -272,7 +271,7 @@ class UnfinishedFile:
         with storage_errors(self.path):
             try:
                 if self._is_reserved:
-                    os.ftruncate(self._descriptor, self._size)
+                    os.ftruncate(self._file.descriptor, self._size)
                 # The content is on disk before the name, and the name before the call returns.
                 created = self._file.sync_and_name(self._replace, check)
             finally:

@@ -195,6 +195,10 @@ class Handles:
         if self._versions.setdefault(path, version) != version:
             raise StoreError(f"{path} has changed since the store was opened. Open it again.")
 
+    def is_open(self, path: Path) -> bool:
+        """Return whether this process has a file open."""
+        return self._pid == os.getpid() and path in self._files
+
     @contextlib.contextmanager
     def use(self, path: Path) -> Iterator[OpenFile]:
         """Open a file for the time of the block; never one from before a fork."""

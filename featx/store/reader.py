@@ -269,10 +269,13 @@ class FeatureStore:
         """
         return self._retry_if_packed(self._read_image_checksums)
 
-    def _read_image_checksums(self) -> npt.NDArray[np.uint64]:
+    def _read_image_checksums(self, only_open: bool = False) -> npt.NDArray[np.uint64]:
+        """Checksums of all rows, or of those whose files are open."""
         checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
         others = np.zeros_like(checksums)
         for segment in self._contents.segments:
+            if only_open and not self._handles.is_open(segment.path):
+                continue
             with self._layer_reader.open(segment) as opened:
                 num_rows = segment.stop - segment.start
                 segment_checksums = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
@@ -474,12 +477,18 @@ class FeatureStore:
             return read()
 
     def _differs(self, now: FeatureStore) -> bool:
-        """Return whether rows have another status or image than when they were read before."""
-        for name, read, none in (
-            ("status", now._read_status, Status.ABSENT),
-            ("image_checksums", now._read_image_checksums, UNKNOWN_IMAGE),
+        """Return whether rows have another status or image than when they were read before.
+
+        Files that are open can be read after they were deleted.
+        """
+        status, images = (self.__dict__.get(name) for name in ("status", "image_checksums"))
+        if images is None:
+            images = self._read_image_checksums(only_open=True)
+        for before, read, none in (
+            (status, now._read_status, Status.ABSENT),
+            (images, now._read_image_checksums, UNKNOWN_IMAGE),
         ):
-            if (before := self.__dict__.get(name)) is not None:
+            if before is not None and (before != none).any():
                 after = read()
                 if ((before != after) & (before != none) & (after != none)).any():
                     return True

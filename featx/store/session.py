@@ -189,8 +189,12 @@ class StoreSession:
 
     def commit(self, builder: PartBuilder) -> Sequence[Failure]:
         """Commit a part; return the failures of the part that the store holds then."""
-        failures = commit_part(self.disk, builder, self.manifest, self.listing)
+        # A second signal may end `hold` while a thread commits, whose file must not be closed.
         self._uncommitted.discard(builder)
+        try:
+            failures = commit_part(self.disk, builder, self.manifest, self.listing)
+        finally:
+            builder.discard()
         self.record_commit(builder.part, failures)
         return failures
 

@@ -113,11 +113,8 @@ class TokenReader:
         self, mapped: bool, rows: Rows, positions: Rows, out: Bytes, out_indices: Rows
     ) -> None:
         """Read tokens at their addresses, file by file."""
-        segments, starts = self._reader._segments_of(self._layer)
-        number = np.searchsorted(starts, rows, side="right") - 1
-        stops = np.array([segment.stop for segment in segments])
-        if (number < 0).any() or (rows >= stops[number]).any():
-            raise StoreError(f"some rows are not in the store yet, such as {int(rows.max())}.")
+        segments, _ = self._reader._segments_of(self._layer)
+        number = self._segment_numbers(rows)
         for low, high in consecutive_ranges(number[1:] == number[:-1]):
             segment = segments[int(number[low])]
             with self._reader._open_rows(segment, self._layer) as chunks:
@@ -126,9 +123,21 @@ class TokenReader:
                     rows[low:high] - segment.start, offsets, out, out_indices[low:high], mapped
                 )
 
+    def _segment_numbers(self, rows: Rows) -> Rows:
+        """Number of the file of each row; raise StoreError if a row is in no file."""
+        segments, starts = self._reader._segments_of(self._layer)
+        number = np.searchsorted(starts, rows, side="right") - 1
+        is_absent = (number < 0) | (rows >= np.array([each.stop for each in segments])[number])
+        if is_absent.any():
+            raise StoreError(
+                f"some rows are not in the store yet, such as {int(rows[is_absent][0])}."
+            )
+        return number
+
     def _read_rows(self, rows: Rows, positions: Rows, out: Bytes, out_indices: Rows) -> None:
         """Read tokens of maps (C, H, W) and of compressed layers from whole rows."""
         unique, inverse = np.unique(rows, return_inverse=True)
+        self._segment_numbers(unique)  # the reader of rows fills those that are absent with NaN
         array = self._store[self._layer]
         step = max(1, _PIECE_BYTES * len(array) // max(1, array.nbytes))
         for i in range(0, len(unique), step):

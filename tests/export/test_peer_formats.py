@@ -307,6 +307,14 @@ class TestTrident:
             }
         assert seen == 38
 
+    def test_the_overlap_is_that_of_two_tiles_also_with_two_grids(self) -> None:
+        """Tools begin a grid at the corner of each piece of tissue."""
+        boxes = [(0, 0), (496, 0), (0, 496), (100, 5003), (596, 5003)]
+        keys = [b"wsi/s1.svs#%d,%d,512,512" % box for box in boxes]
+        with_keys(make_run(5, 8, {"flat": (6,)}), sorted(keys)).write(Path("store"))
+        out = export("trident", magnification=40)
+        assert SlideTiles.read(out / "features_flat/s1.h5").attributes["overlap"] == 16
+
     def test_clam_reads_the_same_tiles_in_float32(self) -> None:
         self.write_tiles()
         out = export("trident", magnification=20, encoder="uni_v1")

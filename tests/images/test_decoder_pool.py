@@ -6,6 +6,7 @@ import contextlib
 import errno
 import faulthandler
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -35,9 +36,10 @@ from featx.images import (
     Preprocess,
     row_loader,
 )
+from featx.images.decoder_channels import fault_bytes
 from featx.sources import FolderSource
 from featx.sources.views import BoxedSource
-from featx.types import Failure, Part, Status
+from featx.types import Failure, ImageFault, Part, Status
 
 POLICY = ImagePolicy("apply", (255, 255, 255), 10**7)
 SIDE = 16
@@ -654,3 +656,11 @@ def test_slots_are_page_locked_for_the_device_of_the_run(
     others = [("unregister", 1)] * num_slots if code == 0 else []
     launches = [] if code == 0 else [("launch", 1)] * num_slots
     assert sorted(cuda.calls) == sorted([("register", 1)] * num_slots + others + launches)
+
+
+@pytest.mark.parametrize(("letter", "num_letters"), [("a", 2000), ("é", 1000), ("\udcff", 666)])
+def test_a_long_reason_of_any_characters_is_cut(letter: str, num_letters: int) -> None:
+    """A pipe keeps 4096 bytes together."""
+    message = fault_bytes(ImageFault(Status.DECODE_ERROR, 3000 * letter))
+    assert pickle.loads(message)[2] == num_letters * letter
+    assert len(message) < 3000

@@ -141,6 +141,14 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
     assert is_whole(run, tmp_path)
 
 
+def test_code_of_a_model_that_ends_its_worker_is_named(work: Callable[..., RunOutcome]) -> None:
+    expected = (
+        r"part 3 \(rows 12 to 15\): line \d+ of .*stub_worker\.py ends .* with sys\.exit\(0\)"
+    )
+    with pytest.raises(RunError, match=expected):
+        work(2, faults={3: ("sys.exit", 1)})
+
+
 @pytest.mark.slow
 def test_workers_that_never_come_up_end_the_run_with_their_last_words(
     work: Callable[..., RunOutcome], tmp_path: Path

@@ -507,6 +507,32 @@ class TestWhilePacking:
         assert_same(later.refresh()["flat"][8:12], run.features["flat"][8:12])
         assert later.ok.all()
 
+    @pytest.mark.parametrize("is_changed", [False, True])
+    def test_rows_of_a_changed_image_are_not_put_to_rows_read_before_they_were_packed(
+        self, tmp_path: Path, is_changed: bool
+    ) -> None:
+        run = make_run(num_rows=20, part_rows=4)
+        for name, first_image in (("store", 10), ("new", 10 + is_changed)):
+            with run.session(tmp_path / name).hold() as session:
+                for part in session.missing():
+                    rows = {key: x[part.start : part.stop] for key, x in run.features.items()}
+                    images = np.arange(part.start, part.stop, dtype=np.uint64) + first_image
+                    builder = session.begin_part(part, run.specs)
+                    builder.add(part.start, rows, (), images)
+                    session.commit(builder)
+        store = FeatureStore(tmp_path / "store")
+        store["flat"][0:4]
+        pack(tmp_path / "new")
+        shutil.rmtree(tmp_path / "new" / "parts")
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "new").rename(tmp_path / "store")
+        if is_changed:
+            for _ in range(2):
+                with pytest.raises(StoreError, match=r"has changed since .*Open it again"):
+                    store["flat"][:]
+        else:
+            assert_same(store["flat"][:], run.features["flat"])
+
 
 class TestOpening:
     def test_folder_file_and_text_open_the_same(self, packed: FeatureStore) -> None:

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from featx.errors import StoreError, StoreLockedError, StoreMismatchError
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore
 from featx.store.pack import pack
-from featx.store.part_files import part_path
+from featx.store.part_files import commit_part, part_path
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 
@@ -402,6 +404,30 @@ def test_a_part_that_appears_meanwhile_is_kept_only_if_it_is_ours(
         with pytest.raises(StoreError, match=r"written by another process.*another run"):
             session.commit(run.builder(run.grid.part(0)))
         assert 0 in [part.index for part in session.missing()]
+
+
+def test_a_commit_in_a_thread_keeps_its_file_when_the_session_ends_before_it(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor must not be closed, as another file may get the number."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def commit_later(*given: Any) -> Any:
+        begun.set()
+        assert ended.wait(60)
+        return commit_part(*given)
+
+    monkeypatch.setattr("featx.store.session.commit_part", commit_later)
+    with ThreadPoolExecutor(1) as pool:
+        with run.session(tmp_path).hold() as session:
+            builder = replace(run, streamed=True).part_of(session, run.grid.part(0))
+            commit = pool.submit(session.commit, builder)
+            assert begun.wait(60)
+        ended.set()
+        assert list(commit.result()) == builder.failures
+    monkeypatch.undo()
+    run.finish(tmp_path)
+    np.testing.assert_array_equal(FeatureStore(tmp_path)["flat"][:], run.expected("flat"))
 
 
 def test_a_manifest_that_appears_meanwhile_is_not_written_over(

@@ -580,3 +580,13 @@ def test_the_examples_of_the_page(
         exec(example, found)
     assert re.search(r"epoch 1: loss \d+\.\d+ over 1 batches", capsys.readouterr().out)
     assert found["tokens"].shape == (3, 8)
+
+
+@pytest.mark.parametrize("codec", ["none", "gzip"])
+def test_tokens_of_rows_that_are_not_there_yet_are_refused(tmp_path: Path, codec: str) -> None:
+    run = make_run(12, 4, {"tokens": (3, 2)}, codec=codec)
+    reader = TokenReader(featx.open(run.finish(tmp_path, at_most=2)), "tokens")
+    rows, positions = np.array([7, 1]), np.array([2, 0])
+    assert np.array_equal(reader.take(rows, positions), run.features["tokens"][rows, positions])
+    with pytest.raises(StoreError, match=r"not in the store yet, such as 8\."):
+        reader.take(rows + 1, positions)

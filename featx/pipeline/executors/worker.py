@@ -27,7 +27,7 @@ from featx.base import (
     signal_handlers,
     take_cpus,
 )
-from featx.errors import RunError
+from featx.errors import RunError, exit_text
 from featx.pipeline.executors.job_folder import (
     SPEC,
     PartClaims,
@@ -94,10 +94,12 @@ def run_worker(
             if ready_at
             else f"not ready after {ran_s:.0f} s"
         )
-    except Exception as error:  # noqa: BLE001 - a worker's boundary: the driver raises it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a worker's boundary: the driver raises it
         where = rows_text([] if worker is None else worker.parts_in_progress)
-        trace = traceback.format_exc()
-        report.error = WorkerError(type(error).__name__, str(error), trace, where)
+        kind, text = type(error).__name__, str(error)
+        if isinstance(error, SystemExit):  # of the user's code
+            kind, text = RunError.__name__, exit_text(error)
+        report.error = WorkerError(kind, text, traceback.format_exc(), where)
     if not _is_left_behind(spec):
         folder.replace(result_path(spec, number), report.to_json().encode())
     return report

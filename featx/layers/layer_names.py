@@ -64,7 +64,7 @@ def parse_capture_point(
     `known_names` are those of layers that a run can store; None in the user's own loop.
     """
     name, capture = split_capture(request)
-    module, rest = _split(name, names)
+    module, rest = split_name(name, names)
     match = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.[^.@[\]]+)*)", rest)
     if match is None:
         raise no_layer(name, known_names) if known_names is not None else _no_module(name, names)
@@ -92,7 +92,7 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
             "layers are given by their names, such as "
             f"{[name for name in modules if name][-1:]}; model.named_modules() lists them."
         )
-    names = {_without_wrappers(name): name for name in modules} | {name: name for name in modules}
+    names = {without_wrappers(name): name for name in modules} | {name: name for name in modules}
     names[""] = _held_name(names[""], modules)
     first_names = {module: name for name, module in model.named_modules()}
     points = []
@@ -113,7 +113,7 @@ def names_of(points: Sequence[CapturePoint]) -> list[str]:
     return [with_capture(point.layer, point.capture) for point in points]
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Dotted name of a module without the parts that DDP, torch.compile and others add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
 
@@ -198,7 +198,7 @@ def _no_module(request: str, names: Iterable[str]) -> LayerError:
     )
 
 
-def _split(request: str, names: Mapping[str, str]) -> tuple[str, str]:
+def split_name(request: str, names: Mapping[str, str]) -> tuple[str, str]:
     """The longest module name with which the request begins, and the rest."""
     for end in range(len(request), 0, -1):
         if request[:end] in names and (end == len(request) or request[end] in "@[."):

@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from featx.base import ElementPath, refuse_scripted
+from featx.base import ElementPath, check_is_module, refuse_scripted
 from featx.config import CAPTURES, PRESETS
-from featx.errors import LayerError, ModelError, nearest
+from featx.errors import LayerError, nearest
 from featx.layers.operations import is_function_name
 from featx.layers.trace import CapturePoint
 
@@ -82,8 +82,7 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
     which, so there are two points of this name. Names do not need the parts that wrappers add.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
+    check_is_module(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     is_module = isinstance(layers, nn.Module) or not isinstance(layers, Iterable)
     given = [] if is_module else list(layers)  # once: it may be a generator

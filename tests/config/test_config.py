@@ -29,6 +29,8 @@ from featx.config import (
     saved_yaml,
 )
 from featx.errors import ConfigError, FeatxError
+from featx.models.libraries.custom import CustomOptions
+from featx.sources.folder import FolderOptions
 
 
 def config(**keys: object) -> Config:
@@ -230,6 +232,13 @@ def test_python_gives_arrays_and_booleans_of_numpy() -> None:
     assert type(Config(seed=np.int64(3)).seed) is type(Config(seed=np.int64(0)).seed) is int
     with pytest.raises(ConfigError, match="seed=-1: expected a whole number"):
         Config(seed=np.int64(-1))
+
+
+def test_groups_of_options_take_paths_and_name_the_type_of_other_objects() -> None:
+    assert FolderOptions(root=Path("photos")) == FolderOptions(root="photos")
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"^model\.factory=Sequential: expected a text, or null"):
+        CustomOptions(factory=net)  # type: ignore[arg-type]
 
 
 def test_python_gives_devices_and_dtypes_of_torch() -> None:

@@ -317,6 +317,11 @@ def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | 
         return values, None
     if not isinstance(data, Mapping):
         data = {"source": data}
+    if type(data).__name__ == "DatasetDict":  # of Hugging Face
+        raise ConfigError(
+            f"data is a DatasetDict of the splits {', '.join(map(str, data))}; give one of them, "
+            f"such as data_set[{next(iter(data), 'train')!r}]."
+        )
     if (source := data.get("source")) is None:
         return values, None
     if isinstance(source, str | os.PathLike):  # a path is a folder or file of images, not a list

@@ -252,6 +252,7 @@ def test_python_gives_devices_and_dtypes_of_torch() -> None:
         ({"data": None}, "data is a NoneType; expected a name or a mapping of options"),
         ({"model": ["resnet50"]}, "model is a list; expected a name or a mapping of options"),
         ({"reduce": None}, "reduce is a NoneType"),
+        ({"export": "npy"}, r"expected a mapping of options, such as \{'format': 'npy'\}\.$"),
         ({"layers": {"a"}}, r"layers is a set; expected text, a number, a list"),
         ({"dtype": np.float32}, "dtype is a type; expected text"),
         ({"model": {"args": {"z": {1}}}}, r"model\.args\.z is a set"),

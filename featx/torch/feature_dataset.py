@@ -94,6 +94,8 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
             block_rows: number of consecutive rows of the store that are read together.
             num_blocks: number of blocks that each process keeps.
         """
+        check_whole_number("block_rows", block_rows, 1)
+        check_whole_number("num_blocks", num_blocks, 1)
         self._block_cache = _BlockCache(self._features, block_rows, num_blocks)
 
     def __len__(self) -> int:

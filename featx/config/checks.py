@@ -121,6 +121,9 @@ def _check_types(group: str, values: Any) -> None:
         elif isinstance(value, os.PathLike):
             value = str(os.fspath(value))
             object.__setattr__(values, f.name, value)
+        elif type(value).__module__ == "torch":  # a device or a dtype
+            value = str(value).removeprefix("torch.")
+            object.__setattr__(values, f.name, value)
         if is_default(f, value):
             continue
         if is_dataclass(hint):

@@ -244,6 +244,7 @@ def test_groups_of_options_take_paths_and_name_the_type_of_other_objects() -> No
 def test_python_gives_devices_and_dtypes_of_torch() -> None:
     made = config(device=torch.device("cuda", 1), dtype=torch.bfloat16)
     assert (made.device, made.dtype) == ("cuda:1", "bfloat16")
+    assert Config(device=torch.device("cpu")).device == "cpu"  # as featx.embed makes it
 
 
 @pytest.mark.parametrize(

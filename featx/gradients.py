@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optimizers
 
-from featx.base import TensorHooks, refuse_transformed, table
+from featx.base import TensorHooks, check_is_module, refuse_transformed, table
 from featx.errors import ConfigError, LayerError, ModelError, RunError, nearest
 from featx.layers import Edge, OpenCall, every_call, is_recomputed
 
@@ -379,16 +380,19 @@ def watch(
     Raises:
         ConfigError: an argument is out of its range, or a gradient is sparse.
         LayerError: `layers` contains a name that is not a module.
-        ModelError: the model is TorchScript, or its parameters are sharded.
+        ModelError: the model is no module or TorchScript, or its parameters are sharded.
         GradientAlarm: with on_alarm='raise'.
         RunError: the parameters changed without a step.
     """
+    check_is_module(model)
     _check_limit("clip_value", clip_value)
     _check_limit("clip_norm", clip_norm)
     if not callable(on_alarm) and on_alarm not in ("raise", "record"):
         raise ConfigError(f"on_alarm={on_alarm!r}: expected 'raise', 'record' or a function.")
-    if keep_steps < _MEDIAN_STEPS:
-        raise ConfigError(f"keep_steps={keep_steps}: expected {_MEDIAN_STEPS} or more.")
+    if not isinstance(keep_steps, numbers.Integral) or keep_steps < _MEDIAN_STEPS:
+        raise ConfigError(
+            f"keep_steps={keep_steps!r}: expected a whole number of {_MEDIAN_STEPS} or more."
+        )
     if not isinstance(limits, Limits | None):
         raise ConfigError(f"limits={limits!r}: expected featx.gradients.Limits(...), or None.")
     _refuse_sharded(model)
@@ -465,6 +469,6 @@ def _of_modules(step: Step) -> dict[str, float]:
 
 
 def _check_limit(name: str, value: float | None, below: float = math.inf) -> None:
-    if value is not None and not (isinstance(value, int | float) and 0 < value < below):
+    if value is not None and not (isinstance(value, numbers.Real) and 0 < value < below):
         what = "finite number" if below == math.inf else f"number below {below}"
         raise ConfigError(f"{name}={value!r}: expected a {what} above 0, or None.")

@@ -16,7 +16,7 @@ from torch import nn
 from zoo import TwoStageConvNet
 
 import featx
-from featx.errors import ConfigError, DataError, FeatxError, StoreMismatchError
+from featx.errors import ConfigError, DataError, FeatxError, LayerError, StoreMismatchError
 from featx.jobs.base import config_of_call
 
 SMALL = {"transform": {"resize": 32, "crop": 32}}
@@ -80,6 +80,20 @@ def test_weights_of_a_file_go_into_a_copy_of_a_module(photos: Path) -> None:
 def test_what_builds_a_module_is_a_model(photos: Path, model: Any) -> None:
     store = extract("photos/", model=model, model_transform_resize=32, model_transform_crop=32)
     assert store["conv"].shape[0] == 6
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_layers_of_a_wrapped_module_have_the_names_of_the_plain_one(
+    photos: Path, wrap: Any
+) -> None:
+    net, layers = make(), ["conv", "deep:input", "flatten"]
+    plain = extract(photos, model={"factory": net, **SMALL}, layers=layers)
+    wrapped = extract(photos, model={"factory": wrap(net), **SMALL}, layers=layers, out="wrapped")
+    assert list(wrapped) == list(plain) == layers
+    for layer in layers:
+        np.testing.assert_array_equal(wrapped[layer][:], plain[layer][:])
+    with pytest.raises(LayerError, match="there is no layer 'con'"):
+        extract(photos, model={"factory": wrap(net), **SMALL}, layers=["con"], out="none")
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,8 @@ import torch.optim.optimizer as torch_optimizer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from featx.errors import ConfigError, LayerError, RunError
+import featx
+from featx.errors import ConfigError, LayerError, ModelError, RunError
 from featx.gradients import Alarm, GradientAlarm, GradientLog, Limits, watch
 from featx.layers import OpenCall
 
@@ -885,6 +888,7 @@ def test_on_cuda_nothing_waits_for_the_device_before_the_step(dtype: torch.dtype
         {"clip_norm": math.inf},
         {"on_alarm": "ignore"},
         {"keep_steps": 1},
+        {"keep_steps": "50"},
         {"limits": {"exploding_norm": 1.0}},
     ],
 )
@@ -893,6 +897,25 @@ def test_wrong_arguments_are_refused_and_leave_no_hook(arguments: dict[str, obje
     with pytest.raises(ConfigError, match=next(iter(arguments))), watch(model, **arguments):  # type: ignore[arg-type]
         pass
     assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize("block", [watch, featx.watch])
+def test_a_model_that_is_no_module_is_refused(block: Callable[..., Any]) -> None:
+    with pytest.raises(ModelError, match=r"model is a int; expected a torch\.nn\.Module"), block(5):
+        pass
+
+
+@pytest.mark.parametrize("option", ["clip_value", "clip_norm"])
+def test_a_limit_may_be_a_number_of_numpy(option: str) -> None:
+    clipped = []
+    for limit in (0.125, np.float32(0.125)):
+        torch.manual_seed(0)
+        model = net()
+        with watch(model, **{option: limit}) as log:
+            loss_of(model).backward()
+            log.step()
+        clipped.append(gradients(model))
+    assert all(torch.equal(x, y) for x, y in zip(*clipped, strict=True))
 
 
 def test_wrong_limits_and_layers_are_refused() -> None:

@@ -15,7 +15,10 @@ from made_store import make_run
 from tiny_model import extract, write_images
 
 import featx
+from featx.analysis import Predictions
+from featx.analysis.embedding import Embedding
 from featx.errors import ConfigError
+from featx.pipeline import RunMetrics
 from featx.similarity import (
     RowIndex,
     compare_stores,
@@ -62,6 +65,21 @@ def test_a_store_is_given_open_or_by_its_path(name: str) -> None:
     expected = call(featx.open("store"))
     assert same(call("store"), expected)
     assert same(call(Path("store")), expected)
+
+
+def test_results_that_hold_arrays_are_compared_by_identity() -> None:
+    make_run(40, 16, {"flat": (5,), "deep": (4,)}).write(Path("store"))
+    for find in (
+        lambda: nearest_rows("store", "flat", device="cpu"),
+        lambda: find_outliers("store", "flat", device="cpu"),
+        lambda: judge_labels("store", "flat", 2, device="cpu"),
+        lambda: layer_similarity("store", device="cpu"),
+        lambda: Embedding({"flat": ROWS}, np.ones(2, bool), []),
+        lambda: Predictions([], ROWS, ("a", "b"), "flat", 1.0, RunMetrics({}, 1.0, 0, None)),
+    ):
+        one, other = find(), find()
+        assert one != other
+        assert [other, one].index(one) == 1
 
 
 def test_a_probe_returns_what_is_in_its_file() -> None:

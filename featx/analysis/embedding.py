@@ -29,7 +29,7 @@ from featx.store import FeatureStore, manifest_of, matching_layers, open_if_path
 from featx.types import Array, Batch, Failure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Embedding:
     """Features of n new images, in their order; `len` is n, `in` and iteration are over the layers.
 

@@ -62,7 +62,7 @@ class Prediction:
     value: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Predictions:
     """Predictions for several images, in their order; iteration and indices are over the rows.
 

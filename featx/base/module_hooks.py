@@ -200,6 +200,12 @@ class TensorHooks:
         self._handles.clear()
 
 
+def check_is_module(model: object) -> None:
+    """Raise ModelError if a model is no torch.nn.Module."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
+
+
 def refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
     """Raise ModelError if one of the modules is TorchScript; the name of the model itself is ''."""
     for name, module in modules.items():

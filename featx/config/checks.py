@@ -12,6 +12,7 @@ The sentence below a field is its help and its documentation. What types cannot 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,12 @@ def _check_types(group: str, values: Any) -> None:
         if hasattr(value, "tolist"):  # a number of numpy, an array
             value = value.tolist()
             object.__setattr__(values, f.name, value)
+        elif isinstance(value, os.PathLike):
+            value = str(os.fspath(value))
+            object.__setattr__(values, f.name, value)
+        elif type(value).__module__ == "torch":  # a device or a dtype
+            value = str(value).removeprefix("torch.")
+            object.__setattr__(values, f.name, value)
         if is_default(f, value):
             continue
         if is_dataclass(hint):
@@ -186,7 +193,11 @@ def shown(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(shown, value))}]"
     words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return words[value]
+    text = str(value)
+    # A torch module is printed with all its layers.
+    return text if isinstance(value, str) or "\n" not in text else type(value).__name__
 
 
 # Types of options

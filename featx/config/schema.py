@@ -220,9 +220,11 @@ def _with_texts(values: Mapping[str, object], prefix: str) -> dict[str, Any]:
         if option.kind in (Kind.GROUP, Kind.SECTION):
             if not isinstance(value, Mapping):
                 expected = "a name or " if option.kind is Kind.GROUP else ""
+                group = member_groups().get(f"{prefix}{name}")
+                example = "" if group is None else f", such as {{{group.selector!r}: {value!r}}}"
                 raise ConfigError(
                     f"{prefix}{name} is a {type(value).__name__}; expected {expected}a mapping of "
-                    "options."
+                    f"options{example if isinstance(value, str) else ''}."
                 )
             texts[name] = _with_texts(value, f"{prefix}{name}.")
             continue
@@ -317,6 +319,11 @@ def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | 
         return values, None
     if not isinstance(data, Mapping):
         data = {"source": data}
+    if type(data).__name__ == "DatasetDict":  # of Hugging Face
+        raise ConfigError(
+            f"data is a DatasetDict of the splits {', '.join(map(str, data))}; give one of them, "
+            f"such as data_set[{next(iter(data), 'train')!r}]."
+        )
     if (source := data.get("source")) is None:
         return values, None
     if isinstance(source, str | os.PathLike):  # a path is a folder or file of images, not a list

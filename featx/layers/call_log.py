@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from featx.base import elements, size_text, synchronise, table
+from featx.base import check_is_module, elements, size_text, synchronise, table
 from featx.layers.call_hooks import Edge, OpenCall, every_call, uncompiled
 
 _WHOLE = "(the model)"
@@ -75,8 +75,9 @@ def watch(
         The log, whose rows appear while the model runs.
 
     Raises:
-        ModelError: the model is TorchScript.
+        ModelError: the model is no module, or TorchScript.
     """
+    check_is_module(model)
     log = CallLog(model, show or (lambda line: None), keep_rows)
     calls = every_call(model, log._begin, log._end, log._record_gradient)
     with uncompiled(model), calls as running:

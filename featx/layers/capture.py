@@ -171,6 +171,12 @@ class Captured(Mapping[str, torch.Tensor]):
         call = self._call(layer)
         return call.read() if isinstance(call, _Call) else call[-1]
 
+    def get(self, layer: str, default: Any = None) -> Any:
+        """The tensor of a layer, or the default if the block does not capture it."""
+        if layer not in self:
+            return default
+        return self[layer]
+
     def __contains__(self, layer: object) -> bool:
         return isinstance(layer, str) and layer.removesuffix(":output") in self._points
 

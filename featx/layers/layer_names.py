@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from featx.base import ElementPath, refuse_scripted
+from featx.base import ElementPath, check_is_module, refuse_scripted
 from featx.config import CAPTURES, PRESETS
-from featx.errors import LayerError, ModelError, nearest
+from featx.errors import LayerError, nearest
 from featx.layers.operations import is_function_name
 from featx.layers.trace import CapturePoint
 
@@ -64,7 +64,7 @@ def parse_capture_point(
     `known_names` are those of layers that a run can store; None in the user's own loop.
     """
     name, capture = split_capture(request)
-    module, rest = _split(name, names)
+    module, rest = split_name(name, names)
     match = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.[^.@[\]]+)*)", rest)
     if match is None:
         raise no_layer(name, known_names) if known_names is not None else _no_module(name, names)
@@ -82,8 +82,7 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
     which, so there are two points of this name. Names do not need the parts that wrappers add.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
+    check_is_module(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     is_module = isinstance(layers, nn.Module) or not isinstance(layers, Iterable)
     given = [] if is_module else list(layers)  # once: it may be a generator
@@ -92,7 +91,7 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
             "layers are given by their names, such as "
             f"{[name for name in modules if name][-1:]}; model.named_modules() lists them."
         )
-    names = {_without_wrappers(name): name for name in modules} | {name: name for name in modules}
+    names = {without_wrappers(name): name for name in modules} | {name: name for name in modules}
     names[""] = _held_name(names[""], modules)
     first_names = {module: name for name, module in model.named_modules()}
     points = []
@@ -113,7 +112,7 @@ def names_of(points: Sequence[CapturePoint]) -> list[str]:
     return [with_capture(point.layer, point.capture) for point in points]
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Dotted name of a module without the parts that DDP, torch.compile and others add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
 
@@ -198,7 +197,7 @@ def _no_module(request: str, names: Iterable[str]) -> LayerError:
     )
 
 
-def _split(request: str, names: Mapping[str, str]) -> tuple[str, str]:
+def split_name(request: str, names: Mapping[str, str]) -> tuple[str, str]:
     """The longest module name with which the request begins, and the rest."""
     for end in range(len(request), 0, -1):
         if request[:end] in names and (end == len(request) or request[end] in "@[."):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from featx.base import ElementPath, glob_to_regex
 from featx.config import PRESETS, ReduceConfig
@@ -19,7 +19,9 @@ from featx.layers.layer_names import (
     parse_capture_point,
     parse_operation,
     split_capture,
+    split_name,
     with_capture,
+    without_wrappers,
 )
 from featx.layers.stages import find_stages
 from featx.layers.trace import Call, CapturePoint, Trace, element_name
@@ -128,13 +130,27 @@ def named_point(request: str, trace: Trace) -> CapturePoint:
     """The capture point of one exact name of a module or operation.
 
     Args:
-        request: name as the user wrote it.
+        request: name as the user wrote it, with or without the parts that wrappers add.
         trace: trace of the model.
 
     Raises:
         LayerError: the name does not exist, is not called, is called several times, or is
             ambiguous.
     """
+    try:
+        return _named_point(request, trace)
+    except LayerError:
+        name, capture = split_capture(request)
+        known = trace.known_names()
+        names = {without_wrappers(each): each for each in known} | {each: each for each in known}
+        module, rest = split_name(name, names)
+        if not module or names[module] == module:
+            raise
+        point = _named_point(with_capture(names[module] + rest, capture), trace)
+        return replace(point, name=with_capture(name, capture))
+
+
+def _named_point(request: str, trace: Trace) -> CapturePoint:
     operation = _operation_point(request, trace)
     if operation is not None:
         return operation

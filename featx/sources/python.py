@@ -353,7 +353,7 @@ class MapSource:
                     )
                 break
         else:
-            values = self._labels_of_items(count)
+            values = self._labels_of_column() or self._labels_of_items(count)
         self._labels = values
         names: Any = getattr(self._dataset, "classes", None)
         features = getattr(self._dataset, "features", None)  # types of columns, in Hugging Face's
@@ -366,22 +366,40 @@ class MapSource:
         names = [", ".join(map(str, n)) if isinstance(n, list | tuple) else n for n in names]
         return from_values(values, _ORIGIN, names)
 
+    def _labels_of_column(self) -> list[object] | None:
+        """Return the column of labels of a data set of Hugging Face, whose items would be read with
+        their images; None for others, and with a transform, which may make the labels.
+        """
+        form = getattr(self._dataset, "format", None)
+        if not isinstance(form, Mapping) or form.get("type") == "custom":
+            return None
+        column = find_column(form.get("columns", ()), "label")
+        return None if column is None else list(self._dataset[column])
+
     def _labels_of_items(self, count: int) -> list[object]:
         """Read the label of every item; of a data set other than a list, up to one without a label
         if none before has one.
 
         Returns count labels, None for an item without one, or that raises an exception, which is
-        recorded when it is read.
+        recorded when it is read. Raises DataError if the first item, or each of a list, is of a
+        kind that has no image.
         """
         values: list[object] = []
+        wrong: list[TypeError] = []
         is_list = isinstance(self._dataset, list | tuple)  # whose items cost nothing to read
         for row in range(count):
+            item = None
             try:
-                label = _split(self._dataset[row])[1]
+                item = self._dataset[row]
+                label = _split(item)[1]
             except MemoryError:
                 raise
-            except Exception:  # noqa: BLE001 - the user's own code
+            except Exception as error:  # noqa: BLE001 - the user's own code
                 label = None
+                if isinstance(error, TypeError) and item is not None:
+                    wrong.append(error)
+            if len(wrong) == row + 1 == (count if is_list else 1):
+                raise DataError(f"the data set has no images. dataset[0]: {wrong[0]}.")
             if label is _NO_LABEL and not is_list and all(value is None for value in values):
                 return [None] * count
             values.append(None if label is _NO_LABEL else label)

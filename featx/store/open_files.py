@@ -222,6 +222,12 @@ class Handles:
             with self._lock:
                 file.num_readers -= 1
 
+    def close(self) -> None:
+        """Close all files that no thread is reading; one that is read later is opened again."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._close_idle(0)
+
     def forget(self) -> None:
         """Close all files that no thread is reading; others may have taken their names."""
         with self._lock:

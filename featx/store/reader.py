@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +79,8 @@ class FeatureStore:
     `len(store)` is the number N of rows, `in` and iteration are over the names of the layers, and
     `store.keys` are the keys of the rows.
 
-    A store can be pickled and used in forked processes; each process opens its own files.
+    A store can be pickled and used in forked processes; each process opens its own files. `close`,
+    or the end of a `with` block, closes them; a later read opens them again.
 
     Attributes:
         root: absolute path of the folder or file.
@@ -125,6 +126,16 @@ class FeatureStore:
         self._layer_reader = LayerReader(self.root, self._contents, self._handles)
         self.classes = self._contents.classes
         self.columns = self._contents.column_names
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files of the store, except those that another thread is reading."""
+        self._handles.close()
 
     def __len__(self) -> int:
         return self._contents.num_rows

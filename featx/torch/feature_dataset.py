@@ -45,6 +45,9 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         dtype: dtype of the features; None for that of the store, which is exact as well and takes
             half the memory for float16 and bfloat16.
         labelled: whether rows without a label are left out, as in `FeatureStore.xy`.
+
+    Raises:
+        ValueError: `dtype` is no floating dtype of torch.
     """
 
     def __init__(
@@ -55,6 +58,11 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         dtype: torch.dtype | None = torch.float32,
         labelled: bool = False,
     ) -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"dtype={dtype!r}: expected a floating dtype, such as torch.float32, or None for "
+                "that of the store."
+            )
         self.store = FeatureStore(path, verify)
         self._fingerprint = self.store.attrs.get("fingerprint")
         self.layer = layer
@@ -86,6 +94,8 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
             block_rows: number of consecutive rows of the store that are read together.
             num_blocks: number of blocks that each process keeps.
         """
+        check_whole_number("block_rows", block_rows, 1)
+        check_whole_number("num_blocks", num_blocks, 1)
         self._block_cache = _BlockCache(self._features, block_rows, num_blocks)
 
     def __len__(self) -> int:

@@ -120,7 +120,8 @@ class TokenDataset(IterableDataset[Batch]):
             block=block,
             threads=threads,
         )
-        check_whole_numbers(0, seed=seed, rank=rank)
+        check_whole_number("seed", seed, 0)
+        check_whole_numbers(0, rank=rank, prefix=prefix, per_image=per_image)
         if order not in ("shuffled", "stored"):
             raise ValueError(f"order={order!r}: expected 'shuffled' or 'stored'.")
         if not 0 <= rank < world_size:

@@ -29,6 +29,8 @@ from featx.config import (
     saved_yaml,
 )
 from featx.errors import ConfigError, FeatxError
+from featx.models.libraries.custom import CustomOptions
+from featx.sources.folder import FolderOptions
 
 
 def config(**keys: object) -> Config:
@@ -232,9 +234,17 @@ def test_python_gives_arrays_and_booleans_of_numpy() -> None:
         Config(seed=np.int64(-1))
 
 
+def test_groups_of_options_take_paths_and_name_the_type_of_other_objects() -> None:
+    assert FolderOptions(root=Path("photos")) == FolderOptions(root="photos")
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"^model\.factory=Sequential: expected a text, or null"):
+        CustomOptions(factory=net)  # type: ignore[arg-type]
+
+
 def test_python_gives_devices_and_dtypes_of_torch() -> None:
     made = config(device=torch.device("cuda", 1), dtype=torch.bfloat16)
     assert (made.device, made.dtype) == ("cuda:1", "bfloat16")
+    assert Config(device=torch.device("cpu")).device == "cpu"  # as featx.embed makes it
 
 
 @pytest.mark.parametrize(
@@ -243,6 +253,7 @@ def test_python_gives_devices_and_dtypes_of_torch() -> None:
         ({"data": None}, "data is a NoneType; expected a name or a mapping of options"),
         ({"model": ["resnet50"]}, "model is a list; expected a name or a mapping of options"),
         ({"reduce": None}, "reduce is a NoneType"),
+        ({"export": "npy"}, r"expected a mapping of options, such as \{'format': 'npy'\}\.$"),
         ({"layers": {"a"}}, r"layers is a set; expected text, a number, a list"),
         ({"dtype": np.float32}, "dtype is a type; expected text"),
         ({"model": {"args": {"z": {1}}}}, r"model\.args\.z is a set"),

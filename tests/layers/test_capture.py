@@ -61,6 +61,16 @@ def meeting(num_threads: int) -> Callable[..., None]:
     return hook
 
 
+def test_get_returns_its_default_for_a_layer_that_is_not_captured(model: Scaled) -> None:
+    with featx.capture(model, "first") as features:
+        model(images(1))
+    assert torch.equal(features.get("first:output"), images(1) @ model.first.weight.T)
+    assert features.get("act@1") is None
+    assert features.get("act@1", 5) == 5
+    with pytest.raises(LayerError, match=r"'act@1' is not captured"):
+        features["act@1"]
+
+
 def test_a_gradient_of_an_earlier_pass_is_no_gradient_of_this_one(model: Scaled) -> None:
     with featx.capture(model, ["first", "first:grad_output", "add", "add:grad_output"]) as features:
         first = model(images(1)).sum()

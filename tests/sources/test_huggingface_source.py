@@ -11,8 +11,9 @@ import pytest
 from image_faults import image_fault
 from tiny_model import write_image
 
-from featx.errors import DataError, MissingExtraError
-from featx.sources import open_source
+import featx
+from featx.errors import ConfigError, DataError, MissingExtraError
+from featx.sources import open_source, source_of
 from featx.sources.huggingface import HuggingFaceOptions
 from featx.types import NO_STATE, ImageFault, Source, Status
 
@@ -53,6 +54,28 @@ def test_bytes_and_class_names(tmp_path: Path) -> None:
     assert source.read(b"row-000001") == data[:20]
     with image_fault(Status.EMPTY):
         source.read(b"row-000002")
+
+
+def test_labels_of_an_object_are_read_without_its_images() -> None:
+    labels = datasets.ClassLabel(names=["cat", "dog"])
+    rows = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": "nowhere.png"}]
+    dataset = made(rows, label=([1, 0], labels))
+    for each in (dataset, dataset.with_format("torch")):
+        listing = source_of(each).listing()
+        assert (listing.labels.tolist(), listing.classes) == ([1, 0], ("cat", "dog"))
+
+    def items(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {"image": rows["image"], "label": [5 for _ in rows["image"]]}
+
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    changed = made([pixels, pixels], label=([1, 0], datasets.Value("int64"))).with_transform(items)
+    assert source_of(changed).listing().labels.tolist() == [5, 5]
+
+
+def test_a_dict_of_splits_asks_for_one_of_them() -> None:
+    splits = datasets.DatasetDict(train=made([None]), test=made([None]))
+    with pytest.raises(ConfigError, match=r"splits train, test; give one .* data_set\['train'\]"):
+        featx.extract(splits)
 
 
 def test_a_selection_is_read_in_its_own_order(tmp_path: Path) -> None:

@@ -157,13 +157,22 @@ def test_whatever_the_users_code_raises_is_recorded_for_its_row() -> None:
     assert str(fault_of(source, b"000000")) == "no way"
     for wrong, name in ((3, "TypeError"), ((1, 2, 3), "TypeError"), ({"img": 1}, "TypeError"),
                         (pixels(0) * 1j, "ValueError")):  # fmt: skip
-        source = source_of(Given(1, lambda row, wrong=wrong: wrong))
+        source = source_of([(pixels(0), 1), wrong])
         source.listing()
-        assert fault_of(source, b"000000").error == name
+        assert fault_of(source, b"000001").error == name
     missing = source_of(["/nowhere/x.jpg", b""])
     missing.listing()
     assert fault_of(missing, b"000000").status == Status.MISSING
     assert fault_of(missing, b"000001").status == Status.EMPTY
+
+
+@pytest.mark.parametrize("item", [(1, 2, 3), {"img": 1}])
+def test_items_that_all_have_no_image_are_refused_when_they_are_listed(item: object) -> None:
+    dataset = Given(1000, lambda row: item)
+    for source in (source_of(dataset), source_of([item] * 3)):
+        with pytest.raises(DataError, match=r"has no images\. dataset\[0\]: the item .* expected"):
+            source.listing()
+    assert dataset.asked == [0]
 
 
 @pytest.mark.parametrize("item", ["", "a\0", "\ud800", (), torch.ones(3, 9, 9, requires_grad=True)])

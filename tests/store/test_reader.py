@@ -904,6 +904,24 @@ def test_no_file_handle_left_is_an_error_never_nan(tmp_path: Path) -> None:
     assert_same(store["flat"][:], run.expected("flat"))
 
 
+def test_a_with_block_closes_the_files_and_a_later_read_opens_them_again(tmp_path: Path) -> None:
+    run = make_run(num_rows=12, part_rows=4)
+    root = run.write(tmp_path)
+
+    def num_open() -> int:
+        links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        return sum(link.startswith(str(root)) for link in links)
+
+    with featx.open(root) as store:
+        flat = store["flat"]
+        assert_same(flat[:], run.expected("flat"))
+        assert num_open() > 0
+    assert num_open() == 0
+    assert_same(flat[:], run.expected("flat"))
+    store.close()
+    assert num_open() == 0
+
+
 SCRIPT = """
 import sys
 

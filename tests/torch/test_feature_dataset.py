@@ -6,6 +6,7 @@ import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,12 @@ def test_rows_without_a_label_are_left_out_if_labelled_ones_are_asked_for(
     assert dataset.rows.tolist() == labelled != ok_rows(run).tolist()
     assert [label for _, label in dataset] == run.listing.labels[labelled].tolist()
     assert np.array_equal(dataset[3][0].numpy(), run.features["flat"][labelled[3]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, torch.int64])
+def test_another_dtype_than_a_floating_one_of_torch_is_refused(root: Path, dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"^dtype=.*: expected a floating dtype, such as torch\."):
+        FeatureDataset(root, "flat", dtype=dtype)
 
 
 def test_a_batch_in_one_read_is_the_same_items(root: Path) -> None:

@@ -502,6 +502,12 @@ def test_the_mixing_that_is_promised_is_measured(tmp_path: Path, block: int) -> 
     assert ends == pytest.approx(expected, rel=0.1), "no thin begin or end"
 
 
+@pytest.mark.parametrize("wrong", [{"seed": None}, {"prefix": "1"}, {"per_image": 1.5}])
+def test_other_numbers_are_whole_ones(root: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*: expected a whole number of at"):
+        TokenDataset(root, "tokens", tokens="all", batch_size=4, **wrong)
+
+
 def test_an_epoch_is_a_whole_number(root: Path) -> None:
     for epoch in ("x", -1, 1.5):
         with pytest.raises(ValueError, match=f"epoch={epoch!r}: expected a whole number of at"):

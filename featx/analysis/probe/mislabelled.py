@@ -24,7 +24,7 @@ _TOLERANCE = 1e-6
 """Amount by which a probability may be below the threshold of its class, as in cleanlab."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JudgedLabels:
     """Labels of rows, and what a probe says that was fitted without these rows.
 

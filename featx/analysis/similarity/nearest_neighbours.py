@@ -38,7 +38,7 @@ QUERIES = 8192
 """Maximum number of rows whose neighbours are searched at a time."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Neighbours:
     """Nearest rows of some rows.
 

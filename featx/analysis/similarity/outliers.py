@@ -19,7 +19,7 @@ from featx.config import NeighborsConfig
 from featx.store import FeatureStore, open_if_path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Outliers:
     """Distances of rows to their nearest rows, after each value of a layer was standardised.
 

@@ -55,7 +55,7 @@ _GRAM_MEASURES = ("cka", "cka_debiased", *RSA_DISTANCES)
 """Measures that a matrix of n x n values gives."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerSimilarity:
     """Similarity of every layer of one list to every layer of another.
 

@@ -172,6 +172,7 @@ def test_sums_are_taken_in_float32() -> None:
         ((7, 10, 768), (200, 300), True),
         ((192, 35, 48), (299, 400), False),
         ((512, 1, 1), (30, 50), False),
+        ((56, 84, 128), (224, 336), True),
     ],
 )
 def test_channels_last_follows_the_inputs_proportions(
@@ -184,6 +185,7 @@ def test_channels_last_follows_the_inputs_proportions(
     ("row_shape", "message"),
     [
         ((64, 97, 147), r"could be \(C, H, W\) or \(H, W, C\)"),
+        ((66, 99, 149), r"could be \(C, H, W\) or \(H, W, C\)"),
         ((512, 7, 13), "no map of the input's proportions"),
         ((12, 197, 64), "no map of the input's proportions"),
     ],

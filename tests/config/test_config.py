@@ -30,7 +30,7 @@ from featx.config import (
 )
 from featx.errors import ConfigError, FeatxError
 from featx.models.libraries.custom import CustomOptions
-from featx.sources.folder import FolderOptions
+from featx.sources import FolderOptions
 
 
 def config(**keys: object) -> Config:

@@ -23,9 +23,9 @@ from system_calls import Calls, watched
 
 from featx.errors import StoreError, StoreLockedError, StoreMismatchError
 from featx.storage import AtomicFolder
-from featx.store import FeatureStore
+from featx.store import FeatureStore, commit_part
 from featx.store.pack import pack
-from featx.store.part_files import commit_part, part_path
+from featx.store.part_files import part_path
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")
 

@@ -123,14 +123,18 @@ def _hook_multihead(
     The caller of the module receives weights only if it asked for them, averaged if it asked so:
     the model computes as without the hooks.
     """
-    requests, signature = _CallArguments(), inspect.signature(module.forward)
+    requests, parameters = _CallArguments(), inspect.signature(module.forward).parameters
+    # torch.compile of torch 2.14 does not trace Signature.bind.
+    names, changed = tuple(parameters), {_NEED: True, _AVERAGE: False}
+    defaults = {name: parameters[name].default for name in changed}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> object:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        requests.calls.append((bool(bound.arguments[_NEED]), bool(bound.arguments[_AVERAGE])))
-        bound.arguments |= {_NEED: True, _AVERAGE: False}
-        return bound.args, bound.kwargs
+        positional = dict(zip(names, args, strict=False))
+        given = {**defaults, **positional, **kwargs}
+        requests.calls.append((bool(given[_NEED]), bool(given[_AVERAGE])))
+        positional |= {name: changed[name] for name in changed if name in positional}
+        others = {name: changed[name] for name in changed if name not in positional}
+        return tuple(positional.values()), {**kwargs, **others}
 
     def after(module: nn.Module, args: object, kwargs: object, output: Any) -> object:
         value, weights = output

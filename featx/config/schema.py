@@ -173,8 +173,9 @@ def _as_mapping(group: str, value: Any) -> Mapping[str, object]:
     """Return the options that the value of a group gives; an object is its source or factory."""
     if is_group(value):
         given = {name.partition(".")[2] for name in given_keywords({group: value})}
-        values = asdict(value)
-        return {name: values[name] for name in values if name in {"name", "library", *given}}
+        if (members := member_groups().get(group)) is not None:
+            given.add(members.selector)
+        return {name: inner for name, inner in asdict(value).items() if name in given}
     value = _values_of_group(group, value)
     if isinstance(value, Mapping):
         return value

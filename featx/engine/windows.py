@@ -38,14 +38,7 @@ from featx.layers import (
     TokenSample,
     bound_reduction,
 )
-from featx.types import (
-    UNKNOWN_SIZE,
-    ImageFault,
-    LayerSpec,
-    ResumeState,
-    Status,
-    TokenGeometry,
-)
+from featx.types import UNKNOWN_SIZE, ImageFault, LayerSpec, ResumeState, Status, TokenGeometry
 
 ALIGN = "window_align"
 """Name of the alignment of the windows among the choices of a run."""

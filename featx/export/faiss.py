@@ -39,6 +39,7 @@ _OPQ_CENTROIDS = 256
 class FaissOptions(ExportConfig):
     """Options of export.format=faiss."""
 
+    format: str = "faiss"
     index: str = "Flat"
     """Index as a text of faiss.index_factory, such as Flat, SQfp16, HNSW32 or IVF4096,PQ64."""
 

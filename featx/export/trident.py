@@ -34,6 +34,7 @@ _Magnification = Annotated[
 class TridentOptions(ExportConfig):
     """Options of export.format=trident."""
 
+    format: str = "trident"
     magnification: _Magnification = None
     """Magnification of the whole images (level 0), such as 40, or [40,20] with the one at which
     TRIDENT is told that the boxes were read: a box of 512 pixels at 40 is a patch of 256 at 20. A

@@ -57,6 +57,7 @@ _COLOURS = {3: "a palette", 4: "a mask", 5: "CMYK", 6: "YCbCr", 8: "Lab", 32803:
 """Others -> what messages call them."""
 
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+"""What Pillow takes for the orientation in XMP data."""
 
 _UNSIGNED = 1
 """Value of the tag SampleFormat."""

@@ -62,7 +62,8 @@ def channels_last(option: str, rows: RowLayout) -> bool:
         if first or last:
             break
     if first and not last and rows.input_size[0] % rows.shape[0]:
-        # Channels may have the proportions by chance: 40 of 50 x 62 positions at 100 x 125 pixels.
+        # Channels and rows may have the proportions by chance, such as 40 channels of 50 x 62
+        # positions at 100 x 125 pixels. Rows that divide the input are taken for a stride.
         last = is_rounded_map_size(rows.shape[1:], rows.input_size)
     is_attention = _is_attention(rows)
     if first != last and not is_attention:

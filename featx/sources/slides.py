@@ -41,9 +41,6 @@ each tile should be decoded once: OpenSlide's own 32 MiB hold 32 tiles of 512 x 
 _OME_CHANNELS = re.compile(r'<Pixels\b[^>]*?\bSizeC="(\d+)"')
 """Number of channels in the description of an OME-TIFF."""
 
-_JPEG = 7
-"""Value of the tag Compression."""
-
 
 @options("data")
 class SlideOptions(FileOptions):
@@ -142,7 +139,7 @@ def _check_page(slide: OpenSlide, path: str) -> None:
     """
     if slide.properties["openslide.vendor"] != "generic-tiff":
         return
-    from tifffile import TiffFile
+    from tifffile import COMPRESSION, TiffFile
 
     with TiffFile(path) as file:
         page = file.pages.first
@@ -154,7 +151,7 @@ def _check_page(slide: OpenSlide, path: str) -> None:
             "data=folder with data.boxes and model.transform.scale reads them as channels",
         )
     turn = page.tags.valueof("Orientation", default=1)
-    if turn in range(2, 9) and page.compression != _JPEG:
+    if turn in range(2, 9) and page.compression != COMPRESSION.JPEG:
         raise ImageFault(
             Status.UNSUPPORTED,
             f"its Orientation is {turn}, by which OpenSlide turns each tile in its own place; save "

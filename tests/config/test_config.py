@@ -29,6 +29,7 @@ from featx.config import (
     saved_yaml,
 )
 from featx.errors import ConfigError, FeatxError
+from featx.export.faiss import FaissOptions
 from featx.models.libraries.custom import CustomOptions
 from featx.sources import FolderOptions
 
@@ -199,6 +200,9 @@ def test_options_of_a_group_are_given_as_objects_mappings_or_texts() -> None:
     )
     assert (both.data.depth, both.data.limit, both.model) == (2, 3, model)
     assert both.layers["fc"]["p"] == 2.0
+    call = {"store": "runs/a", "export": FaissOptions(), "export_ok_only": True}
+    index, _ = jobs.config_of_call("export", call)
+    assert (index.export.format, index.export.ok_only) == ("faiss", True)
     with pytest.raises(ConfigError, match=r"data_depth and data both give data\.depth"):
         jobs.config_of_call("plan", {**typed, "data_depth": 1})
     with pytest.raises(ConfigError, match=r"model=.*: model is a group of options"):

@@ -72,7 +72,8 @@ def channels_last(option: str, rows: RowLayout) -> bool:
         advice = f"Use stats.observation=image. {advice}"
     raise ReduceError(
         f"{option} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
-        f"are unknown. {advice}"
+        "are unknown.",
+        advice,
     )
 
 
@@ -178,7 +179,7 @@ def check_tokens(name: str, rows: RowLayout) -> tuple[int, int]:
         )
     if cells is None:
         raise ReduceError(
-            f"reduce={name} does not fit {rows.layer}: {why}. Try avg, none or flatten."
+            f"reduce={name} does not fit {rows.layer}: {why}.", "Try avg, none or flatten."
         )
     return cells
 

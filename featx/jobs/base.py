@@ -31,7 +31,7 @@ from featx.config import (
     without_object,
 )
 from featx.errors import ConfigError
-from featx.storage import is_url
+from featx.storage import is_url, path_text
 from featx.types import Json, Source
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -232,8 +232,10 @@ def config_of_store_call(job: str, keys: Mapping[str, object], store: object) ->
     """
     if store is not None and "store" in keys:
         raise ConfigError("store is given twice: as the first argument, and as store=.")
-    if isinstance(store, list | tuple):
-        store = store_list(map(os.fspath, store))
+    if isinstance(store, list | tuple) and store:
+        store = store_list([path_text(each, "store") for each in store])
+    elif store is not None:
+        store = path_text(store, "store")
     return config_of_call(job, keys if store is None else {**keys, "store": store})[0]
 
 

@@ -257,6 +257,7 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
                 annotation=hint.__forward_arg__,
             )
             for name, hint in options.__annotations__.items()
+            if hasattr(defaults, name)  # options of groups would be a hundred more
         ]
         plain_signature = inspect.signature(function)
         own = [

@@ -10,6 +10,7 @@ from typing import get_type_hints
 import pytest
 
 import featx
+from featx.config import Config
 from featx.errors import ConfigError
 from featx.jobs import keywords
 
@@ -27,7 +28,9 @@ from featx.jobs import keywords
 def test_a_signature_has_the_keywords_with_their_types(name: str, options: type) -> None:
     signature = inspect.signature(getattr(featx, name))
     own = ["data", "verbose"] if name in ("extract", "stats") else ["store"]
-    keywords = [each for each in get_type_hints(options) if each not in own]
+    hints = get_type_hints(options)
+    assert "data_limit" in hints or name not in ("extract", "stats")
+    keywords = [each for each in hints if each not in own and hasattr(Config(), each)]
     assert list(signature.parameters) == [*own, *keywords]
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}

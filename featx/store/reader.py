@@ -432,8 +432,9 @@ class FeatureStore:
                 [*map(as_utf8, values.tolist())] if values.dtype.kind == "U" else values
             )
         frames = [pandas.DataFrame(table)]
-        is_one = isinstance(layers, str) or not isinstance(layers, Iterable)
-        for layer in [layers] if is_one else layers:
+        is_list = isinstance(layers, Iterable) and not isinstance(layers, str)
+        names_of_layers: Iterable[Any] = layers if is_list else [layers]
+        for layer in names_of_layers:
             values = self[layer][:].reshape(len(self), -1)
             if values.dtype == np.float16:  # which pandas shows with a warning
                 values = values.astype(np.float32)

@@ -116,7 +116,7 @@ class Attributor(Engine):
         self._layer: CapturePoint | None = None
         self._maps: CapturePoint | None = None
         self._to_map: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-        self._to_feature_map = self._to_map
+        self._to_feature_map: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 
     @property
     def takes_gradients(self) -> bool:

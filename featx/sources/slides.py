@@ -144,7 +144,7 @@ def _check_page(slide: OpenSlide, path: str) -> None:
     from tifffile import COMPRESSION, TiffFile
 
     with TiffFile(path) as file:
-        page = cast("TiffPage", file.pages.first)
+        page = file.pages.first
         pages = cast("list[TiffPage]", [*file.pages])
         # Of which none is a smaller version or a mask.
         num_planes = sum(p.shape == page.shape and not p.subfiletype & 5 for p in pages)

@@ -93,7 +93,13 @@ class LayerError(FeatxError, LookupError):
 
 
 class ReduceError(FeatxError, ValueError):
-    """The reduction does not fit the tensor that the layer returns."""
+    """The reduction does not fit the tensor that the layer returns.
+
+    A second argument names reductions that may fit; with windows these are others.
+    """
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.args))
 
 
 class DataError(FeatxError, ValueError):

@@ -126,7 +126,9 @@ def predict(
         FeatxError: the head, its model or the images are not available.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
-    with Predictor(config, parse_path(head), pads=True, model_factory=model_factory) as model:
+    with Predictor(
+        config, parse_path(head, "head"), pads=True, model_factory=model_factory
+    ) as model:
         return model(images)
 
 
@@ -143,7 +145,7 @@ def predictor(
     of `predict`.
     """
     config = config_with_factory(device, model_factory, data=FolderOptions(root="/"))
-    return Predictor(config, parse_path(head), pads=False, model_factory=model_factory)
+    return Predictor(config, parse_path(head, "head"), pads=False, model_factory=model_factory)
 
 
 class Predictor(LoadedFunction):

@@ -75,7 +75,7 @@ def _open_stores(
 
     Stores in folders that a pattern matches, and that are none, are added to `deeper`.
     """
-    if isinstance(given, os.PathLike):
+    if isinstance(given, os.PathLike | bytes) or not isinstance(given, Iterable):
         return [open_if_path(given)]
     if isinstance(given, str) and (listed := listed_stores(given)) != [given]:
         given = listed

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,9 @@ def search(
         ConfigError: the model has no text tower, or a text is empty.
         StoreMismatchError: the weights are others than those of the store.
     """
-    texts = [text] if isinstance(text, str) else list(text)
+    texts = list(text) if isinstance(text, Iterable) and not isinstance(text, str) else [text]
+    if not all(isinstance(each, str) for each in texts):
+        raise ConfigError(f"text={text!r}: expected a text, or a list of texts.")
     if not texts or not all(each.strip() for each in texts):
         raise ConfigError("a text is empty: give what the images show.")
     opened = open_if_path(store)

@@ -93,6 +93,7 @@ from .text import free_title as free_title
 from .text import glob_to_regex as glob_to_regex
 from .text import name_bytes as name_bytes
 from .text import name_text as name_text
+from .text import number_text as number_text
 from .text import percent_text as percent_text
 from .text import printable as printable
 from .text import shown_path as shown_path

@@ -248,6 +248,12 @@ def percent_text(share: float | None, digits: int = 1) -> str:
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
+def number_text(value: float, digits: int = 3, sign: str = "") -> str:
+    """A number with so many decimals, or two significant digits if it is smaller: 4e-05."""
+    is_small = 0 < abs(value) < 10**-digits
+    return format(value, f"{sign}.2g" if is_small else f"{sign}.{digits}f")
+
+
 def time_text(seconds: float) -> str:
     """A duration given in seconds, with its unit: '41 s', '12 min', '3.5 h'."""
     if seconds < 100:

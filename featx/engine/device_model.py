@@ -19,6 +19,7 @@ from featx.layers import (
     Trace,
     are_weights,
     is_exposed,
+    is_known_map,
     no_fast_path,
     plain_attention,
     trace_forward,
@@ -142,14 +143,16 @@ class DeviceModel:
     def row_layout(self, point: CapturePoint, value: torch.Tensor) -> RowLayout:
         """Return the layout of the rows of a tensor (B, ...) that is captured at a point."""
         backbone, is_attention = self.backbone, None
+        shape, size = tuple(value.shape[1:]), backbone.preprocess.crop
         if value.ndim == 4 and value.is_floating_point() and not point.is_gradient:
             is_attention = value.shape[3] > 1 and are_weights(value)
         return RowLayout(
             point.name,
-            tuple(value.shape[1:]),
-            backbone.preprocess.crop,
+            shape,
+            size,
             backbone.num_prefix_tokens,
             backbone.has_class_token,
+            is_map=is_known_map(shape, size, self.traced),
             is_attention=is_attention,
         )
 

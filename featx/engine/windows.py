@@ -166,6 +166,8 @@ class Windows:
             kinds.setdefault(_kind_of_row(reduce, shape), size)
         if reduce is None:
             assert refused is not None
+            if len(refused.args) > 1:  # of none and flatten, sizes would have to be equal
+                raise ReduceError(refused.args[0], "Use avg, max, gem or align.") from refused
             raise refused
         name, ((kind, first), *others) = layer.point.name, kinds.items()
         if others:
@@ -253,7 +255,7 @@ class Windows:
                 raise _window_fault(
                     f"{image.shape[2]} x {image.shape[1]} pixels give {spec.name} a row with "
                     f"{kind}, and the other images one with {self._kinds[spec.name]}; "
-                    "reduce={name: grid, rows: 64, columns: 64} makes them equal"
+                    "reduce=align makes them equal"
                 )
         values = {}
         for name, value in self._blend(engine, image, covered):
@@ -339,8 +341,8 @@ def attach_windows(
     try:
         engine.attach_captures([(point, make_reduce("map")) for point, _ in chosen])
     except ReduceError as error:
-        text = f"model.window: maps of windows are blended. {error} {_ADVICE}"
-        raise ReduceError(text) from error
+        text = f"model.window: maps of windows are blended. {error.args[0]}"
+        raise ReduceError(text, _ADVICE) from error
     preprocess = engine.backbone.preprocess
     height, width = size = preprocess.crop
     layers = []

@@ -8,7 +8,7 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from featx.base import as_utf8, csv_cell
+from featx.base import as_utf8, csv_cell, number_text
 from featx.errors import StoreError
 from featx.store import FeatureStore, read_result
 from featx.types import Json
@@ -82,7 +82,7 @@ def _outliers(store: FeatureStore, result: Json) -> list[Ranking]:
             title,
             f"By {distance} images{of_class}, the farthest first (job=outliers).",
             {
-                row: f"{as_utf8(one['class']) + ', ' if one['class'] else ''}{one[name]:.3f}"
+                row: (as_utf8(one["class"]) + ", " if one["class"] else "") + number_text(one[name])
                 for row, one in _rows(store, result[rows]).items()
             },
         )
@@ -100,8 +100,8 @@ def _mislabelled(store: FeatureStore, result: Json) -> list[Ranking]:
         "doubtful (job=mislabelled)."
     )
     captions = {
-        row: f"{as_utf8(one['label'])} {one['p_label']:.3f}, predicted "
-        f"{as_utf8(one['predicted'])} {one['p_predicted']:.3f}"
+        row: f"{as_utf8(one['label'])} {number_text(one['p_label'])}, predicted "
+        f"{as_utf8(one['predicted'])} {number_text(one['p_predicted'])}"
         for row, one in _rows(store, result["least_credible"]).items()
     }
     return [Ranking("Least credible labels", text, captions)]

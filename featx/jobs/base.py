@@ -12,7 +12,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from featx.config import (
     without_object,
 )
 from featx.errors import ConfigError
-from featx.storage import is_url
+from featx.storage import is_url, path_text
 from featx.types import Json, Source
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -84,6 +84,8 @@ class Job(Member):
         why: why the other options of a run have no effect; completes "X has no effect with
             job=NAME: ". By default that of a job that reads a store.
         reads_with: returns the options that it reads in addition with a given config.
+        reads_when: option that `reads_with` returns with some configs -> such a config, for
+            messages; those in RUN_OPTIONS need none.
         check: raises a ConfigError for combinations of options that the job refuses.
         makes_store: whether it makes a store in `out`, or plans one; only such a job can write into
             a bucket.
@@ -98,6 +100,7 @@ class Job(Member):
     ignores: tuple[str, ...] = ()
     why: str = "it reads an existing store; `layers` selects its layers"
     reads_with: Callable[[Config], Collection[str]] = lambda config: ()
+    reads_when: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Config], None] = lambda config: None
     makes_store: bool = False
     takes_gradients: bool = False
@@ -229,8 +232,10 @@ def config_of_store_call(job: str, keys: Mapping[str, object], store: object) ->
     """
     if store is not None and "store" in keys:
         raise ConfigError("store is given twice: as the first argument, and as store=.")
-    if isinstance(store, list | tuple):
-        store = store_list(map(os.fspath, store))
+    if isinstance(store, list | tuple) and store:
+        store = store_list([path_text(each, "store") for each in store])
+    elif store is not None:
+        store = path_text(store, "store")
     return config_of_call(job, keys if store is None else {**keys, "store": store})[0]
 
 
@@ -252,6 +257,7 @@ def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:
                 annotation=hint.__forward_arg__,
             )
             for name, hint in options.__annotations__.items()
+            if hasattr(defaults, name)  # options of groups would be a hundred more
         ]
         plain_signature = inspect.signature(function)
         own = [
@@ -353,6 +359,7 @@ def _check_gradients(config: Config, job: Job) -> None:
 def _readers_text(option: str) -> str:
     """Return with which jobs an option has an effect: 'with job=cka and job=probe only'."""
     readers = [f"job={job.name}" for job in JOBS if job.may_read(option)]
+    readers += [job.reads_when[option] for job in JOBS if option in job.reads_when]
     others = [f"job={job.name}" for job in JOBS if not job.may_read(option)]
     is_common = len(readers) > len(others)
     *names, last = others if is_common else readers

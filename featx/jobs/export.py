@@ -73,5 +73,6 @@ JOBS.register(
         input=Input.STORE,
         reads=("job.json", "out", "layers", "overwrite"),
         reads_with=_reads_with,
+        reads_when={"neighbors.metric": "job=export export.format=faiss"},
     )
 )

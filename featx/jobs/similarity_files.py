@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from featx.base import Table, log_message, printable, write_csv
+from featx.base import Table, log_message, number_text, printable, write_csv
 from featx.config import Config
 from featx.storage import AtomicFolder
 from featx.store import FeatureStore, layout, only_layer, read_result, result_json
@@ -70,7 +70,7 @@ def write_ranking(disk: AtomicFolder, name: str, entries: Iterator[Json]) -> Jso
     """
     first = next(entries)
     lines = (
-        (rank, *(_cell(value, ".6g", "") for value in entry.values()))
+        (rank, *(_cell(value, "{:.6g}".format, "") for value in entry.values()))
         for rank, entry in enumerate(chain([first], entries), 1)
     )
     return write_table(disk, name, ("rank", *first), lines)
@@ -96,14 +96,15 @@ def entries_table(
 ) -> Table:
     """Make a table of some values of entries that describe rows."""
     cells = [
-        [printable(_cell(entry[name], f".{digits}f", "-")) for name in names] for entry in entries
+        [printable(_cell(entry[name], lambda x: number_text(x, digits), "-")) for name in names]
+        for entry in entries
     ]
     return Table(header, cells, left=2)
 
 
-def _cell(value: object, number: str, none: str) -> str:
+def _cell(value: object, number: Callable[[float], str], none: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, float):
-        return f"{value:{number}}"
+        return number(value)
     return none if value is None else str(value)

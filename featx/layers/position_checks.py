@@ -62,8 +62,8 @@ def check_positions(module: nn.Module, maps: Maps, image: torch.Tensor) -> None:
                 f"{name}: its {responses.shape[1]} x {responses.shape[2]} positions are not in the "
                 "row-major order of the image: when single cells of an image were changed, other "
                 "positions changed most. Some models (Hiera) keep tokens in another order, which "
-                "would scramble a grid or heat map. Use another reduction (avg, max, none), or "
-                "choose another layer."
+                "would scramble a grid or heat map.",
+                "Use another reduction (avg, max, none), or choose another layer.",
             )
 
 

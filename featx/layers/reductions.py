@@ -171,8 +171,8 @@ def _pooled_axes(name: str, rows: RowLayout) -> tuple[int, ...]:
         return (1, 2) if channels_last(f"reduce={name}", rows) else (2, 3)
     raise ReduceError(
         f"reduce={name} does not fit {rows.layer}: its rows have shape {rows.shape}, expected "
-        "tokens (T, C) or a map (C, H, W). Use none or flatten for this layer, for example "
-        f"layers={{{rows.layer}: none}}."
+        "tokens (T, C) or a map (C, H, W).",
+        f"Use none or flatten for this layer, for example layers={{{rows.layer}: none}}.",
     )
 
 
@@ -182,8 +182,8 @@ def _cls(config: ReduceConfig, rows: RowLayout) -> Reduction:
     if not rows.has_class_token:
         raise ReduceError(
             f"reduce=cls does not fit {rows.layer}: the {rows.num_prefix_tokens} tokens in front "
-            "of this backbone's patch tokens are register tokens, and it has no class token. "
-            "Use reduce=patch_avg, which leaves them out, or avg, none or flatten."
+            "of this backbone's patch tokens are register tokens, and it has no class token.",
+            "Use reduce=patch_avg, which leaves them out, or avg, none or flatten.",
         )
     return lambda x: x[:, 0]
 

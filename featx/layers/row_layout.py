@@ -1,7 +1,8 @@
 """Layout of a layer's rows: which of its dimensions are channels, and where its positions lie.
 
-(C,) is a vector, (T, C) are tokens, (C, H, W) or (H, W, C) is a map. Which of these two a map is
-follows from the proportions of the input. If they do not tell, the reduction is refused.
+(C,) is a vector, (T, C) are tokens, (C, H, W) or (H, W, C) is a map. A map of the shape that a
+convolution of the model returns is (C, H, W). Otherwise the proportions of the input tell which of
+the two it is; if they do not, the reduction is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from featx.types import LayerSpec, TokenGeometry
 if TYPE_CHECKING:
     import torch
 
+    from featx.layers.trace import Trace
     from featx.models import Backbone
 
 Reduction: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
@@ -54,18 +56,10 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     Raises ReduceError, in the name of an option such as 'reduce=avg', if it could be both or
     neither, and for attention weights.
     """
-    if rows.is_map:
-        return False
-    for has_size in (is_map_size, is_rounded_map_size):
-        first = has_size(rows.shape[:2], rows.input_size)
-        last = has_size(rows.shape[1:], rows.input_size)
-        if first or last:
-            break
-    if first and not last and rows.input_size[0] % rows.shape[0]:
-        # Channels and rows may have the proportions by chance, such as 40 channels of 50 x 62
-        # positions at 100 x 125 pixels. Rows that divide the input are taken for a stride.
-        last = is_rounded_map_size(rows.shape[1:], rows.input_size)
     is_attention = _is_attention(rows)
+    if rows.is_map and not is_attention:
+        return False
+    first, last = map_layouts(rows.shape, rows.input_size)
     if first != last and not is_attention:
         return first
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
@@ -78,8 +72,31 @@ def channels_last(option: str, rows: RowLayout) -> bool:
         advice = f"Use stats.observation=image. {advice}"
     raise ReduceError(
         f"{option} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
-        f"are unknown. {advice}"
+        "are unknown.",
+        advice,
     )
+
+
+def map_layouts(shape: tuple[int, ...], input_size: tuple[int, int]) -> tuple[bool, bool]:
+    """Return whether rows may be maps (H, W, C), and (C, H, W), by the proportions of the input."""
+    for has_size in (is_map_size, is_rounded_map_size):
+        first, last = has_size(shape[:2], input_size), has_size(shape[1:], input_size)
+        if first or last:
+            break
+    if first and not last and input_size[0] % shape[0]:
+        # Channels and rows may have the proportions by chance, such as 40 channels of 50 x 62
+        # positions at 100 x 125 pixels. Rows that divide the input are taken for a stride.
+        last = is_rounded_map_size(shape[1:], input_size)
+    return first, last
+
+
+def is_known_map(shape: tuple[int, ...], input_size: tuple[int, int], trace: Trace | None) -> bool:
+    """Return whether rows have the shape of a map (C, H, W) that a convolution or the like of the
+    model returns, and the proportions of the input.
+    """
+    if trace is None or len(shape) != 3 or shape not in trace.map_shapes:
+        return False
+    return is_map_size(shape[1:], input_size) or is_rounded_map_size(shape[1:], input_size)
 
 
 def is_map_size(sides: tuple[int, ...], input_size: tuple[int, int]) -> bool:
@@ -162,7 +179,7 @@ def check_tokens(name: str, rows: RowLayout) -> tuple[int, int]:
         )
     if cells is None:
         raise ReduceError(
-            f"reduce={name} does not fit {rows.layer}: {why}. Try avg, none or flatten."
+            f"reduce={name} does not fit {rows.layer}: {why}.", "Try avg, none or flatten."
         )
     return cells
 
@@ -217,13 +234,15 @@ _CAPTURES = ("output", "input", "grad_output", "grad_input")
 """Captures whose rows have the shape of the layer's tensor; those of attention have none."""
 
 
-def token_geometries(specs: Sequence[LayerSpec], backbone: Backbone) -> dict[str, TokenGeometry]:
+def token_geometries(
+    specs: Sequence[LayerSpec], backbone: Backbone, trace: Trace | None = None
+) -> dict[str, TokenGeometry]:
     """Return the places of the tokens of each dataset whose rows are tokens or maps."""
-    found = {spec.name: _geometry_of(spec, backbone) for spec in specs}
+    found = {spec.name: _geometry_of(spec, backbone, trace) for spec in specs}
     return {name: places for name, places in found.items() if places is not None}
 
 
-def _geometry_of(spec: LayerSpec, backbone: Backbone) -> TokenGeometry | None:
+def _geometry_of(spec: LayerSpec, backbone: Backbone, trace: Trace | None) -> TokenGeometry | None:
     """Return the places of the tokens of a dataset, or None if its shape is ambiguous."""
     if spec.capture not in _CAPTURES or spec.reduce not in ("none", "map", "grid", "align"):
         return None
@@ -238,8 +257,9 @@ def _geometry_of(spec: LayerSpec, backbone: Backbone) -> TokenGeometry | None:
                 has_class_token = prefix > 0 and backbone.has_class_token
                 return TokenGeometry(prefix, has_class_token, grid, size)
     if len(shape) == 3:
+        is_map = is_known_map(shape, size, trace)
         try:
-            last = channels_last("reduce=none", RowLayout(spec.name, shape, size))
+            last = channels_last("reduce=none", RowLayout(spec.name, shape, size, is_map=is_map))
         except ReduceError:
             return None
         return TokenGeometry(0, False, shape[:2] if last else shape[1:], size)

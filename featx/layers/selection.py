@@ -334,22 +334,27 @@ def _glob_points(
 ) -> Iterator[CapturePoint]:
     """Capture points of the modules that a glob matches, or of operations if no module matches."""
     pattern = re.compile(glob_to_regex(glob))
-    matches = [name for name in trace.names if name and pattern.fullmatch(name)]
-    called = [name for name in matches if trace.names[name] in trace.by_module]
-    operations = [name for name in trace.by_operation if pattern.fullmatch(name)]
-    if operations and not matches:
-        yield from (named_point(with_capture(name, capture), trace) for name in operations)
+    known = trace.known_names()
+    names = {name: name for name in known if pattern.fullmatch(name)} or {
+        short: name
+        for name in known
+        if pattern.fullmatch(short := without_wrappers(name)) and short
+    }
+    modules = {name: trace.names[full] for name, full in names.items() if full in trace.names}
+    if names and not modules:
+        yield from (named_point(with_capture(name, capture), trace) for name in names)
         return
+    called = [name for name, module in modules.items() if module in trace.by_module]
     if not called:
-        what = "names only layers that are never called" if matches else "matches no layer"
+        what = "names only layers that are never called" if names else "matches no layer"
         raise LayerError(
             f"the glob {glob!r} {what} of this model (* stays within one part of a dotted "
-            f"name, ** crosses dots).{nearest(glob.replace('*', ''), trace.known_names())} "
+            f"name, ** crosses dots).{nearest(glob.replace('*', ''), known)} "
             "job=layers lists every layer."
         )
-    left_out.extend(f"{name} (never called)" for name in matches if name not in called)
+    left_out.extend(f"{name} (never called)" for name in modules if name not in called)
     order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
-    for name in sorted(called, key=lambda name: order[trace.names[name]]):
+    for name in sorted(called, key=lambda name: order[modules[name]]):
         yield named_point(with_capture(_module_request(name, trace), capture), trace)
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from featx.errors import LayerError
-from featx.layers.row_layout import is_map_size, is_rounded_map_size
+from featx.layers.row_layout import is_known_map, map_layouts
 from featx.layers.trace import Call, Trace
 
 
@@ -201,11 +201,10 @@ def _map_size(call: Call, trace: Trace) -> tuple[int, int] | None:
         return None
     *_, height, width = next(iter(trace.calls[-1].inputs.values()))
     _, a, b, c = shapes[0]
-    for has_size in (is_map_size, is_rounded_map_size):
-        for sides in ((b, c), (a, b)):
-            if has_size(sides, (height, width)):
-                return sides
-    return None
+    first, last = map_layouts((a, b, c), (height, width))
+    if last or is_known_map((a, b, c), (height, width), trace):
+        return b, c
+    return (a, b) if first else None
 
 
 def _is_inside(module: str, other: str) -> bool:

@@ -67,6 +67,8 @@ class Call:
         inputs: path into the arguments -> shape, including the batch dimension.
         mflops: millions of floating-point operations per image, two per multiply-add.
         attention: shapes of the attention weights, if the module gives access to them.
+        gives_map: whether the module is a convolution, batch normalisation or pooling of torch,
+            whose output is (B, C, H, W).
     """
 
     module: str
@@ -79,6 +81,7 @@ class Call:
     inputs: Mapping[ElementPath, tuple[int, ...]]
     mflops: float = 0.0
     attention: Mapping[ElementPath, tuple[int, ...]] = field(default_factory=dict)
+    gives_map: bool = False
 
     def tensors(self, capture: str) -> Mapping[ElementPath, tuple[int, ...]]:
         """Path -> shape of the tensors that a kind of capture finds in this call."""
@@ -128,6 +131,7 @@ class Trace:
             None.
         by_module: name of a module -> its calls.
         by_operation: name of an operation -> the operation.
+        map_shapes: shapes of rows that a convolution or the like returns, (C, H, W).
     """
 
     calls: Sequence[Call]
@@ -139,10 +143,14 @@ class Trace:
     undecided: str | None = None
     by_module: dict[str, list[Call]] = field(init=False, default_factory=dict)
     by_operation: dict[str, Operation] = field(init=False, default_factory=dict)
+    map_shapes: set[tuple[int, ...]] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         for call in self.calls:
             self.by_module.setdefault(call.module, []).append(call)
+            if call.gives_map:
+                shapes = call.outputs.values()
+                self.map_shapes.update(s[1:] for s in shapes if s[:1] == (self.batch_size,))
         for operation in self.operations:
             self.by_operation[operation.name] = operation
 

@@ -66,6 +66,7 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
                 inputs=inputs,
                 mflops=float(counter.total - total) / len(x) / 1e6,
                 attention={(): weights} if len(weights) == 4 else {},
+                gives_map=isinstance(call.module, _OF_MAPS),
             )
         )
 
@@ -109,6 +110,13 @@ class FlopCounter(ObservingMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             self.total += formula(*args, **kwargs, out_val=output)
         return output
+
+
+_OF_MAPS = (
+    *(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AvgPool2d),
+    *(nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+)
+"""Modules whose output is (B, C, H, W)."""
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StorageError
+from featx.pipeline.changed_images import ImageChanges
 from featx.pipeline.finished_run import FinishedRun, present_rows_text
 from featx.pipeline.loop import RunObserver
 from featx.pipeline.output import Output, seconds_of_part
@@ -99,7 +100,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self._config_yaml = config_yaml
         self._known_rows_only = known_rows_only
         self._num_recomputed = 0
-        self._has_compared_images = False
+        self._changes: ImageChanges | None = None
         self._observe = observe
         self._listed: tuple[Source, Listing] | None = None
         self._finished: FinishedRun | None = None
@@ -217,8 +218,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         self.session = StoreSession(self.root, requested, context.listing, config.grow, recompute)
 
         def check_before_adding() -> None:
-            self._has_compared_images = True
-            check_images_before_adding(context, self.write_session)
+            self._changes = check_images_before_adding(context, self.write_session)
 
         with self.session.hold(self.config.overwrite, check_before_adding):
             self.session.write_config(self._config_yaml)
@@ -263,11 +263,12 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""
         arguments = self.context, self.write_session
+        before, self._changes = self._changes, None  # large arrays
         self._num_recomputed += compute_lost_rows(*arguments)
         self._num_recomputed += check_images(
             *arguments,
             only_warn=self._known_rows_only,
-            announces=not self._has_compared_images,
+            before=before,
         )
         if self.config.retry_failed:
             self._num_recomputed += retry_failed_rows(*arguments)

@@ -45,18 +45,22 @@ if TYPE_CHECKING:
 
 
 def check_images(
-    context: RunContext, session: StoreSession, only_warn: bool, announces: bool
+    context: RunContext, session: StoreSession, only_warn: bool, before: ImageChanges | None
 ) -> int:
     """Compare the images with those that the rows in the store were computed from.
 
     Return the number of rows that refresh=true or auto computed again. A repair only warns about
-    changed images, as it refuses nothing that it can fix. `announces` is as for `image_changes`.
-    Raises StoreMismatchError if images have changed, and refresh was not given or could not compute
-    all layers of their rows.
+    changed images, as it refuses nothing that it can fix. `before` is what
+    `check_images_before_adding` has found just now, or None. Raises StoreMismatchError if images
+    have changed, and refresh was not given or could not compute all layers of their rows.
     """
     config, keys, num_recomputed = context.config, context.listing.keys, 0
     reads_all = config.refresh is True
-    changes = _changes(context, session, reads_all, announces)
+    if before is None or before.states is not None:  # without states, all bytes would be read again
+        changes = _changes(context, session, reads_all, announces=before is None)
+    else:
+        added = len(session.manifest.runs) - len(before.changed)
+        changes = replace(before, changed=(*before.changed, *[np.empty(0, np.int64)] * added))
     if changes.num_unknown:
         log_message(
             f"{unknown_images_text(changes.num_unknown)} (their image checksums were "
@@ -90,8 +94,9 @@ def check_images(
     return num_recomputed
 
 
-def check_images_before_adding(context: RunContext, session: StoreSession) -> None:
+def check_images_before_adding(context: RunContext, session: StoreSession) -> ImageChanges:
     """Refuse to add layers or rows if images have changed, and refresh does not compute their rows.
+    Return the comparison of the images.
 
     A command that is refused leaves the runs of the store as they were. Raises StoreMismatchError.
     """
@@ -101,6 +106,7 @@ def check_images_before_adding(context: RunContext, session: StoreSession) -> No
         runs = [(run, rows) for run, rows in runs if not session.has_requested_layers(run)]
     if runs:
         raise StoreMismatchError(_outdated_text(context, session, runs))
+    return changes
 
 
 def _outdated_runs(

@@ -189,6 +189,7 @@ class RunContext:
             tokens=token_geometries(
                 [spec for spec in self.specs if spec.name not in self.engine.captures.misplaced],
                 self.engine.backbone,
+                self.engine.traced,
             )
             if windows is None
             else windows.geometries(),

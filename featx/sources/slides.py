@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from featx.types import Box, ImageFault, Listing, Source, Status
 if TYPE_CHECKING:
     from openslide import OpenSlide, OpenSlideCache
     from PIL import Image
+    from tifffile import TiffPage
 
 EXTENSIONS = frozenset(b".svs .ndpi .tif .tiff .vms .vmu .scn .mrxs .svslide .bif .czi".split())
 """File name extensions that count as slides, compared without regard to case. The content is
@@ -134,8 +135,9 @@ class SlideSource:
 def _check_page(slide: OpenSlide, path: str) -> None:
     """Check that OpenSlide reads the first page of a generic TIFF as it is meant.
 
-    OpenSlide 4 leaves channels in other pages out. It lets libtiff decode tiles other than JPEGs,
-    which turns each of them in its own place as the tag Orientation says.
+    OpenSlide 4 leaves channels and planes in other pages out, and gives the upper 8 bits of
+    numbers, also of signed ones. It lets libtiff decode tiles other than JPEGs, which turns each of
+    them in its own place as the tag Orientation says.
     """
     if slide.properties["openslide.vendor"] != "generic-tiff":
         return
@@ -143,12 +145,27 @@ def _check_page(slide: OpenSlide, path: str) -> None:
 
     with TiffFile(path) as file:
         page = file.pages.first
+        pages = cast("list[TiffPage]", [*file.pages])
+        # Of which none is a smaller version or a mask.
+        num_planes = sum(p.shape == page.shape and not p.subfiletype & 5 for p in pages)
     stated = _OME_CHANNELS.search(page.description)
     if stated is not None and int(stated[1]) > page.samplesperpixel:
         raise ImageFault(
             Status.UNSUPPORTED,
             f"its {stated[1]} channels are pages, of which OpenSlide reads the first only; "
             "data=folder with data.boxes and model.transform.scale reads them as channels",
+        )
+    if num_planes > 1:
+        raise ImageFault(
+            Status.UNSUPPORTED,
+            f"its {num_planes} pages of one size are a stack, of which OpenSlide reads the first "
+            "only; save the plane that you mean as a file of its own",
+        )
+    if page.dtype not in (np.uint8, np.bool_):
+        raise ImageFault(
+            Status.UNSUPPORTED,
+            f"its numbers are {page.dtype}, of which OpenSlide gives 8 bits; data=folder with "
+            "data.boxes reads them, with model.transform.scale as they are",
         )
     turn = page.tags.valueof("Orientation", default=1)
     if turn in range(2, 9) and page.compression != COMPRESSION.JPEG:

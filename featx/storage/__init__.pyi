@@ -16,6 +16,7 @@ from .s3_path import S3Path as S3Path
 from .s3_path import folder_of as folder_of
 from .s3_path import is_url as is_url
 from .s3_path import parse_path as parse_path
+from .s3_path import path_text as path_text
 from .s3_path import paths_in as paths_in
 from .unfinished_file import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .unfinished_file import PositionedFile as PositionedFile

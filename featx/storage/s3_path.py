@@ -36,14 +36,28 @@ def paths_in(folder: Path, pattern: str) -> list[Path]:
     return []
 
 
-def parse_path(text: str | os.PathLike[str]) -> Path:
+def path_text(path: object, name: str = "path") -> str:
+    """Return the path that a call from Python gave as the argument `name`, as text. Raises
+    ConfigError if it is none.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{name} is a {type(path).__name__}; expected a path as text or pathlib.Path, such as "
+            "'runs/photos'."
+        )
+    return text
+
+
+def parse_path(text: str | os.PathLike[str], name: str = "path") -> Path:
     """Parse the location of a store as users type it: a path, or s3://bucket/run.
 
-    Raises ConfigError if the URL has another scheme, or names no folder of a bucket.
+    Raises ConfigError if the URL has another scheme, or names no folder of a bucket, or if the
+    argument `name` is no path.
     """
     if isinstance(text, S3Path):
         return text
-    found = _URL.match(os.fspath(text))
+    found = _URL.match(path_text(text, name))
     if found is None:
         return Path(text).expanduser()
     # pathlib reduces two slashes to one, so a Path made from a URL has only one.

@@ -6,7 +6,7 @@ import copy
 import difflib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -254,7 +254,7 @@ class FeatureStore:
         if name not in self.columns:
             raise StoreError(
                 f"{self.root} has no column {name!r}; it has {', '.join(self.columns) or 'none'}."
-                f"{nearest(name, self.columns)}"
+                f"{nearest(str(name), self.columns)}"
             )
         values = self._column(f"{layout.COLUMNS}/{name}", "Sbif")
         return values.view(values.dtype.str)  # drops the metadata that h5py adds to dtypes
@@ -432,7 +432,9 @@ class FeatureStore:
                 [*map(as_utf8, values.tolist())] if values.dtype.kind == "U" else values
             )
         frames = [pandas.DataFrame(table)]
-        for layer in [layers] if isinstance(layers, str) else layers:
+        is_list = isinstance(layers, Iterable) and not isinstance(layers, str)
+        names_of_layers: Iterable[Any] = layers if is_list else [layers]
+        for layer in names_of_layers:
             values = self[layer][:].reshape(len(self), -1)
             if values.dtype == np.float16:  # which pandas shows with a warning
                 values = values.astype(np.float32)
@@ -508,7 +510,9 @@ class FeatureStore:
 
 def open_if_path(store: FeatureStore | str | os.PathLike[str]) -> FeatureStore:
     """Return an open store as it is, and open the one at a path with `verify="rows"`."""
-    return store if isinstance(store, FeatureStore) else FeatureStore(store, verify="rows")
+    if isinstance(store, FeatureStore):
+        return store
+    return FeatureStore(parse_path(store, "store"), verify="rows")
 
 
 def _texts(names: npt.NDArray[np.bytes_]) -> npt.NDArray[np.str_]:

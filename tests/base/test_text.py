@@ -12,6 +12,7 @@ from featx.base import (
     command_text,
     csv_cell,
     facts,
+    number_text,
     percent_text,
     printable,
     size_text,
@@ -61,6 +62,21 @@ def test_a_broken_command_is_one_command(place: str) -> None:
     assert shlex.split(one_line) == [
         *("python", "-m", "featx", "job=predict"), f"store={place}", "data=./new", "layers=[a,b]",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00004, "4e-05"),
+        (0.000456, "0.00046"),
+        (0.0012, "0.001"),
+        (0.0, "0.000"),
+        (-0.0004, "-0.0004"),
+        (12.3456, "12.346"),
+    ],
+)
+def test_small_numbers_are_not_zero(value: float, text: str) -> None:
+    assert number_text(value) == text
 
 
 def test_percent() -> None:

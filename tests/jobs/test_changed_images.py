@@ -460,6 +460,15 @@ def test_a_data_set_of_a_class_is_compared_when_it_is_refreshed(
     assert same_values(after, extract(data, out="whole", **LENIENT))
 
 
+def test_layers_that_are_added_with_a_refresh_compare_every_image_once(
+    photos: Path, compared: list[bytes]
+) -> None:
+    data = Generated([np.asarray(Image.open(path)) for path in sorted_photos(photos)])
+    extract(data, layers=["conv"])
+    extract(data, layers=["deep"], refresh=True)
+    assert len(compared) == len(data)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_at", range(1, 16))
 def test_a_refresh_cut_off_anywhere_resumes_to_the_same_store(

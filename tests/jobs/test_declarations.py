@@ -246,6 +246,10 @@ def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
         ("report", {"store": "store", "dtype": "float32"}, "dtype has no effect with job=report"),
         ("layers", {"reduce": "avg"}, "reduce has no effect with job=layers"),
         ("extract", {"probe": {"k": None}}, r"probe\.k has an effect with job=probe only"),
+        (
+            *("extract", {"neighbors": {"metric": "euclidean"}}),
+            "job=neighbors, job=outliers and job=export export.format=faiss only",
+        ),
         ("extract", {"store": "photos"}, "job=extract writes its store to out=DIR"),
     ],
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import get_type_hints
 
 import pytest
 
 import featx
+from featx.config import Config
 from featx.errors import ConfigError
 from featx.jobs import keywords
 
@@ -26,7 +28,9 @@ from featx.jobs import keywords
 def test_a_signature_has_the_keywords_with_their_types(name: str, options: type) -> None:
     signature = inspect.signature(getattr(featx, name))
     own = ["data", "verbose"] if name in ("extract", "stats") else ["store"]
-    keywords = [each for each in get_type_hints(options) if each not in own]
+    hints = get_type_hints(options)
+    assert "data_limit" in hints or name not in ("extract", "stats")
+    keywords = [each for each in hints if each not in own and hasattr(Config(), each)]
     assert list(signature.parameters) == [*own, *keywords]
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}
@@ -69,3 +73,24 @@ def test_some_defaults() -> None:
 def test_an_unknown_keyword_is_still_one_clear_message() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'layer'\..* layers"):
         featx.extract(layer=["layer4"])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: featx.open(5), "path is a int; expected a path"),
+        (lambda: featx.open_stats(b"stats.h5"), "path is a bytes; expected a path"),
+        (lambda: featx.embed(["a.jpg"], 5), "store is a int; expected a path"),
+        (lambda: featx.predict(None, ["a.jpg"]), "head is a NoneType; expected a path"),
+        (lambda: featx.similarity.search(5, "a cat"), "store is a int; expected a path"),
+        (lambda: featx.similarity.search("store", 5), "text=5: expected a text, or a list"),
+        (lambda: featx.similarity.compare_stores(5), "store is a int; expected a path"),
+        (lambda: featx.write_report([5]), "store is a int; expected a path"),
+        (lambda: featx.probe([]), "store is a list; expected a path"),
+    ],
+)
+def test_a_wrong_type_is_one_sentence_that_names_the_argument(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_engine import backbone_of, bound
 from torch import nn
 
 from featx.config import ReduceConfig, make_reduce, reduction_of_args
 from featx.errors import ConfigError, ReduceError
-from featx.layers import Reduction, RowLayout, channels_last, reduction
+from featx.layers import Reduction, RowLayout, channels_last, reduction, token_geometries
 from featx.testing import ReductionContract
+from featx.types import LayerSpec
 
 SQUARE = (224, 224)
 
@@ -195,6 +198,31 @@ def test_sides_that_rounding_does_not_explain_are_refused(
 ) -> None:
     with pytest.raises(ReduceError, match=message):
         channels_last("avg", RowLayout("layer", row_shape, (200, 300)))
+
+
+@pytest.mark.parametrize(
+    ("size", "conv", "shape"),
+    [
+        ((62, 42), nn.Conv2d(3, 29, 3, stride=3), (29, 20, 14)),
+        ((120, 150), nn.Conv2d(3, 24, 4, stride=4), (24, 30, 37)),
+        ((8, 8), nn.Conv2d(3, 4, 2, stride=2), (4, 4, 4)),
+    ],
+    ids=["could be both", "channels of the input's proportions", "a cube"],
+)
+def test_a_map_of_the_shape_of_a_convolution_has_its_channels_first(
+    size: tuple[int, int], conv: nn.Module, shape: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    backbone = backbone_of(model)
+    backbone.preprocess = replace(backbone.preprocess, crop=size)
+    x = torch.randn(4, 3, *size)
+    with bound(backbone, ("0", "avg"), ("1", "max")) as engine, torch.no_grad():
+        rows, expected = engine.run(x), conv(x)
+        assert expected.shape[1:] == shape
+        torch.testing.assert_close(rows["0"], expected.mean((2, 3)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(rows["1"], expected.relu().amax((2, 3)), rtol=1e-4, atol=1e-5)
+        spec = LayerSpec("1", "1", "output", "none", {}, shape, "float16", "float32")
+        assert token_geometries([spec], backbone, engine.traced)["1"].grid == shape[1:]
 
 
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"

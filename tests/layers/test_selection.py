@@ -91,6 +91,23 @@ def test_a_star_does_not_cross_dots_and_two_stars_do() -> None:
     assert chosen("layer?.1") == ["layer1.1", "layer2.1"]
 
 
+def test_globs_need_no_names_of_wrappers() -> None:
+    class DataParallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Odd()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)
+
+    with no_fast_path:
+        found = trace_forward(DataParallel().eval(), torch.randn(2, 3, 4, 4))
+    assert chosen("layer*", "layer?.1:input", "ad*", of=found) == [
+        *("layer1", "layer2", "layer1.1:input", "layer2.1:input", "add")
+    ]
+    assert chosen("module.layer*", of=found) == ["module.layer1", "module.layer2"]
+
+
 REFUSED = [
     # A dot is a dot: a glob is no regular expression.
     ("layer1.0|fc*", "matches no layer"),

@@ -428,9 +428,16 @@ def test_layers_without_a_map_are_refused(
         extract(Stem(), same_size, layers=[layer], **WINDOWS)
 
 
+def test_no_advice_is_a_reduction_that_is_refused_as_well(same_size: Path) -> None:
+    model = Shrunk(lambda x: x.flatten(2)[..., :7])  # five tokens, which are no grid
+    with pytest.raises(ReduceError, match=r"the proportions of the input\. Name layers with maps"):
+        extract(model, same_size, layers=["output"], model_window_size=36)
+
+
 @pytest.mark.parametrize("reduce", ["cls", "patch_avg"])
 def test_reductions_of_tokens_are_refused(same_size: Path, reduce: str) -> None:
-    with pytest.raises(ReduceError, match=r"expected tokens \(T, C\)"):
+    advice = r"expected tokens \(T, C\)\. Use avg, max, gem or align\.$"
+    with pytest.raises(ReduceError, match=advice):
         extract(Stem(), same_size, layers=["deep"], reduce=reduce, **WINDOWS)
 
 

@@ -51,7 +51,6 @@ from featx.errors import ConfigError, LayerError, ModelError
 from featx.layers import (
     CapturePoint,
     ChosenLayers,
-    RowLayout,
     Selection,
     Trace,
     check_positions,
@@ -117,6 +116,7 @@ class Attributor(Engine):
         self._layer: CapturePoint | None = None
         self._maps: CapturePoint | None = None
         self._to_map: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+        self._to_feature_map: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 
     @property
     def takes_gradients(self) -> bool:
@@ -193,9 +193,8 @@ class Attributor(Engine):
                 capture_output(self.module, self._maps) as outputs,
             ):
                 self.module(x.clone())
-            row_shape = tuple(outputs[0].shape[1:])
-            to_map = layer_map_view(self._maps.name, row_shape, self.backbone)
-            self._check_positions(self._maps, row_shape, to_map)
+            self._to_feature_map = layer_map_view(self.row_layout(self._maps, outputs[0]))
+            self._check_positions(self._maps, outputs[0], self._to_feature_map)
         with self._short_settings():
             if self._layer is not None:
                 self._to_map = self._map_of_layer(x)
@@ -350,7 +349,7 @@ class Attributor(Engine):
         assert point is not None
         with self.named_failure(x):
             _, [output], [gradient] = self._backward(x, False)
-        to_map = layer_map_view(point.name, tuple(output.shape[1:]), self.backbone)
+        to_map = layer_map_view(self.row_layout(point, output))
         if to_map(output).shape[2:].numel() == 1:
             raise LayerError(
                 f"{point.name} has only one position, so it gives no heat map. Give "
@@ -362,20 +361,19 @@ class Attributor(Engine):
                 "the output of the model does not depend on them (after the last block of a "
                 "transformer only the class token counts). Give an earlier one, layers=[NAME]."
             )
-        self._check_positions(point, tuple(output.shape[1:]), to_map)
+        self._check_positions(point, output, to_map)
         return to_map
 
     def _check_positions(
         self,
         point: CapturePoint,
-        row_shape: tuple[int, ...],
+        output: torch.Tensor,
         to_map: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Check that positions of a layer are arranged as in the image, if its shape leaves it
         open.
         """
-        rows = RowLayout(point.name, row_shape, self.backbone.preprocess.crop)
-        if not has_known_positions(rows):
+        if not has_known_positions(self.row_layout(point, output)):
             x = self.noise(1)
             with self.named_failure(x):
                 check_positions(self.module, [(point, to_map)], x)
@@ -397,8 +395,7 @@ class Attributor(Engine):
             capture_output(module, point) as outputs,
         ):
             module(x)
-        to_map = layer_map_view(point.name, tuple(outputs[0].shape[1:]), self.backbone)
-        return to_map(outputs[0]).float().cpu()
+        return self._to_feature_map(outputs[0]).float().cpu()
 
 
 def _module_point(key: str, layer: str, traced: Trace) -> CapturePoint:

@@ -13,7 +13,6 @@ from featx.base import After, ModuleHooks, TensorHooks
 from featx.config import BY_CAPTUM
 from featx.errors import LayerError, MissingExtraError, ModelError, ReduceError
 from featx.layers import CapturePoint, RowLayout, edit, logits_of, map_view, values_of_classes
-from featx.models import Backbone
 
 _RECTIFIERS = (nn.ReLU, nn.ReLU6)
 _RECTIFIER_NODES = ("ReluBackward", "HardtanhBackward")
@@ -55,17 +54,14 @@ def capture_output(module: nn.Module, point: CapturePoint | None) -> Iterator[li
         yield outputs
 
 
-def layer_map_view(
-    name: str, row_shape: tuple[int, ...], backbone: Backbone
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def layer_map_view(rows: RowLayout) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function that turns a layer's tensor (B, ...) into (B, C, h, w)."""
     try:
-        size, num_prefix_tokens = backbone.preprocess.crop, backbone.num_prefix_tokens
-        return map_view("grid", RowLayout(name, row_shape, size, num_prefix_tokens))
+        return map_view("grid", rows)
     except ReduceError as error:
         raise LayerError(
-            f"{name} gives rows of shape {row_shape}, expected a map (C, h, w) or (h, w, C) with "
-            "the proportions of the image, or patch tokens (T, C). job=layers lists every layer."
+            f"{rows.layer} gives rows of shape {rows.shape}, expected a map (C, h, w) or (h, w, C) "
+            "of the proportions of the image, or patch tokens (T, C). job=layers lists all layers."
         ) from error
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from featx.analysis.probe.metrics import METHODS, METRICS, Metric
 from featx.analysis.probe.texts import interval_text, points_text, score_text, spread_text
-from featx.base import Table, percent_text
+from featx.base import Table, number_text, percent_text
 from featx.types import Json
 
 _T_TEST = (
@@ -150,7 +150,7 @@ def _difference_cells(difference: Json | None, is_accuracy: bool) -> list[str]:
         return ["chosen", "", ""] + [""] * is_accuracy
     mean, std, values = (difference[name] for name in ("mean", "std", "values"))
     if not is_accuracy:
-        return [f"{-mean:+.3f} ± {std:.3f}", *_test_cells(difference)]
+        return [f"{number_text(-mean, sign='+')} ± {number_text(std)}", *_test_cells(difference)]
     better = f"{sum(value < 0 for value in values)} of {len(values)}"
     return [f"{points_text(-mean, '+')} ± {100 * std:.1f}", better, *_test_cells(difference)]
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from featx.analysis.probe.metrics import METRICS
-from featx.base import WIDTH, percent_text, shown_path
+from featx.base import WIDTH, number_text, percent_text, shown_path
 from featx.errors import counted, first_names
 from featx.types import Json
 
@@ -23,24 +23,26 @@ def score_text(value: float | None, is_share: bool = False) -> str:
     """Format a metric, a share in percent; '-' if it is not available."""
     if is_share:
         return percent_text(value)
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else number_text(value)
+
+
+def _number(value: float, is_share: bool) -> str:
+    return f"{100 * value:.1f}" if is_share else number_text(value)
 
 
 def spread_text(spread: Json | None, is_share: bool = False) -> str:
     """Format mean and standard deviation, of a share in percent without the sign; '-' for None."""
     if spread is None:
         return "-"
-    factor, digits = (100, 1) if is_share else (1, 3)
-    std = "" if spread["std"] is None else f" ± {factor * spread['std']:.{digits}f}"
-    return f"{factor * spread['mean']:.{digits}f}{std}"
+    std = "" if spread["std"] is None else f" ± {_number(spread['std'], is_share)}"
+    return f"{_number(spread['mean'], is_share)}{std}"
 
 
 def interval_text(interval: Sequence[float] | None, is_share: bool = True) -> str:
     """Format an interval, of shares in percent without the sign: '85.6 - 96.4'; '-' for None."""
     if interval is None:
         return "-"
-    factor, digits = (100, 1) if is_share else (1, 3)
-    return " - ".join(f"{factor * edge:.{digits}f}" for edge in interval)
+    return " - ".join(_number(edge, is_share) for edge in interval)
 
 
 def points_text(share: float, sign: str = "") -> str:
@@ -111,7 +113,7 @@ def seeds_answer_text(result: Json) -> str:
     else:
         texts = [f"{metric.title} {spread_text(spreads[metric.key])}" for metric in metrics]
         if (span := spreads[metrics[0].key]) is not None:
-            texts[0] += f" (from {span['min']:.3f} to {span['max']:.3f})"
+            texts[0] += f" (from {number_text(span['min'])} to {number_text(span['max'])})"
         text, highest = ", ".join(texts), []
     layers = about["layer_of_splits"]
     if len(about["layers"]) > 1:

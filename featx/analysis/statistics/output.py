@@ -189,7 +189,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
         As for a store, but longer if writing and merging the matrices would take a large share of
         the time.
         """
-        places = token_geometries(specs, engine.backbone)
+        places = token_geometries(specs, engine.backbone, engine.traced)
         options, size = self.config.stats, engine.backbone.preprocess.crop
         self.layers = [StatsLayer.of(spec, options, size, places.get(spec.name)) for spec in specs]
         by_position = any(layer.axis is not None for layer in self.layers)

@@ -23,6 +23,7 @@ from featx.analysis.statistics.stats_file import (
 from featx.analysis.statistics.tokens import explain_missing_norms
 from featx.analysis.value_settings import model_values, refuse_other_values
 from featx.errors import ConfigError, StoreError
+from featx.storage import path_text
 from featx.types import Failure
 
 
@@ -52,7 +53,7 @@ class Statistics(Mapping[str, Moments]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path).expanduser()
+        path = Path(path_text(path)).expanduser()
         self.path = path / STATS_FILE if path.is_dir() else path
         if not self.path.is_file():
             raise StoreError(f"there is no statistics file {self.path}. job=stats makes one.")

@@ -198,11 +198,11 @@ def attributes_of(item: h5py.Group) -> dict[str, Any]:
 
 def check_layer(file: h5py.File, path: Path, name: str) -> None:
     """Check that a file has statistics of a layer."""
-    if name not in file["layers"]:
+    if not isinstance(name, str) or name not in file["layers"]:
         names = list(file["layers"])
         raise LayerError(
             f"{path} has no statistics of {name!r}; it has {', '.join(names)}."
-            f"{nearest(name, names)}"
+            f"{nearest(str(name), names)}"
         )
 
 

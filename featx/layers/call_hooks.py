@@ -350,10 +350,12 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 def _original_forward(module: nn.Module) -> Callable[..., object] | None:
     """The code of a forward method that torch.compile has compiled by itself, or None."""
     forward: Any = module.forward
-    original = getattr(forward, "_torchdynamo_orig_callable", None)
-    # torch.compiler.disable has this attribute too, and decorators around a function copy it.
-    is_disabled = getattr(forward, "_torchdynamo_disable", False)
-    if original is None or is_disabled or getattr(forward, "__wrapped__", None) is not original:
+    # torch.compiler.disable has these attributes too, and decorators around a function copy them.
+    is_compiled = hasattr(forward, "_torchdynamo_orig_callable")
+    if not is_compiled or getattr(forward, "_torchdynamo_disable", False):
+        return None
+    original: Callable[..., object] = forward._torchdynamo_orig_callable
+    if getattr(forward, "__wrapped__", None) is not original:
         return None
     return original if hasattr(original, "__self__") else MethodType(original, module)
 

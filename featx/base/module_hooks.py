@@ -94,6 +94,10 @@ class ModuleHooks(contextlib.ExitStack):
             self.add(module, *named, first=first, always=always)
 
 
+_OF_CLASS = object()
+"""Stands for the value of an attribute that a module has from its class."""
+
+
 class ModuleSetting:
     """An attribute of modules that has another value while any block needs it.
 
@@ -104,7 +108,7 @@ class ModuleSetting:
     def __init__(self, attribute: str) -> None:
         self._attribute = attribute
         self._lock = threading.Lock()
-        # Module -> its own value, and the number of blocks.
+        # Module -> its own value, or _OF_CLASS, and the number of blocks.
         self._saved: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -118,7 +122,8 @@ class ModuleSetting:
             own = {module: getattr(module, self._attribute) for module in values}
             changed = [m for m, value in values.items() if m in self._saved or own[m] != value]
             for module in changed:
-                value, num_blocks = self._saved.get(module, (own[module], 0))
+                before = vars(module).get(self._attribute, _OF_CLASS)
+                value, num_blocks = self._saved.get(module, (before, 0))
                 self._saved[module] = value, num_blocks + 1
                 setattr(module, self._attribute, values[module])
         try:
@@ -129,6 +134,8 @@ class ModuleSetting:
                     value, num_blocks = self._saved.pop(module)
                     if num_blocks > 1:
                         self._saved[module] = value, num_blocks - 1
+                    elif value is _OF_CLASS:
+                        delattr(module, self._attribute)
                     else:
                         setattr(module, self._attribute, value)
 

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -335,12 +335,29 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     Compiled code has no operations, and calls only hooks that existed when it was compiled.
     """
     modules: list[Any] = list(model.modules())
-    original = {m: m._orig_mod.__call__ for m in modules if _is_wrapper(m)}
-    others = {module: None for module in modules if module not in original}
-    with _forward.changed(original) as wrappers, _compiled_call.changed(others) as compiled:
-        if wrappers or compiled:
+    wrappers = {m: m._orig_mod.__call__ for m in modules if _is_wrapper(m)}
+    others = {module: None for module in modules if module not in wrappers}
+    forwards = {m: original for m in others if (original := _original_forward(m)) is not None}
+    with (
+        _forward.changed(wrappers | forwards) as changed,
+        _compiled_call.changed(others) as compiled,
+    ):
+        if changed or compiled:
             _announce_uncompiled()
         yield
+
+
+def _original_forward(module: nn.Module) -> Callable[..., object] | None:
+    """The code of a forward method that torch.compile has compiled by itself, or None."""
+    forward: Any = module.forward
+    # torch.compiler.disable has these attributes too, and decorators around a function copy them.
+    is_compiled = hasattr(forward, "_torchdynamo_orig_callable")
+    if not is_compiled or getattr(forward, "_torchdynamo_disable", False):
+        return None
+    original: Callable[..., object] = forward._torchdynamo_orig_callable
+    if getattr(forward, "__wrapped__", None) is not original:
+        return None
+    return original if hasattr(original, "__self__") else MethodType(original, module)
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -170,8 +171,11 @@ class OperationRecorder(TorchFunctionMode):
 
 
 def plain_name(function: Any) -> str:
-    """Name of a function in torch.fx: `__radd__`, `add_` and `add` are all 'add'."""
-    name = str(function.__name__)
+    """Name of a function in torch.fx: `__radd__`, `add_` and `add` are all 'add'.
+
+    So is `torch.ops.aten.add.Tensor`, which programs of torch.export call.
+    """
+    name = str(getattr(function, "overloadpacket", function).__name__)
     if name == "__get__":  # a property, such as x.mT
         return str(function.__self__.__name__)
     if name.startswith("__"):
@@ -223,7 +227,8 @@ def user_operations() -> Iterator[None]:
 
 def _is_closed(module: nn.Module) -> bool:
     """Return whether operations inside a module are its own: the leaf rule of torch.fx."""
-    package = type(module).__module__
+    # A parametrised module, as of weight_norm, has a class of torch.nn.utils.parametrize.
+    package = type_before_parametrizations(module).__module__
     return package.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
 
 

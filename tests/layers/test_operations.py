@@ -107,8 +107,24 @@ def test_every_spelling_has_its_plain_name() -> None:
         (torch.Tensor.div, "truediv"),
         (torch.relu_, "relu"),
         (torch.Tensor.mT.__get__, "mT"),  # type: ignore[attr-defined]
+        (torch.ops.aten.relu_.default, "relu"),
+        (torch.ops.aten.add_.Tensor, "add"),
     ]:
         assert plain_name(function) == name
+
+
+def test_a_parametrised_module_has_operations() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight + 1
+
+    model = nn.Sequential(Weighted())
+    nn.utils.parametrizations.weight_norm(model[0])
+    assert names_of(model, noise()) == ["0.matmul", "0.add"]
 
 
 TORCHVISION = ["resnet18", "mobilenet_v3_small", "densenet121", "googlenet", "convnext_tiny"]

@@ -72,6 +72,20 @@ def with_compiled_layer(model: Any) -> nn.Module:
     return model
 
 
+def with_compiled_forward(model: Any) -> nn.Module:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+class Decorated(Net):
+    forward = torch.compile(Net.forward, backend="eager")
+
+
+def of_compiled_class(model: nn.Module) -> nn.Module:
+    model.__class__ = Decorated
+    return model
+
+
 def sharded(model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -87,6 +101,8 @@ WRAPPERS = [
     wrapped_by_compile,
     compiled_in_place,
     with_compiled_layer,
+    with_compiled_forward,
+    of_compiled_class,
     nn.DataParallel,
     nn.parallel.DistributedDataParallel,
     lambda model: nn.parallel.DistributedDataParallel(wrapped_by_compile(model)),
@@ -105,7 +121,7 @@ def test_wrapped_models_are_captured_and_edited_by_the_names_of_the_plain_model(
     model = wrap(copy.deepcopy(plain))
     if has_run:
         model(x).sum().backward()
-    before = num_hooks(model)
+    before, has_forward = num_hooks(model), "forward" in vars(model)
     with featx.capture(model, NAMES) as features:
         for number in range(2):
             model(x + number).square().sum().backward()
@@ -115,6 +131,7 @@ def test_wrapped_models_are_captured_and_edited_by_the_names_of_the_plain_model(
         edited = model(x)
     torch.testing.assert_close(edited, plain.head(torch.ones(5, 4)))
     assert num_hooks(model) == before
+    assert ("forward" in vars(model)) is has_forward
     torch.testing.assert_close(model(x), plain(x))
 
 

@@ -100,7 +100,7 @@ def test_a_program_of_two_images_gives_five_rows(programs: Path, photos: Path) -
     with pytest.raises(LayerError, match="head"):
         extract(programs / "fixed.pt2", photos, layers=["head"], out="inner")
     with pytest.raises(LayerError, match="its first dimension is not the batch"):
-        extract(programs / "fixed.pt2", photos, layers=["relu.default"], out="inner")
+        extract(programs / "fixed.pt2", photos, layers=["relu"], out="inner")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -81,7 +81,8 @@ class StatsLayer:
         shape = captured = tuple(spec.shape)
         if tokens is not None and feature_axis(shape, tokens) is None:
             tokens = None
-        rows = RowLayout(spec.name, shape, input_size)
+        is_map = tokens is not None and tokens.channels_first(shape) is True
+        rows = RowLayout(spec.name, shape, input_size, is_map=is_map)
         positions, axis = None, None
         averaged: tuple[int, ...] = ()
         if options.observation == "position" and len(shape) > 1:

@@ -158,8 +158,8 @@ def refuse_maps(selection: ExportSelection, holding: str) -> None:
     maps = [name for name in selection.layers if len(selection.row_shape(name)) != 1]
     if maps:
         raise ConfigError(
-            f"{holding}; rows of {', '.join(maps)} are maps or tokens. Name the layers you want "
-            "with layers=[...], or extract these with reduce=avg."
+            f"{holding}; rows of {', '.join(maps)} are maps, tokens or single numbers. Name the "
+            "layers you want with layers=[...], or extract maps and tokens with reduce=avg."
         )
 
 

@@ -76,11 +76,13 @@ def rankings_of(store: FeatureStore, log: Callable[[str], None]) -> list[Ranking
 
 
 def _outliers(store: FeatureStore, result: Json) -> list[Ranking]:
+    left_out = result["left_out"]
+    others = "images" if left_out is None else f"rows of another {left_out}"
     distance = f"{result['metric']} distance in {result['layer']} to the {result['k']} nearest"
     return [
         Ranking(
             title,
-            f"By {distance} images{of_class}, the farthest first (job=outliers).",
+            f"By {distance} {others}{of_class}, the farthest first (job=outliers).",
             {
                 row: (as_utf8(one["class"]) + ", " if one["class"] else "") + number_text(one[name])
                 for row, one in _rows(store, result[rows]).items()

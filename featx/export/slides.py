@@ -71,8 +71,8 @@ class SlideFormat(Format):
             parsed = parse_box_key(key)
             if parsed is None:
                 raise ConfigError(
-                    f"{name_text(key)} is a whole image, and TRIDENT's and CLAM's files hold tiles "
-                    "of slides. Extract boxes of the slides with data.boxes=FILE."
+                    f"{name_text(key)} is no box of an image, and TRIDENT's and CLAM's files hold "
+                    "tiles of slides. Extract boxes of the slides with data.boxes=FILE alone."
                 )
             image, box = parsed
             numbers = (place, box.x, box.y, box.width, box.height)

@@ -93,7 +93,7 @@ def _members(
         for row, cosine in zip(group.tolist(), cosines.tolist(), strict=True):
             key, kind = store.key_of(row), class_name(store, row) or ""
             is_copy = row != first and NO_IMAGE < images[row] == images[first]
-            # Boxes and views of one image, which is their file, are no copies of each other.
+            # Boxes, views and frames of one file are no copies of each other.
             is_copy = is_copy and _region(store.key_bytes[row]) == _region(store.key_bytes[first])
             yield (
                 *(number, len(group), row, key, kind),
@@ -102,9 +102,8 @@ def _members(
 
 
 def _region(key: bytes) -> bytes:
-    """Return box and view of a row, such as '10,20,64,48#hflip'; empty for a whole image."""
-    origin, _ = origin_of(key)
-    return key[len(origin) :].partition(b"#")[2]
+    """Return frame, box and view of a row, such as '#10,20,64,48#hflip'; empty for an image."""
+    return key[len(origin_of(key)[0]) :]
 
 
 JOBS.register(

@@ -23,6 +23,7 @@ import torch
 from conftest import slow_except
 from interruptions import on_commit
 from made_store import make_spec, temporary_files
+from PIL import Image
 from processes import killed_at_sync, outcome, running
 from tiny_engine import of_speed
 from tiny_model import COMMAND, KEYS, MODEL, extract, job_result, run_job, write_image
@@ -160,6 +161,23 @@ def test_maps_of_unknown_channels_are_taken_as_a_whole_in_a_store_too(photos: Pa
     assert of_rows["conv"].sha256 == of_images["conv"].sha256
     with pytest.raises(ReduceError, match=r"channels are unknown\. Use stats\.observation=image\."):
         featx.stats(store="store", stats={"observation": "position"}, overwrite=True)
+
+
+@pytest.mark.parametrize("observation", ["image", "position"])
+def test_maps_of_windows_have_known_channels(tmp_path: Path, observation: str) -> None:
+    """8 channels of 4 x 2 positions of 32 x 16 pixels have the proportions of the image, too."""
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    for number in range(5):
+        pixels = np.random.default_rng(number).integers(0, 256, (32, 16, 3), np.uint8)
+        Image.fromarray(pixels).save(narrow / f"{number}.png")
+    model = {**MODEL, "transform": {}, "window": {"size": 16}}
+    store = extract(narrow, model=model, dtype="float32")
+    assert store["conv"].shape[1:] == (8, 4, 2)
+    found = featx.stats(store="store", stats={"observation": observation})["conv"]
+    by_position = matrix(store, "conv", by_position=True)
+    assert found.count == (5 if observation == "image" else len(by_position))
+    np.testing.assert_allclose(found.mean.numpy(), by_position.mean(0), rtol=0, atol=1e-6)
 
 
 def test_statistics_of_a_store_are_of_the_rows_it_has_now(photos: Path) -> None:

@@ -105,7 +105,7 @@ class TestClipRetrieval:
         make_run(5, 4).write(Path("store"))
         with pytest.raises(ConfigError, match=r"holds one layer, and 2 are selected: flat, map"):
             export("clip_retrieval")
-        with pytest.raises(ConfigError, match=r"rows of map are maps or tokens"):
+        with pytest.raises(ConfigError, match=r"rows of map are maps, tokens or single numbers"):
             export("clip_retrieval", layers="map")
 
 
@@ -363,7 +363,8 @@ class TestTrident:
         [
             ([b"a.svs#0,0,8,8", b"a.svs#8,0,9,9"], "squares of equal size"),
             ([b"a.svs#0,0,8,9", b"a.svs#8,0,8,9"], "squares of equal size"),
-            ([b"a.svs", b"b.svs#0,0,8,8"], "whole image"),
+            ([b"a.svs", b"b.svs#0,0,8,8"], "a.svs is no box"),
+            ([b"b.svs#0,0,8,8", b"b.svs#0,0,8,8#hflip"], "hflip is no box"),
             ([b"x/a.svs#0,0,8,8", b"y/a.tif#0,0,8,8"], "two slides are called a"),
         ],
     )

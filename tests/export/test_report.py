@@ -334,6 +334,17 @@ def test_images_that_went_are_counted(photos: Path) -> None:
     assert "points of the embedding plot beyond that have none" in page.words
 
 
+def test_the_page_of_boxes_says_of_how_many_images_they_are() -> None:
+    x = np.random.default_rng(0).normal(size=(30, 8))
+    run = make_labelled({"x": x}, np.arange(30) % 2, ["a", "b"], failed=[4])
+    keys = np.array([b"%02d.jpg#%d,0,9,9" % divmod(i, 3) for i in range(30)])
+    replace(run, listing=replace(run.listing, keys=keys)).write(Path("store"))
+    assert run_job("outliers", store="store", device="cpu") == 0
+    words = report(report={"thumbnails": 0}).words
+    assert "The rows are boxes, views or frames of 10 images; this page calls each" in words
+    assert "to the 10 nearest rows of another image, the farthest first" in words
+
+
 @pytest.mark.parametrize("parts", [[], [0], [0, 2]])
 def test_an_incomplete_store_says_so_loudly(
     parts: list[int], capsys: pytest.CaptureFixture[str]

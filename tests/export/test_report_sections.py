@@ -18,6 +18,7 @@ from probe_problem import blobs, write_store
 from tiny_model import run_job
 
 import featx
+from featx.errors import ReduceError
 from featx.export.report.charts import (
     class_errors,
     confusion_map,
@@ -77,6 +78,25 @@ def test_channels_are_those_of_the_recorded_map() -> None:
     run = replace(run, tokens={"map": TokenGeometry(0, False, (6, 12), (96, 192))})
     found = layer_statistics(featx.open(run.write(Path("store"))), "map", np.arange(3))
     assert (found["channels"], found["dead"], found["what"]) == (12, 2, "channels")
+
+
+def test_heat_maps_are_no_tokens() -> None:
+    """They have no channels, and an average over their lines says nothing."""
+    x = np.random.default_rng(0).normal(size=(8, 100, 90))
+    run = make_labelled({"saliency": x}, [0] * 8, ["a"])
+    about = {"capture": "attribution (target 0)", "reduce": "none", "reduce_args": {}}
+    header = replace(run.header, fingerprint={**run.header.fingerprint, "codec": "none"})
+    specs = (replace(run.specs[0], **about),)
+    replace(run, header=header, specs=specs).write(Path("store"))
+    store = featx.open("store")
+    found = layer_statistics(store, "saliency", np.arange(8))
+    assert (found["what"], found["channels"]) == ("numbers", 9000)
+    assert "9000 numbers: too many" in row_vectors(store, "saliency", np.arange(8)).note
+    options = {"covariance": "diagonal"}
+    mean = featx.stats(store="store", stats=options)["saliency"].mean.numpy()
+    np.testing.assert_allclose(mean, store["saliency"][:].mean(0).ravel(), rtol=0, atol=1e-6)
+    with pytest.raises(ReduceError, match="a heat map has one number at each position"):
+        featx.stats(store="store", stats={"observation": "position"}, overwrite=True)
 
 
 def test_values_that_are_not_finite_are_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,16 @@ def test_labels_of_a_column() -> None:
 def test_too_many_folds() -> None:
     x, y = blobs(num_rows=6)
     write_store(Path("store"), y, x=x)
-    with pytest.raises(ConfigError, match=r"probe.folds=20: 6 labelled rows of 3 classes"):
+    with pytest.raises(ConfigError, match=r"probe.folds=20: 6 labelled rows of 3 classes cannot"):
         ask(probe={"folds": 20})
+
+
+def test_folds_of_one_image_are_refused_with_its_groups() -> None:
+    run = make_labelled({"x": blobs(num_rows=40)[0]}, np.arange(40) % 2, ["a", "b"])
+    keys = np.array([b"0.jpg#%d,0,9,9" % i for i in range(40)])
+    replace(run, listing=replace(run.listing, keys=np.sort(keys))).write(Path("store"))
+    with pytest.raises(ConfigError, match=r"in 1 group \(image; a group stays whole\) cannot"):
+        ask()
 
 
 def page_of() -> str:

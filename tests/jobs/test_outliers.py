@@ -188,6 +188,7 @@ def test_rows_of_one_image_are_no_neighbours(
     for size, k in ((64 << 20, 4), (3000, 4), (64 << 20, 1000)):
         set_block_sizes(size)
         found = find_outliers(store, "x", k, metric, "cpu")
+        assert found.k == min(k, num_others)
         expected = np.sort(distances, axis=1)[:, : min(k, num_others)].mean(1)
         np.testing.assert_allclose(found.distances, expected, atol=1e-5, rtol=1e-5)
         assert found.nearest.tolist() == distances.argmin(1).tolist()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe import methods
+from featx.analysis.probe.groups import row_groups
 from featx.analysis.probe.labelled_rows import SEPARATOR, LabelledRows, labelled_rows, task_kind
 from featx.analysis.probe.layer_rows import Problem, open_vectors, probe_rows, threads_for
 from featx.analysis.probe.metrics import Ints, Matrix, require_scikit_learn
@@ -182,9 +183,14 @@ def _splits(labelled: LabelledRows, options: ProbeConfig, seed: int) -> RowSplit
         for split in splits.splits:
             check_split(split, labelled.y, labelled.classes, "row")
     except DataError as error:
+        grouped = row_groups(labelled)
+        groups = ""
+        if grouped is not None:
+            num_groups = counted(grouped.num_groups, "group")
+            groups = f" in {num_groups} ({grouped.by}; a group stays whole)"
         raise ConfigError(
             f"probe.folds={options.folds}: {counted(len(labelled.rows), 'labelled row')} of "
-            f"{len(labelled.classes)} classes cannot be divided into so many folds that each have "
-            "rows to train on and to test. Give fewer folds, or more images of a class."
+            f"{len(labelled.classes)} classes{groups} cannot be divided into so many folds that "
+            "each have rows to train on and to test. Give fewer folds, or more images of a class."
         ) from error
     return splits

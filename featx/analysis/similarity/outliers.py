@@ -30,7 +30,7 @@ class Outliers:
         class_distances: (n,) float32 mean distance to the k nearest rows of the same class; NaN
             for a row without a label, or if its class has no other row that counts.
         metric: 'cosine' (the distance is 1 - cosine) or 'euclidean'.
-        k: number of neighbours, at most that of the other rows.
+        k: number of neighbours, at most that of the other rows that count.
         left_out: 'image', 'video' or 'image or video' if rows of one are no neighbours of each
             other; None if all are.
     """
@@ -97,7 +97,7 @@ def find_outliers(
         nearest=found.neighbours[:, 0],
         class_distances=class_distances,
         metric=metric,
-        k=found.neighbours.shape[1],
+        k=int((~np.isnan(found.scores)).sum(1).max()),
         left_out=kind,
     )
 

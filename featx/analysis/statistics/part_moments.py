@@ -32,7 +32,7 @@ from featx.analysis.statistics.moments import (
 )
 from featx.analysis.statistics.tokens import feature_axis
 from featx.base import float64_device, plain_tensors
-from featx.config import StatsConfig
+from featx.config import CAPTURES, StatsConfig
 from featx.errors import ReduceError, require
 from featx.layers import RowLayout, channel_axis, mean, positions_last
 from featx.store import layout
@@ -76,7 +76,8 @@ class StatsLayer:
         """Describe the statistics of a captured tensor.
 
         With stats.observation=image, maps and tokens are averaged over their positions, as by
-        reduce=avg, unless `reduce` says otherwise. `input_size` is (height, width) in pixels.
+        reduce=avg, unless `reduce` says otherwise. Heat maps of job=attribute, which have no
+        channels, are taken as a whole. `input_size` is (height, width) in pixels.
         """
         shape = captured = tuple(spec.shape)
         if tokens is not None and feature_axis(shape, tokens) is None:
@@ -85,10 +86,16 @@ class StatsLayer:
         rows = RowLayout(spec.name, shape, input_size, is_map=is_map)
         positions, axis = None, None
         averaged: tuple[int, ...] = ()
+        is_heat_map = len(shape) == 2 and spec.capture not in CAPTURES
         if options.observation == "position" and len(shape) > 1:
+            if is_heat_map:
+                raise ReduceError(
+                    f"stats.observation=position does not fit {spec.name}: a heat map has one "
+                    "number at each position. Use stats.observation=image."
+                )
             axis = channel_axis(spec.reduce, rows)
             positions = math.prod(shape) // shape[axis - 1]
-        elif spec.reduce == "none" and len(shape) in (2, 3):
+        elif spec.reduce == "none" and len(shape) in (2, 3) and not is_heat_map:
             # A tensor whose channels are unknown, or attention weights, are taken as a whole.
             with contextlib.suppress(ReduceError):
                 channels = channel_axis("none", rows)

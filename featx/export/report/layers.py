@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis import float_blocks
-from featx.analysis.probe import crop_of, probe_rows
+from featx.analysis.probe import crop_of, is_heat_map, probe_rows
 from featx.analysis.similarity import layer_similarity
 from featx.analysis.statistics import Moments, feature_axis
 from featx.base import rows_of_block
@@ -85,7 +85,7 @@ def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
     axis = None if places is None else feature_axis(shape, places)
     if axis is not None:
         return axis, "channels"
-    if len(shape) == 3 and crop is None:
+    if (len(shape) == 3 and crop is None) or is_heat_map(store, layer):
         return 0, "numbers"
     reduced = str(store[layer].attrs.get("reduce", ""))
     try:

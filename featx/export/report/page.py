@@ -129,7 +129,8 @@ def _file_of(config: Config, store: FeatureStore) -> Path:
 
 class Page:
     """Contents of a report; the templates read its attributes. `log` is called with a line of text
-    before slow steps, and about missing contents.
+    before slow steps, and about missing contents. `origins_text` has the number of images or videos
+    whose boxes, views or frames the rows are; it is '' if the rows are images.
     """
 
     def __init__(
@@ -150,7 +151,9 @@ class Page:
         self.rows, most = ok, config.report.rows
         if len(ok) > most:
             self.rows = np.sort(np.random.default_rng(self.seed).choice(ok, most, replace=False))
-        self.images = np.unique(origins_of(store.key_bytes[self.rows])[0], return_inverse=True)[1]
+        origins, kind = origins_of(store.key_bytes)
+        self.images = np.unique(origins[self.rows], return_inverse=True)[1]
+        self.origins_text = "" if kind is None else counted(len(np.unique(origins)), kind)
         self.probes, self.reasons = probes_of(store), reasons_of(store)
         self.plotted = _layers_to_plot(layers, self.probes)
         self.duplicates = find_duplicates(store, self.plotted, self.rows, self.images, self.probes)

@@ -59,7 +59,10 @@ _EXPLAINED = {
         "The file ends early, as after an interrupted download or copy. The missing part is grey.",
     ),
     Status.TOO_LARGE: ("Too large", "The image has more pixels than data.max_pixels allows."),
-    Status.TRANSFORM_ERROR: ("Not preprocessed", "The transform of the model failed."),
+    Status.TRANSFORM_ERROR: (
+        "Not preprocessed",
+        "A box reaches outside its image, or the transform of the model failed.",
+    ),
     Status.NON_FINITE: ("Not finite", "The model returned NaN or infinity for this image."),
     Status.TIMEOUT: ("Too slow", "Decoding took longer than data.timeout_s."),
     Status.CRASHES_DECODER: ("Crashes the decoder", "Decoding ended the process."),

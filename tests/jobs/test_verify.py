@@ -331,6 +331,9 @@ def test_repair_without_the_image_records_the_row_and_keeps_the_others(stored: S
     assert np.isnan(store["conv"][9]).all()
     rest = np.arange(21) != 9
     assert store["conv"][rest].tobytes() == whole[rest].tobytes()
+    (photos / key).symlink_to("nowhere.png")
+    assert extract(photos, retry_failed=True).status[9] == Status.DAMAGED_AND_IMAGE_GONE
+    (photos / key).unlink()
     Path("elsewhere.png").rename(photos / key)
     extract(photos, retry_failed=True)
     assert dataset_digests("store") == before

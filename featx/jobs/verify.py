@@ -19,7 +19,12 @@ from featx.base import facts, size_text
 from featx.config import Config, VerifyConfig, from_saved
 from featx.errors import ConfigError, FeatxError, StoreError, counted
 from featx.jobs.base import JOBS, Input, Job, code_options, print_summary
-from featx.pipeline import check_extraction, run_extraction, unknown_images_text
+from featx.pipeline import (
+    check_extraction,
+    rows_of_two_images,
+    run_extraction,
+    unknown_images_text,
+)
 from featx.storage import is_url
 from featx.store import (
     DamageRecord,
@@ -90,7 +95,9 @@ def _repair(config: Config, report: DamageReport) -> tuple[DamageReport, dict[st
         run_config = config_of_run(config, root, manifest, run)
         spec = engine_spec(run_config.job.name)
         run_extraction(run_config, run.header.config, spec, known_rows_only=True)
-    if is_to_pack and not missing_parts(root, manifest):
+    is_complete = is_to_pack and not missing_parts(root, manifest)
+    # Rows whose layers are of two images stay in parts, as the run says that computes them.
+    if is_complete and not rows_of_two_images(root, manifest).size:
         pack_store(root)
     row_ranges = {(part.start, part.stop) for _, parts in missing_of_run for part in parts}
     rows = sum(stop - start for start, stop in row_ranges)

@@ -62,13 +62,20 @@ def run_extraction(
 
 
 def _has_only_failures(config: Config) -> bool:
-    """Return whether the store holds no features, and the command does not say what to mend."""
+    """Return whether the store holds no features, and the command does not say what to mend.
+
+    A row that failed in one of several runs has features of the others, so only stores of one run
+    are looked at.
+    """
     if config.overwrite or config.retry_failed or config.refresh is True or config.grow:
         return False
     root = parse_path(config.out)
     try:
         summary = read_result(root / layout.SUMMARY)
         if not 0 < summary.get("rows", 0) == summary.get("failures"):
+            return False
+        manifest, _ = load_manifest(root)
+        if manifest is None or len(manifest.runs) > 1:
             return False
         # A run that was killed before it wrote its summary may have committed rows since.
         status = FeatureStore(root).status

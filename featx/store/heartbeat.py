@@ -82,6 +82,7 @@ class Heartbeat:
             "outlives": outlives_driver,
             "since": time.time(),
             "part": None,
+            "part_rows": None,
             "part_since": None,
             "parts": 0,
             "rows": 0,
@@ -178,7 +179,8 @@ def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
         # The process may just have deleted its file; other files of the folder are not ours.
         with contextlib.suppress(OSError, ValueError, TypeError):
             values = {"pids": None, **json.loads(path.read_bytes())}
-            if not {"host", "pid", "what"} <= values.keys():
+            # A bit of the file of a killed process may flip in a name.
+            if not {"host", "pid", "what", "part", "part_rows", "part_since", "beat"} <= {*values}:
                 continue
             age_s = time.time() - path.stat().st_mtime
             is_local = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())

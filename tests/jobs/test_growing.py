@@ -266,3 +266,13 @@ def test_growing_by_rows_that_fail(photos: Path) -> None:
         ["0", "cat/000.png", "unsupported"],
         ["21", "ant/0.png", "empty"],
     ]
+
+
+def test_layers_of_a_store_stay_if_every_row_failed_in_a_later_one(photos: Path) -> None:
+    before = extract(photos, layers=["conv"])["conv"][:].tobytes()
+    for path in photos.rglob("*.png"):
+        path.write_bytes(b"")
+    assert not extract(photos, layers=["pool"], max_failures=1.0).ok.any()
+    after = extract(photos, layers=["conv"], max_failures=1.0)
+    assert after.layers == ("conv", "pool")
+    assert after["conv"][:].tobytes() == before

@@ -331,9 +331,24 @@ def test_repair_without_the_image_records_the_row_and_keeps_the_others(stored: S
     assert np.isnan(store["conv"][9]).all()
     rest = np.arange(21) != 9
     assert store["conv"][rest].tobytes() == whole[rest].tobytes()
+    (photos / key).symlink_to("nowhere.png")
+    assert extract(photos, retry_failed=True).status[9] == Status.DAMAGED_AND_IMAGE_GONE
+    (photos / key).unlink()
     Path("elsewhere.png").rename(photos / key)
     extract(photos, retry_failed=True)
     assert dataset_digests("store") == before
+
+
+def test_a_repair_leaves_layers_of_two_images_in_parts(photos: Path) -> None:
+    """An image was emptied before a layer was added, so its row has failed in that layer only."""
+    extract(photos, layers=["conv"])
+    min(photos.rglob("*.png")).write_bytes(b"")
+    before = extract(photos, layers=["pool"], max_failures=1.0)["pool"][:].tobytes()
+    assert Path("store/features.h5").exists()
+    flip_byte_of_row(Path("store/parts/part-000007.h5"), "pool", 2)
+    code, found = look(verify={"repair": True})
+    assert (code, found["damages"]) == (0, [])
+    assert featx.open("store")["pool"][:].tobytes() == before
 
 
 def test_other_weights_are_refused(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ def heartbeat_file(
     path = folder / f"{host}-{pid}.json"
     now = time.time()
     values = {"host": host, "pid": pid, "what": "worker on cuda:0", "part": None, "parts": 0}
-    values |= {"part_since": None, "last_commit": None, "beat": now - age_s, **more}
+    values |= dict.fromkeys(("part_rows", "part_since", "last_commit"))
+    values |= {"beat": now - age_s, **more}
     path.write_text(json.dumps(values))
     os.utime(path, (now - age_s, now - age_s))
     return path
@@ -181,6 +182,19 @@ def test_other_files_of_such_a_folder_are_no_heartbeats(tmp_path: Path, content:
     assert read_heartbeats(tmp_path) == []
     clear_heartbeats(AtomicFolder(tmp_path))
     assert path.read_text() == content
+
+
+def test_a_flipped_bit_in_the_heartbeat_of_a_killed_process_stops_nothing(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    run.write(tmp_path, [0])
+    at = {"part": 2, "part_rows": [16, 24], "part_since": 1.0}
+    path = heartbeat_file(tmp_path, age_s=100, **at)
+    path.write_text(path.read_text().replace("part_rows", "part_rovs"))
+    os.utime(path, (1, 1))
+    assert not store_status(tmp_path).workers
+    with run.session(tmp_path).hold():
+        pass
 
 
 def test_who_holds_the_store_clears_away_those_before(run: MadeRun, tmp_path: Path) -> None:

@@ -64,9 +64,16 @@ def with_path(*folders: Path) -> dict[str, str]:
 
 
 def slow_except(values: Iterable[Any], *kept: object) -> list[Any]:
-    """Parameters of a test, all of them slow but those to keep in the default suite."""
+    """Parameters of a test, all of them slow but those to keep in the default suite.
+
+    A tuple holds one value for each of several names.
+    """
+    marks = pytest.mark.slow
     return [
-        value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values
+        value
+        if value in kept
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
+        for value in values
     ]
 
 

@@ -19,7 +19,7 @@ import pytest
 from conftest import Completed, run_python, slow_except
 
 import featx as package
-from featx.__main__ import resume_command
+from featx.__main__ import resume_command, run_command
 from featx.cli import job_help_text
 from featx.config import described_options
 from featx.jobs import JOBS
@@ -285,12 +285,18 @@ featx.__main__.main()
     assert done.stderr == f"\n{shown}\n"
 
 
-def test_code_of_a_model_that_ends_the_process_is_a_failed_run(tmp_path: Path) -> None:
+def test_code_of_a_model_that_ends_the_process_is_a_failed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Such as a script without `if __name__ == "__main__"` that model.factory imports."""
     (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
-    arguments = ("job=layers", "model=custom", "model.factory=script:make")
-    done = run_python("-m", "featx", *arguments, code=1, cwd=tmp_path)
-    assert f"line 2 of {tmp_path}/script.py ends the process with sys.exit(0)" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["job=layers", "model=custom", "model.factory=script:make"]
+    monkeypatch.setattr(sys, "argv", ["featx", *arguments])
+    assert run_command() == 1
+    place = f"line 2 of {tmp_path}/script.py"
+    assert f"{place} ends the process with sys.exit(0)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["h5py", "torch"])

@@ -393,6 +393,17 @@ def small_blocks(set_block_sizes: Callable[..., None]) -> None:
     set_block_sizes(400)
 
 
+FOLDERS_OF_THREADS = {"analysis", "export", "jobs", "layers", "models", "torch"}
+"""Packages whose tests decode in threads, as macOS does: two forks of a process of 1 GB are a third
+of a tiny run. Those of images, sources, pipeline and of whole commands decode in processes."""
+
+
+@pytest.fixture(autouse=True)
+def _decoders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.path.parent.name in FOLDERS_OF_THREADS:
+        monkeypatch.setattr("featx.images.decoder_pool.CAN_FORK", False)
+
+
 @pytest.fixture(autouse=True)
 def _settings_as_they_were() -> Iterator[None]:
     """A test that leaves an engine open names itself, and not the next one on this worker."""

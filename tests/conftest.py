@@ -26,6 +26,10 @@ from featx.base import console
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# Both workers and hundreds of child processes would compile the same modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Two processes of tests with two threads each would spin for each other's CPU.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -393,14 +397,19 @@ def small_blocks(set_block_sizes: Callable[..., None]) -> None:
     set_block_sizes(400)
 
 
-FOLDERS_OF_THREADS = {"analysis", "export", "jobs", "layers", "models", "torch"}
-"""Packages whose tests decode in threads, as macOS does: two forks of a process of 1 GB are a third
-of a tiny run. Those of images, sources, pipeline and of whole commands decode in processes."""
+DECODE_IN_THREADS = {
+    *("analysis", "export", "jobs", "layers", "models", "torch"),
+    *("test_channels", "test_conformance", "test_finished_run", "test_windows"),
+    *("test_first_hour_answers", "test_first_hour_python", "test_python_interface"),
+}
+"""Packages and modules whose tests decode in threads, as macOS does: two forks of a process of 1 GB
+are half of a tiny run. Those of images, sources, executors, interruptions and of whole commands
+decode in processes."""
 
 
 @pytest.fixture(autouse=True)
 def _decoders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.path.parent.name in FOLDERS_OF_THREADS:
+    if DECODE_IN_THREADS & {request.path.parent.name, request.path.stem}:
         monkeypatch.setattr("featx.images.decoder_pool.CAN_FORK", False)
 
 

@@ -26,6 +26,10 @@ from featx.base import console
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# Both workers and hundreds of child processes would compile the same modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Two processes of tests with two threads each would spin for each other's CPU.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -64,9 +68,16 @@ def with_path(*folders: Path) -> dict[str, str]:
 
 
 def slow_except(values: Iterable[Any], *kept: object) -> list[Any]:
-    """Parameters of a test, all of them slow but those to keep in the default suite."""
+    """Parameters of a test, all of them slow but those to keep in the default suite.
+
+    A tuple holds one value for each of several names.
+    """
+    marks = pytest.mark.slow
     return [
-        value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values
+        value
+        if value in kept
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
+        for value in values
     ]
 
 
@@ -384,6 +395,22 @@ def set_block_sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def small_blocks(set_block_sizes: Callable[..., None]) -> None:
     """An export reads three rows or so at a time, so that each format writes several blocks."""
     set_block_sizes(400)
+
+
+DECODE_IN_THREADS = {
+    *("analysis", "export", "jobs", "layers", "models", "torch"),
+    *("test_channels", "test_conformance", "test_finished_run", "test_windows"),
+    *("test_first_hour_answers", "test_first_hour_python", "test_python_interface"),
+}
+"""Packages and modules whose tests decode in threads, as macOS does: two forks of a process of 1 GB
+are half of a tiny run. Those of images, sources, executors, interruptions and of whole commands
+decode in processes."""
+
+
+@pytest.fixture(autouse=True)
+def _decoders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DECODE_IN_THREADS & {request.path.parent.name, request.path.stem}:
+        monkeypatch.setattr("featx.images.decoder_pool.CAN_FORK", False)
 
 
 @pytest.fixture(autouse=True)

@@ -37,9 +37,9 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 FIRST_PAGES = [
     REPOSITORY / "README.md",
-    *(REPOSITORY / "docs" / f"{name}.md" for name in ("quick-start", "tutorial", "models", "data")),
+    REPOSITORY / "docs" / "quick-start.md",
 ]
-"""Pages that a newcomer reads."""
+"""Pages that a newcomer reads first."""
 
 NOT_RUN = {
     "model.init=reset": "weights that the library has to download",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import slow_except
 from PIL import Image
 from tiny_model import KEYS, MODEL, write_images
 from torch import nn
@@ -82,7 +83,7 @@ def test_what_builds_a_module_is_a_model(photos: Path, model: Any) -> None:
     assert store["conv"].shape[0] == 6
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+@pytest.mark.parametrize("wrap", slow_except([nn.DataParallel, torch.compile], nn.DataParallel))
 def test_layers_of_a_wrapped_module_have_the_names_of_the_plain_one(
     photos: Path, wrap: Any
 ) -> None:

@@ -106,7 +106,7 @@ class DecoderPool:
         num_kept: number of finished jobs whose images stay in shared memory; those of further ones
             are copied. None copies none.
         can_fork: whether decoders are processes; otherwise they are threads, and an image that
-            crashes or hangs its decoder ends the run.
+            crashes or hangs its decoder ends the run. None is CAN_FORK.
 
     Attributes:
         times: seconds and bytes so far.
@@ -122,14 +122,15 @@ class DecoderPool:
         keeps_images_together: bool = False,
         pinned_for: torch.device | None = None,
         num_kept: int | None = KEPT_BATCHES,
-        can_fork: bool = CAN_FORK,
+        can_fork: bool | None = None,
     ) -> None:
         self.times = LoaderTimes()
         self.on_warnings: Callable[[int, list[str]], None] = lambda row, messages: None
         self._workers, self._count, self._limit_s = workers, count, limit_s
         self._reads_in_decoders = reads_in_decoders
         self._keeps_images_together = keeps_images_together
-        self._pinned_for, self._num_kept, self._can_fork = pinned_for, num_kept, can_fork
+        self._pinned_for, self._num_kept = pinned_for, num_kept
+        self._can_fork = CAN_FORK if can_fork is None else can_fork
         self._state = threading.Condition()
         self._error: BaseException | None = None
         self._groups: dict[int, Group] = {}

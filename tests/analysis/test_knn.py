@@ -75,7 +75,7 @@ def test_equal_similarities_are_in_the_order_of_the_bank(
 ) -> None:
     """Rows that are permutations of each other: equal cosines of different pairs, and copies."""
     num_ties = 0
-    for seed in range(6):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         base = rng.integers(1, 4, (6, 5))
         x = np.concatenate([np.roll(base, shift, axis=1) for shift in range(5)] * 2)

@@ -30,6 +30,7 @@ print(mib() - before, 4 * len(split.test) * len(x) >> 20)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+@pytest.mark.slow
 def test_near_duplicates_are_searched_in_the_memory_of_a_block(tmp_path: Path) -> None:
     """As in the command, whose malloc keeps what is freed."""
     done = run_python("-c", SCRIPT, path=[Path(__file__).parents[1]], cwd=tmp_path)

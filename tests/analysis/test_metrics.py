@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from conftest import slow_except
 from sklearn import metrics as oracle
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import confusion_matrix
@@ -175,7 +176,9 @@ def check(predictions: ProbePredictions, drawn: np.ndarray) -> None:
             assert (math.nan if of_one_test[name] is None else of_one_test[name]) == value, name
 
 
-@pytest.mark.parametrize(("classes", "rows"), [(2, 12), (3, 60), (9, 40)])
+@pytest.mark.parametrize(
+    ("classes", "rows"), slow_except([(2, 12), (3, 60), (9, 40)], (2, 12), (9, 40))
+)
 @pytest.mark.parametrize("probabilities", [True, False])
 def test_they_are_those_of_the_drawn_rows(classes: int, rows: int, probabilities: bool) -> None:
     drawn = np.random.default_rng(1).integers(rows, size=(10, rows))

@@ -146,7 +146,7 @@ def exact_nearness(x: np.ndarray, metric: str, standardise: bool) -> list[list[F
 def test_pairs_that_are_exactly_as_near_are_ties(metric: str, standardise: bool) -> None:
     """Whole numbers, of which many different pairs are as near; in any order of rows and values."""
     num_ties = 0
-    for seed in range(4):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         base = rng.integers(-1, 2, (3, 4))
         base[~base.any(1), 0] = 1  # no row of zeros

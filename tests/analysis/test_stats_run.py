@@ -92,9 +92,10 @@ def assert_moments_of(statistics: Statistics, layer: str, x: np.ndarray) -> None
     [
         # Neither a part nor the data set ends with a whole batch.
         ({"layers": ["conv", "pool", "deep:input"], "batch_size": 3, "part_rows": 8}, {}),
-        (
+        pytest.param(
             {"layers": ["conv", "deep"], "batch_size": 3, "part_rows": 8},
             {"observation": "position"},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"layers": {"conv": "gem", "deep": "flatten"}},

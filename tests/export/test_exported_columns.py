@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_python
+from conftest import run_python, slow_except
 from format_readers import READERS
 from probe_problem import write_store
 from test_formats import export
@@ -168,7 +168,9 @@ def test_a_store_without_columns_has_none_of_it() -> None:
         assert "columns" not in json.loads((out / "_export.json").read_text())["about"]
 
 
-@pytest.mark.parametrize("kind", ["clip_retrieval", "csv", "parquet", "safetensors"])
+@pytest.mark.parametrize(
+    "kind", slow_except(["clip_retrieval", "csv", "parquet", "safetensors"], "csv", "safetensors")
+)
 def test_columns_with_names_of_the_listing_replace_none_of_it(kind: str) -> None:
     names = (
         *("__metadata__", "class", "column.key", "image_path", "key", "label", "pool"),
@@ -219,7 +221,7 @@ def test_an_export_of_other_columns_is_refused(store: featx.FeatureStore) -> Non
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
-@pytest.mark.parametrize("form", ["npy", "csv"])
+@pytest.mark.parametrize("form", slow_except(["npy", "csv"], "npy"))
 def test_texts_are_exported_in_blocks(form: str) -> None:
     """All texts as numpy's take four times their bytes, twice: of all rows, and of those chosen."""
     # The peak of this process, without that of the one that started it, as getrusage counts.

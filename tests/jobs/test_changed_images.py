@@ -17,6 +17,7 @@ import made_sources
 import numpy as np
 import pytest
 import xxhash
+from conftest import slow_except
 from interruptions import Dies, die_at_disk_change, same_values, signal_after_commits
 from PIL import Image
 from tiny_model import extract, job_result, run_job, write_image
@@ -153,7 +154,7 @@ def test_results_of_rows_before_a_refresh_are_left_out(photos: Path) -> None:
     assert "probe.json belongs to another state of the store: left out" in note
 
 
-@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("is_older", slow_except([False, True], True))
 def test_states_of_another_run_with_equal_settings_hide_no_change(
     photos: Path, is_older: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

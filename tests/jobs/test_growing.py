@@ -188,6 +188,7 @@ def test_rows_are_added_to_all_layers_or_to_none(
     assert [start for _, start in computed] == [8, 12, 16, 20]
 
 
+@pytest.mark.slow
 def test_layers_are_completed_and_refreshed_before_rows_are_added(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import slow_except
 from probe_job import probe
 from probe_problem import blobs, write_store
 from sklearn.linear_model import LogisticRegression
@@ -22,7 +23,7 @@ X, Y = blobs(90, signal=0.3)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"seeds": 2}, pytest.param({"folds": 3, "seeds": 4}, marks=pytest.mark.slow)],
+    slow_except([{}, {"seeds": 2}, {"folds": 3, "seeds": 4}], {"seeds": 2}),
 )
 def test_accuracies_follow_from_the_rows_of_each_draw(options: dict[str, Any]) -> None:
     write_store(Path("store"), Y, x=X, half=X[:, :9])

@@ -11,7 +11,6 @@ from timm_survey import MEMBERS, Member, documented_rows, survey
 from featx.models import read_catalogue
 
 FAST = (
-    "efficientvit_m0",  # BatchNorm in the head
     "test_convnext",  # a module called stages
     "test_vit2",  # a register and no class token
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import slow_except
 from made_store import MadeRun
 
 
-@pytest.fixture(scope="module", params=["parts", "packed"])
+@pytest.fixture(scope="module", params=slow_except(["parts", "packed"], "packed"))
 def root(
     request: pytest.FixtureRequest, run: MadeRun, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:

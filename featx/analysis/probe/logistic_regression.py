@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,6 +107,14 @@ class Trial:
         }
 
 
+@functools.cache
+def _blas_controller() -> Any:
+    """BLAS of this process, scipy's included: to find it takes longer than a small fit."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="blas")
+
+
 def fit_logistic(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -120,7 +130,6 @@ def fit_logistic(
     supports it, so that line searches near the minimum do not fail because of rounding.
     """
     from scipy.optimize import minimize  # takes 0.2 s
-    from threadpoolctl import threadpool_limits
 
     wide = torch.float32 if x.device.type == "mps" else torch.float64  # Apple GPUs have no float64
     is_exact = last and x.numel() <= EXACT_NUMBERS
@@ -160,7 +169,7 @@ def fit_logistic(
     options = {"maxiter": MAX_ITERATIONS, "maxfun": 10 * MAX_ITERATIONS, "maxls": 50}
     # The threads of scipy's BLAS spin between its short operations: on two busy CPUs a probe took
     # five times as long. Those of torch multiply the matrices.
-    with threadpool_limits(1, user_api="blas"):
+    with _blas_controller().limit(limits=1):
         found = minimize(
             objective,
             first.numpy().ravel(),

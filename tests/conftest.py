@@ -404,12 +404,13 @@ DECODE_IN_THREADS = {
 }
 """Packages and modules whose tests decode in threads, as macOS does: two forks of a process of 1 GB
 are half of a tiny run. Those of images, sources, executors, interruptions and of whole commands
-decode in processes."""
+decode in processes, and so do all slow tests."""
 
 
 @pytest.fixture(autouse=True)
 def _decoders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DECODE_IN_THREADS & {request.path.parent.name, request.path.stem}:
+    is_slow = request.node.get_closest_marker("slow") is not None
+    if not is_slow and DECODE_IN_THREADS & {request.path.parent.name, request.path.stem}:
         monkeypatch.setattr("featx.images.decoder_pool.CAN_FORK", False)
 
 

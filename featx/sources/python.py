@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -500,9 +500,9 @@ def _split(item: object) -> tuple[Any, object]:
     return item, _NO_LABEL
 
 
-def _note_on(columns: Iterable[str]) -> str:
+def _note_on(columns: Collection[str]) -> str:
     """Return which columns of a table without labels look like labels."""
-    return note_on_columns(list(columns), find_column(list(columns), "label"), option="")
+    return note_on_columns(list(columns), find_column(columns, "label"), option="")
 
 
 def _label(value: Any) -> object:

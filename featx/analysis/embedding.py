@@ -82,9 +82,10 @@ def embed(
     Args:
         images: paths of image files, Pillow images, arrays (H, W), (H, W, 1|3|4) or (1|3, H, W)
             uint8, arrays of the numbers and channels that a store with model.transform.scale takes,
-            or encoded bytes. A Pillow image or an array is taken with the pixels it has; a
-            file is decoded as those of the store, so its row has the same bits as one of the store
-            on the same machine, batch size and number of threads.
+            or encoded bytes: a list, a column of a table or an array of paths, or an array of
+            images (N, H, W, C) or (N, C, H, W). A Pillow image or an array is taken with the pixels
+            it has; a file is decoded as those of the store, so its row has the same bits as one of
+            the store on the same machine, batch size and number of threads.
         store: open store or its path.
         layers: names or globs; None for all layers.
         model_factory: for a store of model=custom, the 'package.module:factory' of its model, or

@@ -150,17 +150,20 @@ def images_read_as(now: DataConfig, before: DataConfig) -> DataConfig:
 
 
 def list_given_images(images: object) -> list[object]:
-    """Return new images as a list, with the home folder for `~` in paths. Raises DataError if they
-    are no list, or none.
+    """Return new images as a list, with the home folder for `~` in paths.
+
+    A one-dimensional array or a column of a table holds paths, an array of four axes images. Raises
+    DataError if `images` is neither that nor a list, or is empty.
     """
     # Iterating over an open file gives its lines.
     is_one = isinstance(images, str | bytes | bytearray | os.PathLike | io.IOBase)
-    if is_one or not isinstance(images, Sequence | Iterator):
+    is_array = len(getattr(images, "shape", ())) in (1, 4)
+    if is_one or not (is_array or isinstance(images, Sequence | Iterator)):
         raise DataError(
             f"images is a {type(images).__name__}; expected a list of paths, Pillow images, arrays "
             "or encoded bytes; [image] for one."
         )
-    items = list(images)
+    items: list[object] = list(images)  # type: ignore[call-overload]
     if not items:
         raise DataError("images is empty: give at least one.")
     for i, item in enumerate(items):

@@ -30,6 +30,9 @@ EXTENSIONS = frozenset(
 """File name extensions that count as images, compared without regard to case. The content is
 checked only when the image is decoded."""
 
+_ARCHIVES = (".zip", ".7z", ".rar", ".bz2", ".xz", ".zst")
+"""File name extensions of archives that no source reads."""
+
 MAX_FILE_BYTES = 1 << 30
 """Size limit of an encoded image in bytes. A larger file is not read and is recorded as a
 failure."""
@@ -191,6 +194,8 @@ class FolderSource:
             kind = source_of_path(str(self.root)) if self.root.is_file() else "folder"
             if kind != "folder":
                 hint = f" Such a file is read with data={kind}."
+            elif self.root.is_file() and self.root.suffix.lower() in _ARCHIVES:
+                hint = " Unpack the archive first, or make it a .tar."
             elif self.root.is_file() or "*" in str(self.root):
                 hint = (
                     " For chosen files, give a CSV file with the column path, or a list in Python."

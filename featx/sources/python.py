@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,14 @@ from featx.base import import_extra, name_bytes
 from featx.config import OBJECT_SOURCE, DataConfig, column_name_problem, options
 from featx.errors import ConfigError, DataError, counted, first_names
 from featx.sources.base import FolderSource, of_other_paths
-from featx.sources.labels import Labels, check_indices, existing_column, find_column, from_values
+from featx.sources.labels import (
+    Labels,
+    check_indices,
+    existing_column,
+    find_column,
+    from_values,
+    note_on_columns,
+)
 from featx.sources.pixel_encoding import encode_array, encode_image
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import find_row, find_rows, numbered_keys, sorting_order
@@ -84,6 +91,8 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
     names = (config.columns or []) if isinstance(config, ObjectOptions) else []
     # A GeoDataFrame is one of pandas.
     is_table = any(kind.__module__.partition(".")[0] in _FRAMES for kind in type(data).__mro__)
+    if is_table and hasattr(type(data), "collect"):  # a LazyFrame of Polars
+        data = data.collect()  # type: ignore[attr-defined]
     is_frame = is_table and (hasattr(data, "columns") or hasattr(data, "column_names"))
     if names and not is_frame:
         raise DataError(
@@ -98,17 +107,21 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
             "option: data={'name': 'folder', 'root': PATH}, or only data=PATH."
         )
     if is_frame:
-        return MapSource(_rows_of_frame(data), True, _columns_of_frame(data, names))
+        note = _note_on(_names_of_frame(data))
+        return MapSource(_rows_of_frame(data), True, _columns_of_frame(data, names), note)
     shape = tuple(getattr(data, "shape", ()))
     if len(shape) == 3 and shape[2] in (3, 4):
         raise DataError(
             f"data is an array {shape}, which looks like one image: give [data], or list(data) if "
             f"it holds {counted(shape[0], 'image')} (H, W) of grey."
         )
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    torch = sys.modules.get("torch")  # of an IterableDataset, __getitem__ only raises an exception
+    is_stream = torch is not None and isinstance(data, torch.utils.data.IterableDataset)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_stream:
         # The index of a column of pandas need not count its rows.
         return MapSource(_list_of(data) if is_table else data, paths_are_keys=True)
-    hint = " Give its .dataset." if hasattr(data, "dataset") else ""  # a DataLoader
+    hint = " Give list(data), if its items fit into memory." if hasattr(data, "__iter__") else ""
+    hint = " Give its .dataset." if hasattr(data, "dataset") else hint  # a DataLoader
     raise DataError(
         f"data is a {type(data).__name__}; expected a path, a mapping, a data set with __len__ "
         f"and __getitem__ (a list will do), or an object with listing() and read(key).{hint}"
@@ -124,7 +137,7 @@ def _rows_of_frame(frame: Any) -> list[object]:
             f"data has no column path or image; it has {', '.join(names)}. Rename the column of "
             "the paths, or give a list of them."
         )
-    paths = _list_of(frame[names[column]])
+    paths = _column_of_frame(frame, column)
     is_path = [isinstance(path, str | os.PathLike) and path != "" for path in paths]
     bad = [row for row, is_given in enumerate(is_path) if not is_given]
     if bad:
@@ -136,16 +149,21 @@ def _rows_of_frame(frame: Any) -> list[object]:
     label = find_column(names, "label")
     if label is None:
         return paths
-    return list(zip(paths, _list_of(frame[names[label]]), strict=True))
+    return list(zip(paths, _column_of_frame(frame, label), strict=True))
 
 
-def _names_of_frame(frame: Any) -> dict[str, object]:
-    """Return the names of the columns, as text -> as in the table."""
+def _names_of_frame(frame: Any) -> list[str]:
+    """Return the names of the columns of a table."""
+    return [str(name) for name in getattr(frame, "column_names", None) or frame.columns]
+
+
+def _column_of_frame(frame: Any, name: str) -> list[Any]:
+    """Return a column of a table as a list."""
     columns = list(getattr(frame, "column_names", None) or frame.columns)
-    names = {str(name): name for name in columns}
-    if len(names) < len(columns):
+    named = [column for column in columns if str(column) == name]
+    if len(named) > 1:
         raise DataError(f"data has two columns of the same name: {', '.join(map(str, columns))}.")
-    return names
+    return _list_of(frame[named[0]])
 
 
 def _columns_of_frame(frame: Any, names: Sequence[str]) -> dict[str, Array]:
@@ -153,9 +171,9 @@ def _columns_of_frame(frame: Any, names: Sequence[str]) -> dict[str, Array]:
     columns, names_of_frame = {}, _names_of_frame(frame)
     for name in sorted(names):
         pyarrow = import_extra("pyarrow", "data.columns of a DataFrame", "pyarrow", "table")
-        existing_column("data", "data.columns", name, list(names_of_frame))
+        existing_column("data", "data.columns", name, names_of_frame)
         try:
-            values = pyarrow.array(_list_of(frame[names_of_frame[name]]))
+            values = pyarrow.array(_column_of_frame(frame, name))
         except (pyarrow.ArrowException, OverflowError) as error:
             raise DataError(
                 f"data, column {name} is not of one type that a store can hold ({error}). Write it "
@@ -198,8 +216,11 @@ class MapSource:
         dataset: Any,
         paths_are_keys: bool = False,
         columns: Mapping[str, Array] = MappingProxyType({}),
+        label_note: str = "no attribute targets or labels, and items without a label",
     ) -> None:
         self._dataset = dataset
+        features = getattr(dataset, "features", None)  # types of columns, in Hugging Face's
+        self._label_note = _note_on(features) if isinstance(features, Mapping) else label_note
         self._paths_are_keys = paths_are_keys
         self._columns = dict(columns)
         self._lock = threading.RLock()
@@ -223,7 +244,7 @@ class MapSource:
         labels, classes, warnings = self._labels_of(count)
         order = sorting_order(keys, "dataset.keys has some")
         self._listed = keys[order], order
-        note = "" if classes else "no attribute targets or labels, and items without a label"
+        note = "" if classes else self._label_note
         columns = {name: values[order] for name, values in self._columns.items()}
         return Listing(
             keys[order], labels[order], classes, columns=columns, warnings=warnings, label_note=note
@@ -347,6 +368,8 @@ class MapSource:
             values = getattr(self._dataset, name, None)
             if values is not None and not callable(values):
                 values = values.tolist() if hasattr(values, "tolist") else list(values)
+                # The labels of MedMNIST are an array (N, 1).
+                values = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values]
                 if len(values) != count:
                     raise DataError(
                         f"dataset.{name} has {len(values)} entries, the data set {count} rows."
@@ -373,8 +396,8 @@ class MapSource:
         form = getattr(self._dataset, "format", None)
         if not isinstance(form, Mapping) or form.get("type") == "custom":
             return None
-        column = find_column(form.get("columns", ()), "label")
-        return None if column is None else list(self._dataset[column])
+        image, column = (find_column(form.get("columns", ()), name) for name in ("image", "label"))
+        return None if image is None or column is None else list(self._dataset[column])
 
     def _labels_of_items(self, count: int) -> list[object]:
         """Read the label of every item; of a data set other than a list, up to one without a label
@@ -460,18 +483,31 @@ def _split(item: object) -> tuple[Any, object]:
     """
     if isinstance(item, Mapping):
         names = [name for name in item if isinstance(name, str)]
-        image, label = (find_column(names, wanted) for wanted in ("image", "label"))
+        image, path, label = (find_column(names, wanted) for wanted in ("image", "path", "label"))
+        image = path if image is None else image
         if image is None:
             raise TypeError(
                 f"the item is a {type(item).__name__} of {first_names(names, 5) or 'nothing'}; "
-                "expected (image, label), or the keys image and label"
+                "expected (image, label), or the keys image (or path) and label"
             )
-        return item[image], _NO_LABEL if label is None else item[label]
+        return item[image], _NO_LABEL if label is None else _label(item[label])
     if isinstance(item, tuple | list):
+        if len(item) == 1:  # of a TensorDataset of images
+            return item[0], _NO_LABEL
         if len(item) != 2:
             raise TypeError(f"the item has {len(item)} elements; expected (image, label)")
-        return item[0], item[1]
+        return item[0], _label(item[1])
     return item, _NO_LABEL
+
+
+def _note_on(columns: Collection[str]) -> str:
+    """Return which columns of a table without labels look like labels."""
+    return note_on_columns(list(columns), find_column(columns, "label"), option="")
+
+
+def _label(value: Any) -> object:
+    """Return the label that an item has; of an array of one label, that label."""
+    return value.item() if getattr(value, "shape", None) == (1,) else value
 
 
 def _same(listed: Any, found: object) -> bool:

@@ -208,8 +208,6 @@ class Table:
         for file in files:
             with read_errors(file):
                 self.parts.append(_open_file(file, form))
-            if len(set(names := self.parts[-1].names)) < len(names):
-                raise DataError(f"{file} has two columns of the same name: {', '.join(names)}.")
         kinds = {type(part): part.file for part in self.parts}
         if len(kinds) > 1:
             first, second = kinds.values()
@@ -225,12 +223,16 @@ class Table:
         return self.parts[0].names
 
     def check_has(self, name: str) -> None:
-        """Check that every file has a column."""
+        """Check that every file has one column of this name."""
         for part in self.parts:
             if name not in part.names:
                 raise DataError(
                     f"{part.file} has no column {name}, which {self.parts[0].file} has; it has "
                     f"{', '.join(part.names)}."
+                )
+            if part.names.count(name) > 1:
+                raise DataError(
+                    f"{part.file} has two columns of the same name: {', '.join(part.names)}."
                 )
 
     def columns(self, name: str) -> list[pa.ChunkedArray]:

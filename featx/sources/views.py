@@ -207,7 +207,9 @@ class BoxedSource(DerivedSource):
                         f"data.boxes={self._file} has no column {', '.join(missing)}; expected a "
                         f"header with {', '.join(BOX_COLUMNS)} and, if there are labels, label."
                     )
-                if duplicates := sorted({name for name in names if names.count(name) > 1}):
+                if duplicates := [
+                    name for name in (*BOX_COLUMNS, "label") if names.count(name) > 1
+                ]:
                     raise DataError(
                         f"data.boxes={self._file} has the column {', '.join(duplicates)} more than "
                         "once."

@@ -79,8 +79,9 @@ def test_images_in_memory(store: featx.FeatureStore) -> None:
     pixels = np.asarray(image)
     shutil.copy(file, "~nobody.png")
     images = [image, pixels, np.moveaxis(pixels, -1, 0), Path(file).read_bytes(), "~nobody.png"]
-    found = featx.embed(images, store, "pool", **CODE)
-    assert np.array_equal(found["pool"], store["pool"][[5] * 5])
+    for given in (images, np.stack([pixels] * 5), np.array([file] * 5)):
+        found = featx.embed(given, store, "pool", **CODE)
+        assert np.array_equal(found["pool"], store["pool"][[5] * 5])
 
 
 def test_an_image_that_fails_has_its_reason_and_changes_no_other(

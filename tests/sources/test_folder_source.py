@@ -637,6 +637,10 @@ def test_a_file_of_another_kind_says_which(tmp_path: Path) -> None:
         write(tmp_path, name)
         with pytest.raises(DataError, match=f"is a file, not a folder.* with data={kind}"):
             folder(tmp_path / name).listing()
+    write(tmp_path, "a.zip", "a.tar.bz2")
+    for name in ("a.zip", "a.tar.bz2"):
+        with pytest.raises(DataError, match=r"is a file, not a folder.* Unpack the archive first"):
+            folder(tmp_path / name).listing()
     write(tmp_path, "b.jpg")
     for name in ("b.jpg", "*.jpg"):
         with pytest.raises(DataError, match="give a CSV file with the column path"):

@@ -135,6 +135,7 @@ def test_other_shapes_and_types_are_errors_that_say_what_is_expected(tmp_path: P
         file["complex"] = np.zeros((2, 8, 9, 3), np.complex64)
         file["both"] = np.zeros((2, 3, 9, 3), np.uint8)
         file["flat"] = np.zeros((2, 81), np.uint8)
+        file["photo"] = np.zeros((8, 9, 3), np.uint8)
         file["text"] = ["a", "b"]
         file["none"] = np.zeros((0, 8, 9, 3), np.uint8)
         file["empty"] = np.zeros((2, 0, 9, 3), np.uint8)
@@ -143,6 +144,7 @@ def test_other_shapes_and_types_are_errors_that_say_what_is_expected(tmp_path: P
         ("complex", r"/complex is \(2, 8, 9, 3\) complex64; expected \(N, H, W, 3\|1\)"),
         ("both", "the channels may come first or last"),
         ("flat", "expected"),
+        ("photo", r"/photo is \(8, 9, 3\), which looks like one image; expected \(N, H, W"),
         ("text", "object; expected"),
         ("none", "has no rows"),
         ("empty", r"/empty is \(2, 0, 9, 3\) uint8; expected"),

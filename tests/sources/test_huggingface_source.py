@@ -68,8 +68,12 @@ def test_labels_of_an_object_are_read_without_its_images() -> None:
         return {"image": rows["image"], "label": [5 for _ in rows["image"]]}
 
     pixels = np.zeros((4, 4, 3), np.uint8)
-    changed = made([pixels, pixels], label=([1, 0], datasets.Value("int64"))).with_transform(items)
-    assert source_of(changed).listing().labels.tolist() == [5, 5]
+    dataset = made([pixels, pixels], label=([1, 0], datasets.Value("int64")))
+    assert source_of(dataset.with_transform(items)).listing().labels.tolist() == [5, 5]
+    with pytest.raises(DataError, match=r"the item is a dict of img, label; expected"):
+        source_of(dataset.rename_column("image", "img")).listing()
+    note = source_of(dataset.rename_column("label", "labels")).listing().label_note
+    assert note.startswith("there is no column label; 'labels' looks like labels and is not used")
 
 
 def test_a_dict_of_splits_asks_for_one_of_them() -> None:

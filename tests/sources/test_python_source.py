@@ -83,11 +83,23 @@ def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_no
     assert mappings.listing().labels.tolist() == [1, 0]
     assert mappings.read(b"000001") == b"P6\n5 6\n255\n" + pixels(1).tobytes()
     assert source_of([{"image": pixels(0)}]).listing().labels.tolist() == [-1]
+    some_names = source_of([{"path": "b.png", "Label": "x"}, {"path": "a.png"}])
+    assert some_names.listing().labels.tolist() == [0, -1]
+    assert fault_of(some_names, b"000000").status == Status.MISSING
     types = {"image": None, "label": SimpleNamespace(names=["cat", "dog"])}  # as of `datasets`
     items = Given(2, lambda row: {"image": pixels(row), "label": row}, features=types)
     assert source_of(items).listing().classes == ("cat", "dog")
     tensors = source_of(Given(3, lambda row: (pixels(row), torch.tensor(row)))).listing()
     assert tensors.labels.tolist() == [0, 1, 2]
+    of_one = np.array([[2], [0], [1]])  # as of MedMNIST
+    for attributes in ({"labels": of_one}, {}):
+        given = Given(3, lambda row: (pixels(row), of_one[row]), **attributes)
+        source = source_of(given)
+        assert source.listing().labels.tolist() == [2, 0, 1]
+        assert source.read(b"000001").startswith(b"P6")
+    tuples = source_of(torch.utils.data.TensorDataset(torch.zeros(2, 3, 6, 5, dtype=torch.uint8)))
+    assert tuples.listing().labels.tolist() == [-1, -1]
+    assert tuples.read(b"000001") == b"P6\n5 6\n255\n" + bytes(90)
     alone = Given(1000, pixels)
     assert source_of(alone).listing().labels.tolist() == [-1] * 1000
     assert alone.asked == [0]
@@ -220,11 +232,15 @@ def test_missing_values_and_columns_of_pandas() -> None:
         assert (listing.keys.tolist(), listing.labels.tolist()) == ([b"a", b"b", b"c"], [-1, 1, 0])
         expected = [b"", b"y", b"x"] if dtype == "string" else [np.nan, 1, 0]
         np.testing.assert_array_equal(listing.columns[str(number)], expected)
+    note = source_of(frame.rename(columns={"label": "class"})).listing().label_note
+    assert note.startswith("there is no column label; 'class' looks like labels and is not used")
     frame["other"] = ["x", 1, None]
     with pytest.raises(DataError, match="column other is not of one type that a store can hold"):
         source_of(frame, ObjectOptions(columns=["other"]))
     with pytest.raises(DataError, match="1 row without a path: 1, column image"):
         source_of(pandas.DataFrame({"image": ["a", {"bytes": b"x"}]}))
+    frame.columns = ["path", "label", *["unused"] * 5][: len(frame.columns)]
+    assert source_of(frame).listing().classes == ("x", "y")
     frame.columns = ["path", *["label"] * 5][: len(frame.columns)]
     with pytest.raises(DataError, match="two columns of the same name: path, label, label"):
         source_of(frame)
@@ -267,6 +283,11 @@ def test_what_is_no_data_set_is_said() -> None:
             source_of(one_image)
     for wrong in (iter([1]), 5, object()):
         with pytest.raises(DataError, match="expected a path, a mapping, a data set with __len__"):
+            source_of(wrong)
+    methods = {"__len__": lambda self: 1, "__iter__": lambda self: iter([1])}
+    stream = type("Stream", (torch.utils.data.IterableDataset,), methods)()
+    for wrong in (iter([1]), stream):
+        with pytest.raises(DataError, match=r"Give list\(data\), if its items fit"):
             source_of(wrong)
     loader = torch.utils.data.DataLoader([pixels(0)])
     with pytest.raises(DataError, match=r"data is a DataLoader.* Give its \.dataset\."):

@@ -91,6 +91,17 @@ def test_a_compressed_csv_and_one_with_a_byte_order_mark(tmp_path: Path) -> None
     assert labels_of(table(tmp_path / "t.csv").listing()) == {"a.jpg": "x"}
 
 
+def test_columns_that_are_not_used_may_have_one_name(tmp_path: Path) -> None:
+    text = "path;label;n;;\na.jpg;x;1;;\nb.jpg;y;2;;\n"  # as Excel writes empty columns
+    listing = table(write(tmp_path / "t.csv", text), columns=["n"]).listing()
+    assert labels_of(listing) == {"a.jpg": "x", "b.jpg": "y"}
+    assert listing.columns["n"].tolist() == [1, 2]
+    columns = [pa.array(["a.jpg", "b.jpg"]), *[pa.array([0, 1])] * 3]
+    rows = pa.Table.from_arrays(columns, ["path", "x", "x", "label"])
+    pq.write_table(rows, tmp_path / "t.parquet")
+    assert labels_of(table(tmp_path / "t.parquet").listing()) == {"a.jpg": "0", "b.jpg": "1"}
+
+
 @pytest.mark.slow
 def test_a_csv_of_many_blocks_keeps_text_that_looks_like_numbers_at_first(tmp_path: Path) -> None:
     rows = [f"{i:06d},{i}" for i in range(200_000)] + ["last.jpg,name"]

@@ -51,7 +51,7 @@ def select(
     Args:
         requests: pairs of a name, glob or preset and the reduction.
         trace: trace of the model.
-        classifier: name of the classifier if the library gives it, for the preset `embedding`.
+        classifier: name of the classifier if the library gives it, for the presets.
         stages: names of the stages if the library gives them, for the preset `stages`.
 
     Raises:
@@ -109,7 +109,7 @@ def _points(
             yield from _output_points(request, trace, left_out)
         elif name == "stages":
             known = trace.library_stages or stages
-            stage_names = list(known) if known is not None else find_stages(trace)
+            stage_names = list(known) if known is not None else find_stages(trace, classifier)
             for stage in stage_names:
                 try:
                     yield named_point(with_capture(_module_request(stage, trace), capture), trace)

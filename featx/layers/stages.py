@@ -15,13 +15,16 @@ from featx.layers.row_layout import is_known_map, map_layouts
 from featx.layers.trace import Call, Trace
 
 
-def find_stages(trace: Trace) -> list[str]:
+def find_stages(trace: Trace, classifier: str | None = None) -> list[str]:
     """Names of the last block at each size of the feature map, or of the repeated blocks.
+
+    The module that holds the classifier, such as the head of a segmentation model, is none, nor are
+    those that are called after it.
 
     Raises:
         LayerError: the model has neither, or they are not certain.
     """
-    of_sizes, lists = _stages_of_sizes(trace), _lists_of_blocks(trace)
+    of_sizes, lists = _stages_of_sizes(trace, classifier or ""), _lists_of_blocks(trace)
     if len(of_sizes) > 1 and _are_whole(of_sizes, trace) and _hold_tokens(of_sizes, lists, trace):
         return of_sizes
     blocks = _only_blocks(lists, trace)
@@ -45,7 +48,7 @@ def find_stages(trace: Trace) -> list[str]:
     )
 
 
-def _stages_of_sizes(trace: Trace) -> list[str]:
+def _stages_of_sizes(trace: Trace, classifier: str) -> list[str]:
     """Names of the last block at each size of the feature map.
 
     A module whose sub-modules have three or more map sizes holds several stages and is searched.
@@ -53,6 +56,8 @@ def _stages_of_sizes(trace: Trace) -> list[str]:
     """
     stages: dict[tuple[int, int], Call] = {}
     for call in _units("", trace):
+        if call.module == classifier or _is_inside(classifier, call.module):
+            break
         size = _map_size(call, trace)
         if size is None or size == (1, 1) or "Pool" in call.type_name:
             continue

@@ -13,6 +13,7 @@ from torch import nn
 from torchvision import models
 
 from featx.errors import LayerError
+from featx.layers import find_stages, trace_forward
 from featx.models import Backbone, seeded
 from featx.models.libraries.torchvision import classifier_of
 
@@ -90,6 +91,15 @@ def test_the_embedding_of_a_segmentation_model_is_that_of_its_main_head(name: st
     with torch.no_grad():
         expected = nn.Sequential(*list(head)[:-1])(module.backbone(x)["out"]).mean((2, 3))
     assert is_close(embedding(backbone, x), expected)
+
+
+@pytest.mark.parametrize("aux_loss", slow_except([True, False], False))
+def test_the_head_of_a_segmentation_model_is_no_stage(aux_loss: bool) -> None:
+    """The blocks of its dilated backbone and its head have one size."""
+    module = build("fcn_resnet50", weights_backbone=None, aux_loss=aux_loss)
+    trace = trace_forward(module, noise(2, 64))
+    expected = [f"backbone.{name}" for name in ("relu", "layer1", "layer4")]
+    assert find_stages(trace, classifier_of(module)) == expected
 
 
 def test_two_heads_of_a_segmentation_model_are_refused() -> None:

@@ -166,7 +166,7 @@ class Attributor(Engine):
         try:
             named = self.backbone.stages or ()
             are_called = bool(named) and all(stage in traced.by_module for stage in named)
-            stages = list(named) if are_called else find_stages(traced)
+            stages = list(named) if are_called else find_stages(traced, self.backbone.classifier)
         except LayerError as error:
             raise LayerError(
                 "no stages were found in this model; give layers=[NAME], the last layer "

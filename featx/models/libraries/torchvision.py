@@ -299,8 +299,9 @@ def classifier_of(module: torch.nn.Module) -> str | None:
     later.
     """
     import torch
+    from torchvision.models.segmentation import FCN, DeepLabV3
 
-    if getattr(module, "aux_classifier", None) is None:
+    if not isinstance(module, FCN | DeepLabV3):
         return None
     head = module.get_submodule("classifier")
     convolutions = [n for n, m in head.named_modules() if isinstance(m, torch.nn.Conv2d)]

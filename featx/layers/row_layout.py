@@ -96,6 +96,8 @@ def is_known_map(shape: tuple[int, ...], input_size: tuple[int, int], trace: Tra
     """
     if trace is None or len(shape) != 3 or shape not in trace.map_shapes:
         return False
+    if shape[:2] == shape[1:]:
+        return False  # (96, 96, 96) of ConvNeXt-T at 384 pixels is the shape of both layouts
     return is_map_size(shape[1:], input_size) or is_rounded_map_size(shape[1:], input_size)
 
 

@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ from PIL import Image
 from processes import killed_at_sync, outcome, running
 from tiny_engine import of_speed
 from tiny_model import COMMAND, KEYS, MODEL, extract, job_result, run_job, write_image
-from torch import nn
 
 import featx
 from featx.analysis.statistics import Statistics
@@ -154,33 +152,16 @@ def test_a_finished_store_gives_the_bytes_of_a_run(photos: Path, observation: st
 
 
 def test_maps_of_unknown_channels_are_taken_as_a_whole_in_a_store_too(photos: Path) -> None:
-    """Maps with as many channels as rows and columns, which no convolution returns."""
-    torch.manual_seed(0)
-    parts = {"flat": nn.Flatten(), "line": nn.Linear(3072, 64), "cube": nn.Unflatten(1, (4, 4, 4))}
-    module = nn.Sequential(OrderedDict(parts)).eval()
-    keys = {**KEYS, "model": module, "model_transform": MODEL["transform"], "layers": ["cube"]}
-    of_images = featx.stats(**{**keys, "data": str(photos), "out": "images"})
-    store = featx.extract(**keys, data=str(photos), dtype="float32")
-    assert store["cube"].shape[1:] == (4, 4, 4)
+    """Maps with as many channels as rows and columns."""
+    model = {**KEYS["model"], "transform": {"resize": 64, "crop": 64}}
+    of_images = featx.stats(**{**KEYS, "model": model, "data": str(photos), "out": "images"})
+    store = extract(photos, model=model, dtype="float32")
+    assert store["conv"].shape[1:] == (8, 8, 8)
     of_rows = featx.stats(store="store")
-    assert of_rows["cube"].dim == 64
-    assert of_rows["cube"].sha256 == of_images["cube"].sha256
+    assert of_rows["conv"].dim == 512
+    assert of_rows["conv"].sha256 == of_images["conv"].sha256
     with pytest.raises(ReduceError, match=r"channels are unknown\. Use stats\.observation=image\."):
         featx.stats(store="store", stats={"observation": "position"}, overwrite=True)
-
-
-def test_maps_of_a_convolution_have_known_channels_in_a_store_too(photos: Path) -> None:
-    """Maps (8, 8, 8), which could be (H, W, C) by their proportions."""
-    model = {**KEYS["model"], "transform": {"resize": 64, "crop": 64}}
-    for observation in ("image", "position"):
-        keys = {"stats": {"observation": observation}, "overwrite": True}
-        of_images = featx.stats(
-            **{**KEYS, "model": model, "data": str(photos), "out": "images", **keys}
-        )["conv"]
-        store = extract(photos, model=model, dtype="float32")
-        assert store["conv"].shape[1:] == (8, 8, 8)
-        of_rows = featx.stats(store="store", **keys)["conv"]
-        assert (of_rows.dim, of_rows.sha256) == (8, of_images.sha256)
 
 
 @pytest.mark.parametrize("observation", ["image", "position"])

@@ -205,9 +205,8 @@ def test_sides_that_rounding_does_not_explain_are_refused(
     [
         ((62, 42), nn.Conv2d(3, 29, 3, stride=3), (29, 20, 14)),
         ((120, 150), nn.Conv2d(3, 24, 4, stride=4), (24, 30, 37)),
-        ((8, 8), nn.Conv2d(3, 4, 2, stride=2), (4, 4, 4)),
     ],
-    ids=["could be both", "channels of the input's proportions", "a cube"],
+    ids=["could be both", "channels of the input's proportions"],
 )
 def test_a_map_of_the_shape_of_a_convolution_has_its_channels_first(
     size: tuple[int, int], conv: nn.Module, shape: tuple[int, ...]
@@ -223,6 +222,24 @@ def test_a_map_of_the_shape_of_a_convolution_has_its_channels_first(
         torch.testing.assert_close(rows["1"], expected.relu().amax((2, 3)), rtol=1e-4, atol=1e-5)
         spec = LayerSpec("1", "1", "output", "none", {}, shape, "float16", "float32")
         assert token_geometries([spec], backbone, engine.traced)["1"].grid == shape[1:]
+
+
+def test_a_cube_may_have_its_channels_last_beside_a_convolution_of_its_shape() -> None:
+    """As ConvNeXt-T at 384 pixels, whose blocks turn maps (96, 96, 96) over."""
+
+    class Turned(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.permute(0, 2, 3, 1).contiguous()
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 2, stride=2), Turned(), nn.Flatten()).eval()
+    backbone = backbone_of(model)
+    backbone.preprocess = replace(backbone.preprocess, crop=(8, 8))
+    with (
+        pytest.raises(ReduceError, match="could be"),
+        bound(backbone, ("1", "avg")) as engine,
+        torch.no_grad(),
+    ):
+        engine.run(torch.randn(4, 3, 8, 8))
 
 
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"

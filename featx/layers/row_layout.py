@@ -1,8 +1,8 @@
 """Layout of a layer's rows: which of its dimensions are channels, and where its positions lie.
 
 (C,) is a vector, (T, C) are tokens, (C, H, W) or (H, W, C) is a map. A map of the shape that a
-convolution of the model returns is (C, H, W). Otherwise the proportions of the input tell which of
-the two it is; if they do not, the reduction is refused.
+convolution of the model returns is (C, H, W), unless its sides are equal. Otherwise the proportions
+of the input tell which of the two it is; if they do not, the reduction is refused.
 """
 
 from __future__ import annotations

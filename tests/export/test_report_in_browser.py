@@ -155,7 +155,7 @@ def test_the_embedding_plot_shows_the_image_under_the_pointer(browser: Any, fold
         touch_points(page, page.mouse.move)
         assert tip.is_visible()
         assert "onerror=document.title" in page.locator("#tip small").inner_text()
-        assert page.locator("#tip b").inner_text() in (EVIL, "</script>$x^2$<b>bold")
+        assert page.locator("#tip b").inner_text() in (EVIL, "<")  # before the first slash
         assert page.locator("#tip canvas").is_visible()
         drawn = page.evaluate(
             "[...document.querySelector('#tip canvas').getContext('2d')"

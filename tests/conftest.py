@@ -399,7 +399,7 @@ def small_blocks(set_block_sizes: Callable[..., None]) -> None:
 
 DECODE_IN_THREADS = {
     *("analysis", "export", "jobs", "layers", "models", "torch"),
-    *("test_channels", "test_conformance", "test_finished_run", "test_windows"),
+    *("test_conformance", "test_finished_run"),
     *("test_first_hour_answers", "test_first_hour_python", "test_python_interface"),
 }
 """Packages and modules whose tests decode in threads, as macOS does: two forks of a process of 1 GB

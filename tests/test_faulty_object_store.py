@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_python, slow_except, with_path
+from conftest import run_python, with_path
 from faulty_proxy import (
     FAULTS,
     Exchange,
@@ -143,7 +143,7 @@ def silence(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", slow_except([drop_request, error(503, "SlowDown"), silence], drop_request)
+    "fault", [drop_request, error(503, "SlowDown"), pytest.param(silence, marks=pytest.mark.slow)]
 )
 def test_images_in_a_bucket_are_waited_for_in_an_outage(
     tmp_path: Path,

@@ -157,13 +157,19 @@ def list_given_images(images: object) -> list[object]:
     """
     # Iterating over an open file gives its lines.
     is_one = isinstance(images, str | bytes | bytearray | os.PathLike | io.IOBase)
-    is_array = len(getattr(images, "shape", ())) in (1, 4)
+    shape = getattr(images, "shape", None)
+    num_axes = len(shape) if isinstance(shape, tuple) else 0
+    # A column of pandas, Polars or Arrow. An array of numbers of one axis is an encoded image.
+    is_column = hasattr(images, "to_list") or type(images).__name__ == "ChunkedArray"
+    is_paths = num_axes == 1 and getattr(getattr(images, "dtype", None), "kind", "") in ("O", "U")
+    is_array = is_column or is_paths or num_axes == 4
     if is_one or not (is_array or isinstance(images, Sequence | Iterator)):
         raise DataError(
             f"images is a {type(images).__name__}; expected a list of paths, Pillow images, arrays "
             "or encoded bytes; [image] for one."
         )
-    items: list[object] = list(images)  # type: ignore[call-overload]
+    to_list = getattr(images, "to_pylist", lambda: list(images))  # type: ignore[call-overload]
+    items: list[object] = to_list()
     if not items:
         raise DataError("images is empty: give at least one.")
     for i, item in enumerate(items):

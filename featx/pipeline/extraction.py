@@ -64,8 +64,8 @@ def run_extraction(
 def _has_only_failures(config: Config) -> bool:
     """Return whether the store holds no features, and the command does not say what to mend.
 
-    A row that failed in one of several runs has features of the others, so only stores of one run
-    are looked at.
+    A row that failed in some layers has features of those of other runs, so only stores whose runs
+    have the same layers are looked at.
     """
     if config.overwrite or config.retry_failed or config.refresh is True or config.grow:
         return False
@@ -75,7 +75,7 @@ def _has_only_failures(config: Config) -> bool:
         if not 0 < summary.get("rows", 0) == summary.get("failures"):
             return False
         manifest, _ = load_manifest(root)
-        if manifest is None or len(manifest.runs) > 1:
+        if manifest is None or len({run.names for run in manifest.runs}) > 1:
             return False
         # A run that was killed before it wrote its summary may have committed rows since.
         status = FeatureStore(root).status

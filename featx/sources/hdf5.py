@@ -236,7 +236,10 @@ def _pixel_layout(images: h5py.Dataset, origin: str) -> _PixelLayout | None:
     axes = tuple(range(images.ndim - 1))
     axes = axes[::-1] if is_reversed else axes
     if images.ndim == 3 and shape[2] in (3, 4) and not is_reversed:
-        raise DataError(f"{origin} is {shape}, which looks like one image; expected {expected}.")
+        raise DataError(
+            f"{origin} is {shape}, which looks like one image; expected {expected}. "
+            "Grey images of this width are (N, H, W, 1)."
+        )
     if images.ndim == 3:
         return _PixelLayout(dtype == np.uint8, axes)
     row_shape = [shape[1 + axis] for axis in axes]

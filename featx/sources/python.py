@@ -115,8 +115,9 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
             f"data is an array {shape}, which looks like one image: give [data], or list(data) if "
             f"it holds {counted(shape[0], 'image')} (H, W) of grey."
         )
-    torch = sys.modules.get("torch")  # of an IterableDataset, __getitem__ only raises an exception
-    is_stream = torch is not None and isinstance(data, torch.utils.data.IterableDataset)
+    torch = sys.modules.get("torch")  # the __getitem__ of its data sets only raises an exception
+    base = torch and torch.utils.data.Dataset
+    is_stream = base and getattr(type(data), "__getitem__", None) is base.__getitem__
     if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_stream:
         # The index of a column of pandas need not count its rows.
         return MapSource(_list_of(data) if is_table else data, paths_are_keys=True)
@@ -367,9 +368,8 @@ class MapSource:
         for name in ("targets", "labels"):
             values = getattr(self._dataset, name, None)
             if values is not None and not callable(values):
-                values = values.tolist() if hasattr(values, "tolist") else list(values)
-                # The labels of MedMNIST are an array (N, 1).
-                values = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values]
+                values = values.tolist() if hasattr(values, "tolist") else values
+                values = [*map(_label, values)]
                 if len(values) != count:
                     raise DataError(
                         f"dataset.{name} has {len(values)} entries, the data set {count} rows."
@@ -506,7 +506,9 @@ def _note_on(columns: Collection[str]) -> str:
 
 
 def _label(value: Any) -> object:
-    """Return the label that an item has; of an array of one label, that label."""
+    """Return a label; of an array or list of one label, as MedMNIST has them, that label."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return value[0]
     return value.item() if getattr(value, "shape", None) == (1,) else value
 
 

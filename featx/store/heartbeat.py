@@ -172,16 +172,25 @@ class HeartbeatRecord:
         return [QueueState(**state) for state in self.values.get("queue") or ()]
 
 
+_UNKNOWN = dict.fromkeys(
+    ("pids", "part", "part_rows", "part_since", "parts", "last_commit", "beat")
+)
+
+
 def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     """Read the heartbeats of all processes whose files exist."""
     heartbeats = []
     for path in paths_in(root / layout.WORKERS, "*.json"):
         # The process may just have deleted its file; other files of the folder are not ours.
         with contextlib.suppress(OSError, ValueError, TypeError):
-            values = {"pids": None, **json.loads(path.read_bytes())}
             # A bit of the file of a killed process may flip in a name.
-            if not {"host", "pid", "what", "part", "part_rows", "part_since", "beat"} <= {*values}:
+            values = {**_UNKNOWN, **json.loads(path.read_bytes())}
+            if not {"host", "pid", "what"} <= values.keys():
                 continue
+            if None in (values["part_rows"], values["part_since"], values["beat"]):
+                values |= {"part": None, "part_since": None}
+            if None in (values["last_commit"], values["beat"]):
+                values["parts"] = 0
             age_s = time.time() - path.stat().st_mtime
             is_local = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())
             is_alive = age_s < SILENT_S and not (is_local and _is_gone(values["pid"]))

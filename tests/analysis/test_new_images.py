@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
+import pyarrow
 import pytest
 import torch
 from conftest import run_python
@@ -79,7 +81,9 @@ def test_images_in_memory(store: featx.FeatureStore) -> None:
     pixels = np.asarray(image)
     shutil.copy(file, "~nobody.png")
     images = [image, pixels, np.moveaxis(pixels, -1, 0), Path(file).read_bytes(), "~nobody.png"]
-    for given in (images, np.stack([pixels] * 5), np.array([file] * 5)):
+    paths = [file] * 5
+    columns = (pandas.Series(paths), pyarrow.chunked_array([paths]), np.array(paths))
+    for given in (images, np.stack([pixels] * 5), *columns):
         found = featx.embed(given, store, "pool", **CODE)
         assert np.array_equal(found["pool"], store["pool"][[5] * 5])
 
@@ -142,6 +146,9 @@ def test_what_is_refused(store: featx.FeatureStore) -> None:
         featx.embed(files, store)
     with pytest.raises(DataError, match="images is a str; expected a list"):
         featx.embed(files[0], store, **CODE)
+    for encoded in (np.frombuffer(Path(files[0]).read_bytes(), np.uint8), torch.zeros(9)):
+        with pytest.raises(DataError, match=r"images is a (ndarray|Tensor); expected"):
+            featx.embed(encoded, store, **CODE)
     with pytest.raises(DataError, match="images is a bytearray; expected a list"):
         featx.embed(bytearray(b"GIF"), store, **CODE)
     with Path(files[0]).open("rb") as file, pytest.raises(DataError, match="images is a Buffered"):

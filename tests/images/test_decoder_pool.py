@@ -526,7 +526,6 @@ with DecoderPool([Worker()], 2, limit_s=1.0, reads_in_decoders=True) as pool:
 """
 
 
-@pytest.mark.slow
 def test_a_pause_longer_than_the_time_limit_ends_no_other_process(tmp_path: Path) -> None:
     """Until all decoders are started again there are none, and process 0 is the whole group."""
     run_python("-c", PAUSED, tmp_path / "hung", timeout=60, start_new_session=True)

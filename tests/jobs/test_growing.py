@@ -277,3 +277,16 @@ def test_layers_of_a_store_stay_if_every_row_failed_in_a_later_one(photos: Path)
     after = extract(photos, layers=["conv"], max_failures=1.0)
     assert after.layers == ("conv", "pool")
     assert after["conv"][:].tobytes() == before
+
+
+def test_a_store_that_grew_by_rows_that_all_failed_is_started_again(photos: Path) -> None:
+    sound = {path: path.read_bytes() for path in sorted(photos.rglob("*.png"))}
+    new = photos / "dog" / "new.png"
+    for path in sound:
+        path.write_bytes(b"")
+    extract(photos, max_failures=1.0)
+    new.write_bytes(b"")
+    assert not extract(photos, max_failures=1.0, grow=True).ok.any()
+    for path, data in sound.items():
+        path.write_bytes(data)
+    assert extract(photos, max_failures=1.0).ok.sum() == len(sound)

@@ -127,7 +127,6 @@ def test_a_worker_that_is_killed_costs_its_part_only(
     assert len(events_of(tmp_path, "part-*")) == 10, "a part was done twice"
 
 
-@pytest.mark.slow
 def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
     work: Callable[..., RunOutcome], run: MadeRun, tmp_path: Path
 ) -> None:

@@ -307,7 +307,6 @@ def test_the_heartbeats_of_its_own_actors_are_removed_and_no_others(bucket: str)
     disk = S3Folder(place(f"s3://{bucket}/run"))
     for pid, driver in ((os.getppid(), "mine"), (1, "theirs")):
         values = {"host": socket.gethostname(), "pid": pid, "pids": pid_namespace()}
-        values |= dict.fromkeys(("part", "part_rows", "part_since", "beat"))
         path = disk.root / layout.WORKERS / f"{pid}.json"
         disk.write_best_effort(path, json.dumps({**values, "what": "actor", "driver": driver}))
     clear_heartbeats(disk, "mine")

@@ -92,7 +92,7 @@ def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_no
     tensors = source_of(Given(3, lambda row: (pixels(row), torch.tensor(row)))).listing()
     assert tensors.labels.tolist() == [0, 1, 2]
     of_one = np.array([[2], [0], [1]])  # as of MedMNIST
-    for attributes in ({"labels": of_one}, {}):
+    for attributes in ({"labels": of_one}, {"targets": list(of_one)}, {}):
         given = Given(3, lambda row: (pixels(row), of_one[row]), **attributes)
         source = source_of(given)
         assert source.listing().labels.tolist() == [2, 0, 1]
@@ -289,6 +289,9 @@ def test_what_is_no_data_set_is_said() -> None:
     for wrong in (iter([1]), stream):
         with pytest.raises(DataError, match=r"Give list\(data\), if its items fit"):
             source_of(wrong)
+    methods["__getitem__"] = lambda self, row: pixels(row)
+    both = type("Both", (torch.utils.data.IterableDataset,), methods)()
+    assert source_of(both).listing().keys.tolist() == [b"000000"]
     loader = torch.utils.data.DataLoader([pixels(0)])
     with pytest.raises(DataError, match=r"data is a DataLoader.* Give its \.dataset\."):
         source_of(loader)

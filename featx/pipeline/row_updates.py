@@ -214,10 +214,11 @@ def retry_failed_rows(context: RunContext, session: StoreSession) -> int:
     results = context.loader.results([failure.row for failure in failed])
     for before, now in zip(failed, results, strict=True):
         is_lost = before.status == Status.DAMAGED_AND_IMAGE_GONE
-        status = Status.MISSING if is_lost else before.status  # the image is still gone
         if not isinstance(now, Failure):
             readable.append(before.row)
-        elif (now.status, now.error, now.message) != (status, before.error, before.message):
+        elif is_lost and now.status == Status.MISSING:
+            continue  # the image is still gone
+        elif (now.status, now.error, now.message) != (before.status, before.error, before.message):
             others.append(before.row)
     text = f"{len(readable)} of {counted(len(failed), 'failed image')} can be read now"
     if others:

@@ -194,7 +194,8 @@ class Windows:
         name = layer.point.name
         if (name, covered) not in self._reductions:
             shape = (layer.shape[0], *layer.map_size(covered))
-            reduce = bound_reduction(layer.reduce, RowLayout(name, shape, covered, is_map=True))
+            rows = RowLayout(name, shape, covered, is_map=True, is_attention=False)
+            reduce = bound_reduction(layer.reduce, rows)
             # A meta tensor has a shape but no memory; autocast, which a projection turns off, does
             # not know it.
             device = "cpu" if isinstance(layer.reduce, ProjectedReduce) else "meta"

@@ -357,7 +357,7 @@ def _original_forward(module: nn.Module) -> Callable[..., object] | None:
     original: Callable[..., object] = forward._torchdynamo_orig_callable
     if getattr(forward, "__wrapped__", None) is not original:
         return None
-    return original if hasattr(original, "__self__") else MethodType(original, module)
+    return MethodType(original, module) if isinstance(forward, MethodType) else original
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -131,7 +131,8 @@ class Trace:
             None.
         by_module: name of a module -> its calls.
         by_operation: name of an operation -> the operation.
-        map_shapes: shapes of rows that a convolution or the like returns, (C, H, W).
+        map_shapes: shapes of rows that a convolution or the like returns, (C, H, W), but no linear
+            layer or LayerNorm, (H, W, C).
     """
 
     calls: Sequence[Call]
@@ -146,11 +147,15 @@ class Trace:
     map_shapes: set[tuple[int, ...]] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
+        turned: set[tuple[int, ...]] = set()  # (H, W, C)
         for call in self.calls:
             self.by_module.setdefault(call.module, []).append(call)
+            shapes = {s[1:] for s in call.outputs.values() if s[:1] == (self.batch_size,)}
             if call.gives_map:
-                shapes = call.outputs.values()
-                self.map_shapes.update(s[1:] for s in shapes if s[:1] == (self.batch_size,))
+                self.map_shapes.update(shapes)
+            elif call.type_name in ("Linear", "LayerNorm"):
+                turned.update(shapes)
+        self.map_shapes.difference_update(turned)
         for operation in self.operations:
             self.by_operation[operation.name] = operation
 

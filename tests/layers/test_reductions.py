@@ -13,7 +13,14 @@ from torch import nn
 
 from featx.config import ReduceConfig, make_reduce, reduction_of_args
 from featx.errors import ConfigError, ReduceError
-from featx.layers import Reduction, RowLayout, channels_last, reduction, token_geometries
+from featx.layers import (
+    Reduction,
+    RowLayout,
+    channels_last,
+    reduction,
+    token_geometries,
+    trace_forward,
+)
 from featx.testing import ReductionContract
 from featx.types import LayerSpec
 
@@ -224,12 +231,23 @@ def test_a_map_of_the_shape_of_a_convolution_has_its_channels_first(
         assert token_geometries([spec], backbone, engine.traced)["1"].grid == shape[1:]
 
 
+class Turned(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 3, 1).contiguous()
+
+
+def test_the_shape_of_a_linear_layer_is_no_known_map() -> None:
+    """Maps (16, 8, 4) and (4, 16, 8) of one model have the proportions of 64 x 32 pixels."""
+    first = nn.Conv2d(3, 16, 8, stride=8)  # (16, 8, 4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 4, stride=4), Turned(), nn.Linear(4, 4)).eval()
+    both = nn.ModuleDict({"map": first, "last": model})
+    both.forward = lambda x: (first(x), model(x))  # type: ignore[method-assign]
+    trace = trace_forward(both, torch.randn(2, 3, 64, 32))
+    assert trace.map_shapes == {(4, 16, 8)}
+
+
 def test_a_cube_may_have_its_channels_last_beside_a_convolution_of_its_shape() -> None:
     """As ConvNeXt-T at 384 pixels, whose blocks turn maps (96, 96, 96) over."""
-
-    class Turned(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.permute(0, 2, 3, 1).contiguous()
 
     model = nn.Sequential(nn.Conv2d(3, 4, 2, stride=2), Turned(), nn.Flatten()).eval()
     backbone = backbone_of(model)

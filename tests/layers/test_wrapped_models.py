@@ -77,6 +77,12 @@ def with_compiled_forward(model: Any) -> nn.Module:
     return model
 
 
+def with_compiled_function(model: Any) -> nn.Module:
+    forward = model.forward
+    model.forward = torch.compile(lambda x: forward(x), backend="eager")
+    return model
+
+
 class Decorated(Net):
     forward = torch.compile(Net.forward, backend="eager")
 
@@ -102,6 +108,7 @@ WRAPPERS = [
     compiled_in_place,
     with_compiled_layer,
     with_compiled_forward,
+    with_compiled_function,
     of_compiled_class,
     nn.DataParallel,
     nn.parallel.DistributedDataParallel,

@@ -95,11 +95,15 @@ class LayerError(FeatxError, LookupError):
 class ReduceError(FeatxError, ValueError):
     """The reduction does not fit the tensor that the layer returns.
 
-    A second argument names reductions that may fit; with windows these are others.
+    `advice` names reductions that may fit; model.window replaces it, as others fit its maps.
     """
 
+    def __init__(self, problem: str, advice: str = "") -> None:
+        super().__init__(problem, advice)
+        self.problem, self.advice = problem, advice
+
     def __str__(self) -> str:
-        return " ".join(map(str, self.args))
+        return f"{self.problem} {self.advice}".rstrip()
 
 
 class DataError(FeatxError, ValueError):

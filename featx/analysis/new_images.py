@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from featx.analysis.engine_specs import FEATURES, engine_spec
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
 from featx.analysis.value_settings import refuse_changes
@@ -39,7 +41,7 @@ from featx.pipeline import (
     compute_rows,
     list_images,
 )
-from featx.sources import MapSource, with_views
+from featx.sources import MapSource, list_of_column, with_views
 from featx.store import Grid, Run, from_raw, layout
 from featx.types import Array, Batch, Failure, Json, LayerSpec, Listing, Part, ResumeState, Source
 
@@ -157,19 +159,17 @@ def list_given_images(images: object) -> list[object]:
     """
     # Iterating over an open file gives its lines.
     is_one = isinstance(images, str | bytes | bytearray | os.PathLike | io.IOBase)
-    shape = getattr(images, "shape", None)
-    num_axes = len(shape) if isinstance(shape, tuple) else 0
-    # A column of pandas, Polars or Arrow. An array of numbers of one axis is an encoded image.
-    is_column = hasattr(images, "to_list") or type(images).__name__ == "ChunkedArray"
-    is_paths = num_axes == 1 and getattr(getattr(images, "dtype", None), "kind", "") in ("O", "U")
-    is_array = is_column or is_paths or num_axes == 4
+    column = list_of_column(images)
+    images = images if column is None else column
+    # An array of numbers of one axis is no list of paths, but perhaps one encoded image.
+    is_of_paths = isinstance(images, np.ndarray) and images.ndim == 1 and images.dtype.kind in "OU"
+    is_array = is_of_paths or getattr(images, "ndim", 0) == 4
     if is_one or not (is_array or isinstance(images, Sequence | Iterator)):
         raise DataError(
             f"images is a {type(images).__name__}; expected a list of paths, Pillow images, arrays "
             "or encoded bytes; [image] for one."
         )
-    to_list = getattr(images, "to_pylist", lambda: list(images))  # type: ignore[call-overload]
-    items: list[object] = to_list()
+    items: list[object] = list(images)  # type: ignore[call-overload]
     if not items:
         raise DataError("images is empty: give at least one.")
     for i, item in enumerate(items):

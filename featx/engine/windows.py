@@ -166,8 +166,8 @@ class Windows:
             kinds.setdefault(_kind_of_row(reduce, shape), size)
         if reduce is None:
             assert refused is not None
-            if len(refused.args) > 1:  # of none and flatten, sizes would have to be equal
-                raise ReduceError(refused.args[0], "Use avg, max, gem or align.") from refused
+            if refused.advice:  # none and flatten need images of one size
+                raise ReduceError(refused.problem, "Use avg, max, gem or align.") from refused
             raise refused
         name, ((kind, first), *others) = layer.point.name, kinds.items()
         if others:
@@ -342,7 +342,7 @@ def attach_windows(
     try:
         engine.attach_captures([(point, make_reduce("map")) for point, _ in chosen])
     except ReduceError as error:
-        text = f"model.window: maps of windows are blended. {error.args[0]}"
+        text = f"model.window: maps of windows are blended. {error.problem}"
         raise ReduceError(text, _ADVICE) from error
     preprocess = engine.backbone.preprocess
     height, width = size = preprocess.crop

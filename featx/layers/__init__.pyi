@@ -50,6 +50,7 @@ from .row_layout import Reduction as Reduction
 from .row_layout import RowLayout as RowLayout
 from .row_layout import channels_last as channels_last
 from .row_layout import has_known_positions as has_known_positions
+from .row_layout import is_heat_map as is_heat_map
 from .row_layout import is_known_map as is_known_map
 from .row_layout import map_view as map_view
 from .row_layout import mean as mean

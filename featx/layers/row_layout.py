@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from featx.config import CAPTURES
 from featx.errors import ReduceError
 from featx.types import LayerSpec, TokenGeometry
 
@@ -99,6 +100,12 @@ def is_known_map(shape: tuple[int, ...], input_size: tuple[int, int], trace: Tra
     if shape[:2] == shape[1:]:
         return False  # (96, 96, 96) of ConvNeXt-T at 384 pixels is the shape of both layouts
     return is_map_size(shape[1:], input_size) or is_rounded_map_size(shape[1:], input_size)
+
+
+def is_heat_map(shape: tuple[int, ...], capture: str) -> bool:
+    """Return whether rows are heat maps (H, W) of job=attribute, which have no channels, and not
+    tokens (T, C)."""
+    return len(shape) == 2 and capture not in CAPTURES
 
 
 def is_map_size(sides: tuple[int, ...], input_size: tuple[int, int]) -> bool:

@@ -56,9 +56,10 @@ def check_images(
     """
     config, keys, num_recomputed = context.config, context.listing.keys, 0
     reads_all = config.refresh is True
-    if before is None or before.states is not None:  # without states, all bytes would be read again
+    if before is None or before.states is not None:
         changes = _changes(context, session, reads_all, announces=before is None)
     else:
+        # Without states all bytes would be read again. Runs that were added since have no rows yet.
         added = len(session.manifest.runs) - len(before.changed)
         changes = replace(before, changed=(*before.changed, *[np.empty(0, np.int64)] * added))
     if changes.num_unknown:

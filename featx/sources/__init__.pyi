@@ -4,6 +4,7 @@ from .labels import check_class_names as check_class_names
 from .labels import similar_names as similar_names
 from .python import MapSource as MapSource
 from .python import check_listing as check_listing
+from .python import list_of_column as list_of_column
 from .python import source_of as source_of
 from .registry import SOURCES as SOURCES
 from .registry import SourceMember as SourceMember

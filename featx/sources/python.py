@@ -89,11 +89,9 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
     if isinstance(data, type):
         raise DataError(f"data is the class {data.__name__}; give one object of it.")
     names = (config.columns or []) if isinstance(config, ObjectOptions) else []
-    # A GeoDataFrame is one of pandas.
-    is_table = any(kind.__module__.partition(".")[0] in _FRAMES for kind in type(data).__mro__)
-    if is_table and hasattr(type(data), "collect"):  # a LazyFrame of Polars
+    if _is_of_table(data) and hasattr(type(data), "collect"):  # a LazyFrame of Polars
         data = data.collect()  # type: ignore[attr-defined]
-    is_frame = is_table and (hasattr(data, "columns") or hasattr(data, "column_names"))
+    is_frame = _is_of_table(data) and _has_columns(data)
     if names and not is_frame:
         raise DataError(
             f"data.columns names columns of a table, and data is a {type(data).__name__}. Give a "
@@ -115,18 +113,42 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
             f"data is an array {shape}, which looks like one image: give [data], or list(data) if "
             f"it holds {counted(shape[0], 'image')} (H, W) of grey."
         )
-    torch = sys.modules.get("torch")  # the __getitem__ of its data sets only raises an exception
-    base = torch and torch.utils.data.Dataset
-    is_stream = base and getattr(type(data), "__getitem__", None) is base.__getitem__
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_stream:
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not _is_stream(data):
         # The index of a column of pandas need not count its rows.
-        return MapSource(_list_of(data) if is_table else data, paths_are_keys=True)
+        column = list_of_column(data)
+        return MapSource(data if column is None else column, paths_are_keys=True)
     hint = " Give list(data), if its items fit into memory." if hasattr(data, "__iter__") else ""
     hint = " Give its .dataset." if hasattr(data, "dataset") else hint  # a DataLoader
     raise DataError(
         f"data is a {type(data).__name__}; expected a path, a mapping, a data set with __len__ "
         f"and __getitem__ (a list will do), or an object with listing() and read(key).{hint}"
     )
+
+
+def list_of_column(data: object) -> list[Any] | None:
+    """Return a column of a table of pandas, Polars or Arrow as a list, whose missing values are
+    None. Return None if `data` is no such column.
+    """
+    return _list_of(data) if _is_of_table(data) and not _has_columns(data) else None
+
+
+def _is_of_table(data: object) -> bool:
+    """Return whether an object is a table of pandas, Polars or Arrow, or a column of one."""
+    # A GeoDataFrame is one of pandas.
+    return any(kind.__module__.partition(".")[0] in _FRAMES for kind in type(data).__mro__)
+
+
+def _has_columns(table: object) -> bool:
+    return hasattr(table, "columns") or hasattr(table, "column_names")
+
+
+def _is_stream(data: object) -> bool:
+    """Return whether a data set of torch can only be iterated over."""
+    library = sys.modules.get("torch.utils.data")
+    if library is None:
+        return False
+    # This __getitem__ only raises an exception.
+    return getattr(type(data), "__getitem__", None) is library.Dataset.__getitem__
 
 
 def _rows_of_frame(frame: Any) -> list[object]:
@@ -501,8 +523,10 @@ def _split(item: object) -> tuple[Any, object]:
 
 
 def _note_on(columns: Collection[str]) -> str:
-    """Return which columns of a table without labels look like labels."""
-    return note_on_columns(list(columns), find_column(columns, "label"), option="")
+    """Return why the rows of a table have no labels, and which columns look like labels."""
+    names = [name for name in columns if isinstance(name, str)]
+    note = note_on_columns(names, find_column(names, "label"), option="")
+    return note or "the column label has no values"
 
 
 def _label(value: Any) -> object:

@@ -6,6 +6,7 @@ pixels are read from the tiles that it touches.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -22,6 +23,8 @@ from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.types import Box, ImageFault, Listing, Source, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from openslide import OpenSlide, OpenSlideCache
     from PIL import Image
     from tifffile import TiffPage
@@ -145,9 +148,9 @@ def _check_page(slide: OpenSlide, path: str) -> None:
 
     with TiffFile(path) as file:
         page = file.pages.first
-        pages = cast("list[TiffPage]", [*file.pages])
-        # Of which none is a smaller version or a mask.
-        num_planes = sum(p.shape == page.shape and not p.subfiletype & 5 for p in pages)
+        others = cast("Iterator[TiffPage]", itertools.islice(file.pages, 1, None))
+        # Bits 1 and 4 of the tag NewSubfileType: a smaller version, a mask.
+        is_stack = any(each.shape == page.shape and not each.subfiletype & 5 for each in others)
     stated = _OME_CHANNELS.search(page.description)
     if stated is not None and int(stated[1]) > page.samplesperpixel:
         raise ImageFault(
@@ -155,11 +158,11 @@ def _check_page(slide: OpenSlide, path: str) -> None:
             f"its {stated[1]} channels are pages, of which OpenSlide reads the first only; "
             "data=folder with data.boxes and model.transform.scale reads them as channels",
         )
-    if num_planes > 1:
+    if is_stack:
         raise ImageFault(
             Status.UNSUPPORTED,
-            f"its {num_planes} pages of one size are a stack, of which OpenSlide reads the first "
-            "only; save the plane that you mean as a file of its own",
+            "its pages of one size are a stack, of which OpenSlide reads the first only; save the "
+            "plane that you mean as a file of its own",
         )
     if page.dtype not in (np.uint8, np.bool_):
         raise ImageFault(

@@ -82,7 +82,6 @@ class Heartbeat:
             "outlives": outlives_driver,
             "since": time.time(),
             "part": None,
-            "part_rows": None,
             "part_since": None,
             "parts": 0,
             "rows": 0,
@@ -175,6 +174,8 @@ class HeartbeatRecord:
 _UNKNOWN = dict.fromkeys(
     ("pids", "part", "part_rows", "part_since", "parts", "last_commit", "beat")
 )
+"""Values that a heartbeat file may lack: a process at no part writes no `part_rows`, and a bit of
+the file of a killed process may flip in a name."""
 
 
 def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
@@ -183,7 +184,6 @@ def read_heartbeats(root: Path) -> Sequence[HeartbeatRecord]:
     for path in paths_in(root / layout.WORKERS, "*.json"):
         # The process may just have deleted its file; other files of the folder are not ours.
         with contextlib.suppress(OSError, ValueError, TypeError):
-            # A bit of the file of a killed process may flip in a name.
             values = {**_UNKNOWN, **json.loads(path.read_bytes())}
             if not {"host", "pid", "what"} <= values.keys():
                 continue

@@ -3,7 +3,6 @@ from .class_task import SCORE as SCORE
 from .description import probe_sections as probe_sections
 from .labelled_rows import LabelledRows as LabelledRows
 from .layer_rows import crop_of as crop_of
-from .layer_rows import is_heat_map as is_heat_map
 from .layer_rows import probe_rows as probe_rows
 from .leakage import MIN_FEATURES as MIN_FEATURES
 from .leakage import NEAR_COSINE as NEAR_COSINE

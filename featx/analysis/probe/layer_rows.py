@@ -14,9 +14,9 @@ from featx.analysis.layer_vectors import LayerRows, LayerVectors
 from featx.analysis.probe.labelled_rows import LabelledRows
 from featx.analysis.probe.metrics import CLASSIFICATION, Ints
 from featx.base import check_memory
-from featx.config import CAPTURES, ProbeConfig
+from featx.config import ProbeConfig
 from featx.errors import ConfigError, ReduceError
-from featx.layers import RowLayout, channels_last
+from featx.layers import RowLayout, channels_last, is_heat_map
 from featx.store import FeatureStore
 from featx.types import Array
 
@@ -35,7 +35,8 @@ def probe_rows(store: FeatureStore, layer: str, rows: Ints) -> LayerRows:
     numbers = int(np.prod(shape, dtype=np.int64))
     if len(shape) < 2 or numbers <= MAX_FLAT:
         return LayerRows(store, layer, rows)
-    if len(shape) == 2 and not is_heat_map(store, layer):  # tokens (T, C), with the class token
+    is_of_tokens = not is_heat_map(shape, store[layer].attrs.get("capture", "output"))
+    if len(shape) == 2 and is_of_tokens:  # (T, C), including the class token
         return LayerRows(store, layer, rows, (1,))
     if len(shape) != 3:
         raise ReduceError(
@@ -45,12 +46,6 @@ def probe_rows(store: FeatureStore, layer: str, rows: Ints) -> LayerRows:
         )
     is_last = map_channels_last(store, layer, "averaging before a probe")
     return LayerRows(store, layer, rows, (1, 2) if is_last else (2, 3))
-
-
-def is_heat_map(store: FeatureStore, layer: str) -> bool:
-    """Return whether rows are heat maps (H, W) of job=attribute, and no tokens (T, C)."""
-    features = store[layer]
-    return features.ndim == 3 and features.attrs.get("capture", "output") not in CAPTURES
 
 
 def map_channels_last(store: FeatureStore, layer: str, purpose: str) -> bool:

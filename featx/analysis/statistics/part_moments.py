@@ -32,9 +32,9 @@ from featx.analysis.statistics.moments import (
 )
 from featx.analysis.statistics.tokens import feature_axis
 from featx.base import float64_device, plain_tensors
-from featx.config import CAPTURES, StatsConfig
+from featx.config import StatsConfig
 from featx.errors import ReduceError, require
-from featx.layers import RowLayout, channel_axis, mean, positions_last
+from featx.layers import RowLayout, channel_axis, is_heat_map, mean, positions_last
 from featx.store import layout
 from featx.types import LayerSpec, Part, TokenGeometry
 
@@ -86,16 +86,16 @@ class StatsLayer:
         rows = RowLayout(spec.name, shape, input_size, is_map=is_map)
         positions, axis = None, None
         averaged: tuple[int, ...] = ()
-        is_heat_map = len(shape) == 2 and spec.capture not in CAPTURES
+        has_channels = not is_heat_map(shape, spec.capture)
         if options.observation == "position" and len(shape) > 1:
-            if is_heat_map:
+            if not has_channels:
                 raise ReduceError(
                     f"stats.observation=position does not fit {spec.name}: a heat map has one "
                     "number at each position. Use stats.observation=image."
                 )
             axis = channel_axis(spec.reduce, rows)
             positions = math.prod(shape) // shape[axis - 1]
-        elif spec.reduce == "none" and len(shape) in (2, 3) and not is_heat_map:
+        elif spec.reduce == "none" and len(shape) in (2, 3) and has_channels:
             # A tensor whose channels are unknown, or attention weights, are taken as a whole.
             with contextlib.suppress(ReduceError):
                 channels = channel_axis("none", rows)

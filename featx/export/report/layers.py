@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis import float_blocks
-from featx.analysis.probe import crop_of, is_heat_map, probe_rows
+from featx.analysis.probe import crop_of, probe_rows
 from featx.analysis.similarity import layer_similarity
 from featx.analysis.statistics import Moments, feature_axis
 from featx.base import rows_of_block
 from featx.errors import ConfigError, ReduceError, StoreError
-from featx.layers import RowLayout, channel_axis
+from featx.layers import RowLayout, channel_axis, is_heat_map
 from featx.store import FeatureStore
 from featx.types import Array
 
@@ -85,9 +85,10 @@ def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
     axis = None if places is None else feature_axis(shape, places)
     if axis is not None:
         return axis, "channels"
-    if (len(shape) == 3 and crop is None) or is_heat_map(store, layer):
+    attrs = store[layer].attrs
+    if (len(shape) == 3 and crop is None) or is_heat_map(shape, attrs.get("capture", "output")):
         return 0, "numbers"
-    reduced = str(store[layer].attrs.get("reduce", ""))
+    reduced = str(attrs.get("reduce", ""))
     try:
         return channel_axis(reduced, RowLayout(layer, shape, crop or (1, 1))), "channels"
     except ReduceError:

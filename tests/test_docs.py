@@ -37,9 +37,9 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 FIRST_PAGES = [
     REPOSITORY / "README.md",
-    REPOSITORY / "docs" / "quick-start.md",
+    *(REPOSITORY / "docs" / f"{name}.md" for name in ("quick-start", "tutorial", "models", "data")),
 ]
-"""Pages that a newcomer reads first."""
+"""Pages that a newcomer reads."""
 
 NOT_RUN = {
     "model.init=reset": "weights that the library has to download",

@@ -19,7 +19,7 @@ from featx.storage import PositionedFile, UnfinishedFile, disk_mismatch_error, m
 from featx.store import layout
 from featx.store.chunk_table import chunks_of
 from featx.store.filter_pipeline import Pipeline
-from featx.store.hdf5_files import check_texts, seal_texts
+from featx.store.hdf5_files import check_texts, seal_texts, write_values
 from featx.types import Array
 
 STREAMED_BYTES = 64 << 20
@@ -167,6 +167,11 @@ class ChunkFile:
         self._chunks[path] = _Chunks(dataset)
         return dataset
 
+    @property
+    def chunked(self) -> dict[str, tuple[h5py.Dataset, Pipeline, Array]]:
+        """Datasets in chunks by their paths, with their filters and the checksums of the chunks."""
+        return {path: (c.dataset, c.pipeline, c.sums) for path, c in self._chunks.items()}
+
     def seal(self) -> None:
         """Record the checksums of all texts: the datasets are created, and no rows have come yet.
 
@@ -190,7 +195,7 @@ class ChunkFile:
         require(first == chunks.stop, "the rows of a file have to arrive in order")
         number = first // chunks.step
         encode = functools.partial(self._encode, path, chunks.pipeline)
-        if len(chunks.pipeline):
+        if len(chunks.pipeline) and len(rows) > chunks.step:
             with ThreadPoolExecutor(num_cpus()) as threads:
                 encoded = iter(list(threads.map(encode, chunks.complete(rows))))
         else:
@@ -221,13 +226,13 @@ class ChunkFile:
                 rows = np.ascontiguousarray(values[start : start + step]).view(np.uint8).data
                 self._write_at(path, address + start * values.itemsize, rows, layout.checksum(rows))
         checksum = layout.checksum(np.ascontiguousarray(values))
-        self.hdf5[f"{layout.CHECKSUMS}/{path}"] = np.array([checksum], np.uint64)
+        write_values(self.hdf5, f"{layout.CHECKSUMS}/{path}", np.array([checksum], np.uint64))
 
     def write_checksums(self) -> None:
         """Write the checksums of all chunks; all rows have come."""
         for path, chunks in self._chunks.items():
             require(chunks.stop == chunks.shape[0], f"rows of {path} never arrived")
-            self.hdf5[f"{layout.CHECKSUMS}/{path}"] = chunks.sums
+            write_values(self.hdf5, f"{layout.CHECKSUMS}/{path}", chunks.sums)
 
     def content(self) -> bytes:
         """Bytes of a file that is built in memory; raises RunError if it reads back differently."""
@@ -281,13 +286,17 @@ class ChunkFile:
         with h5py.File(self._image, "r") as file:
             check_texts(file, self._pread)
             for path, chunks in self._chunks.items():
-                dataset = file[path]
-                sums = file[f"{layout.CHECKSUMS}/{path}"][:]
+                # The low-level interface takes a third of the time for parts of few rows.
+                dataset = h5py.h5d.open(file.id, path.encode())
+                checksums = h5py.h5d.open(file.id, f"{layout.CHECKSUMS}/{path}".encode())
+                sums = np.empty(checksums.shape, checksums.dtype)
+                checksums.read(h5py.h5s.ALL, h5py.h5s.ALL, sums)
                 if self._target is not None:
-                    is_same = np.array_equal(chunks_of(dataset)["address"], chunks.addresses)
+                    addresses = chunks_of(h5py.Dataset(dataset))["address"]
+                    is_same = np.array_equal(addresses, chunks.addresses)
                 else:
                     offsets = map(chunks.offset, range(len(sums)))
-                    stored = (dataset.id.read_direct_chunk(offset)[1] for offset in offsets)
+                    stored = (dataset.read_direct_chunk(offset)[1] for offset in offsets)
                     is_same = all(map(layout.agrees, chunks.sums, stored))
                 if not is_same or not np.array_equal(sums, chunks.sums):
                     raise memory_mismatch_error(self._path, path)

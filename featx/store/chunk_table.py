@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,8 +20,13 @@ import numpy as np
 
 from featx.store import codecs, layout
 from featx.store.dtypes import NAMES, dtype_name, raw_dtype
-from featx.store.filter_pipeline import Pipeline, dataset_filters
-from featx.store.hdf5_files import open_plain_dataset, row_datasets, suppress_damage
+from featx.store.filter_pipeline import Pipeline
+from featx.store.hdf5_files import (
+    open_plain_dataset,
+    row_datasets,
+    suppress_damage,
+    write_values,
+)
 from featx.types import Array, Json
 
 MAGIC = b"featx chunk table 2\n"
@@ -51,18 +56,31 @@ class RawBytes(Protocol):
         """Read bytes at an address."""
 
 
-def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, start: int) -> None:
-    """Write /chunk_table as the last dataset of a file."""
+def write_chunk_table(
+    file: h5py.File,
+    chunked: Mapping[str, tuple[h5py.Dataset, Pipeline, Array]],
+    fingerprint_sha256: str,
+    num_runs: int,
+    start: int,
+) -> None:
+    """Write /chunk_table as the last dataset of a file.
+
+    `chunked` are its datasets in chunks by their paths, each with its filters and the checksums of
+    its chunks: to open them again takes longer than to write the table.
+    """
     file.flush()
     failures = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
     about, tables = [], []
     for path in [*row_datasets(file), *failures]:
-        dataset = file[path]
-        table = chunks_of(dataset)
-        if dataset.chunks:
-            table["sum"] = file[f"{layout.CHECKSUMS}/{path}"][:]
-        elif len(table):
-            table["sum"] = layout.checksum(dataset[:])
+        if path in chunked:
+            dataset, pipeline, sums = chunked[path]
+            table, filters = chunks_of(dataset), pipeline.filters
+            table["sum"] = sums
+        else:
+            dataset, filters = file[path], []
+            table = chunks_of(dataset)
+            if len(table):
+                table["sum"] = layout.checksum(dataset[:])
         is_feature = path.startswith(f"{layout.FEATURES}/")
         about.append(
             {
@@ -70,7 +88,7 @@ def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, s
                 "shape": dataset.shape,
                 "dtype": dtype_name(dataset) if is_feature else dataset.dtype.str,
                 "chunk_rows": dataset.chunks[0] if dataset.chunks else max(1, len(dataset)),
-                "filters": dataset_filters(dataset),
+                "filters": filters,
                 "chunks": len(table),
             }
         )
@@ -84,7 +102,7 @@ def write_chunk_table(file: h5py.File, fingerprint_sha256: str, num_runs: int, s
     text = json.dumps(header, separators=(",", ":")).encode()
     body = b"".join([len(text).to_bytes(8, "little"), text, *(table.tobytes() for table in tables)])
     head = MAGIC + len(body).to_bytes(8, "little") + layout.checksum(body).to_bytes(8, "little")
-    file[layout.CHUNK_TABLE] = np.frombuffer(head + body, np.uint8)
+    write_values(file, layout.CHUNK_TABLE, np.frombuffer(head + body, np.uint8))
 
 
 def chunks_of(dataset: h5py.Dataset) -> Array:

@@ -34,13 +34,14 @@ class Pipeline:
     """Filters of a dataset, in the order in which they are applied when writing.
 
     Attributes:
+        filters: number and parameters of each.
         chunk_bytes: size of a decoded chunk; edge chunks have the same size.
         is_supported: whether all filters are known here; otherwise h5py must be used.
     """
 
     def __init__(self, filters: list[tuple[int, tuple[int, ...]]], chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
-        self._filters = filters
+        self.filters = filters
         # The decoded size of a compressor is known only if it is the last filter.
         self.is_supported = all(
             _is_known(number, values) and (number == _SHUFFLE or i + 1 == len(filters))
@@ -54,14 +55,14 @@ class Pipeline:
         return cls(dataset_filters(dataset), num_values * dataset.id.get_type().get_size())
 
     def __len__(self) -> int:
-        return len(self._filters)
+        return len(self.filters)
 
     def encode(self, chunk: Block) -> bytes:
         """Encode a whole chunk for write_direct_chunk with filter mask 0."""
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(chunk)
         require(len(data) == self.chunk_bytes, f"{len(data)} bytes, a chunk has {self.chunk_bytes}")
-        for number, values in self._filters:
+        for number, values in self.filters:
             data = _encode(number, values, data)
         return data.tobytes()
 
@@ -69,9 +70,9 @@ class Pipeline:
         """Decode a chunk to (chunk_bytes,) uint8."""
         require(self.is_supported, "only h5py knows a filter of this pipeline")
         data = _flat(stored)
-        if filter_mask >> len(self._filters):
+        if filter_mask >> len(self.filters):
             raise StoreError(f"the filter mask {filter_mask:#x} names filters that are not there")
-        for position, (number, values) in reversed(list(enumerate(self._filters))):
+        for position, (number, values) in reversed(list(enumerate(self.filters))):
             if not filter_mask >> position & 1:
                 data = _decode(number, values, data, self.chunk_bytes)
         if len(data) != self.chunk_bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from featx.errors import StoreError
 from featx.storage import RawFile, S3File, S3Path
 from featx.store import codecs, layout
 from featx.store.dtypes import read_raw, stored_dtype
-from featx.store.filter_pipeline import Pipeline, dataset_filters
+from featx.store.filter_pipeline import Pipeline
 from featx.types import Array
 
 _MAX_COMPRESSION = 1 << 20
@@ -125,6 +126,38 @@ def damage_text(path: Path, error: Exception) -> str:
     return f"it cannot be read ({error})"
 
 
+def write_values(file: h5py.File, path: str, values: Array) -> None:
+    """Write a dataset without chunks: `file[path] = values` in half the time.
+
+    A part has a dozen of them.
+    """
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_obj_track_times(False)
+    kind = h5py.h5t.py_create(values.dtype, logical=True)
+    space = h5py.h5s.create_simple(values.shape)
+    dataset = h5py.h5d.create(file.id, None, kind, space, settings)
+    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(values))
+    file[path] = h5py.Dataset(dataset)
+
+
+def write_attributes(target: h5py.File | h5py.Dataset, values: Mapping[str, object]) -> None:
+    """Write attributes that `target` does not have yet: `target.attrs.update(values)`, in a third
+    of the time for texts and numbers. A part has thirty of them.
+    """
+    for name, value in values.items():
+        data = np.asarray(value, _TEXT if isinstance(value, str) else None)
+        if data.dtype.kind not in "biuf" and data.dtype is not _TEXT:  # such as a list of texts
+            target.attrs[name] = value
+            continue
+        kind = h5py.h5t.py_create(data.dtype, logical=True)
+        space = h5py.h5s.create_simple(data.shape)
+        attribute = h5py.h5a.create(target.id, name.encode(), kind, space)
+        attribute.write(data, mtype=h5py.h5t.py_create(data.dtype))
+
+
+_TEXT = h5py.string_dtype()
+
+
 def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False) -> h5py.Dataset:
     """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
 
@@ -143,33 +176,46 @@ def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False)
     # file[path], is_virtual and external would look up the path and the settings once each: a
     # command opens hundreds of datasets.
     found = h5py.h5o.open(file.id, path.encode())
-    refused = f"{file.filename}: /{path} is no plain dataset; refused: "
     if not isinstance(found, h5py.h5d.DatasetID):
-        raise StoreError(f"{refused}it is no dataset.")
+        raise _not_plain(file, path, "it is no dataset.")
     settings = found.get_create_plist()
     if settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count():
-        raise StoreError(
-            f"{refused}it is {'external' if settings.get_external_count() else 'virtual'}, so its "
+        raise _not_plain(
+            file,
+            path,
+            f"it is {'external' if settings.get_external_count() else 'virtual'}, so its "
             "values lie in other files, and read as zeros if those are missing. Copy it into a "
-            f"file of its own, in Python as new[{path!r}] = old[{path!r}][:]."
+            f"file of its own, in Python as new[{path!r}] = old[{path!r}][:].",
         )
-    dataset = h5py.Dataset(found, readonly=file.mode == "r")
-    size = dataset.size * found.get_type().get_size()  # a bfloat16 reads as float32
+    size = math.prod(found.shape) * found.get_type().get_size()  # a bfloat16 reads as float32
     stored = found.get_storage_size()
     num_filters = settings.get_nfilters()
     if not may_be_partial:
-        codecs.require_filters(number for number, _ in dataset_filters(dataset))
+        codecs.require_filters(settings.get_filter(i)[0] for i in range(num_filters))
     if size and not stored:
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, but was never written: the file holds "
             "none of them; refused."
         )
-    is_compact = num_filters or (may_be_partial and dataset.chunks)
+    is_chunked = settings.get_layout() == h5py.h5d.CHUNKED
+    is_compact = num_filters or (may_be_partial and is_chunked)
     if size > stored * (_MAX_COMPRESSION if is_compact else 1):
         raise StoreError(
             f"{file.filename}: /{path} claims {size} bytes, the file holds {stored} of it; refused."
         )
-    return dataset
+    return h5py.Dataset(found, readonly=file.mode == "r")
+
+
+def _not_plain(file: h5py.File, path: str, reason: str) -> StoreError:
+    return StoreError(f"{file.filename}: /{path} is no plain dataset; refused: {reason}")
+
+
+def read_values(file: h5py.File, path: str) -> Array:
+    """Read a whole dataset of numbers: `open_plain_dataset(file, path)[:]`, in half the time."""
+    dataset = open_plain_dataset(file, path).id
+    values = np.empty(dataset.shape, dataset.dtype)
+    dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    return values
 
 
 def check_hard_links(file: h5py.File, path: str) -> None:
@@ -231,7 +277,7 @@ def chunks_with_verdict(
 
     bfloat16 rows are uint16; lost ones are zeros.
     """
-    sums = open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
+    sums = read_values(file, f"{layout.CHECKSUMS}/{path}")
     yield from compared_chunks(open_plain_dataset(file, path), sums, first_row)
 
 
@@ -272,16 +318,13 @@ def good_chunks(file: h5py.File, path: str, first_row: int = 0) -> Iterator[tupl
 
 def failures_agree(file: h5py.File) -> bool:
     path = f"{layout.CHECKSUMS}/{layout.FAILURES}"
-    columns = [
-        open_plain_dataset(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS
-    ]
-    return layout.agrees(open_plain_dataset(file, path)[:], *columns)
+    columns = [read_values(file, f"{layout.FAILURES}/{name}") for name in layout.FAILURE_COLUMNS]
+    return layout.agrees(read_values(file, path), *columns)
 
 
 def classes_agree(file: h5py.File) -> bool:
     path = f"{layout.CHECKSUMS}/{layout.CLASSES}"
-    values = open_plain_dataset(file, layout.CLASSES)[:]
-    return layout.agrees(open_plain_dataset(file, path)[:], values)
+    return layout.agrees(read_values(file, path), read_values(file, layout.CLASSES))
 
 
 def check_chunks(file: h5py.File) -> None:

@@ -22,6 +22,7 @@ from featx.store.hdf5_files import (
     open_metadata,
     open_raw,
     raise_unless_damage,
+    write_values,
 )
 from featx.store.manifest import Manifest
 from featx.types import Array, Listing
@@ -85,8 +86,9 @@ def make_groups(file: h5py.File, listing: Listing) -> None:
 def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
     """Write /classes, (C,) fixed-length UTF-8 bytes, and its checksum."""
     values = layout.text_array(classes)
-    file[layout.CLASSES] = values
-    file[f"{layout.CHECKSUMS}/{layout.CLASSES}"] = np.array([layout.checksum(values)], np.uint64)
+    write_values(file, layout.CLASSES, values)
+    checksum = np.array([layout.checksum(values)], np.uint64)
+    write_values(file, f"{layout.CHECKSUMS}/{layout.CLASSES}", checksum)
 
 
 def listing_file(listing: Listing) -> bytes:

@@ -231,7 +231,11 @@ class Manifest:
         return next(run for run in reversed(self.runs) if run.grid.first_part <= part.index)
 
     def to_json(self) -> bytes:
-        """Content of featx.json."""
+        """Content of featx.json, which every part carries."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> bytes:
         first, *others = self.runs
         values = {"featx_format": layout.FORMAT, **first.as_dict()}
         if others:

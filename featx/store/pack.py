@@ -26,6 +26,7 @@ from featx.store.hdf5_files import (
     good_chunks,
     open_hdf5,
     open_plain_dataset,
+    read_values,
 )
 from featx.store.heartbeat import refuse_other_writers
 from featx.store.image_states import read_image_checksums
@@ -270,7 +271,7 @@ class _Packer:
             target
         )
         if has_same_chunks and first_row % step == 0:
-            sums = open_plain_dataset(file, f"{layout.CHECKSUMS}/{path}")[:]
+            sums = read_values(file, f"{layout.CHECKSUMS}/{path}")
             # A short last chunk may be copied as it is only if no rows follow it in the store.
             is_last = first_row + len(rows) == len(target)
             begin = len(rows) if is_last else len(rows) // step * step
@@ -281,5 +282,6 @@ class _Packer:
                 if not layout.agrees(sums[row // step], data):
                     raise StoreError(f"/{path} differs from its checksum at row {row}.")
                 self._file.append_chunk(path, first_row + row, data, mask)
-        for start, values in good_chunks(file, path, begin):
-            self._file.append(path, first_row + start, values)
+        if begin < len(rows):
+            for start, values in good_chunks(file, path, begin):
+                self._file.append(path, first_row + start, values)

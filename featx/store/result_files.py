@@ -17,6 +17,7 @@ import numpy as np
 from featx.base import csv_line, digest, name_text
 from featx.errors import StoreError
 from featx.store import layout
+from featx.store.hdf5_files import write_values
 from featx.types import Failure, Json, Status
 
 _CHECKSUM = "sha256"
@@ -97,10 +98,11 @@ def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
         layout.text_array([f.error for f in ordered]),
         layout.text_array(printable),
     )
-    group = file.create_group(layout.FAILURES)
+    file.create_group(layout.FAILURES)
     for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
-        group[name] = values
-    file[f"{layout.CHECKSUMS}/{layout.FAILURES}"] = np.array([layout.checksum(*columns)], np.uint64)
+        write_values(file, f"{layout.FAILURES}/{name}", values)
+    checksum = np.array([layout.checksum(*columns)], np.uint64)
+    write_values(file, f"{layout.CHECKSUMS}/{layout.FAILURES}", checksum)
 
 
 def read_failures(file: h5py.File) -> list[Failure]:

@@ -17,6 +17,7 @@ from featx.store import codecs, layout
 from featx.store.chunk_file import ChunkFile
 from featx.store.chunk_table import write_chunk_table
 from featx.store.dtypes import hdf5_type, memory_dtype, nan, raw_dtype
+from featx.store.hdf5_files import write_attributes
 from featx.store.layout import geometry_values
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Manifest, Run
@@ -88,7 +89,7 @@ class RowFile:
 
     def create(self, file: ChunkFile, listing: Listing) -> None:
         """Create all datasets with one entry per row, with their attributes."""
-        file.hdf5.attrs.update(self.attributes)
+        write_attributes(file.hdf5, self.attributes)
         make_groups(file.hdf5, listing)
         for name in (layout.FEATURES, f"{layout.CHECKSUMS}/{layout.FEATURES}"):
             file.hdf5.create_group(name)
@@ -97,7 +98,7 @@ class RowFile:
         types |= {layout.STATUS: np.dtype("u1"), layout.IMAGE_CHECKSUM: np.dtype("<u8")}
         for path, dtype in types.items():
             file.create(path, (len(self),), dtype, grid.column_chunk_rows, max_rows)
-        file.hdf5[layout.STATUS].attrs["names"] = layout.status_names()
+        write_attributes(file.hdf5[layout.STATUS], {"names": layout.status_names()})
         for spec, run in self.layers.values():
             grid, max_rows = self._grid(run)
             dataset = file.create(
@@ -110,7 +111,7 @@ class RowFile:
                 **codecs.filters(run.codec),
             )
             tokens = geometry_values(run.tokens.get(spec.name))
-            dataset.attrs.update({**layout.layer_attributes(spec), **tokens})
+            write_attributes(dataset, {**layout.layer_attributes(spec), **tokens})
         file.seal()
 
     def _grid(self, run: Run) -> tuple[layout.Grid, int]:
@@ -126,10 +127,11 @@ class RowFile:
         """Write what describes the rows, all of which are in the file."""
         file.write_checksums()
         file.hdf5.attrs[layout.MANIFEST_COPY] = np.bytes_(manifest)
-        file.hdf5.attrs["num_failures"] = len(failures)
+        write_attributes(file.hdf5, {"num_failures": len(failures)})
         write_classes(file.hdf5, listing.classes)
         write_failures(file.hdf5, failures)
-        write_chunk_table(file.hdf5, self.fingerprint_sha256, len(self.runs), self.start)
+        about = self.fingerprint_sha256, len(self.runs), self.start
+        write_chunk_table(file.hdf5, file.chunked, *about)
 
 
 class PartBuilder:

@@ -107,14 +107,14 @@ def write_chunk_table(
 
 def chunks_of(dataset: h5py.Dataset) -> Array:
     """Addresses of the chunks in order; a dataset without chunks counts as one chunk."""
-    if dataset.chunks is None:
-        if not len(dataset):
+    chunks, (num_rows, *others) = dataset.chunks, dataset.shape
+    if chunks is None:
+        if not num_rows:
             return np.zeros(0, CHUNK)
         size = dataset.id.get_storage_size()
         return np.array([(dataset.id.get_offset(), size, 0, 0)], CHUNK)
-    step = dataset.chunks[0]
-    table = np.zeros(-(-len(dataset) // step), CHUNK)
-    rest = (0,) * (dataset.ndim - 1)
+    step, rest = chunks[0], (0,) * len(others)
+    table = np.zeros(-(-num_rows // step), CHUNK)
     for number in range(len(table)):
         # get_chunk_info(number) walks over all chunks before it: 1.4 s for 4096 chunks.
         info = dataset.id.get_chunk_info_by_coord((number * step, *rest))

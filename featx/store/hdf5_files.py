@@ -131,13 +131,11 @@ def write_values(file: h5py.File, path: str, values: Array) -> None:
 
     A part has a dozen of them.
     """
-    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    settings.set_obj_track_times(False)
-    kind = h5py.h5t.py_create(values.dtype, logical=True)
+    kind, _ = _hdf5_types(values.dtype)
     space = h5py.h5s.create_simple(values.shape)
-    dataset = h5py.h5d.create(file.id, None, kind, space, settings)
+    dataset = h5py.h5d.create(file.id, None, kind, space, _without_times())
     dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(values))
-    file[path] = h5py.Dataset(dataset)
+    h5py.h5o.link(dataset, file.id, path.encode(), lcpl=_link_settings(path.isascii()))
 
 
 def write_attributes(target: h5py.File | h5py.Dataset, values: Mapping[str, object]) -> None:
@@ -149,13 +147,36 @@ def write_attributes(target: h5py.File | h5py.Dataset, values: Mapping[str, obje
         if data.dtype.kind not in "biuf" and data.dtype is not _TEXT:  # such as a list of texts
             target.attrs[name] = value
             continue
-        kind = h5py.h5t.py_create(data.dtype, logical=True)
+        in_file, in_memory = _hdf5_types(data.dtype)
         space = h5py.h5s.create_simple(data.shape)
-        attribute = h5py.h5a.create(target.id, name.encode(), kind, space)
-        attribute.write(data, mtype=h5py.h5t.py_create(data.dtype))
+        attribute = h5py.h5a.create(target.id, name.encode(), in_file, space)
+        attribute.write(data, mtype=in_memory)
 
 
 _TEXT = h5py.string_dtype()
+
+
+@functools.cache
+def _hdf5_types(dtype: np.dtype[Any]) -> tuple[h5py.h5t.TypeID, h5py.h5t.TypeID]:
+    """Types of a numpy dtype in a file and in memory; that of objects is `_TEXT`."""
+    dtype = _TEXT if dtype.kind == "O" else dtype
+    return h5py.h5t.py_create(dtype, logical=True), h5py.h5t.py_create(dtype)
+
+
+@functools.cache
+def _without_times() -> h5py.h5p.PropDCID:
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_obj_track_times(False)
+    return settings
+
+
+@functools.cache
+def _link_settings(is_ascii: bool) -> h5py.h5p.PropLCID:
+    """Settings of the name of a dataset, as h5py chooses them."""
+    settings = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    settings.set_create_intermediate_group(True)
+    settings.set_char_encoding(h5py.h5t.CSET_ASCII if is_ascii else h5py.h5t.CSET_UTF8)
+    return settings
 
 
 def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False) -> h5py.Dataset:

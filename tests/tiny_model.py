@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 from pathlib import Path
@@ -56,8 +57,17 @@ COMMAND = (
 def write_image(path: Path, seed: int) -> None:
     """Sixteen squares of strong colours: no two seeds give features that resemble each other."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_encoded(seed, path.suffix))
+
+
+@functools.cache  # most tests write the same ones
+def _encoded(seed: int, suffix: str) -> bytes:
     squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    Image.fromarray(squares.repeat(12, 0).repeat(12, 1)).save(path)
+    data = io.BytesIO()
+    Image.fromarray(squares.repeat(12, 0).repeat(12, 1)).save(
+        data, Image.registered_extensions()[suffix.lower()]
+    )
+    return data.getvalue()
 
 
 def write_images(root: Path, count: int = 21) -> Path:

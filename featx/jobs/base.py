@@ -177,12 +177,17 @@ def config_of_call(job: str, keys: Mapping[str, Any]) -> tuple[Config, str]:
     """Return the checked config of a call from Python, and the same config as YAML. Raises
     ConfigError if a keyword is unknown, or does not fit.
     """
+    config, options = _config_and_options(job, keys)
+    return config, saved_yaml(options)
+
+
+def _config_and_options(job: str, keys: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
     keys = nested_keywords(keys)
     options = from_keywords(keys)
     options["job"]["name"] = job
     config = from_composed(options)
     check(config, given_keywords(keys))
-    return config, saved_yaml(options)
+    return config, options
 
 
 @contextlib.contextmanager
@@ -236,7 +241,7 @@ def config_of_store_call(job: str, keys: Mapping[str, object], store: object) ->
         store = store_list([path_text(each, "store") for each in store])
     elif store is not None:
         store = path_text(store, "store")
-    return config_of_call(job, keys if store is None else {**keys, "store": store})[0]
+    return _config_and_options(job, keys if store is None else {**keys, "store": store})[0]
 
 
 def with_keywords(options: type) -> Callable[[FunctionT], FunctionT]:

@@ -399,8 +399,8 @@ def small_blocks(set_block_sizes: Callable[..., None]) -> None:
 
 DECODE_IN_THREADS = {
     *("analysis", "export", "jobs", "layers", "models", "torch"),
-    *("test_conformance", "test_finished_run", "test_overwriting", "test_slurm", "test_status"),
-    *("test_faulty_object_store", "test_object_stores", "test_python_interface", "test_security"),
+    *("test_conformance", "test_finished_run", "test_overwriting"),
+    *("test_object_stores", "test_python_interface", "test_security"),
     *("test_first_hour_answers", "test_first_hour_python", "test_first_hour_tables"),
 }
 """Packages and modules whose tests decode in threads, as macOS does: two forks of a process of 1 GB

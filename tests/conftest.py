@@ -399,7 +399,7 @@ def small_blocks(set_block_sizes: Callable[..., None]) -> None:
 
 DECODE_IN_THREADS = {
     *("analysis", "export", "jobs", "layers", "models", "torch"),
-    *("test_conformance", "test_finished_run", "test_overwriting"),
+    *("test_conformance", "test_finished_run", "test_overwriting", "test_slurm"),
     *("test_object_stores", "test_python_interface", "test_security"),
     *("test_first_hour_answers", "test_first_hour_python", "test_first_hour_tables"),
 }

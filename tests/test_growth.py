@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_store import make_run
 
 from featx.analysis.probe import read_prediction_lines
 from featx.analysis.probe.mislabelled import confident_labels
 from featx.analysis.probe.splits import few_shot_places, kfold
 from featx.store import layout
 from featx.store.listing import merge_listing
+from featx.store.verification import check_store
 from featx.types import Listing, rows_by_label
 
 
@@ -45,7 +47,7 @@ def judged(num_classes: int) -> None:
 @pytest.mark.parametrize(
     "work",
     [
-        lambda c: made_listing(c).sample(5 * c),
+        lambda c: made_listing(4 * c).sample(20 * c),
         lambda c: few_shot_places(made_listing(c).labels, np.arange(10 * c), 1, 0, 0),
         lambda c: kfold(made_listing(c).labels, 5, 0),
         new_class,
@@ -91,3 +93,15 @@ def test_predictions_are_read_line_by_line(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * len(data)
+
+
+def test_a_failed_row_takes_little_memory_where_a_store_is_verified(tmp_path: Path) -> None:
+    """failures.csv is compared as bytes: as dicts of parsed lines it takes two and a half times as much."""
+    num_rows = 2000
+    run = make_run(num_rows, 4096, {"flat": (2,)}, failed=range(num_rows))
+    root = run.finish(tmp_path / "store", packed=True)
+    tracemalloc.start()
+    assert not check_store(root).damages
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1100 * num_rows, peak / num_rows

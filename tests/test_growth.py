@@ -96,7 +96,7 @@ def test_predictions_are_read_line_by_line(tmp_path: Path) -> None:
 
 
 def test_a_failed_row_takes_little_memory_where_a_store_is_verified(tmp_path: Path) -> None:
-    """failures.csv is compared as bytes: as dicts of parsed lines it takes two and a half times as much."""
+    """failures.csv is compared as bytes; its parsed lines take 1.5 times as much besides."""
     num_rows = 2000
     run = make_run(num_rows, 4096, {"flat": (2,)}, failed=range(num_rows))
     root = run.finish(tmp_path / "store", packed=True)

@@ -10,7 +10,9 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -361,8 +363,13 @@ def _stop(text: str, signum: int, frame: FrameType | None) -> None:
     """End the job by an exception; while a module is imported, end the process with a text.
 
     There an exception may arrive as one of another type, and torch aborts on one while it loads.
+    Python drops an exception that a finalizer or the callback of a weak reference raises, as for
+    each of a million objects of h5py: the signal then comes again.
     """
     while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__:
+            threading.Timer(0.01, os.kill, (os.getpid(), signum)).start()
+            return
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _exit(f"\n{text}\n", signum, frame)
         frame = frame.f_back

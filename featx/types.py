@@ -67,6 +67,15 @@ def with_features(status: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     return mask
 
 
+def rows_by_label(labels: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Rows of each label that occurs, in ascending order of labels and of rows.
+
+    They come from one sort: a comparison with each label takes labels x rows.
+    """
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(labels) else []
+
+
 def combined_status(
     before: npt.NDArray[np.uint8], now: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
@@ -127,7 +136,7 @@ class Listing:
 
         Rows without a label count as a class.
         """
-        rows_of_class = [np.flatnonzero(self.labels == each) for each in np.unique(self.labels)]
+        rows_of_class = rows_by_label(self.labels)
         chosen, left = [], min(count, len(self))
         # Small classes first, so that what they lack is shared by the larger ones.
         for number, rows in enumerate(sorted(rows_of_class, key=len)):

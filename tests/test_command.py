@@ -592,3 +592,39 @@ def test_what_lacks_around_a_command_is_named(tmp_path: Path) -> None:
     assert "['/nowhere']. Free some space" in temporary
     assert "HOME=DIR" in home
     assert "cd" in current
+
+
+SIGNALLED = """
+import os, signal, sys, time, weakref
+import featx.jobs
+from featx.__main__ import run_command
+
+class Key:
+    sends = False
+
+    def __hash__(self):
+        if self.sends:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 1
+
+class Value:
+    pass
+
+def run(*arguments):
+    values, value = weakref.WeakValueDictionary(), Value()
+    values[Key()] = value
+    Key.sends = True
+    del value  # calls back, which looks for the key
+    time.sleep(2)
+    return 0
+
+featx.jobs.run = run
+sys.argv = ["featx", "job=models"]
+print(run_command())
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_in_a_callback_of_a_weak_reference_ends_the_command() -> None:
+    """Python drops the exception there; h5py calls back for each of its objects."""
+    assert run_python("-c", SIGNALLED).stdout == "143\n"

@@ -221,8 +221,7 @@ def class_names(file: str | None, store: FeatureStore) -> tuple[list[str], list[
                 ):
                     raise ValueError("expected an object of texts")
                 classes, names = [name for name, _ in pairs], [words for _, words in pairs]
-                unknown = [name for name in classes if name not in store_classes]
-                if unknown:
+                if unknown := sorted({*classes} - {*store_classes}):
                     raise ValueError(f"the store has no class {', '.join(unknown[:3])}")
             else:
                 classes = names = [line.strip() for line in text.split("\n") if line.strip()]

@@ -214,7 +214,7 @@ def csv_cell(text: str) -> str:
 
 def csv_line(cells: Iterable[T]) -> list[T | str]:
     """Cells of a line of a CSV file, of which texts are those of `csv_cell`."""
-    return [csv_cell(cell) if isinstance(cell, str) else cell for cell in cells]
+    return [csv_cell(cell) if cell and isinstance(cell, str) else cell for cell in cells]
 
 
 def write_csv(file: BinaryIO, lines: Iterable[Iterable[object]]) -> None:

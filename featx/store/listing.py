@@ -306,7 +306,8 @@ def merge_listing(root: Path, stored: Listing, listed: Listing) -> Listing:
             f"{root} has {counted(len(removed), 'row whose image is', 'rows whose images are')} no "
             f"longer in the data set, such as {removed[0].decode('utf-8', 'replace')}. {advice}"
         )
-    classes = (*stored.classes, *(c for c in listed.classes if c not in set(stored.classes)))
+    known = set(stored.classes)
+    classes = (*stored.classes, *(name for name in listed.classes if name not in known))
     labels = _renumber_labels(listed, classes)
     changed = np.flatnonzero(labels[position] != stored.labels)
     if len(changed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from featx.store.listing import (
 from featx.store.manifest import DamagedManifestError, Manifest, load_manifest, num_runs_of
 from featx.store.part_files import part_names
 from featx.store.result_files import (
-    csv_rows,
+    failures_csv,
     parse_failures_csv,
     read_failures_csv,
     result_problems,
@@ -83,7 +84,11 @@ def _check_failures_csv(root: Path, report: DamageReport) -> None:
     path = root / layout.FAILURES_CSV
     if not report.complete or part_names(root) or not path.exists():
         return
-    written = [read_failures_csv(path), parse_failures_csv(csv_rows([*report.failures.values()]))]
+    data = failures_csv([report.failures[row] for row in sorted(report.failures)])
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == data:  # as nearly all are; a million lines take a minute below
+            return
+    written = [read_failures_csv(path), parse_failures_csv(data.decode())]
 
     def unescaped(text: str) -> str:
         """Return a cell without what older files may lack: escapes, and doubled backslashes."""

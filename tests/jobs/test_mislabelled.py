@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,21 @@ def test_probabilities_that_do_not_fit_into_memory_are_refused(
     set_free_memory(10.0)
     with pytest.raises(ConfigError, match=r"The probabilities of 3 classes take .* 10 B of memory"):
         run_job(job, store="store", layers="x", device="cpu")
+
+
+def test_the_votes_for_every_number_of_neighbours_count_as_memory(
+    set_free_memory: Callable[..., None],
+) -> None:
+    planted_store()
+    sizes = []
+    for options in ({}, {"k": 5}):
+        set_free_memory(10.0)
+        with pytest.raises(ConfigError, match=r"The probabilities of 3 classes take") as refused:
+            run_job(
+                "probe", store="store", layers="x", device="cpu", probe={"method": "knn", **options}
+            )
+        sizes.append(float(re.search(r"take ([0-9.]+) KiB", str(refused.value))[1]))
+    assert sizes[0] > 2 * sizes[1]
 
 
 def test_other_labels_are_refused() -> None:

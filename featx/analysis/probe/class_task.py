@@ -15,6 +15,7 @@ from featx.analysis.probe.class_metrics import bootstrap_entry, prediction_metri
 from featx.analysis.probe.comparisons import compare_with_best, compared_store_entry
 from featx.analysis.probe.few_shot import Draw, few_shot_csv, fit_few_shot
 from featx.analysis.probe.heads import Head
+from featx.analysis.probe.knn import K_GRID
 from featx.analysis.probe.labelled_rows import (
     TaskKind,
     labelled_rows,
@@ -84,7 +85,10 @@ class ClassTask(RowTask):
         num_tested = sum(len(rows.test_places) for rows in self.splits.values())
         # Those of one layer and of the chosen layers are kept until the layer ends.
         num_kept = num_tested * (len(options.methods) + (len(layers) > 1))
-        num_judged = 2 * max(len(split.validation) for split in self.first_splits.splits)
+        # kNN keeps the votes of the validation rows for every k that it tries.
+        num_tried = len(K_GRID) if "knn" in options.methods and options.k is None else 1
+        most_judged = max(len(split.validation) for split in self.first_splits.splits)
+        num_judged = (num_tried + 1) * most_judged
         check_memory(
             8 * (num_kept + num_judged) * len(training.classes),
             f"The probabilities of {len(training.classes)} classes",

@@ -20,6 +20,7 @@ from featx.base import check_memory, choose_device, exact_cuda, rows_of_block
 from featx.config import ProbeConfig
 from featx.errors import ConfigError, DataError, counted
 from featx.store import FeatureStore, open_if_path
+from featx.types import rows_by_label
 
 _TOLERANCE = 1e-6
 """Amount by which a probability may be below the threshold of its class, as in cleanlab."""
@@ -72,8 +73,8 @@ def confident_labels(
         predicted[places] = probabilities.argmax(1)
         p_predicted[places] = probabilities[row, predicted[places]]
     thresholds = np.full(num_classes, np.inf)
-    for label in np.unique(labels).tolist():
-        thresholds[label] = confidences[labels == label].mean()
+    for members in rows_by_label(labels):
+        thresholds[labels[members[0]]] = confidences[members].mean()
     for places, probabilities in blocks():
         is_confident = probabilities >= thresholds - _TOLERANCE
         several = is_confident.sum(1) > 1

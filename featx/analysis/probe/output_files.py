@@ -76,8 +76,9 @@ def _prediction_lines(task: AnyTask) -> Iterator[list[object]]:
                         yield [*start, *columns]
 
 
-def read_prediction_lines(folder: Path, result: Json) -> list[dict[str, str]] | None:
-    """Read the lines of predictions.csv of the first seed, of which probe.json has the split.
+def read_prediction_lines(folder: Path, result: Json) -> Iterator[dict[str, str]] | None:
+    """Read the lines of predictions.csv of the first seed, of which probe.json has the split, one
+    after the other: a line may have thousands of scores.
 
     None if the file is missing or does not belong to the probe.json with the content `result`.
     """
@@ -88,9 +89,9 @@ def read_prediction_lines(folder: Path, result: Json) -> list[dict[str, str]] | 
         return None
     if hashlib.sha256(data).hexdigest() != result["predictions"]["sha256"]:
         return None
-    text = io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")
+    text = io.TextIOWrapper(io.BytesIO(data), "utf-8", "surrogateescape", newline="")
     first_seed = str(result["split"]["seed"])
-    return [line for line in csv.DictReader(text) if line["seed"] == first_seed]
+    return (line for line in csv.DictReader(text) if line["seed"] == first_seed)
 
 
 def is_of_answer(line: Mapping[str, str], result: Json) -> bool:

@@ -27,7 +27,7 @@ from featx.analysis.probe.metrics import Ints
 from featx.base import csv_cell
 from featx.config import ProbeConfig
 from featx.errors import DataError, counted
-from featx.types import Array
+from featx.types import Array, rows_by_label
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def _fold_of_rows(y: Ints, folds: int, rng: np.random.Generator) -> Ints:
     """Return a fold for each row, -1 for the only row of a class."""
     fold_of = np.full(len(y), -1)
     num_assigned = 0
-    for label in np.unique(y):
-        places = rng.permutation(np.flatnonzero(y == label))
+    for members in rows_by_label(y):
+        places = rng.permutation(members)
         if len(places) > 1:
             # Continuing after the last class's fold keeps folds equal in size.
             fold_of[places] = (np.arange(len(places)) + num_assigned) % folds
@@ -103,7 +103,7 @@ def few_shot_places(y: Ints, train: Ints, shots: int, draw: int, seed: int) -> I
     """Select at most `shots` random places of each class."""
     rng = np.random.default_rng([seed, 3, shots, draw])
     places_of_classes = [
-        rng.permutation(train[y[train] == label])[:shots] for label in np.unique(y[train]).tolist()
+        rng.permutation(train[members])[:shots] for members in rows_by_label(y[train])
     ]
     return np.sort(np.concatenate(places_of_classes))
 
@@ -127,8 +127,8 @@ def _some_of_each_class(
     if groups is not None:
         return np.sort(places[share_of_groups(y[places], groups[places], share, rng)])
     selected = [np.empty(0, np.int64)]
-    for label in np.unique(y[places]).tolist():
-        members = rng.permutation(places[y[places] == label])
+    for rows in rows_by_label(y[places]):
+        members = rng.permutation(places[rows])
         count = min(max(1, round(len(members) * share)), len(members) - 1)
         selected.append(members[:count])
     return np.sort(np.concatenate(selected))

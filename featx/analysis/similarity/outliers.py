@@ -17,6 +17,7 @@ from featx.analysis.similarity.nearest_neighbours import (
 )
 from featx.config import NeighborsConfig
 from featx.store import FeatureStore, open_if_path
+from featx.types import rows_by_label
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +78,9 @@ def find_outliers(
     found = nearest_among(vectors, np.arange(len(vectors)), k, metric, on_progress, origins)
     class_distances = np.full(len(vectors), np.nan, np.float32)
     labels = store.labels[vectors.rows]
-    for label in np.unique(labels[labels >= 0]).tolist():
-        places = np.flatnonzero(labels == label)
+    labelled = np.flatnonzero(labels >= 0)
+    for members in rows_by_label(labels[labelled]):
+        places = labelled[members]
         if len(places) > 1:
             own = nearest_among(
                 vectors.subset(places),

@@ -163,11 +163,15 @@ def test_a_cls_may_hold_the_name_of_the_class(tmp_path: Path) -> None:
         rows = rows_of(shards(tmp_path / "s").listing())
         assert list(rows.values()) == ["dog", None, "Bär", "dog"]
     write_tar(tmp_path / "s" / "d.tar", {"4.jpg": b"x", "4.cls": b"7"})
-    with pytest.raises(DataError, match=r"'dog' for a\.tar/0\.jpg and 7 for d\.tar/4\.jpg; expected"):
+    with pytest.raises(
+        DataError, match=r"'dog' for a\.tar/0\.jpg and 7 for d\.tar/4\.jpg; expected"
+    ):
         shards(tmp_path / "s").listing()
 
 
-@pytest.mark.parametrize("content", [b"", b" \n", b"1.5", b"-2", b"1" * 30, b"a\0", b"\xff", b"c" * 300])
+@pytest.mark.parametrize(
+    "content", [b"", b" \n", b"1.5", b"-2", b"1" * 30, b"a\0", b"\xff", b"c" * 300]
+)
 def test_a_cls_that_is_no_number_and_no_name_is_an_error(tmp_path: Path, content: bytes) -> None:
     write_tar(tmp_path / "x.tar", {"a.jpg": b"x", "a.cls": content})
     with pytest.raises(DataError, match=r"x\.tar: a\.cls holds b.*expected the number or the"):

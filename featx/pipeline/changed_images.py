@@ -193,7 +193,7 @@ def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
 
 
 def image_keys(source: Source, keys: npt.NDArray[np.bytes_]) -> list[bytes]:
-    """Keys of the images that rows show, each once; boxes and views of an image are several rows."""
+    """Keys of the images that rows show, each once; boxes and views are rows of one image."""
     of_rows: list[bytes] = keys.tolist()
     if isinstance(source, ViewSource):
         of_rows = [source.image_key(key) for key in of_rows]

@@ -493,9 +493,7 @@ def test_failures_of_a_part_are_appended_to_their_list(tmp_path: Path) -> None:
     replaced = []
 
     class Disk(AtomicFolder):
-        def replace(
-            self, path: Path, data: bytes | memoryview, etag: str | None = None
-        ) -> None:
+        def replace(self, path: Path, data: bytes | memoryview, etag: str | None = None) -> None:
             replaced.append(path.name)
             super().replace(path, data, etag)
 

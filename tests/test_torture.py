@@ -205,6 +205,7 @@ class StoreLife:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_life_of_a_store(kind: str, seed: int) -> None:
     life = StoreLife(kind, seed)
+    life.run()
     for _ in range(20):
         life.act()
         life.check()

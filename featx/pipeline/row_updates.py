@@ -136,7 +136,7 @@ def _outdated_text(
 
 def _images_of(context: RunContext, rows: Sequence[int] | npt.NDArray[np.int64]) -> list[bytes]:
     """Return the keys of the images that rows of the run show."""
-    return image_keys(context.source, context.listing.keys[rows])
+    return image_keys(context.source, context.listing.keys[list(rows)])
 
 
 def _refresh_text(layers: Sequence[str]) -> str:

@@ -168,8 +168,8 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
         images[_REST] = TarMember(_REST, 0, CUT_SIZE, True)  # it ends between two members
     labels = _labels(list(images), classes, skipped)
     class_names = tuple(dict.fromkeys(label for label in labels if isinstance(label, str)))
-    codes: dict[int | str, int] = {name: FIRST_NAME - i for i, name in enumerate(class_names)}
-    numbers = [codes.get(label, label) for label in labels]
+    codes = {name: FIRST_NAME - i for i, name in enumerate(class_names)}
+    numbers = [codes[label] if isinstance(label, str) else label for label in labels]
     columns = [(member.offset, member.size) for member in images.values()]
     return TarIndex(
         np.array(list(images), dtype=np.bytes_ if images else "S1"),
@@ -248,7 +248,7 @@ def _class(shard: Shard, name: bytes, data: bytes) -> int | str:
     with contextlib.suppress(ValueError):  # which is that of text that is not UTF-8 as well
         text = data.decode().strip()
         is_number = _NUMBER.fullmatch(text)
-        label = int(text) if is_number else text
+        label: int | str = int(text) if is_number else text
         is_class = -1 <= label < 1 << 63 if isinstance(label, int) else text and text.isprintable()
         if is_class and len(data) <= _MAX_LABEL_BYTES:
             return label

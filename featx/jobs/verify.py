@@ -166,13 +166,13 @@ def _images_text(images: ImagesReport) -> str:
     if images.not_compared is not None:
         return f"not compared: {images.not_compared}"
     same = images.compared - len(images.changed)
-    lines = [f"{same} are those that the rows were computed from ({images.read} were read)"]
+    lines = [f"of {counted(same, 'row')} unchanged ({images.read} were read)"]
     for keys, state in (
         (images.changed, "changed since"),
-        (images.gone, "missing or empty now, so their rows were not compared"),
+        (images.gone, "missing or empty now, so not compared"),
     ):
         if keys:
-            lines.append(f"{len(keys)} {state}: {_first(keys, 10)}")
+            lines.append(f"of {counted(len(keys), 'row')} {state}: {_first(keys, 10)}")
     if images.unknown:
         lines.append(unknown_images_text(images.unknown))
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from .changed_images import changed_text as changed_text
 from .changed_images import compare_images as compare_images
 from .changed_images import gone_images_text as gone_images_text
 from .changed_images import image_changes as image_changes
+from .changed_images import image_keys as image_keys
 from .changed_images import rows_of_two_images as rows_of_two_images
 from .changed_images import unknown_images_text as unknown_images_text
 from .changed_model import RESPONSE as RESPONSE

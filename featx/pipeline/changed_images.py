@@ -192,16 +192,22 @@ def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
     return np.flatnonzero(mixed)
 
 
-def changed_images_text(
-    path: Path, keys: npt.NDArray[np.bytes_], rows: Sequence[int], what: str
-) -> str:
+def image_keys(source: Source, keys: npt.NDArray[np.bytes_]) -> list[bytes]:
+    """Keys of the images that rows show, each once; boxes and views are rows of one image."""
+    of_rows: list[bytes] = keys.tolist()
+    if isinstance(source, ViewSource):
+        of_rows = [source.image_key(key) for key in of_rows]
+    return list(dict.fromkeys(of_rows))
+
+
+def changed_images_text(path: Path, images: Sequence[bytes], what: str) -> str:
     """Message for images that differ from those that a result in `path` was computed from.
 
     `what` says what refresh=true does: a clause that starts with "computes".
     """
     return (
-        f"{changed_text(len(rows))} since {path} was computed from them: "
-        f"{named_keys(keys[list(rows)].tolist(), len(rows))}. The command of the run with "
+        f"{changed_text(len(images))} since {path} was computed from them: "
+        f"{named_keys(images, len(images))}. The command of the run with "
         f"refresh=true {what}. Or put the images back, choose another out=DIR, or "
         "overwrite=true to delete what is there."
     )
@@ -212,19 +218,19 @@ def changed_text(count: int) -> str:
     return counted(count, "image has changed", "images have changed")
 
 
-def gone_images_text(keys: npt.NDArray[np.bytes_], rows: npt.NDArray[np.int64]) -> str:
+def gone_images_text(images: Sequence[bytes]) -> str:
     """Clause that names images that no longer exist."""
-    count = len(rows)
-    named = named_keys(keys[rows].tolist(), count)
+    count = len(images)
+    named = named_keys(images, count)
     return f"{counted(count, 'image is', 'images are')} missing or empty now: {named}"
 
 
-def changed_failures_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str:
+def changed_failures_text(images: Sequence[bytes]) -> str:
     """Message for failed images that have changed since."""
-    named = named_keys(keys[list(rows)].tolist(), len(rows))
+    count = len(images)
     return (
-        f"{counted(len(rows), 'failed image has changed', 'failed images have changed')} since: "
-        f"refresh=true computes their rows again ({named})"
+        f"{counted(count, 'failed image has changed', 'failed images have changed')} since: "
+        f"refresh=true computes their rows again ({named_keys(images, count)})"
     )
 
 

@@ -292,7 +292,7 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
         """Pack the parts if the config asks for it; write and return the summary."""
         started_at = time.perf_counter()
         session = self.write_session
-        _pack(self.config, session)
+        _pack(self.context, session)
         outcome.metrics.seconds["pack"] = time.perf_counter() - started_at
         if unfinished := session.unfinished_runs():
             names = ",".join(sorted(unfinished[0].names))
@@ -385,11 +385,11 @@ def _num_classes(session: StoreSession) -> int:
     return int(np.count_nonzero(np.bincount(labels[labels >= 0])))
 
 
-def _pack(config: Config, session: StoreSession) -> None:
+def _pack(context: RunContext, session: StoreSession) -> None:
     """Pack the parts into one features.h5, if the config asks for it and there is room."""
     if session.is_packed or not session.is_complete:
         return
-    if has_mixed_rows(session) or config.pack is False:
+    if has_mixed_rows(context, session) or context.config.pack is False:
         return
     if is_url(session.root):
         log_message(
@@ -398,7 +398,7 @@ def _pack(config: Config, session: StoreSession) -> None:
         return
     stored_bytes = session.stored_bytes()
     reason = reason_to_keep_parts(stored_bytes, session.disk.free_bytes())
-    if config.pack == "auto" and reason is not None:
+    if context.config.pack == "auto" and reason is not None:
         log_message(f"the parts are kept: {reason}. featx.open reads parts as well.")
         return
     pack_parts(session.root)

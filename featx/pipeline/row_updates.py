@@ -23,6 +23,7 @@ from featx.pipeline.changed_images import (
     changed_text,
     gone_images_text,
     image_changes,
+    image_keys,
     row_checksums,
     rows_of_two_images,
     unknown_images_text,
@@ -54,7 +55,7 @@ def check_images(
     `check_images_before_adding` has found just now, or None. Raises StoreMismatchError if images
     have changed, and refresh was not given or could not compute all layers of their rows.
     """
-    config, keys, num_recomputed = context.config, context.listing.keys, 0
+    config, num_recomputed = context.config, 0
     reads_all = config.refresh is True
     if before is None or before.states is not None:
         changes = _changes(context, session, reads_all, announces=before is None)
@@ -70,11 +71,11 @@ def check_images(
             level="warning",
         )
     if len(changes.gone):
-        log_message(
-            f"{gone_images_text(keys, changes.gone)}. Their rows stay as they are.", level="warning"
-        )
+        text = gone_images_text(_images_of(context, changes.gone))
+        log_message(f"{text}. Their rows stay as they are.", level="warning")
     if config.refresh and (reads_all or len(changes.rows)):
-        log_message(f"{changed_text(len(changes.rows))} since the rows were computed")
+        num_changed = len(_images_of(context, changes.rows))
+        log_message(f"{changed_text(num_changed)} since the rows were computed")
         pairs = zip(session.manifest.runs, changes.changed, strict=True)
         of_runs = [rows.tolist() for run, rows in pairs if session.has_requested_layers(run)]
         rows = sorted(set().union(*of_runs))
@@ -86,7 +87,7 @@ def check_images(
     failed = {failure.row for failure in session.failures}
     changed_failures = [row for row in changes.rows.tolist() if row in failed]
     if changed_failures and not config.retry_failed:
-        log_message(f"{changed_failures_text(keys, changed_failures)}")
+        log_message(changed_failures_text(_images_of(context, changed_failures)))
     if runs := _outdated_runs(session, changes):
         text = _outdated_text(context, session, runs)
         if not only_warn:
@@ -126,11 +127,16 @@ def _outdated_text(
     runs: Sequence[tuple[Run, npt.NDArray[np.int64]]],
 ) -> str:
     """Message on rows of changed images, which names the images and what computes them again."""
-    rows = np.unique(np.concatenate([rows for _, rows in runs])).tolist()
+    rows = np.unique(np.concatenate([rows for _, rows in runs]))
     what = _refresh_text(_layers_options([run for run, _ in runs]))
     if context.config.grow and len(_layers_options(session.manifest.runs)) > 1:
         what += ", without grow=true, which adds rows afterwards"
-    return changed_images_text(session.root, context.listing.keys, rows, what)
+    return changed_images_text(session.root, _images_of(context, rows), what)
+
+
+def _images_of(context: RunContext, rows: Sequence[int] | npt.NDArray[np.int64]) -> list[bytes]:
+    """Return the keys of the images that rows of the run show."""
+    return image_keys(context.source, context.listing.keys[list(rows)])
 
 
 def _refresh_text(layers: Sequence[str]) -> str:
@@ -144,7 +150,7 @@ def _layers_options(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs))
 
 
-def has_mixed_rows(session: StoreSession) -> bool:
+def has_mixed_rows(context: RunContext, session: StoreSession) -> bool:
     """Return whether layers of a row were computed from different images, in different runs.
 
     Then the parts are kept: failed images have been mended for some of the layers only. Raises
@@ -155,11 +161,13 @@ def has_mixed_rows(session: StoreSession) -> bool:
     failed = {failure.row for failure in session.failures}
     if ok := [row for row in mixed if row not in failed]:
         what = _refresh_text(_layers_options(runs))
-        raise StoreMismatchError(changed_images_text(session.root, session.listing.keys, ok, what))
+        images = _images_of(context, ok)
+        raise StoreMismatchError(changed_images_text(session.root, images, what))
     if mixed:
+        num_images = len(_images_of(context, mixed))
         log_message(
             "the parts are kept: "
-            f"{counted(len(mixed), 'failed image has', 'failed images have')} been mended for some "
+            f"{counted(num_images, 'failed image has', 'failed images have')} been mended for some "
             f"layers only. retry_failed=true with each of {' and '.join(_layers_options(runs))} "
             "computes the others."
         )

@@ -90,7 +90,13 @@ def source_of(data: object, config: DataConfig | None = None) -> Source:
         raise DataError(f"data is the class {data.__name__}; give one object of it.")
     names = (config.columns or []) if isinstance(config, ObjectOptions) else []
     if _is_of_table(data) and hasattr(type(data), "collect"):  # a LazyFrame of Polars
-        data = data.collect()  # type: ignore[attr-defined]
+        try:
+            data = data.collect()  # type: ignore[attr-defined]
+        except Exception as error:  # of the user's own query
+            raise DataError(
+                f"data is a LazyFrame, and its collect() failed: {type(error).__name__}: {error}. "
+                "Correct its query, or give what .collect() returns."
+            ) from error
     is_frame = _is_of_table(data) and _has_columns(data)
     if names and not is_frame:
         raise DataError(

@@ -1,7 +1,7 @@
 """Source data=table: CSV or Parquet files with a column of paths or encoded images.
 
 Encoded images are read from Parquet by row group, either as a struct of `bytes` and `path`, which
-Hugging Face's data sets use, or as plain binary values.
+Hugging Face's data sets use, or as plain binary values. Such a struct without bytes is a path.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class TableSource:
         label_column = choose_label_column(table.names, config.label_column, self._origin)
         if column == label_column:
             raise DataError(f"{self._origin}: {column} is the column of paths and of labels.")
-        holds_images = table.is_parquet and not _is_text(table.parts, column)
+        holds_images = table.is_parquet and not _holds_paths(table.parts, column)
         if holds_images:
             keys_of_files = [
                 _behind(b"" if is_single else name, self._keys_of_images(part, column))
@@ -212,7 +212,7 @@ class TableSource:
                 if isinstance(part, ParquetTable)
             ]
         else:
-            columns = zip(table.parts, table.columns(column), strict=True)
+            columns = zip(table.parts, table.columns(column, paths=True), strict=True)
             keys_of_files = [self._paths(part, paths) for part, paths in columns]
         keys = np.concatenate(keys_of_files) if len(keys_of_files) > 1 else keys_of_files[0]
         if not len(keys):
@@ -398,18 +398,19 @@ def _rows_text(part: CsvTable | ParquetTable, column: pa.ChunkedArray, rows: Seq
     return ", ".join(shown) + more
 
 
-def _is_text(parts: Sequence[CsvTable | ParquetTable], column: str) -> bool:
-    """Return whether a column holds paths."""
+def _holds_paths(parts: Sequence[CsvTable | ParquetTable], column: str) -> bool:
+    """Return whether a column holds paths: text, or structs none of which has bytes."""
     import pyarrow as pa
 
-    text = {}
+    text, are_without_bytes = {}, []
     for part in parts:
         if isinstance(part, ParquetTable) and part.num_rows:
             kind = part.kind(column)
             text[pa.types.is_string(kind) or pa.types.is_large_string(kind)] = part.file
+            are_without_bytes.append(part.is_without_bytes(column))
     if len(text) > 1:
         raise DataError(f"column {column} holds paths in {text[True]} and none in {text[False]}.")
-    return True in text
+    return True in text or (bool(text) and all(are_without_bytes))
 
 
 def _behind(name: bytes, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bytes_]:

@@ -109,6 +109,8 @@ class CsvTable:
         convert = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
         return csv.read_csv(self.file, self._read, self._parse, convert)[name]
 
+    paths = column
+
     def places(self, rows: Sequence[int]) -> list[str]:
         """Return where some rows begin, in the order of the file, as 'line 7'."""
         found: list[str] = []
@@ -178,6 +180,35 @@ class ParquetTable:
         kind = _plain(column.type)
         return column if kind == column.type else column.cast(kind)
 
+    def is_without_bytes(self, name: str) -> bool:
+        """Return whether a column is a struct with a text `path` and, by the statistics of the
+        file, no `bytes`: Hugging Face's images that were not embedded."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        kind = self.kind(name)
+        path = kind.get_field_index("path") if pa.types.is_struct(kind) else -1
+        if path < 0 or kind[path].type not in (pa.string(), pa.large_string()):
+            return False
+        if ("bytes", pa.null()) in [(field.name, field.type) for field in kind]:
+            return True
+        metadata = parquet.read_metadata(self.file)
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        return all(
+            chunk.statistics is not None
+            and chunk.statistics.has_null_count
+            and chunk.statistics.null_count == chunk.num_values
+            for chunk in chunks
+            if chunk.path_in_schema == f"{name}.bytes"
+        )
+
+    def paths(self, name: str) -> pa.ChunkedArray:
+        """Read a column of text, or one that `is_without_bytes`."""
+        import pyarrow as pa
+
+        return self.column(name, "path" if pa.types.is_struct(self.kind(name)) else None)
+
     def places(self, rows: Sequence[int]) -> list[str]:
         """Return where some rows are."""
         return [f"row {row}" for row in rows]
@@ -235,8 +266,8 @@ class Table:
                     f"{part.file} has two columns of the same name: {', '.join(part.names)}."
                 )
 
-    def columns(self, name: str) -> list[pa.ChunkedArray]:
-        """Read a column of every file; columns of CSV files are text.
+    def columns(self, name: str, paths: bool = False) -> list[pa.ChunkedArray]:
+        """Read a column of every file, or the paths in it; columns of CSV files are text.
 
         Returns one pyarrow.ChunkedArray per file.
         """
@@ -244,7 +275,7 @@ class Table:
         columns = []
         for part in self.parts:
             with read_errors(part.file):
-                columns.append(part.column(name))
+                columns.append(part.paths(name) if paths else part.column(name))
         return columns
 
     def labels(self, name: str) -> pa.ChunkedArray:

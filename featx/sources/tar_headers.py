@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-HEAD_BYTES = 65
+HEAD_BYTES = 257
 """Number of bytes of a member that are read with its header."""
 
 _BLOCK = tarfile.BLOCKSIZE

@@ -13,11 +13,12 @@ import hashlib
 import io
 import json
 import os
+import re
 import threading
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +36,9 @@ from featx.sources.tar_shards import CompressedFile, Shard
 NO_LABEL = -2
 """Label of an image without a .cls member."""
 
+FIRST_NAME = -3
+"""Label of an image whose .cls member holds the first of `TarIndex.class_names`; the next is -4."""
+
 CUT_SIZE, TWICE_SIZE, REFUSED_SIZE = -1, -2, -3
 """Sizes of rows that fail: an image that the end of the tar cuts off, or the rest of the shard; a
 name that two members have; a refused shard."""
@@ -42,12 +46,13 @@ name that two members have; a refused shard."""
 _REST, _WHOLE = b"(the rest of the shard)", b"(the shard)"
 """Names of rows that stand for what is missing, so that the run reports it as a failure."""
 
-_VERSION = 6
+_VERSION = 7
 """Version of the format of index files."""
 _BLOCK, _REMOTE_BLOCK = 1 << 18, 8 << 20
 """Bytes of a local and of a remote tar that are read at once. With small reads, the data of large
 members are skipped, not read."""
 _MAX_LABEL_BYTES = HEAD_BYTES - 1
+_NUMBER = re.compile(r"[-+]?[\d.][\d._]*([eE][-+]?\d+)?", re.ASCII)
 _OTHER_NAMES = "other names"
 _OUTPUT_WORDS = frozenset({"output", "outputs"})
 """Words before .cls that WebDataset's own examples use for labels."""
@@ -68,13 +73,14 @@ class TarIndex:
     Attributes:
         names: (n,) fixed-length bytes, unique.
         numbers: (3, n) int64: position of the data in the decompressed tar, and length of the data,
-            both in bytes, the latter or one of the sizes above; number in the .cls member, or
-            NO_LABEL.
+            both in bytes, the latter or one of the sizes above; number in the .cls member,
+            NO_LABEL, or FIRST_NAME and below for a name.
         skipped: reason -> number of members that were left out.
         cut: reason why the tar ends early, or ''.
         compressed: whether the shard is compressed with gzip.
         refused: reason why none of its images can be used, or ''.
         endings: extension -> number of the members with other names, for the most frequent ones.
+        class_names: names in .cls members, in the order of the images.
     """
 
     names: npt.NDArray[np.bytes_]
@@ -84,6 +90,7 @@ class TarIndex:
     compressed: bool = False
     refused: str = ""
     endings: Mapping[str, int] = field(default_factory=dict)
+    class_names: Sequence[str] = ()
 
     @property
     def has_images(self) -> bool:
@@ -120,7 +127,7 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     skipped: Counter[str] = Counter()
     other_endings: Counter[str] = Counter()
     images: dict[bytes, TarMember] = {}
-    classes: dict[bytes, int] = {}
+    classes: dict[bytes, int | str] = {}
     cut = ""
 
     def add_image(name: bytes, member: TarMember) -> None:
@@ -131,11 +138,11 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
             name = _clean(member.name)
             reason = _reason_to_skip(name, member, endings)
             if reason == _OTHER_NAMES and name.lower().endswith(b".cls"):
-                number = _class(shard, name, member.head)
-                if classes.setdefault(name[:-4], number) != number:
+                label = _class(shard, name, member.head)
+                if classes.setdefault(name[:-4], label) != label:
                     raise DataError(
                         f"{shard.url} has two members {printable(name)}, which hold "
-                        f"{classes[name[:-4]]} and {number}; expected one label."
+                        f"{classes[name[:-4]]} and {label}; expected one label."
                     )
             elif reason:
                 skipped[reason] += 1
@@ -160,14 +167,18 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
     if cut and not any(member.size == CUT_SIZE for member in images.values()):
         images[_REST] = TarMember(_REST, 0, CUT_SIZE, True)  # it ends between two members
     labels = _labels(list(images), classes, skipped)
+    class_names = tuple(dict.fromkeys(label for label in labels if isinstance(label, str)))
+    codes = {name: FIRST_NAME - i for i, name in enumerate(class_names)}
+    numbers = [codes[label] if isinstance(label, str) else label for label in labels]
     columns = [(member.offset, member.size) for member in images.values()]
     return TarIndex(
         np.array(list(images), dtype=np.bytes_ if images else "S1"),
-        np.insert(np.array(columns, dtype=np.int64).reshape(-1, 2), 2, labels, axis=1).T,
+        np.insert(np.array(columns, dtype=np.int64).reshape(-1, 2), 2, numbers, axis=1).T,
         dict(skipped),
         cut,
         compressed,
         endings=dict(other_endings.most_common(3)),
+        class_names=class_names,
     )
 
 
@@ -232,21 +243,25 @@ def _reason_to_skip(name: bytes, member: TarMember, endings: frozenset[bytes]) -
     return None
 
 
-def _class(shard: Shard, name: bytes, data: bytes) -> int:
-    try:
-        number = int(data)
-        if -1 <= number < 1 << 63 and len(data) <= _MAX_LABEL_BYTES:
-            return number
-    except ValueError:
-        pass
+def _class(shard: Shard, name: bytes, data: bytes) -> int | str:
+    """Return the class that a .cls member holds: a number, or a name, which is no number."""
+    with contextlib.suppress(ValueError):  # which is that of text that is not UTF-8 as well
+        text = data.decode().strip()
+        is_number = _NUMBER.fullmatch(text)
+        label: int | str = int(text) if is_number else text
+        is_class = -1 <= label < 1 << 63 if isinstance(label, int) else text and text.isprintable()
+        if is_class and len(data) <= _MAX_LABEL_BYTES:
+            return label
     raise DataError(
         f"{shard.url}: {printable(name)} holds {data[:_MAX_LABEL_BYTES]!r}; expected the number "
-        "of a class."
+        "or the name of a class."
     )
 
 
-def _labels(names: list[bytes], classes: Mapping[bytes, int], skipped: Counter[str]) -> list[int]:
-    """Return the number of the .cls member of each image, or NO_LABEL.
+def _labels(
+    names: list[bytes], classes: Mapping[bytes, int | str], skipped: Counter[str]
+) -> list[int | str]:
+    """Return the number or name in the .cls member of each image, or NO_LABEL.
 
     The .cls member of an image has the same name up to the last dot or, as in WebDataset, its key,
     which is the name up to the first dot of the file name. Without these, KEY.output.cls or another
@@ -258,7 +273,7 @@ def _labels(names: list[bytes], classes: Mapping[bytes, int], skipped: Counter[s
         word = name_text(base[len(key) + 1 :])
         if word in _OUTPUT_WORDS or looks_like_labels(word):
             named.setdefault(key, []).append(base)
-    used, ambiguous, labels = set(), set(), []
+    used, ambiguous, labels = set(), set(), list[int | str]()
     for name in names:
         base, key = name.rpartition(b".")[0], _sample_key(name)
         others = named.get(key, [])

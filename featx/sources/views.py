@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,6 +44,17 @@ _ORIENTATIONS: dict[ViewName, int] = {
 
 BOX_COLUMNS = ("path", "x", "y", "width", "height")
 """Required columns of the table data.boxes. A column `label` is optional."""
+
+_FROM_COCO = (
+    'python -c "import csv, json, sys; d = json.load(open(sys.argv[1])); '
+    "f = {i['id']: i['file_name'] for i in d['images']}; "
+    "n = {c['id']: c['name'] for c in d['categories']}; "
+    "b = {(f[a['image_id']], *map(round, a['bbox'][:2]), *(round(s) or 1 for s in a['bbox'][2:]), "
+    "n[a['category_id']]) for a in d['annotations']}; "
+    "csv.writer(sys.stdout).writerows([('path', 'x', 'y', 'width', 'height', 'label'), *sorted(b)])"
+    '"'
+)
+"""Command that writes the table of a file such as COCO's instances_val2017.json."""
 
 _PIXELS = re.compile(r"[0-9]{1,18}")
 """Number of pixels in the table."""
@@ -190,6 +202,12 @@ class BoxedSource(DerivedSource):
 
     def _lines(self) -> Iterator[_Line]:
         """Read the table line by line; `label` is None if it has no such column."""
+        if self._file.suffix.lower() == ".json":
+            raise DataError(
+                f"data.boxes={self._file} is JSON; expected CSV with {', '.join(BOX_COLUMNS)} and, "
+                "if there are labels, label. For annotations as those of COCO this command writes "
+                f"it, in whole pixels:\n{_FROM_COCO} {shlex.quote(str(self._file))} > boxes.csv"
+            )
         try:
             delimiter = check_csv(self._file)
             with open_csv(self._file, "utf-8-sig") as file:

@@ -20,10 +20,18 @@ from featx.base import LruCache, name_text, printable, require_extra
 from featx.config import options
 from featx.errors import DataError, counted
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
-from featx.sources.labels import Labels, from_names, from_numbers
+from featx.sources.labels import Labels, from_names, from_numbers, renumber
 from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.row_keys import find_row, find_rows, sorting_order
-from featx.sources.tar_index import CUT_SIZE, NO_LABEL, REFUSED_SIZE, TWICE_SIZE, TarIndex, index_of
+from featx.sources.tar_index import (
+    CUT_SIZE,
+    FIRST_NAME,
+    NO_LABEL,
+    REFUSED_SIZE,
+    TWICE_SIZE,
+    TarIndex,
+    index_of,
+)
 from featx.sources.tar_shards import GzipReader, Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
 
@@ -196,7 +204,10 @@ class ShardSource:
         if len(without) == len(numbers):
             return from_names(folders)
         origin = f"the .cls members of {self._root}"
-        labels = from_numbers(numbers, origin, numbers == NO_LABEL)
+        if (numbers <= FIRST_NAME).any():
+            labels = self._named_labels(numbers, origin)
+        else:
+            labels = from_numbers(numbers, origin, numbers == NO_LABEL)
         if not (num_unused := sum(folder != "" for folder in folders)):
             return labels
         warning = (
@@ -204,6 +215,22 @@ class ShardSource:
             "no .cls member, so no label: folders are labels only where no image has a .cls member"
         )
         return labels._replace(warnings=(*labels.warnings, warning))
+
+    def _named_labels(self, numbers: npt.NDArray[np.int64], origin: str) -> Labels:
+        """Return labels from .cls members that hold names; refuse numbers among them."""
+        named, numbered = np.flatnonzero(numbers <= FIRST_NAME), numbers > NO_LABEL
+        counts = [len(index.class_names) for index in self._indexes]
+        starts = np.cumsum([0, *counts])[self._positions[0]]
+        codes = np.where(numbers <= FIRST_NAME, starts + FIRST_NAME - numbers, -1)
+        names = [name for index in self._indexes for name in index.class_names]
+        if numbered.any():
+            first, other = int(named[0]), int(np.flatnonzero(numbered)[0])
+            raise DataError(
+                f"{origin} hold names and numbers: {names[codes[first]]!r} for "
+                f"{name_text(self._keys[first])} and {numbers[other]} for "
+                f"{name_text(self._keys[other])}; expected one of the two throughout."
+            )
+        return renumber(np.array(names, dtype=object), codes)
 
     def _label_note(self) -> str:
         """Return what was looked for as labels, and which other members there are."""

@@ -63,6 +63,7 @@ from .part_files import part_names as part_names
 from .reader import FeatureStore as FeatureStore
 from .reader import check_rows_present as check_rows_present
 from .reader import open_if_path as open_if_path
+from .result_files import csv_rows as csv_rows
 from .result_files import failures_csv as failures_csv
 from .result_files import read_result as read_result
 from .result_files import result_json as result_json

@@ -489,6 +489,24 @@ def test_a_part_that_is_published_again_or_late_changes_nothing(tmp_path: Path) 
     assert sha256(store.path) == expected
 
 
+def test_failures_of_a_part_are_appended_to_their_list(tmp_path: Path) -> None:
+    replaced = []
+
+    class Disk(AtomicFolder):
+        def replace(self, path: Path, data: bytes | memoryview, etag: str | None = None) -> None:
+            replaced.append(path.name)
+            super().replace(path, data, etag)
+
+    run = Run(12, 2, failed=[2, 3, 5, 8])
+    store = run.folder(tmp_path, Disk(tmp_path))
+    store.write_failures()
+    for part in reversed(store.missing()):
+        run.commit(store, part)
+    assert replaced == ["stats-failures.csv"]
+    listed = (tmp_path / replaced[0]).read_text().splitlines()
+    assert [line.split(",")[0] for line in listed] == ["row", "8", "5", "2", "3"]
+
+
 def whole_part(run: Run) -> dict[str, Moments]:
     """The moments of the second part, none of whose images has failed."""
     return Run(16, 4).of(run.parts()[1], [4])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from made_store import make_labelled
 from probe_job import predictions, probe
 from probe_problem import write_store
 from safetensors.numpy import load_file
@@ -60,6 +62,15 @@ def test_vectors_are_refused_with_the_layers_that_have_tokens() -> None:
     write_store(Path("other"), y, vector=x[:, 0])
     with pytest.raises(ConfigError, match="Extract a layer with reduce=none"):
         probe(store="other", method="attentive")
+
+
+def test_heat_maps_are_no_tokens() -> None:
+    x, y = marked(30)
+    run = make_labelled({"saliency": x}, y, ["c0", "c1", "c2"])
+    specs = (replace(run.specs[0], capture="attribution (target predicted)"),)
+    replace(run, specs=specs).write(Path("store"), packed=True)
+    with pytest.raises(ConfigError, match="saliency has one vector or heat map a row"):
+        probe(method="attentive")
 
 
 @pytest.mark.slow

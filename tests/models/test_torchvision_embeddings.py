@@ -102,7 +102,13 @@ def test_the_head_of_a_segmentation_model_is_no_stage(aux_loss: bool) -> None:
     assert find_stages(trace, classifier_of(module)) == expected
 
 
-def test_two_heads_of_a_segmentation_model_are_refused() -> None:
+def test_a_segmentation_head_with_two_classifiers_has_no_embedding_and_is_no_stage() -> None:
     module = build("lraspp_mobilenet_v3_large", weights_backbone=None)
+    backbone = backbone_of(module, 64)
     with pytest.raises(LayerError, match=r"classifier\.high_classifier, is not its classifier"):
-        embedding(backbone_of(module, 64), noise(2, 64))
+        embedding(backbone, noise(2, 64))
+    backbone.classifier = classifier_of(module)
+    with pytest.raises(LayerError, match="the input of classifier gives 2 tensors"):
+        embedding(backbone, noise(2, 64))
+    stages = find_stages(trace_forward(module, noise(2, 64)), backbone.classifier)
+    assert stages == [f"backbone.{number}" for number in (1, 3, 6, 16)]

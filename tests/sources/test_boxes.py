@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
+import shlex
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,23 @@ def boxes_of(photos: Path) -> list[tuple[object, ...]]:
 def boxed(photos: Path, file: Path, **keys: Any) -> FeatureStore:
     data = {"name": "folder", "root": str(photos), "boxes": str(file)}
     return extract(data, **{"part_rows": 32, **keys})
+
+
+def test_the_error_of_annotations_of_coco_has_the_command_that_writes_the_table() -> None:
+    Path("images").mkdir()
+    Path("images", "a.jpg").touch()
+    boxes = [[1.6, 2, 10.4, 0.2], [5, 6, 7, 8], [5, 6, 7, 8]]
+    annotations = [{"image_id": 9, "category_id": 3, "bbox": box} for box in boxes]
+    images, categories = [{"id": 9, "file_name": "a.jpg"}], [{"id": 3, "name": "traffic light"}]
+    coco = {"images": images, "annotations": annotations, "categories": categories}
+    Path("my instances.json").write_text(json.dumps(coco))
+    with pytest.raises(DataError, match="is JSON; expected CSV with path, x, y") as error:
+        BoxedSource(FolderSource(Path("images")), Path("my instances.json")).listing()
+    command = str(error.value).splitlines()[1].replace("python", shlex.quote(sys.executable), 1)
+    subprocess.run(command, shell=True, check=True)
+    listing = BoxedSource(FolderSource(Path("images")), Path("boxes.csv")).listing()
+    assert listing.keys.tolist() == [b"a.jpg#2,2,10,1", b"a.jpg#5,6,7,8"]
+    assert listing.classes == ("traffic light",)
 
 
 @pytest.mark.parametrize("decode", slow_except(["fast", "reference"], "fast"))

@@ -221,6 +221,15 @@ def test_images_in_memory_and_opened_files_have_states(tmp_path: Path) -> None:
     assert source_of(Given(3, pixels)).states(np.array([b"000000"])) is None
 
 
+def test_a_lazy_frame_whose_query_fails_is_named() -> None:
+    def collect(self: object) -> object:
+        raise ValueError("unable to find column nope")
+
+    lazy = type("LazyFrame", (), {"__module__": "polars.lazyframe", "collect": collect})()
+    with pytest.raises(DataError, match=r"collect\(\) failed: ValueError: .* nope\. Correct"):
+        source_of(lazy)
+
+
 def test_missing_values_and_columns_of_pandas() -> None:
     pandas = pytest.importorskip("pandas")
     frame = type("GeoDataFrame", (pandas.DataFrame,), {})({"path": ["b", "a", "c"]}, dtype="string")

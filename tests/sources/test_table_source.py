@@ -271,6 +271,23 @@ def test_paths_next_to_the_bytes_are_keys_if_each_row_has_its_own(tmp_path: Path
         ]
 
 
+def test_structs_without_bytes_are_paths(tmp_path: Path) -> None:
+    """As Hugging Face's Image writes them, unless the images are embedded."""
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / name).write_bytes(name.encode())
+    rows: list[dict[str, object]] = [{"bytes": None, "path": p} for p in ("b.jpg", "a.jpg")]
+    column = pa.array(rows, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    only_paths = [{"path": row["path"]} for row in rows]
+    for image in (column, pa.array(rows), only_paths):
+        pq.write_table(pa.table({"image": image, "label": ["p", "q"]}), tmp_path / "t.parquet")
+        source = table(tmp_path / "t.parquet")
+        assert labels_of(source.listing()) == {"a.jpg": "q", "b.jpg": "p"}
+        assert source.read(b"b.jpg") == b"b.jpg"
+    images(tmp_path / "t.parquet", [{"bytes": None, "path": "/a.jpg"}])
+    with pytest.raises(DataError, match=r"1 row whose path leads out of .*row 0 \('/a\.jpg'\)"):
+        table(tmp_path / "t.parquet").listing()
+
+
 def test_names_of_columns_may_have_dots(tmp_path: Path) -> None:
     rows = [{"bytes": b"1", "path": "z.jpg"}, {"bytes": b"2", "path": "a.jpg"}]
     columns = {"image.path": ["1.jpg", "2.jpg"], "image": rows, "a.b": rows}

@@ -154,10 +154,27 @@ def test_two_cls_of_one_name_have_to_agree(tmp_path: Path) -> None:
     assert shards(write((b"4", b"4\n"))).listing().labels.tolist() == [4]
 
 
-@pytest.mark.parametrize("content", [b"cat", b"", b"1.5", b"-2", b"1" * 30, b"1" * 100])
-def test_a_cls_that_is_no_number_is_an_error(tmp_path: Path, content: bytes) -> None:
+def test_a_cls_may_hold_the_name_of_the_class(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    write_tar(tmp_path / "s" / "a.tar", {"0.jpg": b"x", "0.cls": b"dog\n", "1.jpg": b"x"})
+    write_tar(tmp_path / "s" / "b.tar", {"2.jpg": b"x", "2.cls": "Bär".encode(), "2.cls ": b"9"})
+    write_tar(tmp_path / "s" / "c.tar", {"3.jpg": b"x", "3.cls": b"dog"})
+    for _ in range(2):  # the second time from the cache
+        rows = rows_of(shards(tmp_path / "s").listing())
+        assert list(rows.values()) == ["dog", None, "Bär", "dog"]
+    write_tar(tmp_path / "s" / "d.tar", {"4.jpg": b"x", "4.cls": b"7"})
+    with pytest.raises(
+        DataError, match=r"'dog' for a\.tar/0\.jpg and 7 for d\.tar/4\.jpg; expected"
+    ):
+        shards(tmp_path / "s").listing()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b" \n", b"1.5", b"-2", b"1" * 30, b"a\0", b"\xff", b"c" * 300]
+)
+def test_a_cls_that_is_no_number_and_no_name_is_an_error(tmp_path: Path, content: bytes) -> None:
     write_tar(tmp_path / "x.tar", {"a.jpg": b"x", "a.cls": content})
-    with pytest.raises(DataError, match=r"x\.tar: a\.cls holds b.*expected the number of a class"):
+    with pytest.raises(DataError, match=r"x\.tar: a\.cls holds b.*expected the number or the"):
         shards(tmp_path / "x.tar").listing()
 
 

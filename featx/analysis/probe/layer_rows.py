@@ -35,8 +35,7 @@ def probe_rows(store: FeatureStore, layer: str, rows: Ints) -> LayerRows:
     numbers = int(np.prod(shape, dtype=np.int64))
     if len(shape) < 2 or numbers <= MAX_FLAT:
         return LayerRows(store, layer, rows)
-    is_of_tokens = not is_heat_map(shape, store[layer].attrs.get("capture", "output"))
-    if len(shape) == 2 and is_of_tokens:  # (T, C), including the class token
+    if len(shape) == 2 and not _has_heat_maps(store, layer):  # (T, C), including the class token
         return LayerRows(store, layer, rows, (1,))
     if len(shape) != 3:
         raise ReduceError(
@@ -46,6 +45,12 @@ def probe_rows(store: FeatureStore, layer: str, rows: Ints) -> LayerRows:
         )
     is_last = map_channels_last(store, layer, "averaging before a probe")
     return LayerRows(store, layer, rows, (1, 2) if is_last else (2, 3))
+
+
+def _has_heat_maps(store: FeatureStore, layer: str) -> bool:
+    """Return whether the rows of a layer are heat maps, which are no tokens."""
+    array = store[layer]
+    return is_heat_map(array.shape[1:], array.attrs.get("capture", "output"))
 
 
 def map_channels_last(store: FeatureStore, layer: str, purpose: str) -> bool:
@@ -127,8 +132,10 @@ class Tokens:
 
 
 def token_layout(store: FeatureStore, layer: str, option: str) -> TokenLayout | None:
-    """Return how the rows of a layer form tokens, or None if a row is a single vector."""
+    """Return how the rows of a layer form tokens, or None if a row is a vector or a heat map."""
     shape = store[layer].shape[1:]
+    if _has_heat_maps(store, layer):
+        return None
     if len(shape) == 2:
         layout = TokenLayout(shape[0], shape[1], True)
     elif len(shape) == 3 and map_channels_last(store, layer, option):
@@ -151,7 +158,7 @@ def require_tokens(store: FeatureStore, layers: Sequence[str], option: str) -> N
             remedy = f"layers=[{','.join(token_layers)}] leaves {pronoun} out."
         raise ConfigError(
             f"{option} needs tokens or maps, and {', '.join(vector_layers)} "
-            f"{'has' if len(vector_layers) == 1 else 'have'} one vector a row. {remedy}"
+            f"{'has' if len(vector_layers) == 1 else 'have'} one vector or heat map a row. {remedy}"
         )
 
 

@@ -41,6 +41,7 @@ from featx.pipeline import (
     describe_run,
     failures_of,
     gone_images_text,
+    image_keys,
     list_images,
     peak_memory_mib,
     run_output,
@@ -340,18 +341,19 @@ def _check_images(context: RunContext, session: StatsSession) -> None:
         context.source, keys, [recorded], states_file, read_all=config.refresh is True
     )
     if len(changes.gone):
-        log_message(
-            f"{gone_images_text(keys, changes.gone)}. Statistics keep them.", level="warning"
-        )
+        gone = image_keys(context.source, keys[changes.gone])
+        log_message(f"{gone_images_text(gone)}. Statistics keep them.", level="warning")
     rows = changes.rows.tolist()
+    images = image_keys(context.source, keys[rows])
     if config.refresh and (config.refresh is True or rows):
-        log_message(f"{changed_text(len(rows))} since the statistics were taken")
+        log_message(f"{changed_text(len(images))} since the statistics were taken")
         session.discard(rows)
     failed = {failure.row for failure in session.failures}
     if not config.refresh and (changed := [row for row in rows if row not in failed]):
-        raise StoreMismatchError(changed_images_text(session.path, keys, changed, _REFRESH_TEXT))
+        images = image_keys(context.source, keys[changed])
+        raise StoreMismatchError(changed_images_text(session.path, images, _REFRESH_TEXT))
     if not config.refresh and rows:
-        log_message(f"{changed_failures_text(keys, rows)}")
+        log_message(changed_failures_text(images))
     if changes.states is not None:
         write_image_states(session.disk, states_file, changes.states, changes.checksums)
 

@@ -36,7 +36,7 @@ from featx.analysis.statistics.stats_file import (
 from featx.base import differences, digest
 from featx.errors import LayerError, StoreError, StoreMismatchError, require
 from featx.storage import TEMPORARY_PREFIX, AtomicFolder
-from featx.store import Grid, clear_job_folders, failures_csv, layout
+from featx.store import Grid, clear_job_folders, csv_rows, failures_csv, layout
 from featx.types import UNKNOWN_IMAGE, Failure, Json, Part, StoreHeader
 
 logger = logging.getLogger(__name__)
@@ -169,10 +169,10 @@ class StatsSession:
             for half in halves:
                 self.disk.remove(half)
         if failures:
-            self.write_failures()
+            self.disk.append(self.root / FAILURES_CSV, csv_rows(failures))
 
     def write_failures(self) -> None:
-        """Write the list of failures next to the statistics."""
+        """Write the list of failures next to the statistics, in ascending order of rows."""
         self.disk.replace(self.root / FAILURES_CSV, failures_csv(self.failures))
 
     def committed_by_others(

@@ -296,11 +296,13 @@ def classifier_of(module: torch.nn.Module) -> str | None:
     """Name of the classifier if it is not the last linear layer, otherwise None.
 
     In a segmentation model it is the last convolution of the main head; the auxiliary head runs
-    later.
+    later. LRASPP adds two classifiers of two maps: its whole head is named.
     """
     import torch
-    from torchvision.models.segmentation import FCN, DeepLabV3
+    from torchvision.models.segmentation import FCN, LRASPP, DeepLabV3
 
+    if isinstance(module, LRASPP):
+        return "classifier"
     if not isinstance(module, FCN | DeepLabV3):
         return None
     head = module.get_submodule("classifier")

@@ -236,7 +236,7 @@ class Captured(Mapping[str, torch.Tensor]):
             raise LayerError(
                 f"the operation {layer!r} was not called in the last forward pass, and no layer "
                 f"gave an element of that name; {point.module or 'the model'} called "
-                f"{', '.join(record.operations) or 'none'}."
+                f"{', '.join(record.operations) or 'none'}.{self.hooks.why_unseen()}"
             )
         raise LayerError(
             f"the layer {layer!r} was not called in the last forward pass.{self.hooks.why_unseen()}"

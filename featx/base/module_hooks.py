@@ -62,11 +62,12 @@ def hidden_from_compiler(function: _Function) -> _Function:
     """
     if "torch._dynamo" not in sys.modules:
         return function
-    return torch.compiler.disable(
+    hidden: _Function = torch.compiler.disable(  # type: ignore[no-untyped-call]
         function,
         reason="featx has hooks on this model, which compiled code does not run. Call the model "
         "itself in the block, instead of a compiled function around it.",
     )
+    return hidden
 
 
 class ModuleHooks(contextlib.ExitStack):

@@ -362,10 +362,10 @@ def _hidden_forward(model: nn.Module) -> dict[nn.Module, object]:
     it has got hooks.
     """
     forward: Any = model.forward
-    if not isinstance(forward, MethodType) or forward.__self__ is not model:
+    # Copies of the model get a bound method of their own, and pickles store one by its name.
+    if not isinstance(forward, MethodType) or getattr(model, forward.__name__, None) != forward:
         return {}
     hidden = hidden_from_compiler(forward.__func__)
-    # A bound method, of which a copy of the model gets its own.
     return {} if hidden is forward.__func__ else {model: MethodType(hidden, model)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -167,10 +168,15 @@ class DeviceModel:
         if not any(map(is_cube, traced.map_shapes)):
             return frozenset()
         size = size_beside(self.backbone.preprocess.crop)
-        x = self.noise(traced.batch_size)[..., : size[0], : size[1]].contiguous()
+        x = torch.empty(traced.batch_size, 3, *size, device="meta")
         try:
             with self.named_failure(x):
-                return cubes_of_maps(traced, trace_forward(self.module, x), size)
+                # A copy without memory, because a model may keep what it computes for a size.
+                parts = [*self.module.parameters(), *self.module.buffers()]
+                memo = {id(each): each.to("meta") for each in parts}
+                return cubes_of_maps(
+                    traced, trace_forward(copy.deepcopy(self.module, memo), x), size
+                )
         except ModelError:
             return frozenset()  # the model takes images of its own size only
 

@@ -302,6 +302,22 @@ def test_a_cube_that_no_other_size_of_the_input_explains_is_refused(kind: str) -
         pass
 
 
+def test_a_model_that_keeps_what_it_computes_for_a_size_is_left_as_it_is() -> None:
+    class Keeps(nn.Sequential):
+        weights = torch.ones(0, 0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.weights.shape != x.shape[-2:]:
+                self.weights = torch.ones(x.shape[-2:])
+            return super().forward(x * self.weights)
+
+    model = Keeps(nn.Conv2d(3, 8, 4, stride=4), nn.ReLU(), nn.Flatten()).eval()
+    backbone = backbone_of(model)
+    backbone.preprocess = replace(backbone.preprocess, crop=(32, 32))
+    with bound(backbone, ("1", "none")):
+        assert model.weights.shape == (32, 32)
+
+
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"
 EITHER_WAY = (
     r"could be \(C, H, W\) or \(H, W, C\), so its channels are unknown\. Use none or flatten for "

@@ -216,15 +216,15 @@ class Captured(Mapping[str, torch.Tensor]):
                 "a number, which is its latest call there."
             )
         threads, own_thread = self.hooks.threads, threading.get_ident()
-        if threads and own_thread not in threads:
-            raise LayerError(
-                f"{layer!r}: the forward passes in this block ran in other threads. Read the "
-                "features in the thread that called the model."
-            )
         if not called and self.hooks.called_outside.get(point.module, own_thread) != own_thread:
             raise LayerError(
                 f"the layer {layer!r} was called in another thread than the model. Read it in the "
                 "thread that calls it, or call it in the thread that calls the model."
+            )
+        if threads and own_thread not in threads:
+            raise LayerError(
+                f"{layer!r}: the forward passes in this block ran in other threads. Read the "
+                "features in the thread that called the model."
             )
         if called:
             raise LayerError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,6 +116,9 @@ class OverwrittenTensor(torch.Tensor):
             "layer had returned it, so what is read is a copy, which no gradient reaches. Capture "
             f"the gradient: {with_capture(self.layer.partition(':')[0], 'grad_output')!r}."
         )
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         plain = self.as_subclass(torch.Tensor)

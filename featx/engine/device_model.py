@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -18,10 +20,13 @@ from featx.layers import (
     RowLayout,
     Trace,
     are_weights,
+    cubes_of_maps,
+    is_cube,
     is_exposed,
     is_known_map,
     no_fast_path,
     plain_attention,
+    size_beside,
     trace_forward,
     uncompiled,
     with_evidence,
@@ -146,6 +151,8 @@ class DeviceModel:
         shape, size = tuple(value.shape[1:]), backbone.preprocess.crop
         if value.ndim == 4 and value.is_floating_point() and not point.is_gradient:
             is_attention = value.shape[3] > 1 and are_weights(value)
+        if is_cube(shape) and self.traced is not None and self.traced.known_cubes is None:
+            self.traced = replace(self.traced, known_cubes=self._known_cubes(self.traced))
         return RowLayout(
             point.name,
             shape,
@@ -155,6 +162,23 @@ class DeviceModel:
             is_map=is_known_map(shape, size, self.traced),
             is_attention=is_attention,
         )
+
+    def _known_cubes(self, traced: Trace) -> frozenset[tuple[int, ...]]:
+        """Return the shapes with three equal sides that are maps (C, H, W) in this model."""
+        if not any(map(is_cube, traced.map_shapes)):
+            return frozenset()
+        size = size_beside(self.backbone.preprocess.crop)
+        x = torch.empty(traced.batch_size, 3, *size, device="meta")
+        try:
+            with self.named_failure(x):
+                # A copy without memory, because a model may keep what it computes for a size.
+                parts = [*self.module.parameters(), *self.module.buffers()]
+                memo = {id(each): each.to("meta") for each in parts}
+                return cubes_of_maps(
+                    traced, trace_forward(copy.deepcopy(self.module, memo), x), size
+                )
+        except ModelError:
+            return frozenset()  # the model takes images of its own size only
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """(B, 3, H, W) normalised float32 images on the device of the engine."""

@@ -49,13 +49,16 @@ from .reductions import reduction as reduction
 from .row_layout import Reduction as Reduction
 from .row_layout import RowLayout as RowLayout
 from .row_layout import channels_last as channels_last
+from .row_layout import cubes_of_maps as cubes_of_maps
 from .row_layout import has_known_positions as has_known_positions
+from .row_layout import is_cube as is_cube
 from .row_layout import is_heat_map as is_heat_map
 from .row_layout import is_known_map as is_known_map
 from .row_layout import map_view as map_view
 from .row_layout import mean as mean
 from .row_layout import positions_last as positions_last
 from .row_layout import presumed_map as presumed_map
+from .row_layout import size_beside as size_beside
 from .row_layout import token_geometries as token_geometries
 from .selection import Selection as Selection
 from .selection import named_point as named_point

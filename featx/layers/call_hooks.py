@@ -21,6 +21,7 @@ from featx.base import (
     ModuleSetting,
     TensorHooks,
     elements,
+    hidden_from_compiler,
     log_message,
     refuse_scripted,
 )
@@ -96,6 +97,7 @@ def every_call(
     end: Callable[[OpenCall, int, object], None],
     on_gradient: Callable[[Edge, torch.Tensor], None] | None = None,
     names: Collection[str] | None = None,
+    is_traced: bool = True,
 ) -> Iterator[RunningCalls]:
     """Report each call of each module inside the block; the hooks are removed at its end.
 
@@ -109,6 +111,7 @@ def every_call(
         on_gradient: called in backward passes with each gradient that reaches a tensor between
             modules; None to follow no gradients.
         names: dotted names of the modules whose calls are reported; None for all.
+        is_traced: whether torch.compile may trace the modules.
 
     Yields:
         The calls that are running.
@@ -181,7 +184,7 @@ def every_call(
             edge.producers.append(call)
         return output
 
-    with ModuleHooks() as hooks, contextlib.ExitStack() as stack:
+    with ModuleHooks(is_traced=is_traced) as hooks, contextlib.ExitStack() as stack:
         stack.callback(tensor_hooks.remove)
         chosen = modules if names is None else {name: modules[name] for name in names}
         hooks.add_all(chosen, before, after)
@@ -223,7 +226,7 @@ class LoopHooks(LayerHooks):
         self.has_run = False
 
     def _attach(self, hooks: ModuleHooks) -> None:
-        self._stack.enter_context(uncompiled(self._model))
+        self._stack.enter_context(uncompiled(self._model, around=True))
         self._stack.enter_context(plain_attention(self._model, self._requests))
         super()._attach(hooks)
         hooks.add(self._model, before=self._begin, first=True)
@@ -272,18 +275,14 @@ class LoopHooks(LayerHooks):
                 " nn.DataParallel runs copies of the model on several devices, which have no "
                 "hooks: call model.module, or use DistributedDataParallel."
             )
-        if not self.threads and _has_compiled():
-            return (
-                " Compiled code calls no hooks that are added later: give featx the object that "
-                "you call, the result of torch.compile, and call the model itself instead of a "
-                "compiled function around it."
-            )
+        if not self.threads and has_compiled():
+            return f" {COMPILED_UNSEEN}"
         return ""
 
     @property
     def may_be_unseen(self) -> bool:
         """Whether no call was seen, and this process has compiled code, whose calls are not."""
-        return not self.has_run and not self.threads and _has_compiled()
+        return not self.has_run and not self.threads and has_compiled()
 
     def points_of_call(
         self, key: tuple[str, str], points: list[CapturePoint]
@@ -298,7 +297,13 @@ class LoopHooks(LayerHooks):
         return super()._operation(name, module, function, result)
 
 
-def _has_compiled() -> bool:
+COMPILED_UNSEEN = (
+    "Compiled code calls no hooks that are added later: give featx the object that you call, the "
+    "result of torch.compile, and call the model itself instead of a compiled function around it."
+)
+
+
+def has_compiled() -> bool:
     """Return whether this process has compiled code; many packages only import torch._dynamo."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
@@ -329,10 +334,11 @@ _forward, _compiled_call = ModuleSetting("forward"), ModuleSetting("_compiled_ca
 
 
 @contextlib.contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
+def uncompiled(model: nn.Module, around: bool = False) -> Iterator[None]:
     """Call the original code of compiled modules inside the block.
 
-    Compiled code has no operations, and calls only hooks that existed when it was compiled.
+    Compiled code has no operations, and calls only hooks that existed when it was compiled. With
+    `around`, compiled functions that call the model call its original code, too.
     """
     modules: list[Any] = list(model.modules())
     wrappers = {m: m._orig_mod.__call__ for m in modules if _is_wrapper(m)}
@@ -342,9 +348,25 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
         _forward.changed(wrappers | forwards) as changed,
         _compiled_call.changed(others) as compiled,
     ):
+        hidden = _hidden_forward(model) if around and model not in wrappers | forwards else {}
         if changed or compiled:
             _announce_uncompiled()
-        yield
+        with _forward.changed(hidden):
+            yield
+
+
+def _hidden_forward(model: nn.Module) -> dict[nn.Module, object]:
+    """A forward method of a model that torch.compile does not trace.
+
+    Compiled functions check whether a module has got a forward method of its own, but not whether
+    it has got hooks.
+    """
+    forward: Any = model.forward
+    # Copies of the model get a bound method of their own, and pickles store one by its name.
+    if not isinstance(forward, MethodType) or getattr(model, forward.__name__, None) != forward:
+        return {}
+    hidden = hidden_from_compiler(forward.__func__)
+    return {} if hidden is forward.__func__ else {model: MethodType(hidden, model)}
 
 
 def _original_forward(module: nn.Module) -> Callable[..., object] | None:

@@ -13,8 +13,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from featx.base import check_is_module, elements, size_text, synchronise, table
-from featx.layers.call_hooks import Edge, OpenCall, every_call, uncompiled
+from featx.base import check_is_module, elements, log_message, size_text, synchronise, table
+from featx.layers.call_hooks import (
+    COMPILED_UNSEEN,
+    Edge,
+    OpenCall,
+    every_call,
+    has_compiled,
+    uncompiled,
+)
 
 _WHOLE = "(the model)"
 """Name of the model itself in the log."""
@@ -79,14 +86,16 @@ def watch(
     """
     check_is_module(model)
     log = CallLog(model, show or (lambda line: None), keep_rows)
-    calls = every_call(model, log._begin, log._end, log._record_gradient)
-    with uncompiled(model), calls as running:
+    calls = every_call(model, log._begin, log._end, log._record_gradient, is_traced=False)
+    with uncompiled(model, around=True), calls as running:
         try:
             yield log
         except Exception as error:
             if running.opened:
                 log._end_by_error(running.opened[-1], error)
             raise
+        if not log.rows and has_compiled():
+            log_message(f"no call of the model was seen. {COMPILED_UNSEEN}")
 
 
 @dataclass

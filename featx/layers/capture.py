@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,6 +117,9 @@ class OverwrittenTensor(torch.Tensor):
             f"the gradient: {with_capture(self.layer.partition(':')[0], 'grad_output')!r}."
         )
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
     def __reduce_ex__(self, protocol: object) -> Any:
         plain = self.as_subclass(torch.Tensor)
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -216,15 +220,15 @@ class Captured(Mapping[str, torch.Tensor]):
                 "a number, which is its latest call there."
             )
         threads, own_thread = self.hooks.threads, threading.get_ident()
-        if threads and own_thread not in threads:
-            raise LayerError(
-                f"{layer!r}: the forward passes in this block ran in other threads. Read the "
-                "features in the thread that called the model."
-            )
         if not called and self.hooks.called_outside.get(point.module, own_thread) != own_thread:
             raise LayerError(
                 f"the layer {layer!r} was called in another thread than the model. Read it in the "
                 "thread that calls it, or call it in the thread that calls the model."
+            )
+        if threads and own_thread not in threads:
+            raise LayerError(
+                f"{layer!r}: the forward passes in this block ran in other threads. Read the "
+                "features in the thread that called the model."
             )
         if called:
             raise LayerError(
@@ -236,7 +240,7 @@ class Captured(Mapping[str, torch.Tensor]):
             raise LayerError(
                 f"the operation {layer!r} was not called in the last forward pass, and no layer "
                 f"gave an element of that name; {point.module or 'the model'} called "
-                f"{', '.join(record.operations) or 'none'}."
+                f"{', '.join(record.operations) or 'none'}.{self.hooks.why_unseen()}"
             )
         raise LayerError(
             f"the layer {layer!r} was not called in the last forward pass.{self.hooks.why_unseen()}"

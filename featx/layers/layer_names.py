@@ -190,10 +190,14 @@ def no_layer(request: str, names: Sequence[str]) -> LayerError:
 
 def _no_module(request: str, names: Iterable[str]) -> LayerError:
     """The exception for an unknown name in the user's own loop, where there are no presets."""
-    preset = " Presets work in the option `layers` only; '' is what the model returns."
+    advice, near = "", nearest(request, filter(None, names))
+    if request in PRESETS:
+        advice = " Presets work in the option `layers` only; '' is what the model returns."
+    elif request.isidentifier() and not near:
+        advice = f" An element of what the model returns has a dot before its name: '.{request}'."
     return LayerError(
-        f"there is no layer {request!r} in this model.{nearest(request, filter(None, names))} "
-        f"Names are those of model.named_modules().{preset if request in PRESETS else ''}"
+        f"there is no layer {request!r} in this model.{near} Names are those of "
+        f"model.named_modules().{advice}"
     )
 
 

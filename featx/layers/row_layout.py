@@ -1,8 +1,9 @@
 """Layout of a layer's rows: which of its dimensions are channels, and where its positions lie.
 
 (C,) is a vector, (T, C) are tokens, (C, H, W) or (H, W, C) is a map. A map of the shape that a
-convolution of the model returns is (C, H, W), unless its sides are equal. Otherwise the proportions
-of the input tell which of the two it is; if they do not, the reduction is refused.
+convolution of the model returns is (C, H, W); if its three sides are equal, a pass at another size
+of the input has to show it. Otherwise the proportions of the input tell which of the two it is; if
+they do not, the reduction is refused.
 """
 
 from __future__ import annotations
@@ -97,9 +98,59 @@ def is_known_map(shape: tuple[int, ...], input_size: tuple[int, int], trace: Tra
     """
     if trace is None or len(shape) != 3 or shape not in trace.map_shapes:
         return False
-    if shape[:2] == shape[1:]:
-        return False  # (96, 96, 96) of ConvNeXt-T at 384 pixels is the shape of both layouts
-    return is_map_size(shape[1:], input_size) or is_rounded_map_size(shape[1:], input_size)
+    if is_cube(shape):  # (96, 96, 96) of ConvNeXt-T at 384 pixels is the shape of both layouts
+        return shape in (trace.known_cubes or ())
+    return _has_proportions(shape[1:], input_size)
+
+
+def is_cube(shape: tuple[int, ...]) -> bool:
+    """Return whether rows have three equal sides, which tell nothing about their order."""
+    return len(shape) == 3 and len(set(shape)) == 1
+
+
+def size_beside(input_size: tuple[int, int]) -> tuple[int, int]:
+    """Return another size of the input, at which `cubes_of_maps` takes the second trace.
+
+    It is smaller, its sides have another ratio, and strides up to 32 divide them where possible.
+    """
+    height, width = input_size[0] * 3 // 4, input_size[1] // 2
+    return height - (height > 64) * height % 32, width - (width > 64) * width % 32
+
+
+def cubes_of_maps(
+    trace: Trace, other: Trace, other_size: tuple[int, int]
+) -> frozenset[tuple[int, ...]]:
+    """Return the cubes among `trace.map_shapes` that are (C, H, W) wherever they occur in a trace.
+
+    They are so if a pass at another size of the input keeps their first side, and changes the other
+    two to the proportions of that size. (H, W, C), and tokens in groups, keep their last side.
+
+    Args:
+        trace: trace at the size of the backbone.
+        other: trace at another size.
+        other_size: (height, width) of that.
+    """
+    if [(c.module, c.number) for c in trace.calls] != [(c.module, c.number) for c in other.calls]:
+        return frozenset()
+    others = {operation.name: operation.outputs for operation in other.operations}
+    pairs = [(each.outputs, others.get(each.name, {})) for each in trace.operations]
+    for one, two in zip(trace.calls, other.calls, strict=True):
+        pairs += [(one.outputs, two.outputs), (one.inputs, two.inputs)]
+        pairs += [(one.attention, two.attention)]
+    turned = set()
+    for shapes, other_shapes in pairs:
+        for path, shape in shapes.items():
+            rows, sides = shape[1:], other_shapes.get(path, ())[2:]
+            keeps_channels = other_shapes.get(path, ())[1:2] == rows[:1]
+            is_resized = len(sides) == 2 and not set(rows) & set(sides)
+            if not (keeps_channels and is_resized and _has_proportions(sides, other_size)):
+                turned.add(rows)
+    return frozenset(filter(is_cube, trace.map_shapes - turned))
+
+
+def _has_proportions(sides: tuple[int, ...], input_size: tuple[int, int]) -> bool:
+    """Return whether (rows, columns) have the proportions of the input, to within 1."""
+    return is_map_size(sides, input_size) or is_rounded_map_size(sides, input_size)
 
 
 def is_heat_map(shape: tuple[int, ...], capture: str) -> bool:

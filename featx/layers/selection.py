@@ -122,6 +122,8 @@ def _points(
             yield from _every_point(trace, name == "leaves", capture, left_out)
     elif any(sign in name for sign in "*?"):
         yield from _glob_points(name, capture, trace, left_out)
+    elif name.startswith(("output.", "output[")) and "output" not in trace.names:
+        yield _output_element(request, trace)
     else:
         yield named_point(request, trace)
 
@@ -280,10 +282,7 @@ def _output_points(request: str, trace: Trace, left_out: list[str]) -> Iterator[
 
     Adds to `left_out`.
     """
-    if split_capture(request)[1] != "output":
-        raise LayerError(f"{request!r}: the preset output is what the model returns. Name a layer.")
-    calls = trace.by_module[""]  # several of a model that calls itself; the last is the outermost
-    number, outputs = calls[-1].number if len(calls) > 1 else None, calls[-1].outputs
+    number, outputs = _returned(request, trace)
     logits = outputs.keys() & {(), ("logits",)}
     rows = {path for path, shape in outputs.items() if shape[:1] == (trace.batch_size,)}
     chosen = [path for path in outputs if path in ((rows & logits) or rows)]
@@ -296,6 +295,24 @@ def _output_points(request: str, trace: Trace, left_out: list[str]) -> Iterator[
     for path in chosen:
         name = "output" if len(chosen) == 1 else f"output{element_name(path)}"
         yield CapturePoint(name, "", "output", number, path)
+
+
+def _output_element(request: str, trace: Trace) -> CapturePoint:
+    """The capture point of one tensor of what the model returns, such as 'output.logits'."""
+    number, outputs = _returned(request, trace)
+    point = parse_capture_point(request.removeprefix("output"), {"": ""})
+    _check_element(request, outputs, point.path, trace.batch_size)
+    return replace(point, name=request.removesuffix(":output"), call=number)
+
+
+def _returned(
+    request: str, trace: Trace
+) -> tuple[int | None, Mapping[ElementPath, tuple[int, ...]]]:
+    """The number of the call of the model itself, and the tensors that it returned."""
+    if split_capture(request)[1] != "output":
+        raise LayerError(f"{request!r}: the preset output is what the model returns. Name a layer.")
+    calls = trace.by_module[""]  # several of a model that calls itself; the last is the outermost
+    return calls[-1].number if len(calls) > 1 else None, calls[-1].outputs
 
 
 def last_linear(trace: Trace) -> str | None:

@@ -133,6 +133,8 @@ class Trace:
         by_operation: name of an operation -> the operation.
         map_shapes: shapes of rows that a convolution or the like returns, (C, H, W), but no linear
             layer or LayerNorm, (H, W, C).
+        known_cubes: those of them with three equal sides that `cubes_of_maps` has found to be
+            (C, H, W) wherever they occur; None if it has not been asked.
     """
 
     calls: Sequence[Call]
@@ -142,6 +144,7 @@ class Trace:
     library_embedding: tuple[CapturePoint, str] | None = None
     library_stages: Sequence[str] | None = None
     undecided: str | None = None
+    known_cubes: frozenset[tuple[int, ...]] | None = None
     by_module: dict[str, list[Call]] = field(init=False, default_factory=dict)
     by_operation: dict[str, Operation] = field(init=False, default_factory=dict)
     map_shapes: set[tuple[int, ...]] = field(init=False, default_factory=set)

@@ -103,6 +103,11 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         """Return the feature and the class index of one item."""
+        if not hasattr(index, "__index__"):
+            raise TypeError(
+                f"the index of an item is a whole number, not {index!r}. For several items give "
+                "their numbers to torch.utils.data.Subset."
+            )
         rows = self._rows[[operator.index(index)]]
         return self._read(rows)[0], int(self._labels[rows[0]])
 

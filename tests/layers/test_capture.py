@@ -198,6 +198,7 @@ def test_a_block_that_cannot_begin_leaves_no_hook(model: Scaled, layers: list[st
     ("layers", "message"),
     [
         ("frst", r"no layer 'frst' in this model\. Nearest: first\. Names are those of model"),
+        ("logits", r"what the model returns has a dot before its name: '\.logits'\."),
         (nn.ReLU(), r"layers are given by their names, such as \['attend.out_proj'\]"),
         ([0], "layers are given by their names"),
         (None, "layers are given by their names"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import weakref
@@ -136,6 +137,11 @@ def test_a_copy_of_an_output_that_was_changed_in_place_refuses_to_do_nothing() -
     loaded = torch.load(file, weights_only=True)
     assert type(loaded["0"]) is torch.Tensor
     assert torch.equal(loaded["0"], conv)
+    with torch.no_grad(), featx.capture(model, "0") as features:
+        model(x)
+    copied = copy.deepcopy(dict(features))["0"]
+    assert type(copied) is torch.Tensor
+    assert torch.equal(copied, conv)
 
 
 def write(how: str, x: torch.Tensor) -> None:

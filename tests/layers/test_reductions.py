@@ -260,6 +260,64 @@ def test_a_cube_may_have_its_channels_last_beside_a_convolution_of_its_shape() -
         engine.run(torch.randn(4, 3, 8, 8))
 
 
+@pytest.mark.parametrize("side", [8, 64])
+def test_a_cube_is_a_map_if_another_size_of_the_input_keeps_its_channels(side: int) -> None:
+    """As (64, 64, 64) of ResNet-18 at 256 pixels, also of modules around its convolutions."""
+    stage = nn.Sequential(nn.Conv2d(3, side, 4, stride=4), nn.ReLU(inplace=True))
+    model = nn.Sequential(stage, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    backbone, size = backbone_of(model), (4 * side, 4 * side)
+    backbone.preprocess = replace(backbone.preprocess, crop=size)
+    x = torch.randn(4, 3, *size)
+    with bound(backbone, ("0", "avg")) as engine, torch.no_grad():
+        rows, expected = engine.run(x), stage(x).mean((2, 3))
+        torch.testing.assert_close(rows["0"], expected, rtol=1e-4, atol=1e-5)
+        spec = LayerSpec("0", "0", "output", "none", {}, (side,) * 3, "float16", "float32")
+        assert token_geometries([spec], backbone, engine.traced)["0"].grid == (side, side)
+
+
+class OfOneSize(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[-2:] == (32, 32), "as ViT"
+        return super().forward(x)
+
+
+class Grouped(nn.Module):
+    """(B, C, H, W) to tokens in groups, (B, 8, num groups, 8)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(2).unflatten(2, (-1, 8)).transpose(1, 3)
+
+
+@pytest.mark.parametrize("kind", ["of one size", "of a fixed size", "in groups"])
+def test_a_cube_that_no_other_size_of_the_input_explains_is_refused(kind: str) -> None:
+    first = nn.Conv2d(3, 8, 4, stride=4)
+    if kind == "of one size":
+        model: nn.Module = OfOneSize(first, nn.Flatten())
+    else:
+        last = nn.AdaptiveAvgPool2d(8) if kind == "of a fixed size" else Grouped()
+        model = nn.Sequential(nn.Sequential(first, last), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    backbone = backbone_of(model.eval())
+    backbone.preprocess = replace(backbone.preprocess, crop=(32, 32))
+    with pytest.raises(ReduceError, match="could be"), bound(backbone, ("0", "avg")):
+        pass
+
+
+def test_a_model_that_keeps_what_it_computes_for_a_size_is_left_as_it_is() -> None:
+    class Keeps(nn.Sequential):
+        weights = torch.ones(0, 0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.weights.shape != x.shape[-2:]:
+                self.weights = torch.ones(x.shape[-2:])
+            return super().forward(x * self.weights)
+
+    model = Keeps(nn.Conv2d(3, 8, 4, stride=4), nn.ReLU(), nn.Flatten()).eval()
+    backbone = backbone_of(model)
+    backbone.preprocess = replace(backbone.preprocess, crop=(32, 32))
+    with bound(backbone, ("1", "none")):
+        assert model.weights.shape == (32, 32)
+
+
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"
 EITHER_WAY = (
     r"could be \(C, H, W\) or \(H, W, C\), so its channels are unknown\. Use none or flatten for "

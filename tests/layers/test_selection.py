@@ -354,14 +354,12 @@ def test_several_inputs_are_told_apart() -> None:
 def test_output_is_what_the_model_returns() -> None:
     """The logits of a classifier; otherwise each tensor with a row per image."""
 
-    def outputs(returned: object) -> tuple[list[str], list[str]]:
+    def outputs(returned: object, name: str = "output") -> tuple[list[str], list[str]]:
         class Returns(nn.Module):
             def forward(self, x: torch.Tensor) -> object:
                 return returned
 
-        selection = select(
-            [("output", NONE)], trace_forward(Returns(), torch.ones(2, 3)), None, None
-        )
+        selection = select([(name, NONE)], trace_forward(Returns(), torch.ones(2, 3)), None, None)
         return [point.name for point, _ in selection.chosen], selection.left_out
 
     rows, other = torch.ones(2, 5), torch.ones(7)
@@ -370,3 +368,16 @@ def test_output_is_what_the_model_returns() -> None:
     assert outputs((rows, [rows, other])) == (["output[0]", "output[1][0]"], ["output[1][1]"])
     with pytest.raises(LayerError, match="no row per image"):
         outputs(other)
+    for name in ("output.hidden", "output.maps[1]"):
+        assert outputs({"logits": rows, "hidden": rows, "maps": [other, rows]}, name) == (
+            [name],
+            [],
+        )
+    with pytest.raises(
+        LayerError, match=r"output gives 2 tensors \(\[0\] \(2, 5\), \[1\] \(7,\)\)"
+    ):
+        outputs((rows, other), "output.logits")
+    with pytest.raises(LayerError, match="no row per image"):
+        outputs((rows, other), "output[1]")
+    with pytest.raises(LayerError, match="output gives one tensor"):
+        outputs(rows, "output[0]")

@@ -95,10 +95,10 @@ def test_any_whole_number_is_an_index(root: Path, run: MadeRun, index: object) -
     assert len(others) == 1
 
 
-@pytest.mark.parametrize("index", [1.0, 1.5, "1", None])
+@pytest.mark.parametrize("index", [1.0, 1.5, "1", None, slice(0, 2), [0, 1]])
 def test_what_is_no_whole_number_is_refused_and_never_rounded(root: Path, index: object) -> None:
     dataset = FeatureDataset(root, "flat")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"is a whole number, not .* torch\.utils\.data\.Subset"):
         dataset[index]  # type: ignore[index]
     with pytest.raises(TypeError):
         dataset.__getitems__([index])  # type: ignore[list-item]

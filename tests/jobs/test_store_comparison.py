@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from csv_rows import csv_rows
-from made_store import make_run
+from made_store import as_bfloat16, make_run
 from probe_job import probe
 from probe_problem import blobs, write_store
 from tiny_model import job_result, run_job
 
 import featx
 from featx.errors import ConfigError, StoreError, nearest
+from featx.similarity import compare_stores
 from featx.store import read_result, result_json
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -68,6 +69,13 @@ def test_a_probed_store_and_one_without(
     text = capsys.readouterr().out
     assert f"{100 * entry['accuracy']:.1f} %" in text
     assert "compare.csv" in text
+
+
+def test_bfloat16_takes_as_much_room_as_float16() -> None:
+    as_bfloat16(make_run(20)).copied(Path("b"))
+    make_run(20, dtype="float16").copied(Path("h"))
+    sizes = [each["bytes"] for each in compare_stores(["b", "h"]).stores]
+    assert sizes == [20 * (5 + 12) * 2] * 2
 
 
 @pytest.mark.usefixtures("entry")

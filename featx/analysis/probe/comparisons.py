@@ -117,7 +117,7 @@ def bootstrapped_difference(
     """
     if gains.sum() < 0:
         exchanged = bootstrapped_difference(-gains, sizes, alpha)
-        return None if exchanged is None else (-exchanged[1], -exchanged[0])
+        return None if exchanged is None else (0.0 - exchanged[1], 0.0 - exchanged[0])  # not -0.0
     kinds, counts = np.unique(np.stack([gains, sizes], axis=1), axis=0, return_counts=True)
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
     drawn = rng.multinomial(len(gains), counts / len(gains), size=_RESAMPLES)

@@ -18,7 +18,14 @@ from featx.base import shown_path
 from featx.config import listed_stores
 from featx.errors import ConfigError, FeatxError, counted
 from featx.storage import is_url
-from featx.store import FeatureStore, layout, open_if_path, read_result, read_summary
+from featx.store import (
+    FeatureStore,
+    layout,
+    open_if_path,
+    raw_dtype,
+    read_result,
+    read_summary,
+)
 from featx.types import Json, count_different_images
 
 
@@ -28,8 +35,8 @@ class StoreComparison:
 
     Attributes:
         stores: one mapping of JSON types per store: store, model, weights, layers (name -> values
-            of a row), rows, failed, complete, images_per_second, bytes, and probe, the answer of
-            job=probe or None.
+            of a row), rows, failed, complete, images_per_second, bytes (of the values as they are
+            stored, without compression), and probe, the answer of job=probe or None.
         notes: reasons why numbers of the stores cannot be compared, and stores that were left out.
     """
 
@@ -114,6 +121,8 @@ def _open_stores(
 def _entry(store: FeatureStore, notes: list[str]) -> dict[str, object]:
     num_ok = int(store.ok.sum())
     widths = {name: int(np.prod(store[name].shape[1:], dtype=np.int64)) for name in store.layers}
+    # bfloat16 takes two bytes, and is read as float32.
+    sizes = {name: raw_dtype(store[name].stored_dtype).itemsize for name in store.layers}
     return {
         "store": str(store.root),
         "model": str(store.attrs.get("model", "")),
@@ -123,7 +132,7 @@ def _entry(store: FeatureStore, notes: list[str]) -> dict[str, object]:
         "failed": store.num_rows_present - num_ok,
         "complete": store.complete,
         "images_per_second": _images_per_second(store, notes),
-        "bytes": sum(store[name].nbytes for name in store.layers),
+        "bytes": len(store) * sum(widths[name] * sizes[name] for name in store.layers),
         "probe": _probe(store, notes),
     }
 

@@ -9,6 +9,7 @@ from .compatibility import merge_manifest as merge_manifest
 from .compatibility import refuse_difference as refuse_difference
 from .contents import no_store_at as no_store_at
 from .dtypes import from_raw as from_raw
+from .dtypes import raw_dtype as raw_dtype
 from .file_checks import DamageReport as DamageReport
 from .folder_files import manifest_of as manifest_of
 from .folder_files import read_summary as read_summary

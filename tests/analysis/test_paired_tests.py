@@ -110,6 +110,23 @@ def test_layers_are_told_apart_by_corrected_intervals() -> None:
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
 
 
+def test_exchanged_classifiers_have_the_interval_with_the_other_sign() -> None:
+    rng = np.random.default_rng(4)
+    a, b = (rows_with((rng.random(60) < share).tolist()) for share in (0.6, 0.75))
+    found, exchanged = compare(a, b), compare(b, a)
+    assert found["difference"] == -exchanged["difference"] != 0
+    assert found["interval"] == tuple(-end for end in reversed(exchanged["interval"]))
+    assert found["p"] == pytest.approx(exchanged["p"], rel=1e-12)
+
+
+def test_equal_layers_have_equal_entries() -> None:
+    """Whichever comes first among layers of the same p-value."""
+    right = np.arange(60) >= 0
+    others = {name: rows_with((right & (np.arange(60) >= 9)).tolist()) for name in ("b", "c", "d")}
+    found = compare_with_best(rows_with(right.tolist()), others)
+    assert found["b"] == found["c"] == found["d"]
+
+
 def test_the_resampled_test_keeps_its_level_where_the_plain_one_does_not() -> None:
     """Means of overlapping halves of noise: the t-test of scipy finds too many differences."""
     rng, found, plain = np.random.default_rng(1), 0, 0

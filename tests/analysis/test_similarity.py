@@ -79,6 +79,18 @@ def test_results_do_not_depend_on_the_default_type_of_torch(dtype: torch.dtype) 
         assert np.array_equal(mine, other)
 
 
+def test_functions_of_matrices_give_the_scores_of_layers() -> None:
+    store = write(make_run(60, 16))
+    x, y = store["map"][:], store["flat"][:]
+    measures = layer_similarity(store, device="cpu").measures
+    for name, score in (
+        ("cka", linear_cka(x, y)),
+        ("cka_debiased", linear_cka(x, y, debiased=True)),
+        ("rsa", rsa(x, y)),
+    ):
+        assert score == pytest.approx(measures[name][0, 1], abs=1e-13)
+
+
 def test_autocast_is_refused_or_without_effect() -> None:
     store = write(make_run(60, 16))
     x, y = store["map"][:], store["flat"][:]

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from csv_rows import csv_rows
-from made_store import make_run
+from made_store import as_bfloat16, make_labelled, make_run
 from probe_job import probe
 from probe_problem import blobs, write_store
 from tiny_model import job_result, run_job
 
 import featx
 from featx.errors import ConfigError, StoreError, nearest
+from featx.similarity import compare_stores
 from featx.store import read_result, result_json
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -70,6 +71,13 @@ def test_a_probed_store_and_one_without(
     assert "compare.csv" in text
 
 
+def test_bfloat16_takes_as_much_room_as_float16() -> None:
+    as_bfloat16(make_run(20)).copied(Path("b"))
+    make_run(20, dtype="float16").copied(Path("h"))
+    sizes = [each["bytes"] for each in compare_stores(["b", "h"]).stores]
+    assert sizes == [20 * (5 + 12) * 2] * 2
+
+
 @pytest.mark.usefixtures("entry")
 def test_the_same_from_python() -> None:
     found = ask("[runs/a,runs/b]")
@@ -90,6 +98,22 @@ def test_probes_of_the_same_rows_and_of_others() -> None:
     probe(store="runs/b", folds=5)
     (note,) = ask("[runs/a,runs/b]")["notes"]
     assert "different splits" in note
+
+
+@pytest.mark.usefixtures("entry")
+def test_equal_sizes_of_a_split_are_not_equal_rows() -> None:
+    """The seed of a split chooses places, and a store that grew has its rows in another order."""
+    x, y = blobs(num_rows=90, width=6)
+    run = make_labelled({"x": x, "half": x[:, :3]}, y, ["c0", "c1", "c2"], failed=(4, 7))
+    other_keys = replace(run.listing, keys=run.listing.keys[np.roll(np.arange(90), 3)])
+    replace(run, listing=other_keys).write(Path("runs/c"), packed=True)
+    probe(store="runs/c")
+    splits = [json.loads(Path(f"runs/{name}/probe.json").read_text())["split"] for name in "ac"]
+    assert splits[0]["test_rows"] == splits[1]["test_rows"]
+    assert (
+        "the probes have different splits, so that their test rows differ"
+        in ask("[runs/a,runs/c]")["notes"]
+    )
 
 
 @pytest.mark.slow

@@ -32,11 +32,11 @@ def compare_with_best(
     """Compare a classifier with each of several others. Return name -> entries of `compare`, with
     told_apart by the two that follow; p_holm, p corrected for the number of others; and
     interval_holm, as wide as this correction asks: with confidence 1 - ALPHA / (m - i) for the i-th
-    smallest of m p-values, counted from 0.
+    smallest of m p-values, counted from 0, and for equal ones the first of them.
     """
     tests = {name: compare(best, other) for name, other in others.items()}
     p_values = [test["p"] for test in tests.values()]
-    ranks = np.argsort(np.argsort(p_values, kind="stable"))
+    ranks = np.searchsorted(np.sort(p_values), p_values)
     levels = (ALPHA / (len(tests) - ranks)).tolist()
     for (name, test), p, level in zip(tests.items(), holm(p_values), levels, strict=True):
         interval = bootstrapped_difference(*_gains(best, others[name]), level)
@@ -110,10 +110,14 @@ def bootstrapped_difference(
     Units are drawn with replacement, _RESAMPLES times, each with both predictions of all its rows
     (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). Units with
     equal numbers are interchangeable, so the number of units of each kind is drawn instead, which
-    has the same distribution. Return low and high, in [-1, 1]; None if all resamples have the same
-    difference, such as those of a single unit, or of units that no classifier wins. They tell
-    nothing about its error.
+    has the same distribution. The differences are those in favour of the classifier that is ahead,
+    so that exchanged classifiers have the same interval with the other sign. Return low and high,
+    in [-1, 1]; None if all resamples have the same difference, such as those of a single unit, or
+    of units that no classifier wins. They tell nothing about its error.
     """
+    if gains.sum() < 0:
+        exchanged = bootstrapped_difference(-gains, sizes, alpha)
+        return None if exchanged is None else (0.0 - exchanged[1], 0.0 - exchanged[0])  # not -0.0
     kinds, counts = np.unique(np.stack([gains, sizes], axis=1), axis=0, return_counts=True)
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
     drawn = rng.multinomial(len(gains), counts / len(gains), size=_RESAMPLES)

@@ -82,7 +82,7 @@ def run_probe(
         **task.answer(task.seeds[0]),
         **task.result_entries(),
         "rows_labelled": len(task.training.rows),
-        "split": task.first_splits.as_dict(config.probe),
+        "split": task.first_splits.as_dict(config.probe, task.keys.tolist()),
         "chosen_by": task.chosen_by,
         "seeds": task.seeds_entry() if len(task.seeds) > 1 else None,
         "device": config.device,

@@ -7,6 +7,7 @@ are indices into the labelled rows, not rows of a store.
 from __future__ import annotations
 
 import csv
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -348,8 +349,13 @@ class RowSplits:
         """(n,) test places of all splits, one after the other."""
         return np.concatenate([split.test for split in self.splits])
 
-    def as_dict(self, options: ProbeConfig) -> dict[str, object]:
-        """Return the entry `split` of probe.json as JSON types."""
+    def as_dict(self, options: ProbeConfig, keys: Sequence[str]) -> dict[str, object]:
+        """Return the entry `split` of probe.json as JSON types; `keys` are those of all places.
+
+        The digest of the test keys tells apart splits of equal sizes: a seed chooses places, which
+        are those of other rows in a store that grew.
+        """
+        tested = [sorted(keys[place] for place in split.test.tolist()) for split in self.splits]
         column = {} if options.label_column is None else {"label_column": options.label_column}
         return {
             **column,
@@ -360,6 +366,7 @@ class RowSplits:
             "fit": [len(split.fit) for split in self.splits],
             "validation_rows": [len(split.validation) for split in self.splits],
             "test_rows": [len(split.test) for split in self.splits],
+            "test_keys_sha256": hashlib.sha256(repr(tested).encode()).hexdigest(),
         }
 
 

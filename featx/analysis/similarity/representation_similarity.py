@@ -145,9 +145,7 @@ def linear_cka(x: npt.ArrayLike, y: npt.ArrayLike, debiased: bool = False) -> fl
     of rows differ or are below four, or a number is not finite.
     """
     x, y = _checked_matrices(x, y)
-    measure = "cka_debiased" if debiased else "cka"
-    a, b = (signatures(Rows.of_matrix(z), [measure])[measure] for z in (x, y))
-    return float(torch.dot(a, b))
+    return _compare_signatures(x, y, "cka_debiased" if debiased else "cka")
 
 
 def rsa(x: npt.ArrayLike, y: npt.ArrayLike, distance: str = "correlation") -> float:
@@ -159,9 +157,13 @@ def rsa(x: npt.ArrayLike, y: npt.ArrayLike, distance: str = "correlation") -> fl
     measure_of = {each: name for name, each in RSA_DISTANCES.items()}
     check_choice("distance", distance, list(measure_of))
     x, y = _checked_matrices(x, y)
-    measure = measure_of[distance]
+    return _compare_signatures(x, y, measure_of[distance])
+
+
+def _compare_signatures(x: Matrix, y: Matrix, measure: str) -> float:
+    """Compute a measure of gram_measures.py for two checked matrices."""
     a, b = (signatures(Rows.of_matrix(z), [measure])[measure] for z in (x, y))
-    return float(torch.dot(a, b))
+    return float(_dot_products(a[None], b[None])[0, 0])
 
 
 def svcca(x: npt.ArrayLike, y: npt.ArrayLike) -> float:

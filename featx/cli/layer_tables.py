@@ -247,7 +247,12 @@ def usage(rows: Sequence[Json], stage: str | None) -> str:
     """Return how the option `layers` names the layer `stage` of a table, or its last one, with a
     reduction if it is a map.
     """
-    capturable = [row for row in rows if row["batch_in_front"]]
+    # `output` names the tensors of the output together, such as output.logits.
+    capturable = [
+        row
+        for row in rows
+        if row["batch_in_front"] and not row["name"].startswith(("output.", "output["))
+    ]
     if not capturable:
         return ""
     row = next((row for row in capturable if row["name"] == stage), capturable[-1])

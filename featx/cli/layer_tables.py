@@ -40,10 +40,12 @@ def table_rows(
     kinds: tuple[str, ...] = ("output",),
     profiled: Profile | None = None,
     modules: Collection[str] | None = None,
+    has_output: bool = False,
 ) -> list[dict[str, Any]]:
     """Return one row per tensor that can be captured, with its name for `layers` and its cost; what
     was not measured is None. A stored number has `item_bytes`. `modules` are the names of those to
-    list, without operations; None lists everything.
+    list, without operations; None lists everything. With `has_output` the last row is the output of
+    the model.
     """
     rows = []
     # What a module returns right behind an operation is the module's own output.
@@ -74,9 +76,11 @@ def table_rows(
                     # Hooks do not time operations.
                     measured = _measurements(None, call, values_of.get(path))
                     add_row(name, each.function, shape, **measured)
-        if not call.module or (modules is not None and call.module not in modules):
+        if not call.module and not has_output:
             continue
-        for kind in kinds:
+        if modules is not None and call.module not in modules:
+            continue
+        for kind in kinds if call.module else ("output",):
             for path, shape in call.tensors(kind).items():
                 add_row(
                     _name(traced, call, kind, path),
@@ -96,7 +100,7 @@ def table_rows(
 
 def _name(traced: Trace, call: Call, kind: str, path: ElementPath) -> str:
     """Return the name for the option `layers` of a tensor of a call."""
-    stem = traced.call_name(call)
+    stem = traced.call_name(call) or "output"
     element = "" if len(call.tensors(kind)) == 1 else element_name(path)
     return stem + element + ("" if kind == "output" else f":{kind}")
 
@@ -243,7 +247,12 @@ def usage(rows: Sequence[Json], stage: str | None) -> str:
     """Return how the option `layers` names the layer `stage` of a table, or its last one, with a
     reduction if it is a map.
     """
-    capturable = [row for row in rows if row["batch_in_front"]]
+    # `output` names the tensors of the output together, such as output.logits.
+    capturable = [
+        row
+        for row in rows
+        if row["batch_in_front"] and not row["name"].startswith(("output.", "output["))
+    ]
     if not capturable:
         return ""
     row = next((row for row in capturable if row["name"] == stage), capturable[-1])

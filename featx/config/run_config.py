@@ -356,13 +356,8 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
             (str(name), config.reduce if value is None else reduction_options(value))
             for name, value in layers.items()
         ]
-    elif isinstance(layers, list | tuple) and all(isinstance(name, str) for name in layers):
-        pairs = [(name, config.reduce) for name in layers]
     else:
-        raise ConfigError(
-            f"layers={layers}: expected a preset ({', '.join(PRESETS)}), a list such as "
-            "[layer4,avgpool], or a mapping such as {layer4: avg}."
-        )
+        pairs = [(name, config.reduce) for name in layers]
     if not pairs:
         raise ConfigError(f"layers is empty: name a layer or a preset ({', '.join(PRESETS)}).")
     kinds = captures(config)

@@ -185,8 +185,6 @@ def _resolved_but_environment(part: object) -> Any:
 
     if not isinstance(part, DictConfig | ListConfig):
         return part
-    if part._is_none() or part._is_missing():
-        return None
 
     def value(key: Any) -> Any:
         raw = part._get_node(key)._value()  # type: ignore[union-attr]

@@ -101,15 +101,11 @@ class TransformConfig:
                 f"{self.channels - 1}, as the images have {self.channels} channels."
             )
 
-    def check_sizes(
-        self, resize: int | tuple[int, int] | None, crop: int | tuple[int, int]
-    ) -> None:
+    def check_sizes(self, resize: int | tuple[int, int], crop: int | tuple[int, int]) -> None:
         """Check that the crop lies within the resized image. `resize` and `crop` are the sizes
-        where the options of these names are not given; `resize` is None if the library resizes.
+        where the options of these names are not given.
         """
         resized = resize if self.resize is None else self.resize
-        if resized is None:
-            return
         sides = _both(crop if self.crop is None else self.crop)
         if any(inner > outer for inner, outer in zip(sides, _both(resized), strict=True)):
             raise ConfigError(

@@ -311,13 +311,12 @@ def _draft(image: ImageFile.ImageFile, at_least: int | None) -> None:
 
 
 def is_decoded_reduced(data: bytes, at_least: int) -> bool:
-    """Return whether `decode_pillow` with `at_least` reads an image at a fraction of its size."""
-    try:
-        with _pillow_settings:
-            image = _open(data)
-    except (OSError, ImageFault):
-        return False
-    return _is_reduced(image, at_least)
+    """Return whether `decode_pillow` with `at_least` reads an image at a fraction of its size.
+
+    Raises what Pillow raises for bytes that are no image, an OSError or ImageFault.
+    """
+    with _pillow_settings:
+        return _is_reduced(_open(data), at_least)
 
 
 def _is_reduced(image: Image.Image, at_least: int) -> bool:
@@ -406,11 +405,9 @@ def _fault(data: bytes, error: Exception) -> ImageFault:
     fault = ImageFault.of(error)
     if isinstance(error, UnidentifiedImageError) and (why := why_not_rgb(data)) is not None:
         return format_fault(why)
-    if isinstance(error, Image.DecompressionBombError):
-        fault.status = Status.TOO_LARGE
-    elif isinstance(error, UnidentifiedImageError):
+    if isinstance(error, UnidentifiedImageError):
         return ImageFault(*_describe_unknown(data), fault.error)
-    elif isinstance(error, EOFError | struct.error | zlib.error) or _CUT_SHORT.search(str(fault)):
+    if isinstance(error, EOFError | struct.error | zlib.error) or _CUT_SHORT.search(str(fault)):
         fault.status = Status.TRUNCATED
     return fault
 

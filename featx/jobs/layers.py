@@ -113,14 +113,19 @@ def _rows(config: Config, engine: Engine, traced: Trace, profiled: Profile) -> l
     names = _names(config, engine, traced)
     kinds = [name.partition(":")[2] or "output" for name in names] or captures(config)
     item_bytes = np.dtype(config.dtype).itemsize
-    rows = table_rows(traced, item_bytes, tuple(dict.fromkeys(kinds)), profiled)
+    requests = [] if config.layers is None else layer_requests(config)
+    has_output = any(name in ("embedding", "output") for name, _ in requests)
+    rows = table_rows(
+        traced, item_bytes, tuple(dict.fromkeys(kinds)), profiled, has_output=has_output
+    )
     if not names:
         return rows
     matches = set()
     for name in names:
         names_of_request = matching_names(name, [row["name"] for row in rows])
         if not names_of_request:
-            _points(name, engine, traced)  # raises an error that names what is near
+            # relu@1 is the layer relu if that is called once; others raise an error.
+            names_of_request = [_row_name(point) for point in _points(name, engine, traced)]
         matches.update(names_of_request)
     return [row for row in rows if row["name"] in matches]
 
@@ -132,12 +137,18 @@ def _names(config: Config, engine: Engine, traced: Trace) -> list[str]:
         if name.partition(":")[0] in PRESETS:
             for point in _points(name, engine, traced):
                 # The embedding is that of another layer, whose row is listed.
-                is_output = point.capture == "output"
-                layer = point.layer if is_output else f"{point.layer}:{point.capture}"
-                row_names.append(layer if point.name == "embedding" else point.name)
+                row_names.append(_row_name(point) if point.name == "embedding" else point.name)
         else:
             row_names.append(name)
     return row_names
+
+
+def _row_name(point: CapturePoint) -> str:
+    """Return the name in the table of a tensor; `output` is that of the model."""
+    from featx.layers import element_name
+
+    layer = (point.layer or "output") + element_name(point.path)
+    return layer if point.capture == "output" else f"{layer}:{point.capture}"
 
 
 def _points(request: str, engine: Engine, traced: Trace) -> list[CapturePoint]:

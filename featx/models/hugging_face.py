@@ -17,12 +17,10 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """owner/model of the Hugging Face Hub."""
 
 
-def is_cached(repository: str | None, files: Iterable[str]) -> bool:
+def is_cached(repository: str, files: Iterable[str]) -> bool:
     """Return whether one of some files of a repository is in this machine's cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    if not repository:
-        return False
     return any(isinstance(try_to_load_from_cache(repository, file), str) for file in files)
 
 

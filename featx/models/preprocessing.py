@@ -55,8 +55,8 @@ def change_preprocess(preprocess: Preprocess, config: TransformConfig) -> Prepro
             f"model.transform.crop={crop}: the images of this model have {height} x {width} "
             "pixels. model.input_size=[HEIGHT,WIDTH] changes the model and its images together."
         )
-    resize = preprocess.resize
-    if config.resize is None and resize is None:
+    resize = preprocess.resize or 0
+    if config.resize is None and not resize:
         raise ConfigError(
             "model.transform: these weights ask for a way of resizing that options cannot state "
             "(borders, or other proportions). Give model.transform.resize as well."
@@ -67,7 +67,7 @@ def change_preprocess(preprocess: Preprocess, config: TransformConfig) -> Prepro
             f"{preprocess.interpolation}. Give model.transform.interpolation as well."
         )
     config.check_sizes(resize, preprocess.crop)
-    return _apply_options(config, resize or 0, preprocess)
+    return _apply_options(config, resize, preprocess)
 
 
 def _apply_options(

@@ -108,9 +108,6 @@ class S3Path(PosixPath):
         """Key of the object in its bucket."""
         return "/".join(self.parts[2:])
 
-    def expanduser(self) -> S3Path:
-        return self
-
     def absolute(self) -> S3Path:
         return self
 

@@ -191,13 +191,6 @@ class Manifest:
         return {spec.name: spec for run in reversed(self.runs) for spec in run.layers}
 
     @property
-    def tokens(self) -> dict[str, TokenGeometry]:
-        """Places of the tokens of every dataset that has any."""
-        return {
-            name: geometry for run in reversed(self.runs) for name, geometry in run.tokens.items()
-        }
-
-    @property
     def digest(self) -> str:
         """SHA-256 that identifies the store: that of its only run, or of all runs together."""
         return self.digest_of(len(self.runs))

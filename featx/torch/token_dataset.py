@@ -191,11 +191,11 @@ class TokenDataset(IterableDataset[Batch]):
         held, tokens = self._held_tokens, len(self._selection)
         width, group = self._reader().token_bytes, self._group
         sizes = {"held_bytes": held * width, "block_bytes": block_tokens(self._blocks) * width}
+        size = min(self.batch_size, tokens)
         if self._order == "stored":
-            images = max(1.0, self.batch_size / self._selection.per_row)
+            images = max(1.0, size / self._selection.per_row)
             return {"effective_images": images, "distinct_images_in_batch": images, **sizes}
         images = effective_images(self._selection, self._sizes, group[1])
-        size = min(self.batch_size, tokens)
         return {
             "effective_images": images,
             "distinct_images_in_batch": images * -math.expm1(-size / images),

@@ -146,6 +146,7 @@ class TokenPool:
             for future in futures:  # they write to the array that is replaced
                 future.result()
         before = len(self._tokens)
-        self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens[:more])])
+        added = np.empty((more, self._tokens.shape[1]), np.uint8)
+        self._tokens = np.concatenate([self._tokens, added])
         self._free = np.concatenate([self._free, np.empty(more, np.int64)])
         self.release(np.arange(before, before + more))

@@ -233,6 +233,33 @@ def test_the_first_layer_that_is_not_finite_is_named(layers: Layers) -> None:
     assert columns(text)["relu@2"][-1] == "0"
 
 
+class Pair(nn.Module):
+    """A model that returns two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 8, stride=8), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        vector = self.conv(x).mean((2, 3))
+        return {"logits": self.head(vector), "vector": vector}
+
+
+@pytest.mark.parametrize(
+    ("factory", "requests", "names"),
+    [
+        ("zoo:TwoStageConvNet", ["conv@1", "output"], ["conv", "output"]),
+        ("test_layers:Pair", ["output", "head@1:input"], ["head:input", "output.logits"]),
+    ],
+)
+def test_every_name_that_a_run_takes_has_a_row(
+    layers: Layers, factory: str, requests: list[str], names: list[str]
+) -> None:
+    text = layers(model={**MODEL, "factory": factory}, layers=requests)
+    assert list(columns(text)) == names
+    assert "layers=[output." not in text  # a run takes `output`
+
+
 def test_names_are_what_to_write_in_layers() -> None:
     """Each row whose batch is in front, and each name under inputs, is accepted by `select`."""
     traced = trace_forward(odd().eval(), torch.randn(2, 3, 32, 32))

@@ -484,6 +484,27 @@ def mixed_run(folder: Path, num_rows: int, num_tokens: int) -> Path:
     return make_run(num_rows, 1024, {"tokens": (num_tokens, 1)}, "float16").finish(folder)
 
 
+@pytest.mark.parametrize("held", [8, 200])
+def test_a_pool_that_is_too_small_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    root = make_run(60, 16, {"tokens": (16, 8)}, "float16").finish(tmp_path / "store")
+    monkeypatch.setattr(TokenDataset, "_held_tokens", held)  # chance needs more once in 10^15
+    data = TokenDataset(root, "tokens", tokens="all", batch_size=64, memory=30_000)
+    stored, seen = featx.open(root)["tokens"][:], set[tuple[int, int]]()
+    for batch in data:
+        rows, positions = batch["row"].numpy(), batch["position"].numpy()
+        assert np.array_equal(batch["features"].numpy(), stored[rows, positions])
+        seen.update(zip(rows.tolist(), positions.tolist(), strict=True))
+    assert len(seen) == 60 * 16
+
+
+def test_an_epoch_in_stored_order_mixes_no_more_images_than_it_has(tmp_path: Path) -> None:
+    root = mixed_run(tmp_path / "store", 3, 4)
+    data = TokenDataset(root, "tokens", tokens="all", order="stored", batch_size=256)
+    assert data.mixing["effective_images"] == data.mixing["distinct_images_in_batch"] == 3
+
+
 @pytest.mark.parametrize("block", [pytest.param(4, marks=pytest.mark.slow), 16, 64])
 def test_the_mixing_that_is_promised_is_measured(tmp_path: Path, block: int) -> None:
     root = mixed_run(tmp_path / "store", 2000, 64)

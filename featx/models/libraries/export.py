@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from featx.config import USUAL_CROP, USUAL_RESIZE, TransformConfig, UnpreparedModelConfig, options
-from featx.errors import ConfigError, ModelError
+from featx.errors import ConfigError
 from featx.models.libraries.registry import LIBRARIES, ModelLibrary
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from featx.models.base import Backbone
     from featx.models.exported_program import Program
 
@@ -79,10 +77,6 @@ class Export(ModelLibrary[ExportedProgramOptions]):
                 "captured"
             )
         return backbone
-
-    def untrained(self, config: ExportedProgramOptions, seed: int) -> nn.Module:
-        """Refuse model.init=reset."""
-        raise ModelError("model.init=reset: a program of torch.export has no untrained version.")
 
 
 def _transform(config: ExportedProgramOptions, program: Program) -> TransformConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
                     "rows."
                 )
         check_hard_links(opened.file, layout.FEATURES)
-        names = list(opened.file[layout.FEATURES])
+        names = sorted(opened.file[layout.FEATURES], key=_by_numbers)
         layers = {name: _layer_info(opened, name, num_rows) for name in names}
         classes = opened.texts(layout.CLASSES)
         column_names = opened.column_names()
@@ -188,6 +189,12 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
     complete = bool(attrs.get("complete", False))
     contents = Contents(num_rows, complete, (segment,), layers, path, column_names, classes, attrs)
     return contents, num_runs
+
+
+def _by_numbers(name: str) -> tuple[list[str | int], str]:
+    """Sort key of the names of layers, by which blocks.2 comes before blocks.10."""
+    parts = re.split("([0-9]+)", name)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
 
 
 def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
@@ -244,8 +251,7 @@ def _contents_with_parts(
     first = manifest.runs[0]
     attrs = layout.root_attributes(first.header, manifest.digest, complete)
     attrs["codec"] = first.codec
-    # HDF5 gives a file's datasets in the order of their names; so do the parts.
-    in_order = {name: layers[name] for name in sorted(layers)}
+    in_order = {name: layers[name] for name in sorted(layers, key=_by_numbers)}
     return Contents(num_rows, complete, tuple(segments), in_order, listing, names, classes, attrs)
 
 

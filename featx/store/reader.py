@@ -209,7 +209,7 @@ class FeatureStore:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers."""
+        """Names of the layers, in alphabetical order, but blocks.2 before blocks.10."""
         return tuple(self._contents.layers)
 
     @property

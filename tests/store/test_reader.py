@@ -262,10 +262,12 @@ def test_parts_and_packed_say_the_same(parts: FeatureStore, packed: FeatureStore
 
 
 def test_layers_keep_their_order_when_the_parts_are_packed(tmp_path: Path) -> None:
-    run = make_run(num_rows=4, part_rows=4, shapes={"layer4": (2,), "avgpool": (1,), "ä": (1,)})
+    shapes = {"blocks.10": (2,), "avgpool": (1,), "blocks.2.fc1": (2,), "blocks.2": (2,), "ä": (1,)}
+    run = make_run(num_rows=4, part_rows=4, shapes=shapes)
     before = FeatureStore(run.write(tmp_path)).layers
     run.write(tmp_path, [], packed=True)
-    assert FeatureStore(tmp_path).layers == before == ("avgpool", "layer4", "ä")
+    expected = ("avgpool", "blocks.2", "blocks.2.fc1", "blocks.10", "ä")
+    assert FeatureStore(tmp_path).layers == before == expected
 
 
 def test_an_unknown_layer_names_the_nearest(store: FeatureStore) -> None:

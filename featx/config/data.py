@@ -20,6 +20,7 @@ _SOURCE_OF_ENDING = {
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "table"),  # whose error says how to save the sheet
     **dict.fromkeys((".tar", ".tar.gz", ".tgz"), "webdataset"),
     **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
+    **dict.fromkeys(("/state.json", "/dataset_dict.json"), "huggingface"),  # of save_to_disk
 }
 """Ending of the name of a file -> source that reads such files."""
 

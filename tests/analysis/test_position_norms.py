@@ -121,6 +121,9 @@ def test_ends_of_the_histogram() -> None:
     assert found.quantile(1) == EDGES[-1]
     equal = norms_of(np.ones((4, 23, 6), np.float32))
     assert equal.outliers == 0
+    about = norms_summary(equal)
+    assert about is not None
+    assert about["median"] == about["p99"] == about["largest"] == pytest.approx(6**0.5)
     none = PartNorms(Part(0, 0, 2), layer_of((23, 6)))
     none.add(0, torch.zeros(2, 23, 6), 2, [0, 1])
     assert norms_summary(none.finish()) is None

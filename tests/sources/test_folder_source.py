@@ -287,6 +287,9 @@ def test_what_is_no_folder_of_images_is_named(tmp_path: Path) -> None:
     write(tmp_path, "f.tar", "g.CSV")
     with pytest.raises(DataError, match=r" Some may be read with data=table or data=webdataset\.$"):
         FolderSource(tmp_path).listing()
+    write(tmp_path, "saved/state.json", "saved/data-00000-of-00001.arrow")
+    with pytest.raises(DataError, match=r" Some may be read with data=huggingface\.$"):
+        FolderSource(tmp_path / "saved").listing()
 
 
 def test_a_sub_folder_that_cannot_be_listed_is_an_error() -> None:

@@ -283,10 +283,11 @@ class PartNorms:
 
 def norms_summary(norms: PositionNorms) -> dict[str, object] | None:
     """Summarise the norms as JSON types; None without an image. Return grid; median and p99 of the
-    patch tokens, upper edges of their bins; largest, exact; threshold, outliers and share of the
-    patch tokens that are outliers; prefix, for each prefix token its mean, std and largest norm;
-    largest_mean, the patch with the largest mean norm, with row and column counted from 1; and
-    class_token. What lies beyond the edges of the histogram, as of small gradients, is None.
+    patch tokens, upper edges of their bins or the largest, if that is less; largest, exact;
+    threshold, outliers and share of the patch tokens that are outliers; prefix, for each prefix
+    token its mean, std and largest norm; largest_mean, the patch with the largest mean norm, with
+    row and column counted from 1; and class_token. What lies beyond the edges of the histogram, as
+    of small gradients, is None.
     """
 
     def within(norm: float) -> float | None:
@@ -298,14 +299,15 @@ def norms_summary(norms: PositionNorms) -> dict[str, object] | None:
     std = (moments.scatter / moments.count).sqrt()
     patch = int(moments.mean[tokens.prefix_tokens :].argmax())
     row, column = divmod(patch, tokens.grid[1])
+    largest = float(moments.largest[tokens.prefix_tokens :].max())
     threshold = within(norms.threshold)
     outliers = None if threshold is None else norms.outliers
     return {
         "grid": list(tokens.grid),
         "class_token": tokens.has_class_token,
-        "median": within(norms.quantile(0.5)),
-        "p99": within(norms.quantile(0.99)),
-        "largest": float(moments.largest[tokens.prefix_tokens :].max()),
+        "median": within(min(norms.quantile(0.5), largest)),
+        "p99": within(min(norms.quantile(0.99), largest)),
+        "largest": largest,
         "threshold": threshold,
         "outliers": outliers,
         "share": None if outliers is None else outliers / int(norms.histogram.sum()),

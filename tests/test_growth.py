@@ -15,9 +15,7 @@ from made_store import make_run
 from featx.analysis.probe import read_prediction_lines
 from featx.analysis.probe.mislabelled import confident_labels
 from featx.analysis.probe.splits import few_shot_places, kfold
-from featx.store import layout
-from featx.store.listing import merge_listing
-from featx.store.verification import check_store
+from featx.store import check_store, layout, merge_listing
 from featx.types import Listing, rows_by_label
 
 

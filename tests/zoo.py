@@ -49,6 +49,14 @@ class TwoStageConvNet(nn.Module):
         return self.head(self.pool(x).flatten(1))
 
 
+class OfOneSize(TwoStageConvNet):
+    """Takes images of 64 x 64 pixels only, as a ViT does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[2:] == (64, 64)
+        return super().forward(x)
+
+
 class ResidualConvNet(nn.Module):
     """conv -> bn -> in-place relu -> conv -> += identity -> in-place relu -> fc."""
 

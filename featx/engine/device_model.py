@@ -169,16 +169,16 @@ class DeviceModel:
             return frozenset()
         size = size_beside(self.backbone.preprocess.crop)
         x = torch.empty(traced.batch_size, 3, *size, device="meta")
+        # A copy without memory, because a model may keep what it computes for a size. The method
+        # `to` of a quantised parameter moves values that the copy shares with the model.
+        parts = [*self.module.parameters(), *self.module.buffers()]
         try:
-            with self.named_failure(x):
-                # A copy without memory, because a model may keep what it computes for a size.
-                parts = [*self.module.parameters(), *self.module.buffers()]
-                memo = {id(each): each.to("meta") for each in parts}
-                return cubes_of_maps(
-                    traced, trace_forward(copy.deepcopy(self.module, memo), x), size
-                )
-        except ModelError:
-            return frozenset()  # the model takes images of its own size only
+            memo = {id(p): torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts}
+            module = copy.deepcopy(self.module, memo)
+            with uncompiled(module):  # torch compiles copies anew
+                return cubes_of_maps(traced, trace_forward(module, x), size)
+        except Exception:  # noqa: BLE001 - copying a model and running it call any code
+            return frozenset()  # such as of a model that takes images of its own size only
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """(B, 3, H, W) normalised float32 images on the device of the engine."""

@@ -114,7 +114,7 @@ def _rows(config: Config, engine: Engine, traced: Trace, profiled: Profile) -> l
     kinds = [name.partition(":")[2] or "output" for name in names] or captures(config)
     item_bytes = np.dtype(config.dtype).itemsize
     requests = [] if config.layers is None else layer_requests(config)
-    has_output = any(name in ("embedding", "output") for name, _ in requests)
+    has_output = any(name.startswith(("embedding", "output")) for name, _ in requests)
     rows = table_rows(
         traced, item_bytes, tuple(dict.fromkeys(kinds)), profiled, has_output=has_output
     )

@@ -143,7 +143,7 @@ def write_attributes(target: h5py.File | h5py.Dataset, values: Mapping[str, obje
     of the time for texts and numbers. A part has thirty of them.
     """
     for name, value in values.items():
-        data = np.asarray(value, _TEXT if isinstance(value, str) else None)
+        data = np.asarray(value, _TEXT if isinstance(value, str) else None, order="C")
         if data.dtype.kind not in "biuf" and data.dtype is not _TEXT:  # such as a list of texts
             target.attrs[name] = value
             continue

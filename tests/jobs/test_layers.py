@@ -250,6 +250,7 @@ class Pair(nn.Module):
     [
         ("zoo:TwoStageConvNet", ["conv@1", "output"], ["conv", "output"]),
         ("test_layers:Pair", ["output", "head@1:input"], ["head:input", "output.logits"]),
+        ("test_layers:Pair", ["output.vector"], ["output.vector"]),
     ],
 )
 def test_every_name_that_a_run_takes_has_a_row(

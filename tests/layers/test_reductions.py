@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_engine import backbone_of, bound
 from torch import nn
 
 from featx.config import ReduceConfig, make_reduce, reduction_of_args
-from featx.errors import ConfigError, ReduceError
+from featx.errors import ConfigError, LayerError, ReduceError
 from featx.layers import (
     Reduction,
     RowLayout,
@@ -316,6 +317,53 @@ def test_a_model_that_keeps_what_it_computes_for_a_size_is_left_as_it_is() -> No
     backbone.preprocess = replace(backbone.preprocess, crop=(32, 32))
     with bound(backbone, ("1", "none")):
         assert model.weights.shape == (32, 32)
+
+
+class Shares(nn.Parameter):
+    """A parameter whose copies share a tensor, which `to` moves, as Params4bit of bitsandbytes."""
+
+    shared = torch.ones(1)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        Shares.shared = Shares.shared.to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+
+@pytest.mark.parametrize("error", [None, LayerError, MemoryError])
+def test_the_copy_without_memory_leaves_the_model_and_the_run_as_they_are(
+    error: type[Exception] | None,
+) -> None:
+    class Refuses(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if error is not None and x.is_meta:
+                raise error("in the copy only")
+            return super().forward(x)
+
+    model = Refuses(nn.Conv2d(3, 8, 4, stride=4), nn.ReLU(), nn.Flatten()).eval()
+    model[0].weight = Shares(model[0].weight.detach())
+    backbone = backbone_of(model)
+    backbone.preprocess = replace(backbone.preprocess, crop=(32, 32))
+    with bound(backbone, ("1", "none")) as engine:
+        assert engine.traced is not None
+        assert engine.traced.known_cubes == ({(8, 8, 8)} if error is None else set())
+    assert Shares.shared.device.type == "cpu"
+
+
+@pytest.mark.slow  # torch compiles
+def test_the_copy_without_memory_is_not_compiled() -> None:
+    graphs = []
+
+    def backend(graph: Any, example: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    stage = torch.compile(nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.ReLU()), backend=backend)
+    backbone = backbone_of(nn.Sequential(stage, nn.Flatten()).eval())
+    backbone.preprocess = replace(backbone.preprocess, crop=(32, 32))
+    with bound(backbone, ("0", "none")) as engine:
+        assert engine.traced is not None
+        assert engine.traced.known_cubes == {(8, 8, 8)}
+    assert not graphs
 
 
 NO_GRID = "4 tokens are not 1 prefix tokens and a grid"

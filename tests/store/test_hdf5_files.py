@@ -24,6 +24,7 @@ VALUES = {
 ATTRIBUTES = {
     "text": "wörds", "none": "", "complete": True, "start": 4, "p": 3.0, "size": [14, 14],
     "pair": (1, 2), "names": ["ä", "b"], "bytes": np.bytes_(b"\x00{}"), "sums": np.zeros((0, 3)),
+    "turned": np.arange(6).reshape(2, 3).T,
 }  # fmt: skip
 
 

@@ -628,3 +628,30 @@ print(run_command())
 def test_a_signal_in_a_callback_of_a_weak_reference_ends_the_command() -> None:
     """Python drops the exception there; h5py calls back for each of its objects."""
     assert run_python("-c", SIGNALLED).stdout == "143\n"
+
+
+WAITING = """
+import os, signal, sys, time
+import featx.jobs
+from featx.__main__ import run_command
+
+class Waiting:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            time.sleep(0.01)
+
+def run(*arguments):
+    Waiting()
+    time.sleep(2)
+    return 0
+
+featx.jobs.run = run
+sys.argv = ["featx", "job=models"]
+print(run_command())
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_in_a_finalizer_that_waits_for_ever_ends_the_command() -> None:
+    assert run_python("-c", WAITING).stdout == "143\n"

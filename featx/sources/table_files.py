@@ -190,18 +190,19 @@ class ParquetTable:
         path = kind.get_field_index("path") if pa.types.is_struct(kind) else -1
         if path < 0 or kind[path].type not in (pa.string(), pa.large_string()):
             return False
-        if ("bytes", pa.null()) in [(field.name, field.type) for field in kind]:
+        if pa.types.is_null({field.name: field.type for field in kind}.get("bytes", pa.null())):
             return True
         metadata = parquet.read_metadata(self.file)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-        return all(
+        are_null = [
             chunk.statistics is not None
             and chunk.statistics.has_null_count
             and chunk.statistics.null_count == chunk.num_values
             for chunk in chunks
             if chunk.path_in_schema == f"{name}.bytes"
-        )
+        ]
+        return bool(are_null) and all(are_null)  # a list has a longer path in the schema
 
     def paths(self, name: str) -> pa.ChunkedArray:
         """Read a column of text, or one that `is_without_bytes`."""

@@ -23,6 +23,7 @@ from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.labels import Labels, from_names, from_numbers, renumber
 from featx.sources.registry import SOURCES, FileOptions, source_member
 from featx.sources.row_keys import find_row, find_rows, sorting_order
+from featx.sources.table_columns import MISSING_MARKS, warning_of_marks
 from featx.sources.tar_index import (
     CUT_SIZE,
     FIRST_NAME,
@@ -230,7 +231,13 @@ class ShardSource:
                 f"{name_text(self._keys[first])} and {numbers[other]} for "
                 f"{name_text(self._keys[other])}; expected one of the two throughout."
             )
-        return renumber(np.array(names, dtype=object), codes)
+        labels = renumber(np.array(names, dtype=object), codes)
+        num_rows = np.bincount(labels.labels[labels.labels >= 0]).tolist()
+        pairs = zip(labels.classes, num_rows, strict=True)
+        if marks := {name: rows for name, rows in pairs if name.lower() in MISSING_MARKS}:
+            meaning = "which counts as a class; an image without a label has no .cls member"
+            return labels._replace(warnings=(warning_of_marks(marks, origin, meaning),))
+        return labels
 
     def _label_note(self) -> str:
         """Return what was looked for as labels, and which other members there are."""

@@ -117,6 +117,10 @@ def test_exchanged_classifiers_have_the_interval_with_the_other_sign() -> None:
     assert found["difference"] == -exchanged["difference"] != 0
     assert found["interval"] == tuple(-end for end in reversed(exchanged["interval"]))
     assert found["p"] == pytest.approx(exchanged["p"], rel=1e-12)
+    sizes = np.array([1, 1, 2, 1, 3, 2, 1, 1])
+    for gains in (np.array([1, 1, -2, 0, 3, -1, -1, -1]), np.repeat([1, -1], 4)):  # none is ahead
+        low, high = bootstrapped_difference(gains, sizes) or (0, 0)
+        assert bootstrapped_difference(-gains, sizes) == (-high, -low) != (0, 0)
 
 
 def test_equal_layers_have_equal_entries() -> None:

@@ -283,6 +283,10 @@ def test_structs_without_bytes_are_paths(tmp_path: Path) -> None:
         source = table(tmp_path / "t.parquet")
         assert labels_of(source.listing()) == {"a.jpg": "q", "b.jpg": "p"}
         assert source.read(b"b.jpg") == b"b.jpg"
+    of_numbers = [{"bytes": list(b"1"), "path": path} for path in ("b.jpg", "a.jpg")]
+    pq.write_table(pa.table({"image": of_numbers}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="column image is struct<bytes: list"):
+        table(tmp_path / "t.parquet").listing()
     images(tmp_path / "t.parquet", [{"bytes": None, "path": "/a.jpg"}])
     with pytest.raises(DataError, match=r"1 row whose path leads out of .*row 0 \('/a\.jpg'\)"):
         table(tmp_path / "t.parquet").listing()

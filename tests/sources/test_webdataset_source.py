@@ -162,6 +162,9 @@ def test_a_cls_may_hold_the_name_of_the_class(tmp_path: Path) -> None:
     for _ in range(2):  # the second time from the cache
         rows = rows_of(shards(tmp_path / "s").listing())
         assert list(rows.values()) == ["dog", None, "Bär", "dog"]
+    write_tar(tmp_path / "s" / "d.tar", {"4.jpg": b"x", "4.cls": b"None"})
+    (warning,) = shards(tmp_path / "s").listing().warnings
+    assert "s: 1 row has the text 'None', which counts as a class" in warning
     write_tar(tmp_path / "s" / "d.tar", {"4.jpg": b"x", "4.cls": b"7"})
     with pytest.raises(
         DataError, match=r"'dog' for a\.tar/0\.jpg and 7 for d\.tar/4\.jpg; expected"

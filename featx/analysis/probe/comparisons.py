@@ -111,13 +111,22 @@ def bootstrapped_difference(
     (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). Units with
     equal numbers are interchangeable, so the number of units of each kind is drawn instead, which
     has the same distribution. The differences are those in favour of the classifier that is ahead,
-    so that exchanged classifiers have the same interval with the other sign. Return low and high,
-    in [-1, 1]; None if all resamples have the same difference, such as those of a single unit, or
-    of units that no classifier wins. They tell nothing about its error.
+    so that exchanged classifiers have the same interval with the other sign; if none is ahead, the
+    ends are means of both. Return low and high, in [-1, 1]; None if all resamples have the same
+    difference, such as those of a single unit, or of units that no classifier wins. They tell
+    nothing about its error.
     """
-    if gains.sum() < 0:
-        exchanged = bootstrapped_difference(-gains, sizes, alpha)
-        return None if exchanged is None else (0.0 - exchanged[1], 0.0 - exchanged[0])  # not -0.0
+    lead = gains.sum()
+    interval = _drawn_interval(gains if lead >= 0 else -gains, sizes, alpha)
+    if interval is None:
+        return None
+    low, high = interval
+    if lead == 0 and (exchanged := _drawn_interval(-gains, sizes, alpha)) is not None:
+        low, high = (low - exchanged[1]) / 2, (high - exchanged[0]) / 2
+    return (low, high) if lead >= 0 else (0.0 - high, 0.0 - low)  # not -0.0
+
+
+def _drawn_interval(gains: Ints, sizes: Ints, alpha: float) -> tuple[float, float] | None:
     kinds, counts = np.unique(np.stack([gains, sizes], axis=1), axis=0, return_counts=True)
     rng = np.random.default_rng(0)  # the same numbers for the same predictions
     drawn = rng.multinomial(len(gains), counts / len(gains), size=_RESAMPLES)

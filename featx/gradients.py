@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optimizers
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from featx.base import TensorHooks, check_is_module, refuse_transformed, table
 from featx.errors import ConfigError, LayerError, ModelError, RunError, nearest
@@ -116,10 +115,6 @@ class GradientLog:
         self._totals: WeakKeyDictionary[Any, deque[float]] = WeakKeyDictionary()
         self._quiet_steps: dict[str, int] = {}
         self._num_steps, self._last_scale = 0, 0.0
-        # Gradient from before the block -> its version.
-        self._earlier = WeakTensorKeyDictionary(
-            {p.grad: p.grad._version for p in self._model.parameters() if p.grad is not None}
-        )
         self._note_versions()
 
     def step(self) -> None:
@@ -193,17 +188,6 @@ class GradientLog:
             for p in self._model.parameters()
             if p.requires_grad and not is_lazy(p)
         }
-
-    def _has_unused(self) -> bool:
-        """Return whether gradients have arrived that no step has used.
-
-        Of compiled code no flow is seen; its gradients count if there was no step at all.
-        """
-        if self._flow or self._arrived or self._num_steps:
-            return bool(self._flow or self._arrived)
-        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-        arrived = (x for x in grads if self._earlier.get(x) != x._version)  # type: ignore[no-untyped-call]
-        return any(bool(grad.any()) for grad in arrived)  # zero_grad may keep zeros
 
     def _check_versions(self) -> None:
         """Raise a RunError if parameters changed after a backward pass without a step."""
@@ -433,7 +417,7 @@ def watch(
         stack.callback(optimizers.register_optimizer_step_post_hook(after).remove)
         yield log
         # The gradients of a GradScaler are still scaled here; unscaling them is the loop's task.
-        if scaler is None and log._has_unused():
+        if scaler is None and (log._flow or log._arrived):
             log._check_versions()
             log.step()
 

@@ -53,7 +53,6 @@ from .module_hooks import ModuleSetting as ModuleSetting
 from .module_hooks import ObservingMode as ObservingMode
 from .module_hooks import TensorHooks as TensorHooks
 from .module_hooks import check_is_module as check_is_module
-from .module_hooks import hidden_from_compiler as hidden_from_compiler
 from .module_hooks import refuse_scripted as refuse_scripted
 from .module_hooks import refuse_transformed as refuse_transformed
 from .nested_tensors import ElementPath as ElementPath

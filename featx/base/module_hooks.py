@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from featx.errors import LayerError, ModelError
-
-_Function = TypeVar("_Function", bound=Callable[..., object])
 
 Before = Callable[[nn.Module, Any, Any], object]
 """Function (module, args, kwargs) that is called before a module; it may return both anew."""
@@ -54,33 +51,8 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def hidden_from_compiler(function: _Function) -> _Function:
-    """Return a function that torch.compile does not trace; code that is compiled calls it as it is.
-
-    torch.compiler.disable would import torch._dynamo, which takes about two seconds, so the
-    function itself is returned where nothing is compiled.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return function
-    hidden: _Function = torch.compiler.disable(  # type: ignore[no-untyped-call]
-        function,
-        reason="featx has hooks on this model, which compiled code does not run. Call the model "
-        "itself in the block, instead of a compiled function around it.",
-    )
-    return hidden
-
-
 class ModuleHooks(contextlib.ExitStack):
-    """Hooks on modules; a context manager that removes them.
-
-    Args:
-        is_traced: whether torch.compile may trace the hooks. Otherwise code that is compiled while
-            they exist calls them as they are.
-    """
-
-    def __init__(self, *, is_traced: bool = True) -> None:
-        super().__init__()
-        self._is_traced = is_traced
+    """Hooks on modules; a context manager that removes them."""
 
     def add(
         self,
@@ -96,9 +68,6 @@ class ModuleHooks(contextlib.ExitStack):
         With `first` they run before the hooks that the module has; with `always`, `after` is called
         also if the call raises an exception.
         """
-        if not self._is_traced:
-            before = before and hidden_from_compiler(before)
-            after = after and hidden_from_compiler(after)
         if before is not None:
             handle = module.register_forward_pre_hook(
                 _Hook(module, before, 2), prepend=first, with_kwargs=True

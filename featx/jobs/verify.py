@@ -166,13 +166,13 @@ def _images_text(images: ImagesReport) -> str:
     if images.not_compared is not None:
         return f"not compared: {images.not_compared}"
     same = images.compared - len(images.changed)
-    lines = [f"of {counted(same, 'row')} unchanged ({images.read} were read)"]
+    lines = [f"unchanged for {counted(same, 'row')} (bytes of {images.read} read)"]
     for keys, state in (
         (images.changed, "changed since"),
-        (images.gone, "missing or empty now, so not compared"),
+        (images.gone, "missing or empty now"),
     ):
         if keys:
-            lines.append(f"of {counted(len(keys), 'row')} {state}: {_first(keys, 10)}")
+            lines.append(f"{state} for {counted(len(keys), 'row')}: {_first(keys, 10)}")
     if images.unknown:
         lines.append(unknown_images_text(images.unknown))
     return "\n".join(lines)

@@ -21,7 +21,6 @@ from featx.base import (
     ModuleSetting,
     TensorHooks,
     elements,
-    hidden_from_compiler,
     log_message,
     refuse_scripted,
 )
@@ -97,7 +96,6 @@ def every_call(
     end: Callable[[OpenCall, int, object], None],
     on_gradient: Callable[[Edge, torch.Tensor], None] | None = None,
     names: Collection[str] | None = None,
-    is_traced: bool = True,
 ) -> Iterator[RunningCalls]:
     """Report each call of each module inside the block; the hooks are removed at its end.
 
@@ -111,7 +109,6 @@ def every_call(
         on_gradient: called in backward passes with each gradient that reaches a tensor between
             modules; None to follow no gradients.
         names: dotted names of the modules whose calls are reported; None for all.
-        is_traced: whether torch.compile may trace the modules.
 
     Yields:
         The calls that are running.
@@ -184,7 +181,7 @@ def every_call(
             edge.producers.append(call)
         return output
 
-    with ModuleHooks(is_traced=is_traced) as hooks, contextlib.ExitStack() as stack:
+    with ModuleHooks() as hooks, contextlib.ExitStack() as stack:
         stack.callback(tensor_hooks.remove)
         chosen = modules if names is None else {name: modules[name] for name in names}
         hooks.add_all(chosen, before, after)
@@ -226,7 +223,7 @@ class LoopHooks(LayerHooks):
         self.has_run = False
 
     def _attach(self, hooks: ModuleHooks) -> None:
-        self._stack.enter_context(uncompiled(self._model, around=True))
+        self._stack.enter_context(uncompiled(self._model))
         self._stack.enter_context(plain_attention(self._model, self._requests))
         super()._attach(hooks)
         hooks.add(self._model, before=self._begin, first=True)
@@ -334,11 +331,10 @@ _forward, _compiled_call = ModuleSetting("forward"), ModuleSetting("_compiled_ca
 
 
 @contextlib.contextmanager
-def uncompiled(model: nn.Module, around: bool = False) -> Iterator[None]:
+def uncompiled(model: nn.Module) -> Iterator[None]:
     """Call the original code of compiled modules inside the block.
 
-    Compiled code has no operations, and calls only hooks that existed when it was compiled. With
-    `around`, compiled functions that call the model call its original code, too.
+    Compiled code has no operations, and calls only hooks that existed when it was compiled.
     """
     modules: list[Any] = list(model.modules())
     wrappers = {m: m._orig_mod.__call__ for m in modules if _is_wrapper(m)}
@@ -348,25 +344,9 @@ def uncompiled(model: nn.Module, around: bool = False) -> Iterator[None]:
         _forward.changed(wrappers | forwards) as changed,
         _compiled_call.changed(others) as compiled,
     ):
-        hidden = _hidden_forward(model) if around and model not in wrappers | forwards else {}
         if changed or compiled:
             _announce_uncompiled()
-        with _forward.changed(hidden):
-            yield
-
-
-def _hidden_forward(model: nn.Module) -> dict[nn.Module, object]:
-    """A forward method of a model that torch.compile does not trace.
-
-    Compiled functions check whether a module has got a forward method of its own, but not whether
-    it has got hooks.
-    """
-    forward: Any = model.forward
-    # Copies of the model get a bound method of their own, and pickles store one by its name.
-    if not isinstance(forward, MethodType) or getattr(model, forward.__name__, None) != forward:
-        return {}
-    hidden = hidden_from_compiler(forward.__func__)
-    return {} if hidden is forward.__func__ else {model: MethodType(hidden, model)}
+        yield
 
 
 def _original_forward(module: nn.Module) -> Callable[..., object] | None:

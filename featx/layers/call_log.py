@@ -86,8 +86,8 @@ def watch(
     """
     check_is_module(model)
     log = CallLog(model, show or (lambda line: None), keep_rows)
-    calls = every_call(model, log._begin, log._end, log._record_gradient, is_traced=False)
-    with uncompiled(model, around=True), calls as running:
+    calls = every_call(model, log._begin, log._end, log._record_gradient)
+    with uncompiled(model), calls as running:
         try:
             yield log
         except Exception as error:

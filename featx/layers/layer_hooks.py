@@ -228,7 +228,7 @@ class LayerHooks:
 
     def __enter__(self) -> Self:
         try:
-            self._attach(self._stack.enter_context(ModuleHooks(is_traced=not self.in_loop)))
+            self._attach(self._stack.enter_context(ModuleHooks()))
         except BaseException:
             self.detach()
             raise

@@ -104,7 +104,7 @@ class OperationRecorder(TorchFunctionMode):
     def attach(self) -> Iterator[None]:
         """Attach hooks that track whose forward is running, inside the block."""
         modules = dict(self._model.named_modules())
-        with ModuleHooks(is_traced=not self._every_thread) as hooks:
+        with ModuleHooks() as hooks:
             # Frames begin before the hooks of captures run, and end after them.
             hooks.add_all(modules, self._begin_frame, first=True)
             hooks.add_all(modules, self._open_frame, self._end_frame, always=True)

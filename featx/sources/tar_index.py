@@ -249,7 +249,9 @@ def _class(shard: Shard, name: bytes, data: bytes) -> int | str:
         text = data.decode().strip()
         is_number = _NUMBER.fullmatch(text)
         label: int | str = int(text) if is_number else text
-        is_class = -1 <= label < 1 << 63 if isinstance(label, int) else text and text.isprintable()
+        # Lists such as 3,7 and one-hot vectors are no names.
+        is_name = text.isprintable() and any(map(str.isalpha, text))
+        is_class = -1 <= label < 1 << 63 if isinstance(label, int) else is_name
         if is_class and len(data) <= _MAX_LABEL_BYTES:
             return label
     raise DataError(

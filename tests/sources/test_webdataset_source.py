@@ -173,7 +173,8 @@ def test_a_cls_may_hold_the_name_of_the_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b" \n", b"1.5", b"-2", b"1" * 30, b"a\0", b"\xff", b"c" * 300]
+    "content",
+    [b"", b" \n", b"1.5", b"-2", b"1" * 30, b"a\0", b"\xff", b"c" * 300, b"3,7", b"[0 1]"],
 )
 def test_a_cls_that_is_no_number_and_no_name_is_an_error(tmp_path: Path, content: bytes) -> None:
     write_tar(tmp_path / "x.tar", {"a.jpg": b"x", "a.cls": content})

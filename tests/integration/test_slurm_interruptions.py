@@ -117,10 +117,10 @@ def test_a_second_driver_is_refused_while_the_first_is_at_work(
 def test_tasks_that_are_held_are_reported_until_they_are_released(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    with running_driver(*SLURM, "executor.workers=1", environment={"SBATCH_HOLD": "1"}) as driver:
+    held = "executor.sbatch={hold: true}"
+    with running_driver(*SLURM, "executor.workers=1", held) as driver:
         driver.wait_for("submitted 1 task")
         (task,) = cluster.tasks()
-        cluster.ask("scontrol", "hold", task.partition("_")[0])
         line = driver.wait_for("wait in the queue", 120)
         assert "JobHeld" in line
         queue = eventually(lambda: next((each["queue"] for each in status()["workers"]), []), 30)

@@ -594,64 +594,57 @@ def test_what_lacks_around_a_command_is_named(tmp_path: Path) -> None:
     assert "cd" in current
 
 
-SIGNALLED = """
+JOB_WITH_SIGNAL = """
 import os, signal, sys, time, weakref
 import featx.jobs
 from featx.__main__ import run_command
 
+def send():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def run(*arguments):
+    meet_signal()
+    time.sleep(2)
+    return 0
+
+featx.jobs.run = run
+sys.argv = ["featx", "job=models"]
+"""
+
+IN_CALLBACK = """
 class Key:
     sends = False
 
     def __hash__(self):
         if self.sends:
-            os.kill(os.getpid(), signal.SIGTERM)
+            send()
         return 1
 
 class Value:
     pass
 
-def run(*arguments):
+def meet_signal():
     values, value = weakref.WeakValueDictionary(), Value()
     values[Key()] = value
     Key.sends = True
     del value  # calls back, which looks for the key
-    time.sleep(2)
-    return 0
-
-featx.jobs.run = run
-sys.argv = ["featx", "job=models"]
-print(run_command())
 """
 
-
-@pytest.mark.slow
-def test_a_signal_in_a_callback_of_a_weak_reference_ends_the_command() -> None:
-    """Python drops the exception there; h5py calls back for each of its objects."""
-    assert run_python("-c", SIGNALLED).stdout == "143\n"
-
-
-WAITING = """
-import os, signal, sys, time
-import featx.jobs
-from featx.__main__ import run_command
-
+IN_FINALIZER_WITHOUT_END = """
 class Waiting:
     def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
+        send()
         while True:
             time.sleep(0.01)
 
-def run(*arguments):
+def meet_signal():
     Waiting()
-    time.sleep(2)
-    return 0
-
-featx.jobs.run = run
-sys.argv = ["featx", "job=models"]
-print(run_command())
 """
 
 
 @pytest.mark.slow
-def test_a_signal_in_a_finalizer_that_waits_for_ever_ends_the_command() -> None:
-    assert run_python("-c", WAITING).stdout == "143\n"
+@pytest.mark.parametrize("code", [IN_CALLBACK, IN_FINALIZER_WITHOUT_END], ids=["callback", "del"])
+def test_a_signal_where_python_drops_exceptions_ends_the_command(code: str) -> None:
+    """As in callbacks of weak references, of which h5py has one for each of its objects."""
+    program = f"{JOB_WITH_SIGNAL}{code}\nprint(run_command())"
+    assert run_python("-c", program).stdout == "143\n"

@@ -17,7 +17,7 @@ from featx.base import num_cpus
 from featx.errors import require
 from featx.storage import PositionedFile, UnfinishedFile, disk_mismatch_error, memory_mismatch_error
 from featx.store import layout
-from featx.store.chunk_table import chunks_of
+from featx.store.chunk_table import WrittenChunks, chunks_of
 from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import check_texts, seal_texts, write_values
 from featx.types import Array
@@ -88,41 +88,6 @@ def _split_by_pages(start: int, count: int) -> Iterator[tuple[int, int, int, int
         offset += length
 
 
-class _Chunks:
-    """Chunks of a dataset that is being written in order.
-
-    `incomplete` holds rows of a chunk whose last row has not arrived. `addresses` are those of the
-    chunks in the file; 0 if they have none yet.
-    """
-
-    def __init__(self, dataset: h5py.Dataset) -> None:
-        self.dataset = dataset
-        self.pipeline = Pipeline.of(dataset)
-        self.shape: tuple[int, ...] = dataset.shape
-        self.step: int = dataset.chunks[0]
-        self.stop = 0
-        self.incomplete: list[Array] = []
-        self.sums = np.zeros(-(-self.shape[0] // self.step), np.uint64)
-        self.addresses = np.zeros(len(self.sums), np.uint64)
-
-    def offset(self, number: int) -> tuple[int, ...]:
-        return (number * self.step, *(0,) * len(self.shape[1:]))
-
-    def complete(self, rows: Array) -> Iterator[Array]:
-        """Add the next rows; yields the chunks that are complete, and copies the other rows."""
-        while len(rows):
-            stop = min((self.stop // self.step + 1) * self.step, self.shape[0])
-            some, rows = rows[: stop - self.stop], rows[stop - self.stop :]
-            self.stop += len(some)
-            if self.stop < stop:
-                self.incomplete.append(some.copy())
-                return
-            blocks, self.incomplete = [*self.incomplete, some], []
-            if missing := -self.stop % self.step:  # HDF5 stores whole chunks; these are never read
-                blocks.append(np.zeros((missing, *some.shape[1:]), some.dtype))
-            yield np.ascontiguousarray(np.concatenate(blocks) if len(blocks) > 1 else some)
-
-
 class ChunkFile:
     """HDF5 file from its creation until it has its name; a context manager that discards it.
 
@@ -132,16 +97,16 @@ class ChunkFile:
     built in memory are the same.
 
     The rows of a dataset have to arrive in order. `path` is the final name, for messages; without
-    a temporary file as `target`, the file is built in memory.
+    a temporary file as `target`, the file is built in memory. `chunked` are the datasets in chunks
+    by their paths.
     """
 
     def __init__(self, path: Path, target: UnfinishedFile | None = None) -> None:
         self._path, self._target = path, target
         self._image = io.BytesIO() if target is None else SparseImage()
         self.hdf5 = h5py.File(self._image, "w", libver=layout.LIBVER)
-        self._chunks: dict[str, _Chunks] = {}
+        self.chunked: dict[str, WrittenChunks] = {}
         self._extents: dict[int, tuple[int, int, str]] = {}  # address -> size, checksum, dataset
-        self._buffer = memoryview(b"")
         # HDF5 must not find this file open at the end of the interpreter.
         self.discard = weakref.finalize(self, _discard, self.hdf5, target)
 
@@ -164,13 +129,16 @@ class ChunkFile:
             maxshape=(max_rows, *shape[1:]),
             **options,
         )
-        self._chunks[path] = _Chunks(dataset)
+        num_chunks = -(-shape[0] // chunk_rows)
+        self.chunked[path] = WrittenChunks(
+            dataset,
+            Pipeline.of(dataset),
+            shape,
+            chunk_rows,
+            sums=np.zeros(num_chunks, np.uint64),
+            addresses=np.zeros(num_chunks, np.uint64),
+        )
         return dataset
-
-    @property
-    def chunked(self) -> dict[str, tuple[h5py.Dataset, Pipeline, Array]]:
-        """Datasets in chunks by their paths, with their filters and the checksums of the chunks."""
-        return {path: (c.dataset, c.pipeline, c.sums) for path, c in self._chunks.items()}
 
     def seal(self) -> None:
         """Record the checksums of all texts: the datasets are created, and no rows have come yet.
@@ -178,8 +146,8 @@ class ChunkFile:
         Chunks on a disk get their addresses, except compressed ones, whose sizes are unknown.
         """
         seal_texts(self.hdf5, self._image)
-        for chunks in self._chunks.values():
-            if self._target is not None and not len(chunks.pipeline):
+        for chunks in self.chunked.values():
+            if self._target is not None and not chunks.pipeline.filters:
                 zeros = bytes(chunks.pipeline.chunk_bytes)
                 for number in range(len(chunks.sums)):
                     chunks.dataset.id.write_direct_chunk(chunks.offset(number), zeros)
@@ -188,25 +156,41 @@ class ChunkFile:
     def append(self, path: str, first: int, rows: Array) -> None:
         """Add the next rows of a dataset, as stored; several threads encode them.
 
-        h5py compresses under one lock; without it, two threads write half as fast again. Rows of
-        an incomplete chunk are copied.
+        Rows of a chunk whose last row has not arrived are copied.
         """
-        chunks = self._chunks[path]
+        chunks = self.chunked[path]
         require(first == chunks.stop, "the rows of a file have to arrive in order")
-        number = first // chunks.step
+        number, is_long = first // chunks.step, len(rows) > chunks.step
+
+        complete: list[Array] = []
+        while len(rows):
+            stop = min((chunks.stop // chunks.step + 1) * chunks.step, chunks.shape[0])
+            some, rows = rows[: stop - chunks.stop], rows[stop - chunks.stop :]
+            chunks.stop += len(some)
+            if chunks.stop < stop:
+                chunks.incomplete.append(some.copy())
+                break
+            blocks, chunks.incomplete = [*chunks.incomplete, some], []
+            # HDF5 stores whole chunks; the rows that are added here are never read.
+            if missing := -chunks.stop % chunks.step:
+                blocks.append(np.zeros((missing, *some.shape[1:]), some.dtype))
+            whole = np.concatenate(blocks) if len(blocks) > 1 else some
+            complete.append(np.ascontiguousarray(whole))
+
         encode = functools.partial(self._encode, path, chunks.pipeline)
-        if len(chunks.pipeline) and len(rows) > chunks.step:
+        if chunks.pipeline.filters and is_long:
+            # h5py compresses under one lock; without it, two threads write half as fast again.
             with ThreadPoolExecutor(num_cpus()) as threads:
-                encoded = iter(list(threads.map(encode, chunks.complete(rows))))
+                encoded = iter(list(threads.map(encode, complete)))
         else:
-            encoded = map(encode, chunks.complete(rows))
+            encoded = map(encode, complete)
         for data in encoded:
             self._write(path, number, data)
             number += 1
 
     def append_chunk(self, path: str, first: int, data: bytes, mask: int = 0) -> None:
         """Add the next chunk of a dataset as it is stored; it is whole, or the last one."""
-        chunks = self._chunks[path]
+        chunks = self.chunked[path]
         is_next = first == chunks.stop and not first % chunks.step
         require(is_next, "the chunks of a file have to arrive in order")
         chunks.stop = min(first + chunks.step, chunks.shape[0])
@@ -228,12 +212,6 @@ class ChunkFile:
         checksum = layout.checksum(np.ascontiguousarray(values))
         write_values(self.hdf5, f"{layout.CHECKSUMS}/{path}", np.array([checksum], np.uint64))
 
-    def write_checksums(self) -> None:
-        """Write the checksums of all chunks; all rows have come."""
-        for path, chunks in self._chunks.items():
-            require(chunks.stop == chunks.shape[0], f"rows of {path} never arrived")
-            write_values(self.hdf5, f"{layout.CHECKSUMS}/{path}", chunks.sums)
-
     def content(self) -> bytes:
         """Bytes of a file that is built in memory; raises RunError if it reads back differently."""
         self._close()
@@ -248,14 +226,22 @@ class ChunkFile:
         self._close()
         target = self._target
         assert target is not None
-        for start, stop in self._gaps():
+        # Address and end of the areas that HDF5 has written between the rows.
+        gaps, stop = [], 0
+        for address, (size, *_) in sorted(self._extents.items()):
+            if address > stop:
+                gaps.append((stop, address))
+            stop = address + size
+        if (end := self._image.seek(0, io.SEEK_END)) > stop:
+            gaps.append((stop, end))
+        for start, stop in gaps:
             target.write(self._pread(stop - start, start), start)
-        return target.finish(self._compare)
+        return target.finish(functools.partial(self._compare, target, gaps))
 
     def _encode(self, path: str, pipeline: Pipeline, chunk: Array) -> bytes | memoryview:
         """Bytes of a chunk as they are stored; those of a codec are decoded again and compared."""
         data = chunk.reshape(-1).view(np.uint8)
-        if not len(pipeline):
+        if not pipeline.filters:
             return data.data
         encoded = pipeline.encode(data)
         if not np.array_equal(pipeline.decode(encoded), data):
@@ -263,7 +249,7 @@ class ChunkFile:
         return encoded
 
     def _write(self, path: str, number: int, data: bytes | memoryview, mask: int = 0) -> None:
-        chunks = self._chunks[path]
+        chunks = self.chunked[path]
         chunks.sums[number] = checksum = layout.checksum(data)
         if self._target is None:
             chunks.dataset.id.write_direct_chunk(chunks.offset(number), data, mask)
@@ -285,7 +271,7 @@ class ChunkFile:
         self.hdf5.close()
         with h5py.File(self._image, "r") as file:
             check_texts(file, self._pread)
-            for path, chunks in self._chunks.items():
+            for path, chunks in self.chunked.items():
                 # The low-level interface takes a third of the time for parts of few rows.
                 dataset = h5py.h5d.open(file.id, path.encode())
                 checksums = h5py.h5d.open(file.id, f"{layout.CHECKSUMS}/{path}".encode())
@@ -305,31 +291,19 @@ class ChunkFile:
         self._image.seek(address)
         return self._image.read(size) or b""
 
-    def _gaps(self) -> Iterator[tuple[int, int]]:
-        """Areas of the file that HDF5 has written, in order: address and end."""
-        stop = 0
-        for address, (size, *_) in sorted(self._extents.items()):
-            if address > stop:
-                yield stop, address
-            stop = address + size
-        if (end := self._image.seek(0, io.SEEK_END)) > stop:
-            yield stop, end
-
-    def _compare(self) -> None:
+    def _compare(self, target: UnfinishedFile, gaps: list[tuple[int, int]]) -> None:
         """Read the temporary file, and compare it with what was written."""
-        for start, stop in self._gaps():
-            if bytes(self._read_back(start, stop - start)) != self._pread(stop - start, start):
+        sizes = [stop - start for start, stop in gaps]
+        sizes += [size for size, *_ in self._extents.values()]
+        buffer = memoryview(bytearray(max(sizes)))
+        for start, stop in gaps:
+            count = target.read_into(buffer[: stop - start], start)
+            if bytes(buffer[:count]) != self._pread(stop - start, start):
                 raise disk_mismatch_error(self._path, "the description of its datasets")
         for address, (size, checksum, path) in sorted(self._extents.items()):
-            if layout.checksum(self._read_back(address, size)) != checksum:
+            count = target.read_into(buffer[:size], address)
+            if layout.checksum(buffer[:count]) != checksum:
                 raise disk_mismatch_error(self._path, f"/{path}")
-
-    def _read_back(self, address: int, size: int) -> memoryview:
-        """Bytes of the temporary file, in a buffer that the next call uses again."""
-        assert self._target is not None
-        if len(self._buffer) < size:
-            self._buffer = memoryview(bytearray(size))
-        return self._buffer[: self._target.read_into(self._buffer[:size], address)]
 
 
 def _discard(hdf5: h5py.File, target: UnfinishedFile | None) -> None:

@@ -121,7 +121,7 @@ class ChunkReader:
         self.read_method = "h5py"
         if not _is_readable_directly(dataset, "fileobj" if is_remote else "sec2"):
             return
-        has_filters = len(self._pipeline) > 0 or not self._pipeline.is_supported
+        has_filters = bool(self._pipeline.filters) or not self._pipeline.is_supported
         if file is None:
             file = RawFile(dataset.file.id.get_vfd_handle(), may_map=not has_filters)
         if num_chunks * (1 if has_filters else self._pipeline.chunk_bytes) > file.size:
@@ -452,7 +452,7 @@ class ChunkReader:
         address, size, mask = np.full((3, count), -1, np.int64)
         address[chunk], size[chunk], mask[chunk] = table[:, 1:].T
         is_bad = (address < 0) | (size < 1) | (address > file.size - size)
-        if not len(self._pipeline) and self._pipeline.is_supported:
+        if not self._pipeline.filters and self._pipeline.is_supported:
             is_bad |= (mask != 0) | (size != self._pipeline.chunk_bytes)
         # Of chunks that share bytes, one would be read for the other.
         order = np.argsort(address, kind="stable")

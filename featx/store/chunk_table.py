@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import h5py
@@ -56,26 +56,53 @@ class RawBytes(Protocol):
         """Read bytes at an address."""
 
 
+@dataclass
+class WrittenChunks:
+    """Chunks of a dataset that is being written in order.
+
+    Attributes:
+        step: rows of a chunk.
+        sums: checksums of the chunks.
+        addresses: addresses of the chunks in the file; 0 if they have none yet.
+        stop: number of rows that have arrived.
+        incomplete: rows of a chunk whose last row has not arrived.
+    """
+
+    dataset: h5py.Dataset
+    pipeline: Pipeline
+    shape: tuple[int, ...]
+    step: int
+    sums: Array
+    addresses: Array
+    stop: int = 0
+    incomplete: list[Array] = field(default_factory=list)
+
+    def offset(self, number: int) -> tuple[int, ...]:
+        """Position of the first value of a chunk in the dataset."""
+        return (number * self.step, *(0,) * len(self.shape[1:]))
+
+
 def write_chunk_table(
     file: h5py.File,
-    chunked: Mapping[str, tuple[h5py.Dataset, Pipeline, Array]],
+    chunked: Mapping[str, WrittenChunks],
     fingerprint_sha256: str,
     num_runs: int,
     start: int,
 ) -> None:
     """Write /chunk_table as the last dataset of a file.
 
-    `chunked` are its datasets in chunks by their paths, each with its filters and the checksums of
-    its chunks: to open them again takes longer than to write the table.
+    `chunked` are its datasets in chunks by their paths: to open them again takes longer than to
+    write the table.
     """
     file.flush()
     failures = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
     about, tables = [], []
     for path in [*row_datasets(file), *failures]:
         if path in chunked:
-            dataset, pipeline, sums = chunked[path]
-            table, filters = chunks_of(dataset), pipeline.filters
-            table["sum"] = sums
+            written = chunked[path]
+            dataset, filters = written.dataset, written.pipeline.filters
+            table = chunks_of(dataset)
+            table["sum"] = written.sums
         else:
             dataset, filters = file[path], []
             table = chunks_of(dataset)

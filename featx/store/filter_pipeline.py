@@ -51,11 +51,11 @@ class Pipeline:
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> Pipeline:
         """Filters of a chunked dataset, with the parameters that its file records."""
+        properties = dataset.id.get_create_plist()
+        recorded = (properties.get_filter(i) for i in range(properties.get_nfilters()))
+        filters = [(number, values) for number, _, values, _ in recorded]
         num_values = int(np.prod(dataset.chunks, dtype=np.int64))
-        return cls(dataset_filters(dataset), num_values * dataset.id.get_type().get_size())
-
-    def __len__(self) -> int:
-        return len(self.filters)
+        return cls(filters, num_values * dataset.id.get_type().get_size())
 
     def encode(self, chunk: Block) -> bytes:
         """Encode a whole chunk for write_direct_chunk with filter mask 0."""
@@ -78,13 +78,6 @@ class Pipeline:
         if len(data) != self.chunk_bytes:
             raise StoreError(f"{len(data)} bytes instead of the {self.chunk_bytes} of a chunk")
         return data
-
-
-def dataset_filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
-    """Number and parameters of each filter of a dataset, in the order of writing."""
-    properties = dataset.id.get_create_plist()
-    filters = (properties.get_filter(i) for i in range(properties.get_nfilters()))
-    return [(number, values) for number, _, values, _ in filters]
 
 
 def _is_known(number: int, values: tuple[int, ...]) -> bool:

@@ -19,7 +19,7 @@ from featx.storage import RawFile, S3File, S3Path
 from featx.store import layout
 from featx.store.chunk_reader import ChunkReader, Verify, repair_hint
 from featx.store.chunk_table import table_checksum
-from featx.store.filter_pipeline import dataset_filters
+from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import (
     check_hard_links,
     compared_chunks,
@@ -140,7 +140,8 @@ class OpenFile:
                     f"{shape} {dtype}."
                 )
             sums = self.checksums(path) if dataset.chunks and dataset.size else None
-            all_rows = bool(dataset_filters(dataset)) or self._verify == "rows"
+            has_filters = bool(dataset.chunks and Pipeline.of(dataset).filters)
+            all_rows = has_filters or self._verify == "rows"
             if self._remote_file is None and self._raw_file is None:
                 # One for all layers: a store may have hundreds of parts with a dozen layers each.
                 self._raw_file = RawFile(self.file.id.get_vfd_handle(), may_map=True)

@@ -19,7 +19,7 @@ from featx.storage import AtomicFolder
 from featx.store import layout
 from featx.store.chunk_file import ChunkFile
 from featx.store.committed_parts import remove_parts
-from featx.store.filter_pipeline import dataset_filters
+from featx.store.filter_pipeline import Pipeline
 from featx.store.hdf5_files import (
     check_chunks,
     damage_text,
@@ -267,8 +267,9 @@ class _Packer:
         """Copy the rows of a dataset: aligned chunks as stored, others decoded."""
         rows, target = open_plain_dataset(file, path), self._file.hdf5[path]
         step, begin = target.chunks[0], 0
-        has_same_chunks = rows.chunks == target.chunks and dataset_filters(rows) == dataset_filters(
-            target
+        has_same_chunks = (
+            rows.chunks == target.chunks
+            and Pipeline.of(rows).filters == Pipeline.of(target).filters
         )
         if has_same_chunks and first_row % step == 0:
             sums = read_values(file, f"{layout.CHECKSUMS}/{path}")

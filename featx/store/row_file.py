@@ -17,7 +17,7 @@ from featx.store import codecs, layout
 from featx.store.chunk_file import ChunkFile
 from featx.store.chunk_table import write_chunk_table
 from featx.store.dtypes import hdf5_type, memory_dtype, nan, raw_dtype
-from featx.store.hdf5_files import write_attributes
+from featx.store.hdf5_files import write_attributes, write_values
 from featx.store.layout import geometry_values
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Manifest, Run
@@ -125,7 +125,9 @@ class RowFile:
         self, file: ChunkFile, listing: Listing, failures: Collection[Failure], manifest: bytes
     ) -> None:
         """Write what describes the rows, all of which are in the file."""
-        file.write_checksums()
+        for path, chunks in file.chunked.items():
+            require(chunks.stop == chunks.shape[0], f"rows of {path} never arrived")
+            write_values(file.hdf5, f"{layout.CHECKSUMS}/{path}", chunks.sums)
         file.hdf5.attrs[layout.MANIFEST_COPY] = np.bytes_(manifest)
         write_attributes(file.hdf5, {"num_failures": len(failures)})
         write_classes(file.hdf5, listing.classes)

@@ -46,7 +46,7 @@ def flip_value(root: Path, row: int, name: str = "features/flat") -> None:
         pipeline = Pipeline.of(dataset)
         stored = bytearray(dataset.id.read_direct_chunk((row // step * step, *rest))[1])
         row_bytes = pipeline.chunk_bytes // step
-    if pipeline.is_supported and len(pipeline):
+    if pipeline.is_supported and pipeline.filters:
         data = pipeline.decode(bytes(stored)).copy()
         data[row % step * row_bytes] ^= 1
         with h5py.File(path, "r+") as file:

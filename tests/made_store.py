@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.storage import exclusive_lock
+from featx.storage import AtomicFolder, exclusive_lock
 from featx.store import (
     FeatureStore,
     PartBuilder,
@@ -29,6 +29,7 @@ from featx.store import (
     listing_identity,
     merge_listing,
     pack_parts,
+    write_listing,
 )
 from featx.store.hdf5_files import seal_texts
 from featx.store.pack import pack
@@ -63,6 +64,14 @@ def make_listing(num_rows: int) -> Listing:
     keys = np.array(sorted(b"%s/%04d.jpg" % ((b"cat", b"dog")[i % 2], i) for i in range(num_rows)))
     labels = np.arange(num_rows, dtype=np.int64) % 3 - 1
     return Listing(keys.astype("S12"), labels, ("cat", "dög"))
+
+
+def listing_file(listing: Listing) -> bytes:
+    """Content of samples.h5 for a listing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / layout.LISTING
+        write_listing(AtomicFolder(path.parent), path, listing)
+        return path.read_bytes()
 
 
 @dataclass(frozen=True)

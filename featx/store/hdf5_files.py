@@ -133,9 +133,10 @@ def write_values(file: h5py.File, path: str, values: Array) -> None:
     """
     kind, _ = _hdf5_types(values.dtype)
     space = h5py.h5s.create_simple(values.shape)
-    dataset = h5py.h5d.create(file.id, None, kind, space, _without_times())
+    of_dataset, of_name = _creation_settings(path.isascii())
+    dataset = h5py.h5d.create(file.id, None, kind, space, of_dataset)
     dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(values))
-    h5py.h5o.link(dataset, file.id, path.encode(), lcpl=_link_settings(path.isascii()))
+    h5py.h5o.link(dataset, file.id, path.encode(), lcpl=of_name)
 
 
 def write_attributes(target: h5py.File | h5py.Dataset, values: Mapping[str, object]) -> None:
@@ -164,19 +165,14 @@ def _hdf5_types(dtype: np.dtype[Any]) -> tuple[h5py.h5t.TypeID, h5py.h5t.TypeID]
 
 
 @functools.cache
-def _without_times() -> h5py.h5p.PropDCID:
-    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    settings.set_obj_track_times(False)
-    return settings
-
-
-@functools.cache
-def _link_settings(is_ascii: bool) -> h5py.h5p.PropLCID:
-    """Settings of the name of a dataset, as h5py chooses them."""
-    settings = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    settings.set_create_intermediate_group(True)
-    settings.set_char_encoding(h5py.h5t.CSET_ASCII if is_ascii else h5py.h5t.CSET_UTF8)
-    return settings
+def _creation_settings(is_ascii: bool) -> tuple[h5py.h5p.PropDCID, h5py.h5p.PropLCID]:
+    """Settings of a dataset without times, and those of its name as h5py chooses them."""
+    of_dataset = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    of_dataset.set_obj_track_times(False)
+    of_name = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    of_name.set_create_intermediate_group(True)
+    of_name.set_char_encoding(h5py.h5t.CSET_ASCII if is_ascii else h5py.h5t.CSET_UTF8)
+    return of_dataset, of_name
 
 
 def open_plain_dataset(file: h5py.File, path: str, may_be_partial: bool = False) -> h5py.Dataset:

@@ -30,10 +30,22 @@ _ROWS_AT_ONCE = 1 << 18
 """Rows whose states are read together."""
 
 
-def image_states_file(states: npt.NDArray[np.void], checksums: npt.NDArray[np.uint64]) -> bytes:
-    """Content of images.h5: /size, /mtime_ns and /tag, (N,) int64 each, and the (N,) checksums of
-    the images, UNKNOWN_IMAGE for those of rows that are not stored yet.
+def write_image_states(
+    disk: AtomicFolder,
+    path: Path,
+    states: npt.NDArray[np.void],
+    checksums: npt.NDArray[np.uint64],
+) -> None:
+    """Write images.h5 if its content changes.
+
+    It holds /size, /mtime_ns and /tag, (N,) int64 each, and the (N,) checksums of the images,
+    UNKNOWN_IMAGE for those of rows that are not stored yet.
     """
+    has_checksums = False
+    with contextlib.suppress(*layout.UNREADABLE), open_metadata(path) as file:
+        has_checksums = np.array_equal(file[layout.IMAGE_CHECKSUM], checksums)
+    if has_checksums and not changed_states(path, states).any():
+        return
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
         file.attrs["featx_format"] = layout.FORMAT
@@ -42,21 +54,7 @@ def image_states_file(states: npt.NDArray[np.void], checksums: npt.NDArray[np.ui
                 name, data=states[name], compression="gzip", compression_opts=1, shuffle=True
             )
         file[layout.IMAGE_CHECKSUM] = checksums
-    return buffer.getvalue()
-
-
-def write_image_states(
-    disk: AtomicFolder,
-    path: Path,
-    states: npt.NDArray[np.void],
-    checksums: npt.NDArray[np.uint64],
-) -> None:
-    """Write images.h5 if its content changes; see `image_states_file`."""
-    has_checksums = False
-    with contextlib.suppress(*layout.UNREADABLE), open_metadata(path) as file:
-        has_checksums = np.array_equal(file[layout.IMAGE_CHECKSUM], checksums)
-    if not has_checksums or changed_states(path, states).any():
-        disk.replace(path, image_states_file(states, checksums))
+    disk.replace(path, buffer.getvalue())
 
 
 def add_image_checksums(disk: AtomicFolder, path: Path, checksums: npt.NDArray[np.uint64]) -> None:

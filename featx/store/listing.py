@@ -31,8 +31,11 @@ _ROWS_AT_ONCE = 1 << 18
 """Rows that are compared together, so that 10^8 rows need no second copy in memory."""
 
 
-def listing_digest(listing: Listing) -> str:
-    """SHA-256 over keys, labels, classes and columns; identifies the rows and their order."""
+def listing_identity(listing: Listing) -> str:
+    """Number of rows and digest of the listing, as the fingerprint records them.
+
+    The digest, SHA-256 over keys, labels, classes and columns, identifies the rows and their order.
+    """
     sha = hashlib.sha256(f"{listing.keys.dtype.itemsize} {len(listing)}".encode())
     sha.update(np.ascontiguousarray(listing.keys).data)
     sha.update(np.ascontiguousarray(listing.labels.astype("<i8", copy=False)).data)
@@ -40,12 +43,7 @@ def listing_digest(listing: Listing) -> str:
     for name, values in listing.columns.items():
         sha.update(json.dumps([name, values.dtype.str]).encode())
         sha.update(np.ascontiguousarray(values).view(np.uint8).data)
-    return sha.hexdigest()
-
-
-def listing_identity(listing: Listing) -> str:
-    """Number of rows and digest of the listing, as the fingerprint records them."""
-    return f"{len(listing)} rows, sha256 {listing_digest(listing)}"
+    return f"{len(listing)} rows, sha256 {sha.hexdigest()}"
 
 
 def matches_manifest(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
@@ -91,36 +89,31 @@ def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
     write_values(file, f"{layout.CHECKSUMS}/{layout.CLASSES}", checksum)
 
 
-def listing_file(listing: Listing) -> bytes:
-    """Content of samples.h5: /key, /label, /classes and /columns of all rows, with checksums."""
-    with ChunkFile(Path(layout.LISTING)) as file:
-        _fill(file, listing)
-        return file.content()
-
-
 def write_listing(
     disk: AtomicFolder, path: Path, listing: Listing, streamed_bytes: int = STREAMED_BYTES
 ) -> None:
     """Write a listing as samples.h5, in place of one that is there.
 
-    The values of a listing of `streamed_bytes` or more on a disk exist once in memory. Raises
-    RunError if the disk is full or fails, or the file reads back differently.
+    The file has /key, /label, /classes and /columns of all rows, with checksums. The values of a
+    listing of `streamed_bytes` or more on a disk exist once in memory. Raises RunError if the disk
+    is full or fails, or the file reads back differently.
     """
     num_bytes = sum(values.nbytes for values in row_values(listing).values())
     if num_bytes < streamed_bytes or is_url(disk.root):
-        disk.replace(path, listing_file(listing))
-        return
-    with ChunkFile(path, disk.begin_file(path, replace=True)) as file:
-        _fill(file, listing)
-        file.save()
-
-
-def _fill(file: ChunkFile, listing: Listing) -> None:
-    file.hdf5.attrs["featx_format"] = layout.FORMAT
-    make_groups(file.hdf5, listing)
-    for path, values in row_values(listing).items():
-        file.write_array(path, values)
-    write_classes(file.hdf5, listing.classes)
+        target, name = None, Path(layout.LISTING)
+    else:
+        target, name = disk.begin_file(path, replace=True), path
+    with ChunkFile(name, target) as file:
+        file.hdf5.attrs["featx_format"] = layout.FORMAT
+        make_groups(file.hdf5, listing)
+        for dataset, values in row_values(listing).items():
+            file.write_array(dataset, values)
+        write_classes(file.hdf5, listing.classes)
+        if target is not None:
+            file.save()
+            return
+        data = file.content()
+    disk.replace(path, data)
 
 
 def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:

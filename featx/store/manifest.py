@@ -143,22 +143,20 @@ class Run:
         )
         if run.digest != values["fingerprint_sha256"]:
             raise ValueError("its fingerprint differs from the recorded sha256")
-        _check_claims(run)
+
+        # A damaged manifest may also claim what is impossible.
+        grid, num_parts = run.grid, run.grid.first_part + len(run.grid)
+        if grid.part_rows < 1 or grid.part_rows & (grid.part_rows - 1):
+            raise ValueError(f"part_rows is {grid.part_rows}, no power of two")
+        if min(grid.num_rows, grid.first_row, grid.first_part) < 0 or num_parts > _MAX_PARTS:
+            raise ValueError(f"it claims {grid.num_rows} rows in {num_parts} parts")
+        if len(run.names) < len(run.layers):
+            raise ValueError("it names a layer twice")
+        for spec in run.layers:
+            is_shape = all(type(n) is int and n > 0 for n in spec.shape)
+            if spec.dtype not in ITEM_BYTES or not is_shape:
+                raise ValueError(f"layer {spec.name} is {spec.shape} {spec.dtype}")
         return run
-
-
-def _check_claims(run: Run) -> None:
-    """Raise ValueError if the numbers of a run are impossible."""
-    grid, num_parts = run.grid, run.grid.first_part + len(run.grid)
-    if grid.part_rows < 1 or grid.part_rows & (grid.part_rows - 1):
-        raise ValueError(f"part_rows is {grid.part_rows}, no power of two")
-    if min(grid.num_rows, grid.first_row, grid.first_part) < 0 or num_parts > _MAX_PARTS:
-        raise ValueError(f"it claims {grid.num_rows} rows in {num_parts} parts")
-    if len(run.names) < len(run.layers):
-        raise ValueError("it names a layer twice")
-    for spec in run.layers:
-        if spec.dtype not in ITEM_BYTES or not all(type(n) is int and n > 0 for n in spec.shape):
-            raise ValueError(f"layer {spec.name} is {spec.shape} {spec.dtype}")
 
 
 @dataclass(frozen=True)
@@ -293,16 +291,25 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     Return the manifest or None, and whether featx.json itself is intact. Raises StoreError if it is
     damaged and there is no copy, or it has a newer format.
     """
+    damage: DamagedManifestError | None = None
     try:
-        manifest = read_manifest(root)
-    except DamagedManifestError:
-        if (copy := _find_copy(root)) is None:
-            raise
-        return copy, False
-    if manifest is not None:
-        return manifest, True
-    copy = _find_copy(root)
-    return copy, copy is None
+        if (manifest := read_manifest(root)) is not None:
+            return manifest, True
+    except DamagedManifestError as error:
+        damage = error
+
+    copies: list[Manifest] = []
+    for path in [root / layout.PACKED, *paths_in(root / layout.PARTS, layout.PART_GLOB)]:
+        try:
+            with open_metadata(path) as file:
+                copies.append(_read_copy(file))
+        except (StoreError, *layout.UNREADABLE):
+            continue  # one of them is enough
+    if copies:
+        return max(copies, key=lambda manifest: len(manifest.runs)), False
+    if damage is not None:
+        raise damage
+    return None, True
 
 
 def require_manifest(root: Path) -> Manifest:
@@ -319,15 +326,3 @@ def num_runs_of(packed: h5py.File) -> int:
 
 def _read_copy(file: h5py.File) -> Manifest:
     return Manifest.from_json(bytes(file.attrs[layout.MANIFEST_COPY]), Path(file.filename))
-
-
-def _find_copy(root: Path) -> Manifest | None:
-    """Manifest with the most runs among the copies in features.h5 and the parts, or None."""
-    copies: list[Manifest] = []
-    for path in [root / layout.PACKED, *paths_in(root / layout.PARTS, layout.PART_GLOB)]:
-        try:
-            with open_metadata(path) as file:
-                copies.append(_read_copy(file))
-        except (StoreError, *layout.UNREADABLE):
-            continue  # one of them is enough
-    return max(copies, key=lambda manifest: len(manifest.runs), default=None)

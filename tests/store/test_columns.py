@@ -20,7 +20,6 @@ from featx.store import (
     read_listing,
     repair_files,
 )
-from featx.store.listing import listing_digest
 from featx.store.pack import pack
 from featx.types import Listing
 
@@ -175,13 +174,13 @@ def test_layers_and_rows_that_are_added(tmp_path: Path, packed: bool) -> None:
 
 def test_the_identity_of_the_rows_holds_names_types_and_values() -> None:
     listing = made(9, ()).listing
-    digests = {listing_digest(listing), listing_digest(replace(listing, columns={}))}
+    digests = {listing_identity(listing), listing_identity(replace(listing, columns={}))}
     for name, values in listing.columns.items():
         others = {other: v for other, v in listing.columns.items() if other != name}
-        digests.add(listing_digest(replace(listing, columns={**others, f"{name}2": values})))
+        digests.add(listing_identity(replace(listing, columns={**others, f"{name}2": values})))
         changed = values.copy()
         changed[[0, 1]] = changed[[1, 0]] if changed[0] != changed[1] else ~changed[:2]
-        digests.add(listing_digest(replace(listing, columns={**listing.columns, name: changed})))
+        digests.add(listing_identity(replace(listing, columns={**listing.columns, name: changed})))
     assert len(digests) == 2 + 2 * len(COLUMNS)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from featx.storage import AtomicFolder
 from featx.store import UNSETTLED, add_image_checksums, changed_states, write_image_states
-from featx.store.image_states import image_states_file
 from featx.types import IMAGE_STATE, UNKNOWN_IMAGE
 
 
@@ -30,7 +29,7 @@ def test_each_field_of_each_row_counts(tmp_path: Path, name: str) -> None:
     """Of more rows than are compared at once."""
     num_rows = 300_000
     path, states = tmp_path / "images.h5", made_states(num_rows)
-    path.write_bytes(image_states_file(states, made_checksums(len(states))))
+    write_image_states(AtomicFolder(tmp_path), path, states, made_checksums(len(states)))
     assert not changed_states(path, states).any()
     rows = [0, 1, *(1 << k for k in range(1, 19)), num_rows - 1]
     states[name][rows] += 1
@@ -39,12 +38,11 @@ def test_each_field_of_each_row_counts(tmp_path: Path, name: str) -> None:
 
 def test_rows_that_the_file_lacks_are_unsettled(tmp_path: Path) -> None:
     path, states = tmp_path / "images.h5", made_states(10)
-    path.write_bytes(image_states_file(states[:7], made_checksums(7)))
+    write_image_states(AtomicFolder(tmp_path), path, states[:7], made_checksums(7))
     states[8] = UNSETTLED
     assert np.flatnonzero(changed_states(path, states)).tolist() == [7, 9]
-    path.write_bytes(
-        image_states_file(made_states(12), made_checksums(12))
-    )  # more than the listing has
+    # More than the listing has.
+    write_image_states(AtomicFolder(tmp_path), path, made_states(12), made_checksums(12))
     assert np.flatnonzero(changed_states(path, states)).tolist() == [8]
 
 
@@ -53,7 +51,8 @@ def test_without_a_file_that_can_be_read_every_state_has_changed(tmp_path: Path)
     states[3] = UNSETTLED
     every = [row for row in range(10) if row != 3]
     assert np.flatnonzero(changed_states(path, states)).tolist() == every
-    whole = bytes(image_states_file(states, made_checksums(len(states))))
+    write_image_states(AtomicFolder(tmp_path), path, states, made_checksums(len(states)))
+    whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     assert np.flatnonzero(changed_states(path, states)).tolist() == every
     path.write_bytes(whole)
@@ -75,7 +74,7 @@ def test_the_file_is_written_only_if_it_changes(tmp_path: Path) -> None:
 def test_a_state_of_an_image_with_another_checksum_does_not_count(tmp_path: Path) -> None:
     path, states, checksums = tmp_path / "images.h5", made_states(10), made_checksums(10)
     checksums[[2, 3]] = UNKNOWN_IMAGE  # not stored when the file was written
-    path.write_bytes(image_states_file(states, checksums))
+    write_image_states(AtomicFolder(tmp_path), path, states, checksums)
     of_rows = made_checksums(10)
     of_rows[[3, 5, 7]] = 1, UNKNOWN_IMAGE, 1
     assert np.flatnonzero(changed_states(path, states, of_rows)).tolist() == [7]

@@ -11,15 +11,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from made_store import make_grown, make_listing, make_run
+from made_store import listing_file, make_grown, make_listing, make_run
 
 from featx.errors import StoreError, StoreMismatchError
 from featx.store import layout, listing_identity, merge_listing, read_listing
 from featx.store.listing import (
     compare_listing,
     is_ascending,
-    listing_digest,
-    listing_file,
     read_listing_file,
 )
 from featx.types import Listing
@@ -72,7 +70,7 @@ def test_known_rows_keep_their_places_and_every_row_its_label(
     for key, label in zip(joined.keys.tolist(), joined.labels.tolist(), strict=True):
         assert (joined.classes[label] if label >= 0 else None) == labels[key]
     again = merge_listing(HERE, joined, found)
-    assert listing_digest(again) == listing_digest(joined)
+    assert listing_identity(again) == listing_identity(joined)
 
 
 @settings(max_examples=50, deadline=None)
@@ -104,9 +102,9 @@ def test_the_digest_sees_every_key_label_class_and_their_order() -> None:
         replace(listing, keys=listing.keys.astype("S13")),
         listing.head(8),
     ]
-    assert len({listing_digest(one) for one in [listing, *others]}) == 1 + len(others)
-    assert listing_digest(replace(listing, labels=listing.labels.astype(">i8"))) == (
-        listing_digest(listing)
+    assert len({listing_identity(one) for one in [listing, *others]}) == 1 + len(others)
+    assert listing_identity(replace(listing, labels=listing.labels.astype(">i8"))) == (
+        listing_identity(listing)
     )
     assert listing_identity(listing).startswith("9 rows, sha256 ")
 
@@ -130,7 +128,7 @@ def test_what_is_written_is_read_with_unusual_bytes(tmp_path: Path) -> None:
     (tmp_path / "samples.h5").write_bytes(listing_file(listing))
     for found in (read_listing(tmp_path, 3), read_listing_file(tmp_path / "samples.h5", 3)):
         assert found is not None
-        assert listing_digest(found) == listing_digest(listing)
+        assert listing_identity(found) == listing_identity(listing)
 
 
 class TestCompare:
@@ -204,7 +202,7 @@ class TestFoundAgain:
         assert read_listing(tmp_path, 17) is None
         found = read_listing(tmp_path, 12)
         assert found is not None
-        assert listing_digest(found) == listing_digest(make_listing(29).head(12))
+        assert listing_identity(found) == listing_identity(make_listing(29).head(12))
 
     def test_a_longer_listing_gives_its_beginning(self, tmp_path: Path) -> None:
         listing = make_listing(9)

@@ -13,14 +13,14 @@ import h5py
 import numpy as np
 import pytest
 from conftest import run_python
-from made_store import make_listing, make_run, temporary_files
+from made_store import listing_file, make_listing, make_run, temporary_files
 from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError
 from featx.storage import AtomicFolder, is_local
 from featx.store import FeatureStore, listing_identity, read_listing, write_listing
 from featx.store.hdf5_files import MAPPED_BYTES, map_values
-from featx.store.listing import compare_listing, listing_file
+from featx.store.listing import compare_listing
 from featx.types import Listing
 
 pytestmark = pytest.mark.usefixtures("without_retry_waits")

@@ -36,7 +36,13 @@ logger = logging.getLogger(__name__)
 class CommittedParts:
     """Content of a store: committed parts, parts with lost rows, and failed rows.
 
-    With `is_dry`, `survey` writes nothing. `indices` are those of the committed parts.
+    With `is_dry`, `survey` writes nothing.
+
+    Attributes:
+        indices: indices of the committed parts.
+        lost: index of a damaged part -> ranges of the rows that it has lost.
+        failed: row -> its failure, of all failed rows known so far.
+        num_packed_runs: number of runs that features.h5 holds.
     """
 
     _manifest: Manifest
@@ -46,51 +52,39 @@ class CommittedParts:
 
     def __init__(self, disk: AtomicFolder, is_dry: bool = False) -> None:
         self.indices: set[int] = set()
+        self.lost: dict[int, list[tuple[int, int]]] = {}
+        self.failed: dict[int, Failure] = {}
         self.num_packed_runs = 0
         self._sources: dict[int, Path] = {}  # damaged part -> file with its sound rows
-        self._lost: dict[int, list[tuple[int, int]]] = {}  # damaged part -> ranges of lost rows
         self._record = DamageRecord()
         self._suspects: set[str] = set()
         self._disk = disk
         self._is_dry = is_dry
         self._root = disk.root
-        self._failed: dict[int, Failure] = {}
-
-    @property
-    def failures(self) -> list[Failure]:
-        """Failed rows known so far, in ascending order."""
-        return [self._failed[row] for row in sorted(self._failed)]
-
-    @property
-    def num_failed(self) -> int:
-        return len(self._failed)
 
     def add_failures(self, failures: Sequence[Failure]) -> list[Failure]:
         """Add failures, and return those of rows that had none before.
 
         For a row that failed in several runs, the first failure is kept.
         """
-        new = [failure for failure in failures if failure.row not in self._failed]
+        new = [failure for failure in failures if failure.row not in self.failed]
         for failure in failures:
-            self._failed.setdefault(failure.row, failure)
+            self.failed.setdefault(failure.row, failure)
         return new
-
-    def missing_parts(self, run: Run) -> list[Part]:
-        """Parts of a run of which no row is there."""
-        known = self.indices | self._lost.keys()
-        return [part for part in run.parts() if part.index not in known]
-
-    def damaged_parts(self, run: Run) -> list[Part]:
-        return [part for part in run.parts() if part.index in self._lost]
 
     def lost_rows(self, part: Part) -> list[int]:
         """Rows that a damaged part has lost; none for other parts."""
-        return [row for start, stop in self._lost.get(part.index, ()) for row in range(start, stop)]
+        return [row for start, stop in self.lost.get(part.index, ()) for row in range(start, stop)]
 
     def num_lacking(self, run: Run) -> int:
         """Number of rows of a run that no file holds."""
-        lost = [_count(self._lost[part.index]) for part in self.damaged_parts(run)]
-        return sum(map(len, self.missing_parts(run))) + sum(lost)
+        count = 0
+        for part in run.parts():
+            if part.index in self.lost:
+                count += _count(self.lost[part.index])
+            elif part.index not in self.indices:
+                count += len(part)
+        return count
 
     def sound_rows(self, part: Part, manifest: Manifest, listing: Listing) -> SoundRows:
         """Rows of a part that are there, compared with their checksums."""
@@ -101,7 +95,7 @@ class CommittedParts:
     def set_committed(self, part: Part) -> None:
         """Record that a file with all rows of a part exists."""
         self.indices.add(part.index)
-        if self._lost.pop(part.index, None) is not None:
+        if self.lost.pop(part.index, None) is not None:
             self._sources.pop(part.index)
             # The next survey would say that this part is damaged. Another driver may have repaired
             # other parts meanwhile.
@@ -109,12 +103,6 @@ class CommittedParts:
             files = before.files - {layout.part_name(part.index)}
             lost = {index: rows for index, rows in before.lost.items() if index != part.index}
             DamageRecord(files, lost).write(self._disk, before)
-
-    def set_packed(self, num_runs: int) -> None:
-        """Record that a new features.h5 holds all runs, and delete the parts."""
-        self.num_packed_runs = num_runs
-        remove_parts(self._disk)
-        DamageRecord().write(self._disk, DamageRecord.read(self._root))
 
     def unpack(self, manifest: Manifest, listing: Listing) -> None:
         """Write all rows of features.h5 as parts again, and delete the file."""
@@ -152,7 +140,7 @@ class CommittedParts:
         features.h5 become parts, and it is deleted when all of them exist. `listing` is None if no
         file has all rows; `suspects` are damaged files besides those of damaged.json.
         """
-        for known in (self._failed, self.indices, self._sources, self._lost):
+        for known in (self.failed, self.indices, self._sources, self.lost):
             known.clear()
         self._record = DamageRecord.read(self._root)
         self._suspects = {*suspects, *map(layout.part_name, self._record.lost)}
@@ -174,11 +162,11 @@ class CommittedParts:
         # features.h5 stays in the record until it is there again, so that a repair packs the store;
         # an object store is not packed.
         awaits_packing = layout.PACKED in self._record.files and not self.num_packed_runs
-        files = {layout.part_name(index) for index in self._lost}
+        files = {layout.part_name(index) for index in self.lost}
         if (problem is not None or awaits_packing) and (packed.exists() or not is_url(packed)):
             files.add(layout.PACKED)
         if not self._is_dry:
-            record = DamageRecord(frozenset(files), self._lost)
+            record = DamageRecord(frozenset(files), self.lost)
             record.write(self._disk, self._record)
 
     def _survey_parts(self) -> None:
@@ -255,7 +243,7 @@ class CommittedParts:
                         continue
                     rows = sound_rows(file, run, part, listing)
                     # A part of its own may have been left by a killed repair, damaged as well.
-                    if _count(rows.lost) < _count(self._lost.get(part.index, [(0, len(part) + 1)])):
+                    if _count(rows.lost) < _count(self.lost.get(part.index, [(0, len(part) + 1)])):
                         self._keep(path, part, rows, problem)
         if self._is_dry:
             return
@@ -281,10 +269,10 @@ class CommittedParts:
                 data = rows.build(self._manifest.run_of(part), self._listing, self._manifest)
                 self._disk.replace(part_path(self._root, part.index), data, etag)
             self.indices.add(part.index)
-            self._lost.pop(part.index, None)
+            self.lost.pop(part.index, None)
         else:
             self._sources[part.index] = path
-            self._lost[part.index] = rows.lost
+            self.lost[part.index] = rows.lost
 
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
@@ -364,7 +352,7 @@ def repair_files(report: DamageReport) -> list[Run]:
         parts, path = CommittedParts(disk), root / layout.FAILURES_CSV
         lost = _survey(parts, report, manifest, listing)
         if not lost:  # otherwise the run that extracts these rows writes it
-            data = failures_csv(parts.failures)
+            data = failures_csv([parts.failed[row] for row in sorted(parts.failed)])
             if not path.exists() or path.read_bytes() != data:
                 disk.replace(path, data)
         return lost

@@ -133,7 +133,7 @@ def pack(root: Path, stop: threading.Event | None = None) -> None:
     try:
         size = packed_size_bound(sum(path.stat().st_size for path, _ in sources))
         with ChunkFile(path, disk.begin_file(path, replace=True, reserved_bytes=size)) as file:
-            _Packer(manifest, listing, file, stop or threading.Event()).copy(sources)
+            _copy_sources(sources, manifest, listing, file, stop or threading.Event())
             file.save()
     except RunError:
         raise
@@ -203,86 +203,87 @@ def _record_damaged(disk: AtomicFolder, sources: list[Path]) -> str:
     return text
 
 
-class _Packer:
-    def __init__(
-        self, manifest: Manifest, listing: Listing, file: ChunkFile, stop: threading.Event
-    ) -> None:
-        self._manifest = manifest
-        self._listing = listing
-        self._file = file
-        self._stop = stop
-        self._status = np.full(len(listing), Status.ABSENT, dtype=np.uint8)
-        self._images = np.full(len(listing), UNKNOWN_IMAGE, dtype=np.uint64)
-        self._failures: dict[int, Failure] = {}
+def _copy_sources(
+    sources: list[tuple[Path, RowFile]],
+    manifest: Manifest,
+    listing: Listing,
+    target: ChunkFile,
+    stop: threading.Event,
+) -> None:
+    """Copy the rows of all sources to their positions in the packed file."""
+    row_file = RowFile.packed(manifest, len(manifest.runs))
+    row_file.create(target, listing)
+    all_status = np.full(len(listing), Status.ABSENT, dtype=np.uint8)
+    all_images = np.full(len(listing), UNKNOWN_IMAGE, dtype=np.uint64)
+    failures: dict[int, Failure] = {}
 
-    def copy(self, sources: list[tuple[Path, RowFile]]) -> None:
-        row_file = RowFile.packed(self._manifest, len(self._manifest.runs))
-        row_file.create(self._file, self._listing)
-        for path, source in sources:
-            with open_hdf5(path) as file:
-                self._copy_source(path, file, source)
-        for name, values in row_values(self._listing).items():
-            self._file.append(name, 0, values)
-        self._file.append(layout.STATUS, 0, self._status)
-        self._file.append(layout.IMAGE_CHECKSUM, 0, self._images)
-        failures = [*self._failures.values()]
-        row_file.finish(self._file, self._listing, failures, self._manifest.to_json())
-
-    def _copy_source(self, path: Path, file: h5py.File, source: RowFile) -> None:
-        """Copy the rows of one file to their positions."""
-        if file.attrs["fingerprint"] != source.fingerprint_sha256:
-            raise StoreError(f"{path} belongs to another run.")
+    for path, source in sources:
         rows = slice(source.start, source.stop)
-        if file.attrs.get("start", 0) != source.start or len(file[layout.KEY]) != len(source):
-            raise StoreError(f"{path} holds the rows of another part.")
-        for name, expected in row_values(self._listing).items():
-            for start, values in good_chunks(file, name):
-                if not same_values(values, expected[rows][start : start + len(values)]):
-                    raise StoreError(f"{path}: /{name} is not that of {layout.LISTING}.")
-        for name in file[layout.FEATURES]:
-            self._copy_rows(file, f"{layout.FEATURES}/{name}", source.start)
-        status = self._status[rows]
-        statuses = np.concatenate([values for _, values in good_chunks(file, layout.STATUS)])
-        status[:] = combined_status(status, statuses)
-        self._copy_image_checksums(path, file, source)
-        for failure in read_failures(file):
-            self._failures.setdefault(failure.row, failure)
+        with open_hdf5(path) as file:
+            _check_rows(path, file, source, listing)
+            for name in file[layout.FEATURES]:
+                _copy_layer(file, f"{layout.FEATURES}/{name}", source.start, target, stop)
 
-    def _copy_image_checksums(self, path: Path, file: h5py.File, source: RowFile) -> None:
-        """Copy image checksums; they must agree with those of other layers of the same rows."""
-        images = self._images[source.start : source.stop]
-        new_images = read_image_checksums(file)
-        both = (images != UNKNOWN_IMAGE) & (new_images != UNKNOWN_IMAGE)
-        if (other := np.flatnonzero(both & (images != new_images))).size:
-            key = name_text(bytes(self._listing.keys[source.start + int(other[0])]))
-            layers = ", ".join(file[layout.FEATURES])
-            raise StoreError(
-                f"{path.name}: {counted(len(other), 'row was', 'rows were')} computed for "
-                f"{layers} from other images than the layers before them, such as {key}. "
-                "refresh=true with the command of the run computes them again."
-            )
-        images[:] = np.where(new_images == UNKNOWN_IMAGE, images, new_images)
+            statuses = np.concatenate([values for _, values in good_chunks(file, layout.STATUS)])
+            all_status[rows] = combined_status(all_status[rows], statuses)
 
-    def _copy_rows(self, file: h5py.File, path: str, first_row: int) -> None:
-        """Copy the rows of a dataset: aligned chunks as stored, others decoded."""
-        rows, target = open_plain_dataset(file, path), self._file.hdf5[path]
-        step, begin = target.chunks[0], 0
-        has_same_chunks = (
-            rows.chunks == target.chunks
-            and Pipeline.of(rows).filters == Pipeline.of(target).filters
-        )
-        if has_same_chunks and first_row % step == 0:
-            sums = read_values(file, f"{layout.CHECKSUMS}/{path}")
-            # A short last chunk may be copied as it is only if no rows follow it in the store.
-            is_last = first_row + len(rows) == len(target)
-            begin = len(rows) if is_last else len(rows) // step * step
-            for row in range(0, begin, step):
-                if self._stop.is_set():
-                    raise RunError("packing was interrupted.")
-                mask, data = rows.id.read_direct_chunk((row, *(0,) * (rows.ndim - 1)))
-                if not layout.agrees(sums[row // step], data):
-                    raise StoreError(f"/{path} differs from its checksum at row {row}.")
-                self._file.append_chunk(path, first_row + row, data, mask)
-        if begin < len(rows):
-            for start, values in good_chunks(file, path, begin):
-                self._file.append(path, first_row + start, values)
+            # All layers of a row must be of the same image.
+            before, now = all_images[rows], read_image_checksums(file)
+            both = (before != UNKNOWN_IMAGE) & (now != UNKNOWN_IMAGE)
+            if (other := np.flatnonzero(both & (before != now))).size:
+                key = name_text(bytes(listing.keys[source.start + int(other[0])]))
+                raise StoreError(
+                    f"{path.name}: {counted(len(other), 'row was', 'rows were')} computed for "
+                    f"{', '.join(file[layout.FEATURES])} from other images than the layers before "
+                    f"them, such as {key}. refresh=true with the command of the run computes them "
+                    "again."
+                )
+            all_images[rows] = np.where(now == UNKNOWN_IMAGE, before, now)
+
+            for failure in read_failures(file):
+                failures.setdefault(failure.row, failure)
+
+    for name, values in row_values(listing).items():
+        target.append(name, 0, values)
+    target.append(layout.STATUS, 0, all_status)
+    target.append(layout.IMAGE_CHECKSUM, 0, all_images)
+    row_file.finish(target, listing, [*failures.values()], manifest.to_json())
+
+
+def _check_rows(path: Path, file: h5py.File, source: RowFile, listing: Listing) -> None:
+    """Raise StoreError unless a file holds the rows of a source."""
+    if file.attrs["fingerprint"] != source.fingerprint_sha256:
+        raise StoreError(f"{path} belongs to another run.")
+    if file.attrs.get("start", 0) != source.start or len(file[layout.KEY]) != len(source):
+        raise StoreError(f"{path} holds the rows of another part.")
+    for name, values_of_all in row_values(listing).items():
+        expected = values_of_all[source.start : source.stop]
+        for start, values in good_chunks(file, name):
+            if not same_values(values, expected[start : start + len(values)]):
+                raise StoreError(f"{path}: /{name} is not that of {layout.LISTING}.")
+
+
+def _copy_layer(
+    file: h5py.File, path: str, first_row: int, target: ChunkFile, stop: threading.Event
+) -> None:
+    """Copy the rows of a dataset: aligned chunks as stored, others decoded."""
+    rows, packed = open_plain_dataset(file, path), target.hdf5[path]
+    step, begin = packed.chunks[0], 0
+    has_same_chunks = (
+        rows.chunks == packed.chunks and Pipeline.of(rows).filters == Pipeline.of(packed).filters
+    )
+    if has_same_chunks and first_row % step == 0:
+        sums = read_values(file, f"{layout.CHECKSUMS}/{path}")
+        # A short last chunk may be copied as it is only if no rows follow it in the store.
+        is_last = first_row + len(rows) == len(packed)
+        begin = len(rows) if is_last else len(rows) // step * step
+        for row in range(0, begin, step):
+            if stop.is_set():
+                raise RunError("packing was interrupted.")
+            mask, data = rows.id.read_direct_chunk((row, *(0,) * (rows.ndim - 1)))
+            if not layout.agrees(sums[row // step], data):
+                raise StoreError(f"/{path} differs from its checksum at row {row}.")
+            target.append_chunk(path, first_row + row, data, mask)
+    if begin < len(rows):
+        for start, values in good_chunks(file, path, begin):
+            target.append(path, first_row + start, values)

@@ -96,12 +96,21 @@ class StoreSession:
                 self._report_other_driver(others[0], overwrite)
             if overwrite:
                 self._clear()
-            before = self._restore_manifest()
+
+            path = self.root / layout.MANIFEST
+            with contextlib.suppress(OSError):  # load_manifest reports errors
+                self._manifest_before = path.read_bytes()
+            before, is_intact = load_manifest(self.root)
+            if before is not None and not is_intact:
+                logger.warning("%s is missing or damaged; the copy in a part replaces it.", path)
+                self.disk.replace(path, before.to_json())
             self.manifest = before or self.manifest
+
             report_lost_work(self.root)
             # Only the holder of the store may delete what other processes have left.
             clear_heartbeats(self.disk)
             clear_leftovers(self.disk)
+
             if before is not None:
                 self._parts.survey(before, self.listing)
                 unfinished = self.unfinished_runs()
@@ -111,10 +120,12 @@ class StoreSession:
                 if merged.runs != before.runs and check_before_adding is not None:
                     check_before_adding()
                 self.manifest = merged
+
             self._write_manifest_and_listing(before)
             if not self.is_packed:
                 self.disk.make_folder(self.root / layout.PARTS)
             self.write_failures()  # a killed run may have lost lines, as `append` does not sync
+
             try:
                 yield self
             finally:
@@ -130,16 +141,18 @@ class StoreSession:
     @property
     def failures(self) -> list[Failure]:
         """Failed rows known so far, in ascending order."""
-        return self._parts.failures
+        return [self._parts.failed[row] for row in sorted(self._parts.failed)]
 
     @property
     def num_failed(self) -> int:
         """Number of failed rows known so far."""
-        return self._parts.num_failed
+        return len(self._parts.failed)
 
     def missing(self) -> list[Part]:
         """Parts of the requested layers that are still to be computed, in order."""
-        return [part for run in self._requested_runs for part in self._parts.missing_parts(run)]
+        known = self._parts.indices | self._parts.lost.keys()
+        parts = [part for run in self._requested_runs for part in run.parts()]
+        return [part for part in parts if part.index not in known]
 
     def unfinished_runs(self) -> list[Run]:
         """Runs of the store that lack rows."""
@@ -167,10 +180,8 @@ class StoreSession:
 
     def lost_rows(self) -> list[int]:
         """Rows of the requested layers that were lost with damaged chunks."""
-        return [row for part in self._damaged_parts() for row in self._parts.lost_rows(part)]
-
-    def _damaged_parts(self) -> list[Part]:
-        return [part for run in self._requested_runs for part in self._parts.damaged_parts(run)]
+        parts = [part for run in self._requested_runs for part in run.parts()]
+        return [row for part in parts for row in self._parts.lost_rows(part)]
 
     def lost_rows_of(self, part: Part) -> list[int]:
         """Rows that a part has lost with damaged chunks."""
@@ -243,8 +254,8 @@ class StoreSession:
         """Parts of the requested layers with any of some rows, committed or damaged."""
         grids = [run.grid for run in self._requested_runs]
         parts = {grid.part_of(row) for grid in grids for row in rows if grid.holds(row)}
-        damaged = {*self._damaged_parts()}
-        stored = [part for part in parts if part.index in self._parts.indices or part in damaged]
+        known = self._parts.indices | self._parts.lost.keys()
+        stored = [part for part in parts if part.index in known]
         return sorted(stored, key=lambda part: part.index)
 
     def read_part(self, part: Part) -> SoundRows:
@@ -313,7 +324,9 @@ class StoreSession:
 
         Must be called only after a features.h5 with all of them has been published.
         """
-        self._parts.set_packed(len(self.manifest.runs))
+        self._parts.num_packed_runs = len(self.manifest.runs)
+        remove_parts(self.disk)
+        DamageRecord().write(self.disk, DamageRecord.read(self.root))
 
     def _report_other_driver(self, other: HeartbeatRecord, overwrite: bool) -> None:
         """Warn about another driver on a store without locks; raise with overwrite=true."""
@@ -329,17 +342,6 @@ class StoreSession:
             self.root,
             other.name,
         )
-
-    def _restore_manifest(self) -> Manifest | None:
-        """Read the manifest, or None; restore a lost or damaged featx.json from a copy."""
-        path = self.root / layout.MANIFEST
-        with contextlib.suppress(OSError):  # load_manifest reports errors
-            self._manifest_before = path.read_bytes()
-        manifest, intact = load_manifest(self.root)
-        if manifest is not None and not intact:
-            logger.warning("%s is missing or damaged; the copy in a part replaces it.", path)
-            self.disk.replace(path, manifest.to_json())
-        return manifest
 
     def _write_manifest_and_listing(self, before: Manifest | None) -> None:
         """Write the manifest and the listing if they have changed.

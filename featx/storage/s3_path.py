@@ -138,7 +138,12 @@ class S3Path(PosixPath):
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Size and time of the object; the inode number is derived from the entity tag."""
-        return _as_stat(self.__dict__.pop("_listed", None) or self.metadata())
+        metadata = self.__dict__.pop("_listed", None) or self.metadata()
+        inode = zlib.crc32(metadata.etag.encode())
+        times = (int(metadata.modified),) * 3
+        values = (stat.S_IFREG | 0o444, inode, 0, 1, 0, 0, metadata.size, *times)
+        exact = {"st_mtime": metadata.modified, "st_mtime_ns": int(metadata.modified * 1e9)}
+        return os.stat_result(values, exact)
 
     def glob(self, pattern: str) -> Iterator[S3Path]:  # type: ignore[override]
         """List objects directly in this folder; one request returns names and metadata."""
@@ -163,11 +168,3 @@ class S3Path(PosixPath):
         if mode == "rb":
             return data
         return io.TextIOWrapper(data, encoding or "utf-8", errors, newline)
-
-
-def _as_stat(metadata: ObjectMetadata) -> os.stat_result:
-    inode = zlib.crc32(metadata.etag.encode())
-    times = (int(metadata.modified),) * 3
-    values = (stat.S_IFREG | 0o444, inode, 0, 1, 0, 0, metadata.size, *times)
-    exact = {"st_mtime": metadata.modified, "st_mtime_ns": int(metadata.modified * 1e9)}
-    return os.stat_result(values, exact)

@@ -208,7 +208,9 @@ class ChunkFile:
             step, address = max(1, _PIECE_BYTES // values.itemsize), dataset.id.get_offset()
             for start in range(0, len(values), step):
                 rows = np.ascontiguousarray(values[start : start + step]).view(np.uint8).data
-                self._write_at(path, address + start * values.itemsize, rows, layout.checksum(rows))
+                rows_address = address + start * values.itemsize
+                self._target.write(rows, rows_address)
+                self._extents[rows_address] = len(rows), layout.checksum(rows), path
         checksum = layout.checksum(np.ascontiguousarray(values))
         write_values(self.hdf5, f"{layout.CHECKSUMS}/{path}", np.array([checksum], np.uint64))
 
@@ -259,10 +261,7 @@ class ChunkFile:
             chunks.dataset.id.write_direct_chunk(offset, bytes(len(data)), mask)
             info = chunks.dataset.id.get_chunk_info_by_coord(offset)
             chunks.addresses[number] = info.byte_offset
-        self._write_at(path, int(chunks.addresses[number]), data, checksum)
-
-    def _write_at(self, path: str, address: int, data: bytes | memoryview, checksum: int) -> None:
-        assert self._target is not None
+        address = int(chunks.addresses[number])
         self._target.write(data, address)
         self._extents[address] = len(data), checksum, path
 

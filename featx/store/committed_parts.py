@@ -149,16 +149,25 @@ class CommittedParts:
         self._manifest = manifest
         stored = None if listing is None else listing.head(manifest.num_rows)
         self._listing = stored if matches_manifest(stored, manifest) else None
+
         packed, problem = self._root / layout.PACKED, None
         self.num_packed_runs = 0
         if packed.exists():
-            problem = self._survey_packed(packed)
+            num_runs, failures, problem = _inspect_packed(packed, manifest)
+            problem = problem or self._recorded_problem(packed)
+            if problem is None:
+                self.num_packed_runs = num_runs
+                self.add_failures(failures)
+                for run in manifest.runs[:num_runs]:
+                    self.indices.update(part.index for part in run.parts())
+
         if self.num_packed_runs < len(manifest.runs):
             self._survey_parts()
         elif not self._is_dry:
             remove_parts(self._disk)
         if problem is not None:
             self._keep_packed_rows(packed, problem)
+
         # features.h5 stays in the record until it is there again, so that a repair packs the store;
         # an object store is not packed.
         awaits_packing = layout.PACKED in self._record.files and not self.num_packed_runs
@@ -212,17 +221,6 @@ class CommittedParts:
                     check_chunks(file)
         except (StoreError, *layout.UNREADABLE) as error:
             return damage_text(path, error)
-        return None
-
-    def _survey_packed(self, path: Path) -> str | None:
-        """Check features.h5 and record its runs; return what is wrong with it, or None."""
-        num_runs, failures, problem = _inspect_packed(path, self._manifest)
-        if (problem := problem or self._recorded_problem(path)) is not None:
-            return problem
-        self.num_packed_runs = num_runs
-        self.add_failures(failures)
-        for run in self._manifest.runs[:num_runs]:
-            self.indices.update(part.index for part in run.parts())
         return None
 
     def _keep_packed_rows(self, path: Path, problem: str) -> None:

@@ -19,6 +19,13 @@ NAMES: Final = ("float16", "float32", "bfloat16")
 _RAW: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<u2"}
 _MEMORY: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<f4"}
 
+NAN: Final[dict[str, np.generic]] = {
+    "float16": np.float16(np.nan),
+    "float32": np.float32(np.nan),
+    "bfloat16": np.uint16(0x7FC0),
+}
+"""Stored bits of NaN, a value of `raw_dtype`."""
+
 
 def hdf5_type(name: str) -> h5py.h5t.TypeID:
     """New HDF5 type for a number type, readable by HDF5 1.10."""
@@ -67,13 +74,6 @@ def from_raw(array: Array, name: str) -> Array:
     bits = array.astype("<u4")
     bits <<= 16
     return bits.view(memory_dtype(name))
-
-
-def nan(name: str) -> np.generic:
-    if name == "bfloat16":
-        return np.uint16(0x7FC0)
-    value: np.generic = raw_dtype(name).type(np.nan)
-    return value
 
 
 def stored_dtype(dataset: h5py.Dataset) -> np.dtype[np.generic]:

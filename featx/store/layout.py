@@ -26,7 +26,6 @@ from featx.types import (
     Json,
     LayerSpec,
     Part,
-    Status,
     StoreHeader,
     TokenGeometry,
 )
@@ -195,11 +194,6 @@ def check_version(path: Path, version: int, kind: str = "store", known: int = FO
             f"{path} has {kind} format {version}, of a featx before its first release; this one "
             f"reads format {known}. Run its command again, with overwrite=true or another out=DIR."
         )
-
-
-def status_names() -> str:
-    """JSON text with the name of each status number, an attribute of /status."""
-    return json.dumps({int(s): s.label for s in Status})
 
 
 def root_attributes(header: StoreHeader, fingerprint_sha256: str, complete: bool) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -17,8 +18,11 @@ import numpy as np
 from featx.base import csv_line, digest, name_text
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.hdf5_files import write_values
+from featx.store.manifest import manifest_of
 from featx.types import Failure, Json, Status
+
+if TYPE_CHECKING:
+    from featx.store.reader import FeatureStore
 
 _CHECKSUM = "sha256"
 
@@ -43,6 +47,17 @@ def read_result(path: Path) -> dict[str, Any]:
     Raises StoreError if the file is damaged, and an OSError if it is missing or cannot be read.
     """
     return parse_result(path, path.read_bytes())
+
+
+def read_summary(store: FeatureStore) -> dict[str, Any]:
+    """Read the summary.json of a store, also of one that is given by its features.h5.
+
+    Raises StoreError if the file is damaged, and an OSError if it is missing or cannot be read, or
+    if it is that of another store than the file.
+    """
+    if store.root != store.folder and manifest_of(store) is None:
+        raise FileNotFoundError(errno.ENOENT, "no folder of this store", str(store.root))
+    return read_result(store.folder / layout.SUMMARY)
 
 
 def parse_result(path: Path, data: bytes) -> dict[str, Any]:
@@ -87,22 +102,6 @@ def _changed_files(root: Path, probe: Json) -> Iterator[Path]:
         path = root / layout.PROBE_HEADS / PurePosixPath(entry["file"]).name
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
             yield path
-
-
-def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
-    """Write /failures: row, exception name and message of each failed row, with a checksum."""
-    ordered = sorted(failures, key=lambda failure: failure.row)
-    printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
-    columns = (
-        np.array([f.row for f in ordered], dtype=np.int64),
-        layout.text_array([f.error for f in ordered]),
-        layout.text_array(printable),
-    )
-    file.create_group(layout.FAILURES)
-    for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
-        write_values(file, f"{layout.FAILURES}/{name}", values)
-    checksum = np.array([layout.checksum(*columns)], np.uint64)
-    write_values(file, f"{layout.CHECKSUMS}/{layout.FAILURES}", checksum)
 
 
 def read_failures(file: h5py.File) -> list[Failure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +17,11 @@ from featx.errors import require
 from featx.store import codecs, layout
 from featx.store.chunk_file import ChunkFile
 from featx.store.chunk_table import write_chunk_table
-from featx.store.dtypes import hdf5_type, memory_dtype, nan, raw_dtype
+from featx.store.dtypes import NAN, hdf5_type, memory_dtype, raw_dtype
 from featx.store.hdf5_files import write_attributes, write_values
 from featx.store.layout import geometry_values
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Manifest, Run
-from featx.store.result_files import write_failures
 from featx.types import UNKNOWN_IMAGE, Array, Failure, LayerSpec, Listing, Part, Status
 
 
@@ -98,7 +98,8 @@ class RowFile:
         types |= {layout.STATUS: np.dtype("u1"), layout.IMAGE_CHECKSUM: np.dtype("<u8")}
         for path, dtype in types.items():
             file.create(path, (len(self),), dtype, grid.column_chunk_rows, max_rows)
-        write_attributes(file.hdf5[layout.STATUS], {"names": layout.status_names()})
+        names = json.dumps({int(status): status.label for status in Status})
+        write_attributes(file.hdf5[layout.STATUS], {"names": names})
         for spec, run in self.layers.values():
             grid, max_rows = self._grid(run)
             dataset = file.create(
@@ -131,7 +132,21 @@ class RowFile:
         file.hdf5.attrs[layout.MANIFEST_COPY] = np.bytes_(manifest)
         write_attributes(file.hdf5, {"num_failures": len(failures)})
         write_classes(file.hdf5, listing.classes)
-        write_failures(file.hdf5, failures)
+
+        # /failures has row, exception name and message of each failed row, with one checksum.
+        ordered = sorted(failures, key=lambda failure: failure.row)
+        printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
+        columns = (
+            np.array([f.row for f in ordered], dtype=np.int64),
+            layout.text_array([f.error for f in ordered]),
+            layout.text_array(printable),
+        )
+        file.hdf5.create_group(layout.FAILURES)
+        for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
+            write_values(file.hdf5, f"{layout.FAILURES}/{name}", values)
+        checksum = np.array([layout.checksum(*columns)], np.uint64)
+        write_values(file.hdf5, f"{layout.CHECKSUMS}/{layout.FAILURES}", checksum)
+
         about = self.fingerprint_sha256, len(self.runs), self.start
         write_chunk_table(file.hdf5, file.chunked, *about)
 
@@ -160,7 +175,7 @@ class PartBuilder:
         self._features: dict[str, Array] = {}
         if file is None:
             self._features = {
-                spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
+                spec.name: np.full((len(part), *spec.shape), NAN[spec.dtype], raw_dtype(spec.dtype))
                 for spec in specs
             }
 
@@ -209,7 +224,7 @@ class PartBuilder:
             else:
                 kept = rows.copy() if failed else rows
             if failed:
-                kept[failed] = nan(self._specs[name].dtype)
+                kept[failed] = NAN[self._specs[name].dtype]
             if self.file is not None:
                 self.file.append(f"{layout.FEATURES}/{name}", first, kept)
         self.failures.extend(failures)

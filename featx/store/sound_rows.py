@@ -15,7 +15,7 @@ import numpy.typing as npt
 from featx.errors import FeatxError
 from featx.store import layout
 from featx.store.chunk_table import DatasetEntry, RawBytes, find_table
-from featx.store.dtypes import from_raw, nan, raw_dtype
+from featx.store.dtypes import NAN, from_raw, raw_dtype
 from featx.store.hdf5_files import (
     chunks_with_verdict,
     failures_agree,
@@ -205,7 +205,7 @@ class SoundRows:
     def of_none(cls, part: Part, run: Run) -> SoundRows:
         """No row of a part is sound."""
         features = {
-            spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
+            spec.name: np.full((len(part), *spec.shape), NAN[spec.dtype], raw_dtype(spec.dtype))
             for spec in run.layers
         }
         images = np.full(len(part), UNKNOWN_IMAGE, np.uint64)

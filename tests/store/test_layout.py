@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 
+import h5py
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from made_store import make_run
 
 from featx.base import differences, digest
 from featx.store import layout
@@ -51,7 +54,11 @@ def test_the_checksum_of_many_bytes_is_as_documented(size: int) -> None:
 
 
 def test_status_names_name_every_number_of_the_contract() -> None:
-    names = {int(number): name for number, name in json.loads(layout.status_names()).items()}
+    run = make_run(num_rows=4, part_rows=4)
+    data = run.builder(run.grid.part(0)).build(run.as_run(), run.listing, b"{}")
+    with h5py.File(io.BytesIO(bytes(data)), "r") as file:
+        recorded = json.loads(file[layout.STATUS].attrs["names"])
+    names = {int(number): name for number, name in recorded.items()}
     assert names == {
         0: "ok",
         1: "missing",

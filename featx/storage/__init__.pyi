@@ -1,5 +1,9 @@
 from . import s3_client as s3_client
 from . import s3_outage as s3_outage
+from .durability import TEMPORARY_PREFIX as TEMPORARY_PREFIX
+from .durability import PositionedFile as PositionedFile
+from .durability import ReservedFile as ReservedFile
+from .durability import UnfinishedFile as UnfinishedFile
 from .durability import storage_errors as storage_errors
 from .durability import sync_entries as sync_entries
 from .local_file import RawFile as RawFile
@@ -18,7 +22,3 @@ from .s3_path import is_url as is_url
 from .s3_path import parse_path as parse_path
 from .s3_path import path_text as path_text
 from .s3_path import paths_in as paths_in
-from .unfinished_file import TEMPORARY_PREFIX as TEMPORARY_PREFIX
-from .unfinished_file import PositionedFile as PositionedFile
-from .unfinished_file import ReservedFile as ReservedFile
-from .unfinished_file import UnfinishedFile as UnfinishedFile

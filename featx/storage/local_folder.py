@@ -23,21 +23,19 @@ from pathlib import Path
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 from featx.storage.durability import (
-    TRANSIENT_ERRORS,
-    storage_error,
-    storage_errors,
-    sync_entries,
-    sync_folder,
-    with_retries,
-    write_all,
-)
-from featx.storage.unfinished_file import (
     TEMPORARY_PREFIX,
+    TRANSIENT_ERRORS,
     ReservedFile,
     TemporaryFile,
     UnfinishedFile,
     signals_between_calls,
+    storage_error,
+    storage_errors,
+    sync_entries,
+    sync_folder,
     temporary_name,
+    with_retries,
+    write_all,
 )
 
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from featx.base import LruCache
 from featx.errors import ObjectStoreError, StoreError
 from featx.storage import s3_client
+from featx.storage.durability import PositionedFile
 from featx.storage.s3_path import S3Path
-from featx.storage.unfinished_file import PositionedFile
 
 Bytes = npt.NDArray[np.uint8]
 

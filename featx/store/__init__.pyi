@@ -11,6 +11,8 @@ from .contents import no_store_at as no_store_at
 from .dtypes import from_raw as from_raw
 from .dtypes import raw_dtype as raw_dtype
 from .file_checks import DamageReport as DamageReport
+from .folder_files import manifest_of as manifest_of
+from .folder_files import read_summary as read_summary
 from .hdf5_files import damage_text as damage_text
 from .hdf5_files import open_hdf5 as open_hdf5
 from .hdf5_files import open_metadata as open_metadata
@@ -46,7 +48,6 @@ from .manifest import DamagedManifestError as DamagedManifestError
 from .manifest import Manifest as Manifest
 from .manifest import Run as Run
 from .manifest import load_manifest as load_manifest
-from .manifest import manifest_of as manifest_of
 from .manifest import read_manifest as read_manifest
 from .pack import LARGEST_PACKED_BYTES as LARGEST_PACKED_BYTES
 from .pack import pack_parts as pack_parts
@@ -66,7 +67,6 @@ from .reader import open_if_path as open_if_path
 from .result_files import csv_rows as csv_rows
 from .result_files import failures_csv as failures_csv
 from .result_files import read_result as read_result
-from .result_files import read_summary as read_summary
 from .result_files import result_json as result_json
 from .row_file import PartBuilder as PartBuilder
 from .session import StoreSession as StoreSession

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from featx.base import glob_to_regex, sampled_positions, size_text
 from featx.errors import ConfigError, LayerError, StoreError, nearest
+from featx.store.contents import Contents
+from featx.store.layer_reader import LayerReader
 from featx.store.layout import geometry_of
 from featx.types import Array, TokenGeometry
 
-if TYPE_CHECKING:
-    from featx.store.reader import FeatureStore
+T = TypeVar("T")
+
+
+class LayerSource(Protocol):
+    """What layers need of the `FeatureStore` that has them."""
+
+    root: Path
+    _contents: Contents
+    _layer_reader: LayerReader
+
+    @property
+    def layers(self) -> tuple[str, ...]: ...
+    @property
+    def key_bytes(self) -> npt.NDArray[np.bytes_]: ...
+    def __contains__(self, layer: object) -> bool: ...
+    def __len__(self) -> int: ...
+    def _retry_if_packed(self, read: Callable[[], T]) -> T: ...
 
 
 class LayerArray:
@@ -30,7 +48,7 @@ class LayerArray:
         shape: (N, ...).
     """
 
-    def __init__(self, store: FeatureStore, name: str) -> None:
+    def __init__(self, store: LayerSource, name: str) -> None:
         self._store = store
         self.name = name
         info = store._contents.layers[name]
@@ -163,7 +181,7 @@ def row_indices(index: object, length: int) -> tuple[npt.NDArray[np.int64], bool
     return np.where(rows < 0, rows + length, rows), array.ndim == 0
 
 
-def matching_layers(store: FeatureStore, requested: object) -> tuple[str, ...]:
+def matching_layers(store: LayerSource, requested: object) -> tuple[str, ...]:
     """Layers that match a name, a glob or a list of these, each once, in the requested order.
 
     None stands for all layers. Raises ConfigError if `requested` has another type or is an empty
@@ -194,7 +212,7 @@ def matching_layers(store: FeatureStore, requested: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def only_layer(store: FeatureStore, requested: object) -> str:
+def only_layer(store: LayerSource, requested: object) -> str:
     """Name of the single layer that matches; None suffices for a store of one layer.
 
     Raises ConfigError if several layers match, and LayerError if none does.

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import h5py
 
@@ -24,9 +23,6 @@ from featx.store import layout
 from featx.store.hdf5_files import open_metadata
 from featx.store.layout import geometry_of, geometry_values
 from featx.types import ITEM_BYTES, Json, LayerSpec, Part, StoreHeader, TokenGeometry
-
-if TYPE_CHECKING:
-    from featx.store.reader import FeatureStore
 
 _REQUIRED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
 _HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
@@ -322,16 +318,6 @@ def require_manifest(root: Path) -> Manifest:
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.MANIFEST} in it.")
     return manifest
-
-
-def manifest_of(store: FeatureStore) -> Manifest | None:
-    """Return the featx.json of an open store, or None without its own.
-
-    Next to a store that is given as a single file there may be that of another store.
-    """
-    manifest, _ = load_manifest(store.folder)
-    has_own = manifest is not None and manifest.digest == store.attrs["fingerprint"]
-    return manifest if has_own else None
 
 
 def num_runs_of(packed: h5py.File) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import numpy as np
@@ -18,11 +17,7 @@ import numpy as np
 from featx.base import csv_line, digest, name_text
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.manifest import manifest_of
 from featx.types import Failure, Json, Status
-
-if TYPE_CHECKING:
-    from featx.store.reader import FeatureStore
 
 _CHECKSUM = "sha256"
 
@@ -47,17 +42,6 @@ def read_result(path: Path) -> dict[str, Any]:
     Raises StoreError if the file is damaged, and an OSError if it is missing or cannot be read.
     """
     return parse_result(path, path.read_bytes())
-
-
-def read_summary(store: FeatureStore) -> dict[str, Any]:
-    """Read the summary.json of a store, also of one that is given by its features.h5.
-
-    Raises StoreError if the file is damaged, and an OSError if it is missing or cannot be read, or
-    if it is that of another store than the file.
-    """
-    if store.root != store.folder and manifest_of(store) is None:
-        raise FileNotFoundError(errno.ENOENT, "no folder of this store", str(store.root))
-    return read_result(store.folder / layout.SUMMARY)
 
 
 def parse_result(path: Path, data: bytes) -> dict[str, Any]:

@@ -60,6 +60,7 @@ from .part_files import clear_job_folders as clear_job_folders
 from .part_files import commit_part as commit_part
 from .part_files import is_streamed as is_streamed
 from .part_files import leftover_bytes as leftover_bytes
+from .part_files import missing_parts as missing_parts
 from .part_files import part_names as part_names
 from .reader import FeatureStore as FeatureStore
 from .reader import check_rows_present as check_rows_present
@@ -70,7 +71,6 @@ from .result_files import read_result as read_result
 from .result_files import result_json as result_json
 from .row_file import PartBuilder as PartBuilder
 from .session import StoreSession as StoreSession
-from .session import missing_parts as missing_parts
 from .status import StoreStatus as StoreStatus
 from .status import store_status as store_status
 from .token_reader import TokenReader as TokenReader

@@ -25,7 +25,7 @@ from featx.store.hdf5_files import (
     open_raw,
 )
 from featx.store.layout import geometry_values
-from featx.store.listing import column_names, is_column_type, row_values, same_values
+from featx.store.listing import is_column_type, row_values, same_values
 from featx.store.result_files import read_failures
 from featx.store.row_file import RowFile
 from featx.types import Array, Failure, Listing, Status, with_features
@@ -153,9 +153,10 @@ def _check_columns(
     rows = slice(expected.start, expected.stop)
     num_rows = len(expected)
     columns: dict[str, Array] = {}
+    column_paths = []
     if layout.COLUMNS in file:
         check_hard_links(file, layout.COLUMNS)
-    column_paths = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
+        column_paths = [f"{layout.COLUMNS}/{name}" for name in file[layout.COLUMNS]]
     kinds = {
         layout.KEY: "S",
         layout.LABEL: "<i8",

@@ -124,7 +124,7 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
             num_rows = len(keys)
             if len(labels) != num_rows:
                 return num_rows, f"it has {num_rows} keys and {len(labels)} labels"
-            if column_names(file) != tuple(listing.columns):
+            if tuple(file.get(layout.COLUMNS, ())) != tuple(listing.columns):
                 return num_rows, f"its /{layout.COLUMNS} are not those of this store"
             invalid = []
             for name, values in row_values(listing).items():
@@ -208,7 +208,8 @@ def read_listing_file(path: Path, num_rows: int) -> Listing | None:
 
             keys, labels = first_rows(layout.KEY), first_rows(layout.LABEL)
             classes = _read_classes(file)
-            columns = {name: first_rows(f"{layout.COLUMNS}/{name}") for name in column_names(file)}
+            names = file.get(layout.COLUMNS, ())
+            columns = {name: first_rows(f"{layout.COLUMNS}/{name}") for name in names}
     except FileNotFoundError:
         return None
     except layout.UNREADABLE as error:
@@ -234,10 +235,6 @@ def is_ascending(keys: npt.NDArray[np.bytes_]) -> bool:
 def is_column_type(dtype: np.dtype[np.generic]) -> bool:
     """Return whether a column of the listing may have this dtype: bytes, bool, int64 or float64."""
     return dtype.kind in "Sb" or dtype.str in ("<i8", "<f8")
-
-
-def column_names(file: h5py.File) -> tuple[str, ...]:
-    return tuple(file.get(layout.COLUMNS, ()))
 
 
 def _read_from_parts(root: Path, num_rows: int) -> Listing | None:

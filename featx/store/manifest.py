@@ -321,6 +321,7 @@ def require_manifest(root: Path) -> Manifest:
 
 
 def num_runs_of(packed: h5py.File) -> int:
+    """Number of runs that a features.h5 holds, by its copy of the manifest."""
     return len(_read_copy(packed).runs) if layout.MANIFEST_COPY in packed.attrs else 1
 
 

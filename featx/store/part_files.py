@@ -20,7 +20,7 @@ from featx.store.chunk_file import STREAMED_BYTES, ChunkFile
 from featx.store.chunk_table import find_table
 from featx.store.hdf5_files import ErrorRecordingFile, damage_text, open_metadata
 from featx.store.heartbeat import read_heartbeats
-from featx.store.manifest import Manifest, Run
+from featx.store.manifest import Manifest, Run, num_runs_of
 from featx.store.result_files import parse_result, read_failures, result_json
 from featx.store.row_file import PartBuilder, RowFile
 from featx.types import Failure, LayerSpec, Listing, Part
@@ -279,6 +279,29 @@ class DamageRecord:
         """Ranges of rows of a part that are lost: all, if neither its file nor a record exists."""
         ranges = self.lost.get(part.index, [] if is_there else [(part.start, part.stop)])
         return [Part(part.index, start, stop) for start, stop in ranges]
+
+
+def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]]:
+    """Runs of a store that lack parts, with the missing rows, judged by file names only.
+
+    Commands use this before they hold the lock and look into the files. For a part with lost rows,
+    the ranges of these are listed.
+    """
+    num_packed, record = 0, DamageRecord.read(root)
+    with contextlib.suppress(*layout.UNREADABLE), open_metadata(root / layout.PACKED) as file:
+        num_packed = num_runs_of(file)
+    names = part_names(root)
+    found = []
+    for number, run in enumerate(manifest.runs):
+        is_packed = number < num_packed
+        parts = [
+            gap
+            for part in run.parts()
+            for gap in record.gaps(part, is_packed or layout.part_name(part.index) in names)
+        ]
+        if parts:
+            found.append((run, parts))
+    return found
 
 
 _FOLDERS = (

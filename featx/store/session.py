@@ -17,7 +17,6 @@ from featx.store import layout
 from featx.store.chunk_file import STREAMED_BYTES
 from featx.store.committed_parts import CommittedParts, remove_parts
 from featx.store.compatibility import merge_manifest
-from featx.store.hdf5_files import open_metadata
 from featx.store.heartbeat import (
     SILENT_S,
     HeartbeatRecord,
@@ -26,7 +25,7 @@ from featx.store.heartbeat import (
     report_lost_work,
 )
 from featx.store.listing import compare_listing, write_listing
-from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
+from featx.store.manifest import Manifest, Run, load_manifest, read_manifest
 from featx.store.part_files import (
     DamageRecord,
     begin_part,
@@ -391,26 +390,3 @@ class StoreSession:
         last = (layout.OVERWRITE_MARKER, layout.MANIFEST)
         for name in (*files, *layout.RESULTS, *folders, *last):
             self.disk.remove(self.root / name)
-
-
-def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]]:
-    """Runs of a store that lack parts, with the missing rows, judged by file names only.
-
-    Commands use this before they hold the lock and look into the files. For a part with lost rows,
-    the ranges of these are listed.
-    """
-    num_packed, record = 0, DamageRecord.read(root)
-    with contextlib.suppress(*layout.UNREADABLE), open_metadata(root / layout.PACKED) as file:
-        num_packed = num_runs_of(file)
-    names = part_names(root)
-    found = []
-    for number, run in enumerate(manifest.runs):
-        is_packed = number < num_packed
-        parts = [
-            gap
-            for part in run.parts()
-            for gap in record.gaps(part, is_packed or layout.part_name(part.index) in names)
-        ]
-        if parts:
-            found.append((run, parts))
-    return found

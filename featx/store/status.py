@@ -14,7 +14,7 @@ from featx.storage import paths_in
 from featx.store import layout
 from featx.store.heartbeat import HeartbeatRecord, read_heartbeats
 from featx.store.manifest import Run, require_manifest
-from featx.store.session import missing_parts
+from featx.store.part_files import missing_parts
 
 WINDOW_S = 300.0
 """Seconds before the last commit over which the speed is measured."""

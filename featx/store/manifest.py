@@ -302,7 +302,7 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     for path in [root / layout.PACKED, *paths_in(root / layout.PARTS, layout.PART_GLOB)]:
         try:
             with open_metadata(path) as file:
-                copies.append(_read_copy(file))
+                copies.append(Manifest.from_json(bytes(file.attrs[layout.MANIFEST_COPY]), path))
         except (StoreError, *layout.UNREADABLE):
             continue  # one of them is enough
     if copies:
@@ -322,8 +322,7 @@ def require_manifest(root: Path) -> Manifest:
 
 def num_runs_of(packed: h5py.File) -> int:
     """Number of runs that a features.h5 holds, by its copy of the manifest."""
-    return len(_read_copy(packed).runs) if layout.MANIFEST_COPY in packed.attrs else 1
-
-
-def _read_copy(file: h5py.File) -> Manifest:
-    return Manifest.from_json(bytes(file.attrs[layout.MANIFEST_COPY]), Path(file.filename))
+    if layout.MANIFEST_COPY not in packed.attrs:
+        return 1
+    copy = bytes(packed.attrs[layout.MANIFEST_COPY])
+    return len(Manifest.from_json(copy, Path(packed.filename)).runs)

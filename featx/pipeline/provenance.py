@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def fingerprint(
         **({"data.crops": list(data.crop_bounds)} if data.crops else {}),
         "listing": listing_identity(listing),
         "device": engine.device.type,
-        **engine.compute.as_dict(),
+        **asdict(engine.compute),
         "part_rows": part_rows,
         "nonfinite": config.nonfinite,
         **{f"version.{name}": version for name, version in _versions(backbone).items()},

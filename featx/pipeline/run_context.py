@@ -9,7 +9,7 @@ import contextlib
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -178,7 +178,7 @@ class RunContext:
             grid=Grid(len(self.listing), self.part_rows),
             codec=self.config.codec,
             resolved={
-                **self.engine.compute.as_dict(),
+                **asdict(self.engine.compute),
                 "jpeg": policy.jpeg,
                 **({} if policy.heif is None else {"heif": policy.heif}),
                 **({} if threads is None else {"threads": threads}),

@@ -28,8 +28,9 @@ class Simulated:
     time_passes = Engine.time_passes
     backbone = types.SimpleNamespace(preprocess=types.SimpleNamespace(crop=(2, 2)))
     uses_fp32_only = False
-    eager_reason = ""
-    captures = types.SimpleNamespace(follows_data=False)
+    takes_gradients = False
+    collector = types.SimpleNamespace(needs_keys=False)
+    captures = types.SimpleNamespace(follows_data=False, points=())
     num_folded = 7
 
     def __init__(

@@ -20,7 +20,7 @@ from .extraction import run_extraction as run_extraction
 from .extraction import run_output as run_output
 from .extraction import store_exit_code as store_exit_code
 from .feature_output import FeatureOutput as FeatureOutput
-from .forward_passes import Passes as Passes
+from .loop import Passes as Passes
 from .loop import RunObserver as RunObserver
 from .loop import run_parts as run_parts
 from .output import PART_SECONDS as PART_SECONDS

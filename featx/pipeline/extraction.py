@@ -12,11 +12,10 @@ from featx.pipeline.executors import EXECUTORS, run_distributed
 from featx.pipeline.feature_output import FeatureOutput, Observe
 from featx.pipeline.finished_run import command_digest
 from featx.pipeline.loop import run_parts
-from featx.pipeline.metrics_file import metrics_of
 from featx.pipeline.output import AnyOutput
 from featx.pipeline.row_failures import exit_code, failures_text
 from featx.pipeline.run_context import EngineSpec, build_run_context
-from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
+from featx.pipeline.run_metrics import RunOutcome, metrics_of, peak_memory_mib
 from featx.storage import check_writable, is_url, parse_path
 from featx.store import (
     DamagedManifestError,

@@ -23,8 +23,8 @@ from featx.layers import token_geometries
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.changed_model import RESPONSE, Response, check_response, response_of
 from featx.pipeline.provenance import fingerprint, header
+from featx.pipeline.run_listing import target_labels
 from featx.pipeline.run_metrics import StepTimer
-from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
 from featx.types import (
     NO_STATE,

@@ -98,35 +98,32 @@ def take_plain_path(
         if (why := explain_missing_plain_path(point, reduce))
     }
     compared = [pair for pair in chosen if pair[0].name not in why_not]
-    numbers, pixels = _library_pixels(config, loader, trial)
+
+    # Some trial images, at even distances, go through the library's own transform.
+    num_images, num_wanted = len(trial.rows), NUM_COMPARED_IMAGES
+    numbers = sorted({i * num_images // num_wanted for i in range(num_wanted) if num_images})
+    if trial.is_reference:
+        pixels = trial.images[numbers]
+    else:
+        loaded = list(loader.results([trial.rows[i] for i in numbers], by_library=True))
+        images = [x for x in loaded if isinstance(x, torch.Tensor)]
+        numbers = [i for i, x in zip(numbers, loaded, strict=True) if isinstance(x, torch.Tensor)]
+        pixels = torch.stack(images) if images else trial.images[:0].float()
+
     if not compared or not numbers:
         return PlainPath(numbers, pixels, {}, {}, why_not)
-    library_pixels = engine.normalise(pixels[: engine.captures.num_compared])
+    num_compared = engine.captures.num_compared
+    library_pixels = engine.normalise(pixels[:num_compared])
     if trial.is_reference:
         rows = _plain_rows(config, engine, compared, library_pixels)
         return PlainPath(numbers, pixels, rows, rows, why_not)
-    run_pixels = engine.normalise(
-        trial.images[numbers[: min(_FORWARD_IMAGES, engine.captures.num_compared)]]
-    )
+    num_forward = min(_FORWARD_IMAGES, num_compared)
+    run_pixels = engine.normalise(trial.images[numbers[:num_forward]])
     # One pass for both: on a CPU a pass has costs that do not depend on the number of images.
     rows = _plain_rows(config, engine, compared, torch.cat([run_pixels, library_pixels]))
     same = {name: values[: len(run_pixels)] for name, values in rows.items()}
     end_to_end = {name: values[len(run_pixels) :] for name, values in rows.items()}
     return PlainPath(numbers, pixels, same, end_to_end, why_not)
-
-
-def _library_pixels(
-    config: Config, loader: Loader, trial: TrialImages
-) -> tuple[list[int], torch.Tensor]:
-    """Send some trial images, at even distances, through the library's own transform."""
-    num_images, num_wanted = len(trial.rows), NUM_COMPARED_IMAGES
-    numbers = sorted({i * num_images // num_wanted for i in range(num_wanted) if num_images})
-    if trial.is_reference:
-        return numbers, trial.images[numbers]
-    loaded = list(loader.results([trial.rows[i] for i in numbers], by_library=True))
-    numbers = [i for i, x in zip(numbers, loaded, strict=True) if isinstance(x, torch.Tensor)]
-    pixels = [x for x in loaded if isinstance(x, torch.Tensor)]
-    return numbers, torch.stack(pixels) if pixels else trial.images[:0].float()
 
 
 def _plain_rows(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,23 @@ class FinishedRun:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        # Path of each file of the weights -> its size, times and inode; None if one does not exist
+        # or the config does not say all that decides the values.
+        self._weights: dict[str, tuple[int, ...]] | None = None
         files = resolve_library(config.model).weight_files(config.model)
         # Statistics of a reduction are a file that may be written again.
         has_statistics = any(reduce.statistics_path for _, reduce in layer_requests(config))
-        self._weights = None if files is None or has_statistics else _states(files)
+        if files is None or has_statistics:
+            return
+        states: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            try:
+                status = file.expanduser().stat()
+            except OSError:
+                return
+            ids = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            states[str(file.expanduser().absolute())] = ids
+        self._weights = states
 
     def digest(self, manifest: Manifest, listing: Listing) -> str | None:
         """Digest by which a later command recognises that its store is complete.
@@ -167,16 +180,3 @@ def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Lis
     del states  # `image_changes` asks for them again
     changes = image_changes(source, listing.keys, out, manifest)
     return not (len(changes.rows) or len(changes.gone) or changes.num_unknown)
-
-
-def _states(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
-    """Size, times and inode of some files; None if one of them does not exist."""
-    states: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        try:
-            status = file.expanduser().stat()
-        except OSError:
-            return None
-        ids = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-        states[str(file.expanduser().absolute())] = ids
-    return states

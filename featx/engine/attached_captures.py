@@ -60,6 +60,8 @@ class AttachedCaptures:
     Attributes:
         expected: what every later pass must repeat. Its calls are counted only if it follows the
             data.
+        follows_data: whether a forward pass reads tensor values, on which its control flow may
+            depend. Such a pass runs to its end.
         num_compared: number of images by which two forward passes are compared, at least 2.
         misplaced: names of captures whose rows are whole or sampled maps or tokens in another
             order than that of the image.
@@ -67,16 +69,9 @@ class AttachedCaptures:
 
     points: tuple[CapturePoint, ...] = ()
     expected: Expected = ANYTHING
+    follows_data: bool = False
     num_compared: int = _COMPARED_BYTES
     misplaced: frozenset[str] = frozenset()
-
-    @property
-    def follows_data(self) -> bool:
-        """Whether a forward pass reads tensor values, on which its control flow may depend.
-
-        Such a pass runs to its end.
-        """
-        return self.expected.calls is not None
 
     def hooks(
         self,
@@ -134,7 +129,7 @@ def attach_captures(
     maps, presumed = _expect_rows(model, chosen, values, collector)
     row_bytes = sum(4 * value[0].numel() for value in values.values())  # in float32
     num_compared = max(2, _COMPARED_BYTES // max(1, row_bytes))
-    captures = replace(captures, expected=expected, num_compared=num_compared)
+    captures = AttachedCaptures(points, expected, reads.has_reads, num_compared)
     _check_rows(model, captures, target, x, values)
     noise = model.noise(1)
     del first, values  # the next passes take as much memory

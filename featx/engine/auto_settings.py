@@ -107,7 +107,8 @@ class AutoSettings:
         batch_size = self._batch_size()
         channels_last, fold = self._formats(batch_size)
         compute = Compute("fp32", False, channels_last, batch_size, fold)
-        compute = replace(compute, batch_size=self._largest_fitting(compute))
+        if self._engine.device.type == "cuda":
+            compute = replace(compute, batch_size=self._largest_fitting(compute))
         chosen = self._precision(compute)
         compute = replace(compute, precision=chosen.precision)
         self._engine.configure_compute(compute)
@@ -171,7 +172,7 @@ class AutoSettings:
             elif self._engine.captures.follows_data:
                 why = "the control flow of the model may depend on tensor values"
             self.choices["fold_batchnorm"] = (
-                f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
+                f"true ({formats.num_folded} BatchNorm in the convolutions before them)"
                 if formats.fold_batchnorm
                 else f"false ({why})"
             )
@@ -247,14 +248,13 @@ class AutoSettings:
         )
 
     def _largest_fitting(self, compute: Compute) -> int:
-        """The batch size, halved until it fits on the CUDA device if featx chooses it."""
+        """The batch size, halved until it fits on the CUDA device, if featx chooses it."""
         is_auto = self._config.batch_size == "auto" and "batch_size" not in self._stored
         size = int(compute.batch_size)
         while True:
             try:
-                if self._engine.device.type == "cuda":
-                    self._engine.configure_compute(replace(compute, batch_size=size))
-                    self._engine.run(self.make_batch(size))
+                self._engine.configure_compute(replace(compute, batch_size=size))
+                self._engine.run(self.make_batch(size))
                 return size
             except torch.cuda.OutOfMemoryError as error:
                 torch.cuda.empty_cache()

@@ -58,12 +58,14 @@ class Compute:
 class Formats:
     """Faster settings of `Compute` that `Engine.formats` found to give the same values.
 
+    `num_folded` is the number of BatchNorm modules that can be folded, if folding was asked for.
     `values` are dataset name -> (n, ...) rows of the images in fp32 with these settings, in the
     dtype of the store and on the device; None unless all images were computed.
     """
 
     channels_last: bool
     fold_batchnorm: bool
+    num_folded: int = 0
     values: Mapping[str, torch.Tensor] | None = None
 
 

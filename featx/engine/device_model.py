@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -254,26 +254,6 @@ def plain_rows(
     They are dataset name -> (B, ...) float32 on the CPU. `explain_missing_plain_path` must accept
     the captures. Raises ModelError if the forward pass fails.
     """
-    with model.named_failure(x), torch.no_grad(), eval_mode(model.module):
-        library = model.backbone.embedding
-        are_embeddings = all(p.name == "embedding" and r.name in _UNCHANGED for p, r in chosen)
-        if library is not None and are_embeddings:
-            rows = {"embedding": library.compute(x.clone())}
-        else:
-            rows = {}
-            values = _capture_values(model.module, chosen, x)
-            for point, reduce in chosen:
-                if point.name in values:
-                    value = values[point.name]
-                    bound = bound_reduction(reduce, model.row_layout(point, value))
-                    rows[point.name] = bound(value)
-    return {name: value.float().cpu() for name, value in rows.items()}
-
-
-def _capture_values(
-    module: nn.Module, chosen: ChosenLayers, x: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Copies of the captured tensors of one forward pass, by hooks of PyTorch."""
     values: dict[str, torch.Tensor] = {}
     calls: dict[str, int] = {}
 
@@ -284,12 +264,24 @@ def _capture_values(
             value = pick(inputs if point.capture == "input" else output, point)
             values[point.name] = value.detach().clone()
 
-    with ModuleHooks() as hooks:
-        for point, _ in chosen:
-            part = module.get_submodule(point.module)
-            if point.capture == "input":
-                hooks.add(part, functools.partial(keep, point))
-            else:
-                hooks.add(part, after=functools.partial(keep, point))
-        module(x.clone())
-    return values
+    library = model.backbone.embedding
+    are_embeddings = all(p.name == "embedding" and r.name in _UNCHANGED for p, r in chosen)
+    with model.named_failure(x), torch.no_grad(), eval_mode(model.module):
+        if library is not None and are_embeddings:
+            rows = {"embedding": library.compute(x.clone())}
+        else:
+            with ModuleHooks() as hooks:
+                for point, _ in chosen:
+                    part, hook = model.module.get_submodule(point.module), partial(keep, point)
+                    if point.capture == "input":
+                        hooks.add(part, hook)
+                    else:
+                        hooks.add(part, after=hook)
+                model.module(x.clone())
+            rows = {}
+            for point, reduce in chosen:
+                if point.name in values:  # the layer was called
+                    value = values[point.name]
+                    bound = bound_reduction(reduce, model.row_layout(point, value))
+                    rows[point.name] = bound(value)
+    return {name: value.float().cpu() for name, value in rows.items()}

@@ -181,11 +181,16 @@ class Engine(DeviceModel):
         """
         has_convolutions = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
         layouts = [True, False] if has_convolutions else [False]
-        folds = [True, False] if fold_batchnorm and self.num_folded else [False]
+        num_folded = 0
+        if fold_batchnorm:
+            if self.weights.pairs is None:
+                self._stack.close()  # the modules are looked for without hooks
+            num_folded = len(self.weights.foldable())
+        folds = [True, False] if num_folded else [False]
         # All combinations but the last one, which is the plain way; both together are tried first.
         candidates = [(layout, fold) for layout in layouts for fold in folds][:-1]
         if not candidates:
-            return Formats(False, False)
+            return Formats(False, False, num_folded)
         x = self.normalise(images) if len(images) else self.noise(ATTACH_BATCH)
         x = x[: self.captures.num_compared]
         chosen = False, False
@@ -203,8 +208,9 @@ class Engine(DeviceModel):
                     chosen, values = (channels_last, is_folded), candidate
                     break
         if len(x) != len(images):
-            return Formats(*chosen)
-        return Formats(*chosen, {name: value.to(store_dtype) for name, value in values.items()})
+            return Formats(*chosen, num_folded)
+        rows = {name: value.to(store_dtype) for name, value in values.items()}
+        return Formats(*chosen, num_folded, rows)
 
     def _values_of(
         self, x: torch.Tensor, channels_last: bool, fold_batchnorm: bool
@@ -212,13 +218,6 @@ class Engine(DeviceModel):
         """The rows of normalised images in fp32 with these settings."""
         self.configure_compute(Compute("fp32", False, channels_last, len(x), fold_batchnorm))
         return self._pass(x)
-
-    @property
-    def num_folded(self) -> int:
-        """Number of BatchNorm modules that can be folded; the first call removes the hooks."""
-        if self.weights.pairs is None:
-            self._stack.close()
-        return len(self.weights.foldable())
 
     @property
     def can_be_replicated(self) -> bool:

@@ -136,16 +136,18 @@ def judge(compared: Compared) -> Conformance:
     if not compared.keys:
         return Conformance(_as_dict(compared, 0), "no image could be read")
     pixels, end_to_end = compared.pixels, compared.end_to_end
+    # Largest difference of a pixel, with the rounding of the comparison.
+    max_levels = MAX_LEVELS.get(compared.interpolation, 0.0) + 0.01
 
     # Other limits hold for images that were decoded at a fraction of their size. Those are looked
     # for among the images whose pixels or rows differ by more than a whole image may.
     reduced = []
     if pixels is not None:
-        far = (pixels.largest > _max_levels(compared)) | (pixels.mean > MEAN_LEVELS)
+        far = (pixels.largest > max_levels) | (pixels.mean > MEAN_LEVELS)
         for difference in end_to_end.values():
             far[: len(difference.cosines)] |= difference.cosines < COSINE[compared.precision]
         reduced = [i for i in torch.nonzero(far).flatten().tolist() if compared.is_reduced(i)]
-    broken = _broken_promises(compared, reduced)
+    broken = _broken_promises(compared, reduced, max_levels)
 
     # What breaks no promise but is worth knowing.
     notes = []
@@ -179,19 +181,14 @@ def judge(compared: Compared) -> Conformance:
     )
 
 
-def _max_levels(compared: Compared) -> float:
-    """Limit of the largest difference of a pixel, with the rounding of the comparison."""
-    return MAX_LEVELS.get(compared.interpolation, 0.0) + 0.01
-
-
-def _broken_promises(compared: Compared, reduced: Sequence[int]) -> list[str]:
+def _broken_promises(compared: Compared, reduced: Sequence[int], max_levels: float) -> list[str]:
     """The broken promises, one sentence each, with other limits for the images in `reduced`."""
     broken = []
     pixels, keys = compared.pixels, compared.keys
     if pixels is not None:
         sentences = []
         for i in range(len(keys)):
-            most, mean = _max_levels(compared), MEAN_LEVELS
+            most, mean = max_levels, MEAN_LEVELS
             promised = f"{most:.0f}"
             if i in reduced:
                 most, mean, promised = float("inf"), MEAN_LEVELS_REDUCED, "any"

@@ -33,7 +33,7 @@ from featx.store import (
     read_packed,
     read_result,
 )
-from featx.types import Json, Listing, Source, Stateful
+from featx.types import Listing, Source, Stateful
 
 
 class FinishedRun:
@@ -101,9 +101,14 @@ class FinishedRun:
         if changes_store or writes_more or is_url(out):
             return None
         manifest, is_intact = load_manifest(out)
-        recorded = _recorded(out)
-        is_marked = (out / layout.OVERWRITE_MARKER).exists()
-        if manifest is None or not is_intact or not recorded or is_marked:
+        if manifest is None or not is_intact or (out / layout.OVERWRITE_MARKER).exists():
+            return None
+        try:
+            runs = read_result(out / layout.SUMMARY)["runs"]
+            recorded = {run["request"]: run for run in runs if run.get("request")}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return None  # the summary is for people; without it the run looks at everything
+        if not recorded:
             return None
         source, listing = list_images()
         entry = recorded.get(self.digest(manifest, listing))
@@ -159,15 +164,6 @@ def command_digest(config: Config) -> str:
     parts = {"config": asdict(identifying), "code": config.model.code_sha256()}
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _recorded(out: Path) -> dict[str | None, Json]:
-    """Digests in the summary of a store, each with the summary of its run."""
-    try:
-        runs = read_result(out / layout.SUMMARY)["runs"]
-        return {run["request"]: run for run in runs if run.get("request")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # the summary is for people; without it the run looks at everything
 
 
 def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Listing) -> bool:

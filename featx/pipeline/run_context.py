@@ -200,43 +200,40 @@ class RunContext:
         """Class of the model of every row, (N,) int64; see `target_labels`."""
         return target_labels(self.config.target, self.listing, self.engine.backbone)
 
-    def labels_of(self, batch: Batch) -> torch.Tensor | None:
-        """Class indices of a batch for gradients of `target=label` or `target=loss`.
+    def labels_and_keys(self, batch: Batch) -> tuple[torch.Tensor | None, list[bytes]]:
+        """Class indices of a batch for gradients of `target=label` or `target=loss`, and its keys.
 
-        They are (B,) int64 on the CPU with 0 in padding rows, or None for other targets.
+        The labels are (B,) int64 on the CPU with 0 in padding rows, or None for other targets. The
+        keys are those of the rows, without padding.
         """
+        rows = slice(batch.start, batch.start + batch.count)
+        keys: list[bytes] = self.listing.keys[rows].tolist()
         if self.config.target not in ("label", "loss"):
-            return None
+            return None, keys
         import torch
 
         labels = torch.zeros(len(batch.images), dtype=torch.int64)
-        batch_labels = self.target_labels[batch.start : batch.start + batch.count]
-        labels[: batch.count] = torch.from_numpy(batch_labels.copy())
-        return labels
+        labels[: batch.count] = torch.from_numpy(self.target_labels[rows].copy())
+        return labels, keys
 
     def compute(self, engine: Engine, batch: Batch) -> BatchRows:
         """Compute the rows of a batch, those of padding included; with windows it has one image.
 
         Raises ImageFault if that does not fit the windows of the run.
         """
-        keys = self.keys_of(batch)
+        labels, keys = self.labels_and_keys(batch)
         if self.windows is None:
-            return engine.rows(batch.images, self.labels_of(batch), keys=keys)
+            return engine.rows(batch.images, labels, keys=keys)
         if batch.failures:
             return self.windows.failed_rows()
         return self.windows.rows(engine, batch.images[0], keys)
 
     def explain(self, engine: Engine, batch: Batch, row: int, name: str) -> str:
         """The reason why a row, given by its position in the batch, is not finite in a layer."""
-        keys = self.keys_of(batch)
+        labels, keys = self.labels_and_keys(batch)
         if self.windows is None:
-            return engine.explain(batch.images, self.labels_of(batch), row, name, keys)
+            return engine.explain(batch.images, labels, row, name, keys)
         return self.windows.explain(engine, batch.images[row], name, keys)
-
-    def keys_of(self, batch: Batch) -> list[bytes]:
-        """Keys of the rows of a batch, without padding."""
-        keys: list[bytes] = self.listing.keys[batch.start : batch.start + batch.count].tolist()
-        return keys
 
 
 @contextlib.contextmanager

@@ -42,12 +42,12 @@ _METRICS = {
 """Name without prefix -> type and help text."""
 
 
+@dataclass
 class StepTimer:
     """Measures the seconds of steps that follow each other, in their order."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._started_at = time.perf_counter()
+    seconds: dict[str, float] = field(default_factory=dict)
+    _started_at: float = field(default_factory=time.perf_counter)
 
     def end(self, step: str) -> None:
         """Record the seconds since the last step, or since the timer was made."""

@@ -31,7 +31,6 @@ class Simulated:
     takes_gradients = False
     collector = types.SimpleNamespace(needs_keys=False)
     captures = types.SimpleNamespace(follows_data=False, points=())
-    num_folded = 7
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Simulated:
 
     def formats(self, images: torch.Tensor, fold_batchnorm: bool) -> Formats:
         self.asked_to_fold = fold_batchnorm
-        return Formats(True, fold_batchnorm)
+        return Formats(True, fold_batchnorm, num_folded=7)
 
     def bytes_per_image(self, precision: str) -> int:
         return self._image_bytes

@@ -87,7 +87,12 @@ def check_response(
     `code` is what makes the model, for the message. Other settings are refused elsewhere.
     """
     before = state.resolved.get(RESPONSE)
-    if not before or response is None or _has_other(fingerprint, state.fingerprint):
+    if not before or response is None:
+        return
+    # Settings of the model or of its input that differ in the two fingerprints.
+    names = {*_MODEL_ENTRIES}
+    names |= {name for name in {*fingerprint, *state.fingerprint} if name.startswith("model.")}
+    if any(fingerprint.get(name) != state.fingerprint.get(name) for name in names):
         return
     difference = _difference(before, response.values)
     if difference > response.limit:
@@ -98,12 +103,6 @@ def check_response(
             "changed, or an active adapter, a flag or a constant. Put that back, or extract again "
             "with another out=DIR or overwrite=true."
         )
-
-
-def _has_other(now: Json, before: Json) -> bool:
-    """Return whether the settings of the model or of its input differ in two fingerprints."""
-    names = {name for name in {*now, *before} if name.startswith("model.")}
-    return any(now.get(name) != before.get(name) for name in (*names, *_MODEL_ENTRIES))
 
 
 def _difference(before: Sequence[float], now: Sequence[float]) -> float:

@@ -262,16 +262,12 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
 
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""
-        arguments = self.context, self.write_session
+        context, session = self.context, self.write_session
         before, self._changes = self._changes, None  # large arrays
-        self._num_recomputed += compute_lost_rows(*arguments)
-        self._num_recomputed += check_images(
-            *arguments,
-            only_warn=self._known_rows_only,
-            before=before,
-        )
+        self._num_recomputed += compute_lost_rows(context, session)
+        self._num_recomputed += check_images(context, session, self._known_rows_only, before)
         if self.config.retry_failed:
-            self._num_recomputed += retry_failed_rows(*arguments)
+            self._num_recomputed += retry_failed_rows(context, session)
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         return compute_rows(self.context, engine, batch)

@@ -158,7 +158,7 @@ def run_parts(
     with (
         s3_outage.waiting_limit(),
         stop_signals() as stop,
-        _Commits(sink, heartbeat, is_url(config.out)) as commits,
+        contextlib.closing(_Commits(sink, heartbeat, is_url(config.out))) as commits,
         trace as timeline,
         progress or contextlib.nullcontext(),
         Passes(context, sink.compute) as passes,
@@ -247,10 +247,8 @@ class _Commits(Generic[PartRowsT]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="featx-commit")
         self._pending: Future[None] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the thread after the commit that it has begun."""
         # A complete part is committed even if the run has failed since. Only an object store, which
         # may not answer for minutes, is not waited for when a run that was told to stop is cut
         # short.

@@ -23,16 +23,14 @@ from featx.layers import token_geometries
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.changed_model import RESPONSE, Response, check_response, response_of
 from featx.pipeline.provenance import fingerprint, header
-from featx.pipeline.run_listing import target_labels
+from featx.pipeline.run_listing import refuse_missing_images, spread_rows, target_labels
 from featx.pipeline.run_metrics import StepTimer
 from featx.store import Grid, Run, codecs
 from featx.types import (
-    NO_STATE,
     Batch,
     Failure,
     LayerSpec,
     Listing,
-    PathSource,
     ResumeState,
     Source,
     StoreHeader,
@@ -47,10 +45,6 @@ if TYPE_CHECKING:
     from featx.models import Backbone
     from featx.pipeline.conformance import Conformance
     from featx.pipeline.conformance_trial import TrialImages
-
-
-_TRIED_PATHS = 16
-"""Number of images of which one must exist before a model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +249,7 @@ def build_run_context(
     codecs.filters(config.codec)
     is_new = target.resume_state(set()) is None
     if is_new and config.allowed_failures(len(listing)) < len(listing):
-        _refuse_missing_images(source, listing)
+        refuse_missing_images(source, listing)
     timer.end("listing")
 
     # From here on torch is needed, which takes seconds to import.
@@ -372,29 +366,6 @@ def build_run_context(
         )
 
 
-def _refuse_missing_images(source: Source, listing: Listing) -> None:
-    """Refuse a data set of paths if none of some images, spread evenly over it, exists."""
-    if not isinstance(source, PathSource):
-        return
-    rows = _spread_rows(len(listing), _TRIED_PATHS)
-    try:
-        states = source.states(listing.keys[rows])
-    except (FileNotFoundError, NotADirectoryError):  # of the folder that paths start from
-        states = np.full(len(rows), NO_STATE)
-    if states is not None and (states == NO_STATE).all():
-        tried = f"{counted(len(rows), 'image')} that {'was' if len(rows) == 1 else 'were'} tried"
-        first = bytes(listing.keys[rows[0]])
-        raise DataError(
-            f"none of {tried}, of {len(listing)}, exists. "
-            f"{name_text(first)!r} was looked for at {source.place(first)}."
-        )
-
-
-def _spread_rows(num_rows: int, count: int) -> npt.NDArray[np.int64]:
-    """Return some rows, spread evenly over the data set."""
-    return np.unique(np.linspace(0, num_rows - 1, count).astype(np.int64))
-
-
 def _load_trial_images(
     loader: Loader, source: Source, listing: Listing, decoding: DecodeSettings, count: int
 ) -> TrialImages:
@@ -404,7 +375,7 @@ def _load_trial_images(
     from featx.images import UNFIT, centre_crop
     from featx.pipeline.conformance_trial import TrialImages
 
-    rows = _spread_rows(len(listing), count).tolist()
+    rows = spread_rows(len(listing), count).tolist()
     loaded, sizes, failures = {}, [], []
     for row, result in zip(rows, loader.whole_results(rows), strict=True):
         if isinstance(result, Failure):

@@ -36,7 +36,7 @@ from featx.store import (
     missing_parts,
     read_listing,
 )
-from featx.types import Listing, Source
+from featx.types import NO_STATE, Listing, PathSource, Source
 
 if TYPE_CHECKING:
     from featx.models import Backbone
@@ -48,6 +48,9 @@ _LABELS_HINT = (
 
 _FILE_SUFFIXES = (".csv", ".h5", ".hdf5", ".npy", ".npz", ".parquet", ".pt", ".pth")
 """Endings of files, which nobody expects of a folder."""
+
+_TRIED_PATHS = 16
+"""Number of images of which one must exist before a model is loaded."""
 
 
 def check_out(out: Path) -> None:
@@ -124,6 +127,29 @@ def list_images(
             )
             return source, before
     return source, listing
+
+
+def refuse_missing_images(source: Source, listing: Listing) -> None:
+    """Refuse a data set of paths if none of some images, spread evenly over it, exists."""
+    if not isinstance(source, PathSource):
+        return
+    rows = spread_rows(len(listing), _TRIED_PATHS)
+    try:
+        states = source.states(listing.keys[rows])
+    except (FileNotFoundError, NotADirectoryError):  # of the folder that paths start from
+        states = np.full(len(rows), NO_STATE)
+    if states is not None and (states == NO_STATE).all():
+        tried = f"{counted(len(rows), 'image')} that {'was' if len(rows) == 1 else 'were'} tried"
+        first = bytes(listing.keys[rows[0]])
+        raise DataError(
+            f"none of {tried}, of {len(listing)}, exists. "
+            f"{name_text(first)!r} was looked for at {source.place(first)}."
+        )
+
+
+def spread_rows(num_rows: int, count: int) -> npt.NDArray[np.int64]:
+    """Return some rows, spread evenly over the data set."""
+    return np.unique(np.linspace(0, num_rows - 1, count).astype(np.int64))
 
 
 def _some_rows(listing: Listing, config: Config) -> Listing:

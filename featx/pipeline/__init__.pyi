@@ -8,7 +8,6 @@ from .changed_images import image_changes as image_changes
 from .changed_images import image_keys as image_keys
 from .changed_images import rows_of_two_images as rows_of_two_images
 from .changed_images import unknown_images_text as unknown_images_text
-from .changed_model import RESPONSE as RESPONSE
 from .conformance import Conformance as Conformance
 from .conformance_trial import TrialImages as TrialImages
 from .conformance_trial import compare_with_plain_path as compare_with_plain_path
@@ -27,6 +26,7 @@ from .output import PART_SECONDS as PART_SECONDS
 from .output import Output as Output
 from .output import Session as Session
 from .output import seconds_of_part as seconds_of_part
+from .provenance import RESPONSE as RESPONSE
 from .row_failures import Rows as Rows
 from .row_failures import compute_rows as compute_rows
 from .row_failures import exit_code as exit_code

@@ -21,8 +21,14 @@ from featx.errors import DataError, counted
 from featx.images import ImagePolicy
 from featx.layers import token_geometries
 from featx.models import build_backbone, resolve_library
-from featx.pipeline.changed_model import RESPONSE, Response, check_response, response_of
-from featx.pipeline.provenance import fingerprint, header
+from featx.pipeline.provenance import (
+    RESPONSE,
+    Response,
+    check_response,
+    fingerprint,
+    header,
+    response_of,
+)
 from featx.pipeline.run_listing import refuse_missing_images, spread_rows, target_labels
 from featx.pipeline.run_metrics import StepTimer
 from featx.store import Grid, Run, codecs
@@ -39,7 +45,7 @@ from featx.types import (
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine import BatchParallelism, BatchRows, Engine, Windows
+    from featx.engine import BatchParallelism, Engine, Windows
     from featx.images import DecodeSettings, Loader
     from featx.layers import CapturePoint, ChosenLayers, Selection
     from featx.models import Backbone
@@ -210,25 +216,6 @@ class RunContext:
         labels[: batch.count] = torch.from_numpy(self.target_labels[rows].copy())
         return labels, keys
 
-    def compute(self, engine: Engine, batch: Batch) -> BatchRows:
-        """Compute the rows of a batch, those of padding included; with windows it has one image.
-
-        Raises ImageFault if that does not fit the windows of the run.
-        """
-        labels, keys = self.labels_and_keys(batch)
-        if self.windows is None:
-            return engine.rows(batch.images, labels, keys=keys)
-        if batch.failures:
-            return self.windows.failed_rows()
-        return self.windows.rows(engine, batch.images[0], keys)
-
-    def explain(self, engine: Engine, batch: Batch, row: int, name: str) -> str:
-        """The reason why a row, given by its position in the batch, is not finite in a layer."""
-        labels, keys = self.labels_and_keys(batch)
-        if self.windows is None:
-            return engine.explain(batch.images, labels, row, name, keys)
-        return self.windows.explain(engine, batch.images[row], name, keys)
-
 
 @contextlib.contextmanager
 def build_run_context(
@@ -254,6 +241,8 @@ def build_run_context(
 
     # From here on torch is needed, which takes seconds to import.
     log_step("importing PyTorch ...")
+    import torch
+
     from featx.base import choose_devices, cpu_threads, explained_memory
     from featx.engine import TRIAL_IMAGES, AutoSettings, attach_windows, batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
@@ -276,6 +265,7 @@ def build_run_context(
         backbone = build_backbone(config.model, config.seed)
         stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
         timer.end("weights")
+
         target_labels(config.target, listing, backbone)  # raises before any trial pass
         check_reference(backbone.preprocess)
         memory_before = resident_memory()
@@ -289,9 +279,11 @@ def build_run_context(
         resume_state = target.resume_state({point.name for point, _ in chosen})
         timer.end("trace")
 
-        cpus = batch_parallelism.cpus_that_compute(
-            devices[0], config.cpus_of_worker(num_cpus()), executor.name == "local"
-        )
+        cpus = None  # on which this process computes forward passes
+        if devices[0].type == "cpu":
+            cpus = config.cpus_of_worker(num_cpus())
+            if executor.name == "local":  # in torch's threads at most
+                cpus = min(torch.get_num_threads(), cpus)
         # The trial passes use all threads; the run itself may use fewer per batch.
         stack.enter_context(cpu_threads(batch_parallelism.trial_threads(cpus, resume_state)))
         log_step("trying the settings on some images ...")
@@ -303,12 +295,14 @@ def build_run_context(
         count = min(TRIAL_IMAGES, max(NUM_COMPARED_IMAGES, len(listing) // 4))
         trial = _load_trial_images(loader, source, listing, decoding, count)
         engine.trial_images = trial.images
+
         windows = None
         if has_windows:
             windows = attach_windows(engine, chosen, target.dtype, trial.sizes, resume_state)
             chosen = windows.maps
         else:
             engine.attach_captures(chosen)
+
         # The library's path is taken while the weights are as they were loaded, and judged by rows
         # of the trial at the settings of the run.
         plain = golden = None
@@ -318,6 +312,7 @@ def build_run_context(
                 golden = check_golden(engine, compared, config.model.golden)
             if config.conformance.mode != "off":
                 plain = take_plain_path(config, engine, compared, loader, trial)
+
         per_image = None if windows is None else windows.per_image
         auto_settings = AutoSettings(
             config, engine, trial.images, len(listing), resume_state, per_image
@@ -326,6 +321,7 @@ def build_run_context(
         parallelism = batch_parallelism.decide(
             engine, cpus, resume_state, memory_before, auto_settings.make_batch
         )
+
         specs = engine.specs(chosen)
         if windows is not None:
             specs = windows.set_specs(specs)
@@ -339,6 +335,7 @@ def build_run_context(
             code = config.model.code or config.model.name
             check_response(code, response, settings, resume_state)
         timer.end("trial")
+
         stack.enter_context(cpu_threads(parallelism.threads))
         if len(listing) > FEW_ROWS:
             loader.end_decoders()  # they hold the weights as they were before the trial

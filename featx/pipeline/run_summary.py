@@ -44,8 +44,7 @@ def describe_run(context: RunContext, output: str, layers: str = "") -> list[tup
         rows.append(("left out", "\n".join(context.left_out)))
     # A reduction over positions leaves vectors as they are.
     vectors = context.engine.collector.vector_names
-    is_reduced = config.reduce.name in POOLED and not isinstance(config.layers, Mapping)
-    if vectors and is_reduced:
+    if vectors and not isinstance(config.layers, Mapping) and config.reduce.name in POOLED:
         listed = ", ".join(sorted(vectors)[:_SHOWN_LAYERS])
         verb = "has" if len(vectors) == 1 else "have"
         effect = f"reduce={config.reduce.name} leaves a vector as it is"

@@ -1,22 +1,26 @@
-"""Captures that were decided and checked on a model, and the hooks of its later forward passes."""
+"""Captures that were decided and checked on a model, and the hooks of its later forward passes.
+
+The checks on a few batches prove that a row depends on its own image only. They detect batch
+statistics in eval mode, one scale for a whole quantised batch, changed row order, randomness,
+buffers that a forward pass changes, and control flow that depends on the data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from featx.engine.batch_independence import (
-    BufferSnapshot,
-    ValueReads,
-    check_among_copies,
-    check_regrouped,
-)
+from featx.base import ObservingMode, are_equal
+from featx.engine.compute import check_row
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
-from featx.errors import LayerError, RunError
+from featx.errors import LayerError, ModelError, RunError
 from featx.layers import (
     ANYTHING,
     CaptureHooks,
@@ -45,8 +49,8 @@ _COMPARED_BYTES = 64 * 2**20
 """Bytes of float32 values by which two passes are compared, which bounds the number of images; at
 least two images are compared."""
 
-Score = Callable[[Any], torch.Tensor]
-"""Function from the output of a model to the (B,) values of the gradient target."""
+_READERS = frozenset({"tolist", "numpy", "__array__"})
+"""Methods of a tensor that read its values without an operation that a dispatch mode sees."""
 
 
 @dataclass(frozen=True)
@@ -56,54 +60,41 @@ class AttachedCaptures:
     Attributes:
         expected: what every later pass must repeat. Its calls are counted only if it follows the
             data.
-        row_bytes: bytes of all captured tensors of one image in float32.
+        follows_data: whether a forward pass reads tensor values, on which its control flow may
+            depend. Such a pass runs to its end.
+        num_compared: number of images by which two forward passes are compared, at least 2.
         misplaced: names of captures whose rows are whole or sampled maps or tokens in another
             order than that of the image.
     """
 
     points: tuple[CapturePoint, ...] = ()
     expected: Expected = ANYTHING
-    row_bytes: int = 1
+    follows_data: bool = False
+    num_compared: int = _COMPARED_BYTES
     misplaced: frozenset[str] = frozenset()
 
-    @property
-    def follows_data(self) -> bool:
-        """Whether a forward pass reads tensor values, on which its control flow may depend.
-
-        Such a pass runs to its end.
-        """
-        return self.expected.calls is not None
-
-    @property
-    def takes_gradients(self) -> bool:
-        """Whether any capture is a gradient, which rules out early exit and compilation."""
-        return any(point.is_gradient for point in self.points)
-
-    @property
-    def num_compared(self) -> int:
-        """Number of images by which two forward passes are compared, at least 2."""
-        return max(2, _COMPARED_BYTES // self.row_bytes)
-
     def hooks(
-        self, module: nn.Module, keep: Keep, score: Score | None, stop: bool = False
+        self,
+        module: nn.Module,
+        keep: Keep,
+        target: str | int,
+        labels: Callable[[], torch.Tensor | None] = lambda: None,
+        stop: bool = False,
     ) -> CaptureHooks:
         """Return hooks that check each pass against the first one.
 
-        `keep` is called with each captured tensor; `score` is None unless gradients are captured.
+        `keep` is called with each captured tensor. If gradients are captured, they are those of
+        `target`, for which `labels` returns the (B,) int64 labels of the current batch, or None.
         With `stop` a pass may end after the last capture, but never if the control flow follows the
         data.
         """
+
+        def score(output: Any) -> torch.Tensor:
+            return target_values(output, target, labels())
+
         expected = replace(self.expected, stop=stop and not self.follows_data)
-        return CaptureHooks(module, self.points, keep, expected, score)
-
-    def score(self, target: str | int, labels: Callable[[], torch.Tensor | None]) -> Score | None:
-        """Return the function that computes the gradient target; None without gradients.
-
-        `labels` returns the (B,) int64 labels of the current batch, or None.
-        """
-        if not self.takes_gradients:
-            return None
-        return lambda output: target_values(output, target, labels())
+        needs_score = any(point.is_gradient for point in self.points)
+        return CaptureHooks(module, self.points, keep, expected, score if needs_score else None)
 
 
 def attach_captures(
@@ -126,8 +117,7 @@ def attach_captures(
         check_storable(point, tensor)
         return clone_captured(point, tensor)
 
-    score = captures.score(target, lambda: None)
-    hooks = captures.hooks(model.module, keep, score)
+    hooks = captures.hooks(model.module, keep, target)
     # Copies of x, for a model may write to its input.
     with model.named_failure(x), torch.no_grad(), hooks, reads.watch():
         values = hooks.forward(x.clone())
@@ -136,11 +126,12 @@ def attach_captures(
     calls = first.calls if reads.has_reads else None
     expected = replace(captures.expected, fired=first.fired, calls=calls)
     collector = OutputCollector(store_dtype)
-    maps = _expect_rows(model, chosen, values, collector)
-    num_bytes = sum(4 * value[0].numel() for value in values.values())
-    captures = replace(captures, expected=expected, row_bytes=max(1, num_bytes))
-    _check_rows(model, captures, score, x, values)
-    noise, presumed = model.noise(1), _presumed_maps(model, chosen, values)
+    maps, presumed = _expect_rows(model, chosen, values, collector)
+    row_bytes = sum(4 * value[0].numel() for value in values.values())  # in float32
+    num_compared = max(2, _COMPARED_BYTES // max(1, row_bytes))
+    captures = AttachedCaptures(points, expected, reads.has_reads, num_compared)
+    _check_rows(model, captures, target, x, values)
+    noise = model.noise(1)
     del first, values  # the next passes take as much memory
     with model.named_failure(noise):
         check_positions(model.module, maps, noise)
@@ -180,11 +171,13 @@ def _expect_rows(
     chosen: ChosenLayers,
     values: Mapping[str, torch.Tensor],
     collector: OutputCollector,
-) -> Maps:
-    """Record row shape and reduction of each capture in the collector; return those of which a
-    reduction reads positions that their shape leaves open.
+) -> tuple[Maps, Maps]:
+    """Record row shape and reduction of each capture in the collector.
+
+    Return the captures of which a reduction reads positions that their shape leaves open, and those
+    that are stored whole or sampled and whose shapes look like a map.
     """
-    maps = []
+    maps, presumed = [], []
     for point, reduce in chosen:
         value = values[point.name]
         shape = tuple(value.shape)
@@ -199,25 +192,17 @@ def _expect_rows(
         collector.expect(point, rows.shape, bound_reduction(reduce, rows))
         if reads_positions(reduce) and not has_known_positions(rows):
             maps.append((point, map_view(reduce.name, rows)))
-    return maps
-
-
-def _presumed_maps(
-    model: DeviceModel, chosen: ChosenLayers, values: Mapping[str, torch.Tensor]
-) -> Maps:
-    """Captures that are stored whole or sampled, and whose shapes look like a map."""
-    return [
-        (point, to_map)
-        for point, reduce in chosen
-        if reduce.name in ("none", "sample") and point.capture != "attention"
-        if (to_map := presumed_map(model.row_layout(point, values[point.name]))) is not None
-    ]
+        if reduce.name in ("none", "sample") and point.capture != "attention":
+            to_map = presumed_map(rows)
+            if to_map is not None:
+                presumed.append((point, to_map))
+    return maps, presumed
 
 
 def _check_rows(
     model: DeviceModel,
     captures: AttachedCaptures,
-    score: Score | None,
+    target: str | int,
     x: torch.Tensor,
     values: Mapping[str, torch.Tensor],
 ) -> None:
@@ -225,17 +210,92 @@ def _check_rows(
 
     BatchNorm without running statistics, or `F.dropout(x)`, which ignores eval mode, would make
     rows depend on the padding, on failed images of the batch, or on chance. The check is done in
-    fp32, where rounding hides little; `Engine.time_passes` repeats it at the precision of the
-    run. If the control flow may depend on the data, all trial images are compared one by one.
+    fp32, where rounding hides little; `Engine.time_passes` repeats it at the precision of the run.
     """
     buffers = BufferSnapshot(model.module)
-    hooks = captures.hooks(model.module, clone_captured, score, stop=True)
+    hooks = captures.hooks(model.module, clone_captured, target, stop=True)
     with model.named_failure(x), torch.no_grad(), hooks:
-        check_regrouped(hooks.forward, model.regroup(x), values)
+        for batch in model.regroup(x):
+            other_values = hooks.forward(batch)
+            for name, value in values.items():
+                check_row(name, value[0], other_values[name][-1])
     buffers.check()
-    if captures.follows_data and model.trial_images is not None:
-        num_images = max(ATTACH_BATCH, captures.num_compared)
-        images = model.normalise(model.trial_images[:num_images])
-        hooks = captures.hooks(model.module, clone_captured, score)
-        with torch.no_grad(), hooks, model.named_failure(images):
-            check_among_copies(hooks.forward, images)
+    if not captures.follows_data or model.trial_images is None:
+        return
+    # An image that changes the control flow changes it for the whole batch. So each trial image
+    # must have the same row among copies of itself as among other images.
+    num_images = max(ATTACH_BATCH, captures.num_compared)
+    images = model.normalise(model.trial_images[:num_images])
+    hooks = captures.hooks(model.module, clone_captured, target)
+    with torch.no_grad(), hooks, model.named_failure(images):
+        together = hooks.forward(images.clone())
+        for i, image in enumerate(images):
+            alone = hooks.forward(image.repeat(2, 1, 1, 1))
+            for name, value in together.items():
+                check_row(name, value[i], alone[name][0])
+
+
+class BufferSnapshot:
+    """Copies of the buffers of a module, to find those that a pass in eval mode changes.
+
+    Create it after a first forward pass: buffers that are filled in that pass, such as tables of
+    positions, are then not reported.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {name: x.detach().clone() for name, x in module.named_buffers()}
+
+    def check(self) -> None:
+        """Compare the buffers with the copies; raise ModelError if one has changed."""
+        changed = [
+            name
+            for name, now in self._module.named_buffers()
+            if name in self._before and not are_equal(now, self._before[name])
+        ]
+        if changed:
+            raise ModelError(
+                f"the model writes to its buffer {', '.join(changed[:5])} in every forward pass, "
+                "in eval mode as well, so a row may depend on the images before it. Change the "
+                "buffer under `if self.training:` only, or choose a layer in front of it."
+            )
+
+
+class ValueReads(ObservingMode):  # type: ignore[no-untyped-call]
+    """Detects forward passes whose Python code reads tensor values, as `has_reads`.
+
+    The control flow of such a pass may depend on the images. Enter the mode by `watch`.
+    """
+
+    has_reads = False
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[ValueReads]:
+        """Observe the operations of the calling thread inside the block."""
+        methods = _MethodReads()
+        methods.reads = self
+        with methods, self:
+            yield self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor:
+            # Indexing by integers, as with relative positions, has the shape of the indices. Only
+            # masks give a shape that depends on values.
+            indices = [x for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)]
+            is_read = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+        else:
+            reading = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+            is_read = any(tag in func.tags for tag in reading)
+        self.has_reads = self.has_reads or is_read
+        return func(*args, **(kwargs or {}))
+
+
+class _MethodReads(TorchFunctionMode):
+    """The part of `ValueReads` that sees methods of tensors, which no dispatch mode sees."""
+
+    reads: ValueReads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READERS:
+            self.reads.has_reads = True
+        return func(*args, **(kwargs or {}))

@@ -17,10 +17,9 @@ import torch
 
 from featx.base import free_memory, size_text
 from featx.config import Config
-from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute, TimedRows
+from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute, TimedRows, row_cosines
 from featx.engine.engine import Engine
 from featx.engine.precision_choice import ChosenPrecision, choose_precision
-from featx.engine.row_checks import row_cosines
 from featx.errors import ConfigError, RunError
 from featx.images import PREFETCH_BATCHES
 from featx.store import layout
@@ -105,34 +104,17 @@ class AutoSettings:
                 the captures.
             RunError: compile=true fails, or the given batch size does not fit on the device.
         """
-        engine, config = self._engine, self._config
         batch_size = self._batch_size()
-        self._check_memory(batch_size)
         channels_last, fold = self._formats(batch_size)
         compute = Compute("fp32", False, channels_last, batch_size, fold)
-        compute = replace(compute, batch_size=self._largest_fitting(compute))
+        if self._engine.device.type == "cuda":
+            compute = replace(compute, batch_size=self._largest_fitting(compute))
         chosen = self._precision(compute)
         compute = replace(compute, precision=chosen.precision)
-        engine.configure_compute(compute)
-        if chosen.measured is None:
-            self._time()
-        else:
-            self._keep(chosen.measured)
+        self._engine.configure_compute(compute)
+        self._time(chosen.measured)
         self._exact = None
-        if why := engine.eager_reason:
-            if config.compile is True:
-                raise ConfigError(
-                    f"compile=true is not possible because {why}: a compiled model hides these. "
-                    "Use compile=false, or capture outputs of modules."
-                )
-            compiled = False
-            self.choices["compile"] = f"false ({why})"
-        elif config.compile != "auto":
-            compiled = config.compile
-        else:
-            stored = self._stored_choice("compile")
-            compiled = self._worth_compiling() if stored is None else bool(stored)
-        if compiled:
+        if self._is_compiled():
             self._compile(compute)
 
     def part_rows(self, most_rows: float, seconds: float) -> int:
@@ -190,74 +172,74 @@ class AutoSettings:
             elif self._engine.captures.follows_data:
                 why = "the control flow of the model may depend on tensor values"
             self.choices["fold_batchnorm"] = (
-                f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
+                f"true ({formats.num_folded} BatchNorm in the convolutions before them)"
                 if formats.fold_batchnorm
                 else f"false ({why})"
             )
         return formats.channels_last, formats.fold_batchnorm
 
     def _precision(self, compute: Compute) -> ChosenPrecision:
+        """The precision of the option, the resume state, or the fastest one that is close to fp32.
+
+        On a CPU the trial images are enough to time precisions. Small batches do not fill other
+        devices, which then wait for launches of kernels: there so many images are taken that a pass
+        in fp32 lasts `_FILLED_S`, at most a batch of the run.
+        """
+        engine, images = self._engine, self._images
         if self._config.precision != "auto":
             return ChosenPrecision(self._config.precision, "")
         if (stored := self._stored_choice("precision")) is not None:
             return ChosenPrecision(str(stored), "")
-        timed = self._timed_images(compute)
-        chosen = choose_precision(self._engine, compute, self._images, timed, self._exact)
+        batch_size = int(compute.batch_size)
+        if engine.device.type == "cpu" or engine.uses_fp32_only or len(images) == 0:
+            timed = images if len(images) <= batch_size else images[:batch_size]
+        else:
+            engine.configure_compute(compute)
+            few_images = self.make_batch(min(TRIAL_IMAGES, batch_size))
+            engine.run(few_images)  # loads kernels
+            started_at = time.perf_counter()
+            engine.run(few_images)
+            seconds = max(1e-6, time.perf_counter() - started_at)
+            num_filling = math.ceil(_FILLED_S / seconds) * len(few_images)
+            timed = self.make_batch(min(batch_size, num_filling))
+        chosen = choose_precision(engine, compute, images, timed, self._exact)
         self.choices["precision"] = f"{chosen.precision} ({chosen.reason})"
         return chosen
 
-    def _timed_images(self, compute: Compute) -> torch.Tensor:
-        """The images on which precisions are timed.
-
-        On a CPU the trial images are enough. Small batches do not fill other devices, which then
-        wait for launches of kernels: there so many are taken that a pass in fp32 lasts
-        `_FILLED_S`, at most a batch of the run.
-        """
-        engine, batch_size = self._engine, int(compute.batch_size)
-        if engine.device.type == "cpu" or engine.uses_fp32_only or len(self._images) == 0:
-            return self._images if len(self._images) <= batch_size else self._images[:batch_size]
-        engine.configure_compute(compute)
-        few_images = self.make_batch(min(TRIAL_IMAGES, batch_size))
-        engine.run(few_images)  # loads kernels
-        started_at = time.perf_counter()
-        engine.run(few_images)
-        seconds = max(1e-6, time.perf_counter() - started_at)
-        return self.make_batch(min(batch_size, math.ceil(_FILLED_S / seconds) * len(few_images)))
-
     def _batch_size(self) -> int:
-        if self._config.batch_size != "auto":
-            return int(self._config.batch_size)
-        if (stored := self._stored_choice("batch_size")) is not None:
-            return int(stored)
-        largest, num_images = CUDA_BATCH, math.ceil(self._num_rows * self._images_per_row)
-        if self._engine.device.type != "cuda":
-            largest = CPU_BATCH // (1 if num_images >= _MANY_BATCHES * CPU_BATCH else 2)
-        if self._has_windows:
-            largest = min(largest, layout.power_of_two_at_least(math.ceil(self._images_per_row)))
-        elif self._config.part_rows != "auto":
-            largest = min(largest, int(self._config.part_rows))
-        size = min(largest, layout.power_of_two_at_least(num_images))
-        self.choices["batch_size"] = f"{size}"
-        return size
+        """The batch size of the option, the resume state, or by device and size of the data set.
 
-    def _check_memory(self, size: int) -> None:
-        """Refuse a batch size that the free memory of the host cannot hold, before allocating it.
-
-        The estimate counts the batches that are loaded ahead and, on a CPU, the least that a
-        forward pass takes. The memory of other devices is tried by `_largest_fitting`.
+        One that the free memory of the host cannot hold is refused before it is allocated. The
+        estimate counts the batches that are loaded ahead and, on a CPU, the least that a forward
+        pass takes. The memory of other devices is tried by `_largest_fitting`.
         """
-        free = free_memory()
-        if free is None:
-            return
-        engine = self._engine
-        pixels = 3 * math.prod(engine.backbone.preprocess.crop)
-        bytes_per_pixel = 4 if self._config.decode == "reference" else 1
-        prefetch_bytes = (1 + PREFETCH_BATCHES) * pixels * bytes_per_pixel
-        precision = "bf16" if self._config.precision == "auto" else self._config.precision
+        engine, config = self._engine, self._config
         on_cuda = engine.device.type == "cuda"
-        image_bytes = prefetch_bytes + (0 if on_cuda else engine.bytes_per_image(precision))
-        if size * image_bytes <= free:
-            return
+        if config.batch_size != "auto":
+            size = int(config.batch_size)
+        elif (stored := self._stored_choice("batch_size")) is not None:
+            size = int(stored)
+        else:
+            largest, num_images = CUDA_BATCH, math.ceil(self._num_rows * self._images_per_row)
+            if not on_cuda:
+                largest = CPU_BATCH // (1 if num_images >= _MANY_BATCHES * CPU_BATCH else 2)
+            if self._has_windows:
+                num_windows = math.ceil(self._images_per_row)
+                largest = min(largest, layout.power_of_two_at_least(num_windows))
+            elif config.part_rows != "auto":
+                largest = min(largest, int(config.part_rows))
+            size = min(largest, layout.power_of_two_at_least(num_images))
+            self.choices["batch_size"] = f"{size}"
+
+        pixels = 3 * math.prod(engine.backbone.preprocess.crop)
+        bytes_per_pixel = 4 if config.decode == "reference" else 1
+        image_bytes = (1 + PREFETCH_BATCHES) * pixels * bytes_per_pixel
+        if not on_cuda:
+            precision = "bf16" if config.precision == "auto" else config.precision
+            image_bytes += engine.bytes_per_image(precision)
+        free = free_memory()
+        if free is None or size * image_bytes <= free:
+            return size
         fits = layout.power_of_two_at_most(max(1, free / (4 * image_bytes)))
         raise ConfigError(
             f"batch_size={size} needs at least {size_text(size * image_bytes)} of memory "
@@ -266,14 +248,13 @@ class AutoSettings:
         )
 
     def _largest_fitting(self, compute: Compute) -> int:
-        """The batch size, halved until it fits on the CUDA device if featx chooses it."""
+        """The batch size, halved until it fits on the CUDA device, if featx chooses it."""
         is_auto = self._config.batch_size == "auto" and "batch_size" not in self._stored
         size = int(compute.batch_size)
         while True:
             try:
-                if self._engine.device.type == "cuda":
-                    self._engine.configure_compute(replace(compute, batch_size=size))
-                    self._engine.run(self.make_batch(size))
+                self._engine.configure_compute(replace(compute, batch_size=size))
+                self._engine.run(self.make_batch(size))
                 return size
             except torch.cuda.OutOfMemoryError as error:
                 torch.cuda.empty_cache()
@@ -293,32 +274,57 @@ class AutoSettings:
         repeats = -(-size // len(self._images))
         return torch.cat([self._images] * repeats)[:size]
 
-    def _time(self) -> None:
-        """Measure `seconds_per_image` and `trial_rows` with the current settings of the engine."""
-        compute = self._engine.compute
-        on_cpu = self._engine.device.type == "cpu"
-        # Small batches do not fill other devices: a GPU would wait for launches of kernels.
-        size = min(compute.batch_size, TRIAL_IMAGES) if on_cpu else compute.batch_size
-        images = self.make_batch(size)
-        is_plain = on_cpu and compute.precision == "fp32" and not compute.compile
-        known_rows = self._exact if is_plain and len(images) == len(self._images) else None
-        enough_s = _ENOUGH_S if on_cpu else math.inf
-        self._keep(
-            self._engine.time_passes(images, repeats=2, enough_s=enough_s, known_rows=known_rows)
-        )
-
-    def _keep(self, measured: TimedRows) -> None:
+    def _time(self, measured: TimedRows | None = None) -> None:
+        """Set `seconds_per_image` and `trial_rows`; without `measured`, measure them now, with the
+        current settings of the engine.
+        """
+        if measured is None:
+            compute = self._engine.compute
+            on_cpu = self._engine.device.type == "cpu"
+            # Small batches do not fill other devices: a GPU would wait for launches of kernels.
+            size = min(compute.batch_size, TRIAL_IMAGES) if on_cpu else compute.batch_size
+            images = self.make_batch(size)
+            is_plain = on_cpu and compute.precision == "fp32" and not compute.compile
+            measured = self._engine.time_passes(
+                images,
+                repeats=2,
+                enough_s=_ENOUGH_S if on_cpu else math.inf,
+                known_rows=self._exact if is_plain and len(images) == len(self._images) else None,
+            )
         self.seconds_per_image = measured.seconds_per_image * self._images_per_row
         of_all = all(len(rows) == len(self._images) for rows in measured.rows.values())
         self.trial_rows = measured.rows if of_all else None
 
-    def _worth_compiling(self) -> bool:
-        """Return whether compile=auto should try: the run is long enough and a compiler exists."""
+    def _is_compiled(self) -> bool:
+        """Return whether to compile the model: by the option, the resume state, or with
+        compile=auto if the run is long enough and a compiler exists.
+        """
+        engine, option = self._engine, self._config.compile
+        eager_reason = ""
+        if engine.takes_gradients:
+            eager_reason = "gradients are taken"
+        elif engine.collector.needs_keys:
+            eager_reason = "tokens are sampled by the key of each image"
+        elif any(point.operation for point in engine.captures.points):
+            eager_reason = "operations are captured"
+        if eager_reason:
+            if option is True:
+                raise ConfigError(
+                    f"compile=true is not possible because {eager_reason}: a compiled model hides "
+                    "these. Use compile=false, or capture outputs of modules."
+                )
+            self.choices["compile"] = f"false ({eager_reason})"
+            return False
+        if option != "auto":
+            return option
+        if (stored := self._stored_choice("compile")) is not None:
+            return bool(stored)
+
         seconds = self.seconds_per_image * self._num_rows
         compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
         if seconds < COMPILE_PAYS_S:
             why = f"the run takes about {seconds:.0f} s, too little to gain from it"
-        elif self._engine.device.type == "cpu" and compiler is None:
+        elif engine.device.type == "cpu" and compiler is None:
             why = "no C++ compiler found"
         else:
             self.choices["compile"] = f"true (about {seconds:.0f} s of work)"

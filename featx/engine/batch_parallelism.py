@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from featx.base import free_memory, is_kept_in_threads, resident_memory
-from featx.engine.row_checks import same_bits
+from featx.engine.compute import same_bits
 from featx.types import ResumeState
 
 if TYPE_CHECKING:
@@ -28,16 +28,6 @@ CUDA_STREAMS = 2
 
 _TRIES = 3
 """Number of batches of each replica that are compared with those of the engine alone."""
-
-
-def cpus_that_compute(device: torch.device, cpus: int, is_local: bool) -> int | None:
-    """Number of CPUs on which this process computes forward passes, or None on other devices.
-
-    `cpus` are those of the process; a process of this machine computes in torch's threads at most.
-    """
-    if device.type != "cpu":
-        return None
-    return min(torch.get_num_threads(), cpus) if is_local else cpus
 
 
 def trial_threads(cpus: int | None, resume_state: ResumeState | None) -> int | None:

@@ -1,4 +1,10 @@
-"""A pretrained model on its device: its inputs, and one recorded forward pass."""
+"""A pretrained model on its device: its inputs, one recorded forward pass, and its plain path.
+
+The plain path is the model's own forward pass, without featx's engine. It computes in eval mode and
+float32, with the parameters as they were loaded and no BatchNorm folded, to the end of the forward
+pass. Hooks of PyTorch alone keep the tensors; the embedding is what the model's library itself
+computes (`Backbone.embedding`).
+"""
 
 from __future__ import annotations
 
@@ -7,24 +13,30 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from featx.base import exact_cuda, is_memory_exhausted, kept_freed_memory
+from featx.base import ModuleHooks, exact_cuda, is_memory_exhausted, kept_freed_memory
 from featx.engine.compute import COMPUTE_DTYPES
 from featx.errors import FeatxError, ModelError, RunError
 from featx.layers import (
+    REDUCTIONS,
     CapturePoint,
+    ChosenLayers,
     RowLayout,
+    StoredReduce,
     Trace,
     are_weights,
+    bound_reduction,
     cubes_of_maps,
     is_cube,
     is_exposed,
     is_known_map,
     no_fast_path,
+    pick,
     plain_attention,
     size_beside,
     trace_forward,
@@ -32,7 +44,7 @@ from featx.layers import (
     with_evidence,
     with_stages,
 )
-from featx.models import Backbone
+from featx.models import Backbone, eval_mode
 
 # The two sizes differ, so a dimension that follows the batch differs in both passes.
 _TRACE_BATCH, ATTACH_BATCH = 2, 3
@@ -40,6 +52,12 @@ _TRACE_BATCH, ATTACH_BATCH = 2, 3
 
 _DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "HIP error")
 """Beginnings of the messages of a RuntimeError of torch about a device."""
+
+_HOOKED = ("input", "output")
+"""Kinds of captures that hooks of PyTorch keep as well."""
+
+_UNCHANGED = ("none", "flatten")
+"""Reductions that leave an embedding as it is."""
 
 
 class DeviceModel:
@@ -215,3 +233,55 @@ class DeviceModel:
         among_copies = x[:1].repeat(len(x), 1, 1, 1)
         among_others = torch.stack([*([random_image, black] * len(x))[: len(x) - 1], x[0]])
         return [among_copies, among_others]
+
+
+def explain_missing_plain_path(point: CapturePoint, reduce: StoredReduce) -> str | None:
+    """Explain why rows have no counterpart on the plain path; None if they have one."""
+    if point.operation:
+        return "operations have no hook of PyTorch"
+    if point.capture not in _HOOKED:
+        return f"{point.capture} has no hook of PyTorch"
+    if REDUCTIONS.get(reduce.name).needs_statistics:
+        return f"reduce={reduce.name} may enlarge differences"
+    return None
+
+
+def plain_rows(
+    model: DeviceModel, chosen: ChosenLayers, x: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Compute rows by the plain path of a model without hooks, from normalised float32 images.
+
+    They are dataset name -> (B, ...) float32 on the CPU. `explain_missing_plain_path` must accept
+    the captures. Raises ModelError if the forward pass fails.
+    """
+    values: dict[str, torch.Tensor] = {}
+    calls: dict[str, int] = {}
+
+    def keep(point: CapturePoint, _: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        calls[point.name] = calls.get(point.name, 0) + 1
+        if calls[point.name] == (point.call or 1):
+            inputs = [*args, *kwargs.values()]
+            value = pick(inputs if point.capture == "input" else output, point)
+            values[point.name] = value.detach().clone()
+
+    library = model.backbone.embedding
+    are_embeddings = all(p.name == "embedding" and r.name in _UNCHANGED for p, r in chosen)
+    with model.named_failure(x), torch.no_grad(), eval_mode(model.module):
+        if library is not None and are_embeddings:
+            rows = {"embedding": library.compute(x.clone())}
+        else:
+            with ModuleHooks() as hooks:
+                for point, _ in chosen:
+                    part, hook = model.module.get_submodule(point.module), partial(keep, point)
+                    if point.capture == "input":
+                        hooks.add(part, hook)
+                    else:
+                        hooks.add(part, after=hook)
+                model.module(x.clone())
+            rows = {}
+            for point, reduce in chosen:
+                if point.name in values:  # the layer was called
+                    value = values[point.name]
+                    bound = bound_reduction(reduce, model.row_layout(point, value))
+                    rows[point.name] = bound(value)
+    return {name: value.float().cpu() for name, value in rows.items()}

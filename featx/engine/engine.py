@@ -20,10 +20,20 @@ from torch import nn
 
 from featx.base import DeviceTimer, OwnStream, synchronise, to_cpu
 from featx.engine.attached_captures import AttachedCaptures, attach_captures
-from featx.engine.batch_independence import MovedRows
-from featx.engine.compute import COMPUTE_DTYPES, BatchRows, Compute, Formats, TimedRows, spec_of
+from featx.engine.compute import (
+    COMPUTE_DTYPES,
+    MOVED_TOLERANCE,
+    BatchRows,
+    Compute,
+    Formats,
+    TimedRows,
+    check_row,
+    describe_nonfinite,
+    differ_by_rounding,
+    finite_rows,
+    spec_of,
+)
 from featx.engine.device_model import ATTACH_BATCH, DeviceModel
-from featx.engine.row_checks import describe_nonfinite, finite_rows, row_tolerance
 from featx.engine.weight_casting import Captured, PreparedWeights
 from featx.errors import ModelError, RunError, require
 from featx.layers import CaptureHooks, ChosenLayers, Keep, OutputCollector, clone_captured
@@ -137,8 +147,7 @@ class Engine(DeviceModel):
     def _hooks_of(self, keep: Keep, stop: bool) -> CaptureHooks:
         """Hooks for the captures, which check each pass against the first one."""
         engine: Engine = weakref.proxy(self)  # it holds the hooks itself, and is freed at once
-        score = self.captures.score(self._target, lambda: engine._labels)
-        return self.captures.hooks(self.module, keep, score, stop)
+        return self.captures.hooks(self.module, keep, self._target, lambda: engine._labels, stop)
 
     def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
         """The backbone without hooks, and (1, 3, H, W) noise for one forward pass."""
@@ -172,11 +181,16 @@ class Engine(DeviceModel):
         """
         has_convolutions = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
         layouts = [True, False] if has_convolutions else [False]
-        folds = [True, False] if fold_batchnorm and self.num_folded else [False]
+        num_folded = 0
+        if fold_batchnorm:
+            if self.weights.pairs is None:
+                self._stack.close()  # the modules are looked for without hooks
+            num_folded = len(self.weights.foldable())
+        folds = [True, False] if num_folded else [False]
         # All combinations but the last one, which is the plain way; both together are tried first.
         candidates = [(layout, fold) for layout in layouts for fold in folds][:-1]
         if not candidates:
-            return Formats(False, False)
+            return Formats(False, False, num_folded)
         x = self.normalise(images) if len(images) else self.noise(ATTACH_BATCH)
         x = x[: self.captures.num_compared]
         chosen = False, False
@@ -188,12 +202,15 @@ class Engine(DeviceModel):
                     candidate = self._values_of(x, channels_last, is_folded)
                 except ModelError:  # a .view() in the model requires the contiguous layout
                     continue
-                if self._is_same(candidate, plain):
+                # The input of a rectifier that is zero up to rounding lets a gradient pass or not,
+                # so gradients are not compared.
+                if self.takes_gradients or differ_by_rounding(candidate, plain):
                     chosen, values = (channels_last, is_folded), candidate
                     break
         if len(x) != len(images):
-            return Formats(*chosen)
-        return Formats(*chosen, {name: value.to(store_dtype) for name, value in values.items()})
+            return Formats(*chosen, num_folded)
+        rows = {name: value.to(store_dtype) for name, value in values.items()}
+        return Formats(*chosen, num_folded, rows)
 
     def _values_of(
         self, x: torch.Tensor, channels_last: bool, fold_batchnorm: bool
@@ -201,29 +218,6 @@ class Engine(DeviceModel):
         """The rows of normalised images in fp32 with these settings."""
         self.configure_compute(Compute("fp32", False, channels_last, len(x), fold_batchnorm))
         return self._pass(x)
-
-    def _is_same(
-        self, values: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
-    ) -> bool:
-        """Return whether two passes differ by rounding only; always true if gradients are captured.
-
-        The input of a rectifier that is zero up to rounding lets a gradient pass or not, so
-        gradients are not compared.
-        """
-        return self.takes_gradients or all(
-            torch.allclose(
-                row.double(), same.double(), rtol=0, atol=0.1 * row_tolerance(row), equal_nan=True
-            )
-            for name in plain
-            for row, same in zip(plain[name].cpu(), values[name].cpu(), strict=True)
-        )
-
-    @property
-    def num_folded(self) -> int:
-        """Number of BatchNorm modules that can be folded; the first call removes the hooks."""
-        if self.weights.pairs is None:
-            self._stack.close()
-        return len(self.weights.foldable())
 
     @property
     def can_be_replicated(self) -> bool:
@@ -252,24 +246,21 @@ class Engine(DeviceModel):
             self._streams.append(OwnStream(self.device))
         try:
             with contextlib.ExitStack() as stack:
-                streams = self._streams[:count]
-                yield [stack.enter_context(self._replica(stream)) for stream in streams]
+                replicas = []
+                for stream in self._streams[:count]:
+                    # A shallow copy shares module, weights and settings. Hooks, collector and
+                    # seconds must be its own, because replicas run in different threads.
+                    replica = copy.copy(self)
+                    replica.model_seconds = replica.copy_seconds = 0.0
+                    replica._stream = stream
+                    replica.collector = self.collector.replica()
+                    replica._hooks = replica._hooks_of(replica.collector.keep, stop=True)
+                    stack.enter_context(replica._hooks)
+                    replica._forward = replica._hooks.forward
+                    replicas.append(replica)
+                yield replicas
         finally:
             self._is_shared = False
-
-    @contextlib.contextmanager
-    def _replica(self, stream: OwnStream) -> Iterator[Engine]:
-        """A copy of this engine with its own hooks, which are removed at the end of the block."""
-        # A shallow copy shares module, weights and settings. Hooks, collector and seconds must be
-        # its own, because replicas run in different threads.
-        replica = copy.copy(self)
-        replica.model_seconds = replica.copy_seconds = 0.0
-        replica._stream = stream
-        replica.collector = self.collector.replica()
-        replica._hooks = replica._hooks_of(replica.collector.keep, stop=True)
-        with replica._hooks:
-            replica._forward = replica._hooks.forward
-            yield replica
 
     def own_stream(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the work of a replica runs on its own CUDA stream; waits at its end."""
@@ -278,17 +269,7 @@ class Engine(DeviceModel):
     @property
     def takes_gradients(self) -> bool:
         """Whether any capture is a gradient, which rules out early exit and compilation."""
-        return self.captures.takes_gradients
-
-    @property
-    def eager_reason(self) -> str | None:
-        """The reason why the model cannot be compiled, or None if it can."""
-        if self.takes_gradients:
-            return "gradients are taken"
-        if self.collector.needs_keys:
-            return "tokens are sampled by the key of each image"
-        has_operations = any(point.operation for point in self.captures.points)
-        return "operations are captured" if has_operations else None
+        return any(point.is_gradient for point in self.captures.points)
 
     def run(
         self,
@@ -410,20 +391,33 @@ class Engine(DeviceModel):
         Raises:
             ModelError: the row of an image depends on its position or on other images.
         """
-        fastest, rows = float("inf"), known_rows
-        compared = MovedRows(images, self.compute.precision)
-        if known_rows is not None:
-            compared.check(known_rows)
+        num = len(images)
+        positions = list(range(0, num, max(2, num // 2)))[:2]
+        # The other images are inverted, which changes the statistics of the batch.
+        moved = 255 - images if images.dtype == torch.uint8 else -images
+        moved[positions] = images[positions]
+        moved = moved.roll(1, 0)
+
+        rows, compared = known_rows, {}
+        if rows is not None:
+            compared = {name: value[positions] for name, value in rows.items()}
+        fastest = float("inf")
         for _ in range(repeats):
             started_at = time.perf_counter()
-            values = self.run(images if rows is None else compared.images)
+            values = self.run(images if rows is None else moved)
             fastest = min(fastest, pass_s := time.perf_counter() - started_at)
-            compared.check(values)
             if rows is None:
                 rows = {name: value.clone() for name, value in values.items()}
+                compared = {name: value[positions] for name, value in rows.items()}
+            else:
+                scale = MOVED_TOLERANCE[self.compute.precision]
+                for name, first_rows in compared.items():
+                    for position, row in zip(positions, first_rows, strict=True):
+                        other = values[name][(position + 1) % num]
+                        check_row(name, row, other, scale=scale)
             if pass_s >= enough_s:
                 break
-        return TimedRows(rows or {}, fastest / len(images))
+        return TimedRows(rows or {}, fastest / num)
 
     def _pass(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self._input(images)

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from featx.base import ObservingMode
 from featx.engine.attached_captures import AttachedCaptures
-from featx.engine.compute import COMPUTE_DTYPES, Compute
+from featx.engine.compute import COMPUTE_DTYPES, Compute, same_bits
 from featx.engine.device_model import DeviceModel
-from featx.engine.row_checks import same_bits
 from featx.models import Pair, fold_pairs, foldable_pairs
 
 _CAST = torch.ops.aten._to_copy.default
@@ -200,26 +199,26 @@ class PreparedWeights:
                     parameter.requires_grad_(not self._needs_gradients)
             # Casting comes last: the weights must already be folded and in their memory format, as
             # the forward passes will read them.
-            castable = None if passes is None else self._castable(compute, passes)
-            self.cast = castable or CastableWeights()
+            self.cast = CastableWeights()
             dtype = COMPUTE_DTYPES[compute.precision]
+            knows_captures = self._captures.expected.fired is not None
+            is_fp32 = compute.precision == "fp32"
+            if passes is not None and not is_fp32 and not self._needs_gradients and knows_captures:
+                key = compute.precision, compute.channels_last, compute.fold_batchnorm
+                if key not in self._proven:
+                    self._proven[key] = self._prove(dtype, passes)
+                self.cast = self._proven[key]
             stack.enter_context(cast_weights(module, self.cast.names, dtype))
             yield
 
-    def _castable(self, compute: Compute, passes: Passes) -> CastableWeights:
-        """Return the weights to cast once; none in fp32, with gradients or without captures."""
-        captures, model = self._captures, self._model
-        if compute.precision == "fp32" or self._needs_gradients or captures.expected.fired is None:
-            return CastableWeights()
-        key = compute.precision, compute.channels_last, compute.fold_batchnorm
-        if key not in self._proven:
-            batches = [model.noise(_PROOF_BATCH)]
-            if model.trial_images is not None and len(model.trial_images):
-                batches.append(model.normalise(model.trial_images[:_PROOF_BATCH]))
-            dtype = COMPUTE_DTYPES[compute.precision]
-            with model.named_failure(batches[0]):
-                self._proven[key] = castable_weights(model.module, dtype, lambda: passes(batches))
-        return self._proven[key]
+    def _prove(self, dtype: torch.dtype, passes: Passes) -> CastableWeights:
+        """Return the weights to cast once, by passes over noise and over trial images."""
+        model = self._model
+        batches = [model.noise(_PROOF_BATCH)]
+        if model.trial_images is not None and len(model.trial_images):
+            batches.append(model.normalise(model.trial_images[:_PROOF_BATCH]))
+        with model.named_failure(batches[0]):
+            return castable_weights(model.module, dtype, lambda: passes(batches))
 
     @property
     def num_bytes(self) -> int:

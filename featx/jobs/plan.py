@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 
 from featx.analysis import FEATURES
 from featx.base import Section, shown_path, size_text, time_text
@@ -72,7 +73,7 @@ def _plan(
             spec.name: {"shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.row_bytes}
             for spec in context.specs
         },
-        **compute.as_dict(),
+        **asdict(compute),
         "part_rows": context.part_rows,
         "packs": packs and config.pack is True,
         "disk_needed": needed,

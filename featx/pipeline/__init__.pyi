@@ -8,7 +8,6 @@ from .changed_images import image_changes as image_changes
 from .changed_images import image_keys as image_keys
 from .changed_images import rows_of_two_images as rows_of_two_images
 from .changed_images import unknown_images_text as unknown_images_text
-from .changed_model import RESPONSE as RESPONSE
 from .conformance import Conformance as Conformance
 from .conformance_trial import TrialImages as TrialImages
 from .conformance_trial import compare_with_plain_path as compare_with_plain_path
@@ -20,13 +19,14 @@ from .extraction import run_extraction as run_extraction
 from .extraction import run_output as run_output
 from .extraction import store_exit_code as store_exit_code
 from .feature_output import FeatureOutput as FeatureOutput
-from .forward_passes import Passes as Passes
+from .loop import Passes as Passes
 from .loop import RunObserver as RunObserver
 from .loop import run_parts as run_parts
 from .output import PART_SECONDS as PART_SECONDS
 from .output import Output as Output
 from .output import Session as Session
 from .output import seconds_of_part as seconds_of_part
+from .provenance import RESPONSE as RESPONSE
 from .row_failures import Rows as Rows
 from .row_failures import compute_rows as compute_rows
 from .row_failures import exit_code as exit_code

@@ -65,6 +65,7 @@ class ImageChanges:
 
     Attributes:
         changed: for each run, the rows that it computed from an image that has changed.
+        rows: all of these rows, in ascending order.
         gone: rows whose image had bytes before and has none now.
         num_rows: number of computed rows whose images were checked, by state or by bytes.
         num_read: number of these rows whose bytes were compared.
@@ -75,17 +76,13 @@ class ImageChanges:
     """
 
     changed: tuple[npt.NDArray[np.int64], ...]
+    rows: npt.NDArray[np.int64]
     gone: npt.NDArray[np.int64]
     num_rows: int
     num_read: int
     num_unknown: int
     states: npt.NDArray[np.void] | None
     checksums: npt.NDArray[np.uint64]
-
-    @property
-    def rows(self) -> npt.NDArray[np.int64]:
-        """Rows that any run computed from an image that has changed, in ascending order."""
-        return np.unique(np.concatenate(self.changed))
 
 
 def image_changes(
@@ -128,17 +125,24 @@ def compare_images(
     `states_file` has the states of the images at the last comparison; see `image_changes`.
     """
     now_ns = time.time_ns()  # taken before any state is read
-    states = _current_states(source, keys, present)
     present = np.ones(len(keys), np.bool_) if present is None else present
+    states = None
+    if isinstance(source, Stateful):
+        are_there = slice(None) if present.all() else present
+        source_states = source.states(keys[are_there])
+        if source_states is not None:
+            states = np.full(len(keys), UNSETTLED)
+            states[are_there] = source_states
+
     expected, mixed, computed = _expected(len(keys), runs)
     has_checksum = expected != UNKNOWN_IMAGE
     doubtful = np.full(len(keys), read_all)
     if states is not None:
         doubtful = changed_states(states_file, states, expected)
     doubtful = has_checksum & present & (doubtful | mixed)
-    rows = np.flatnonzero(doubtful)
+    compared = np.flatnonzero(doubtful)
     current = expected.copy()
-    current[rows] = _current_checksums(source, keys[rows], announces)
+    current[compared] = _current_checksums(source, keys[compared], announces)
     current[has_checksum & ~present] = NO_IMAGE
     changed = []
     for run in runs:
@@ -147,6 +151,7 @@ def compare_images(
             run.computed & (recorded != UNKNOWN_IMAGE) & (recorded != now) & (now != NO_IMAGE)
         )
         changed.append(np.flatnonzero(is_other) + run.first_row)
+    rows = np.unique(np.concatenate(changed))
     gone = has_checksum & (expected != NO_IMAGE) & (current == NO_IMAGE)
     if states is not None:
         # A state is kept only if it stands for bytes that are known to be those of the row. All
@@ -154,31 +159,18 @@ def compare_images(
         # bytes again.
         written_at = states["mtime_ns"]
         unsettled = gone | ((written_at > now_ns - RECENT_NS) & (written_at < now_ns + RECENT_NS))
-        unsettled[np.concatenate(changed)] = True
+        unsettled[rows] = True
         states[unsettled] = UNSETTLED
     return ImageChanges(
         changed=tuple(changed),
+        rows=rows,
         gone=np.flatnonzero(gone),
-        num_rows=int(has_checksum.sum()) if states is not None or read_all else len(rows),
-        num_read=len(rows),
+        num_rows=int(has_checksum.sum()) if states is not None or read_all else len(compared),
+        num_read=len(compared),
         num_unknown=int((computed & ~has_checksum).sum()),
         states=states,
         checksums=expected,
     )
-
-
-def _current_states(
-    source: Source, keys: npt.NDArray[np.bytes_], present: npt.NDArray[np.bool_] | None
-) -> npt.NDArray[np.void] | None:
-    """States of the images now: an own array, UNSETTLED for keys that are not present."""
-    if not isinstance(source, Stateful):
-        return None
-    source_states = source.states(keys if present is None else keys[present])
-    if source_states is None:
-        return None
-    states = np.full(len(keys), UNSETTLED)
-    states[slice(None) if present is None else present] = source_states
-    return states
 
 
 def row_checksums(root: Path, manifest: Manifest) -> npt.NDArray[np.uint64]:

@@ -58,14 +58,6 @@ class RowDifferences:
     errors: torch.Tensor
     cosines: torch.Tensor
 
-    @property
-    def worst(self) -> dict[str, float]:
-        """Largest error and smallest cosine, as JSON types."""
-        return {
-            "error": _short(float(self.errors.max())),
-            "cosine": round(float(self.cosines.min()), 6),
-        }
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -143,106 +135,103 @@ def judge(compared: Compared) -> Conformance:
     """Judge a comparison by the limits of this module."""
     if not compared.keys:
         return Conformance(_as_dict(compared, 0), "no image could be read")
-    reduced = [i for i in _far_images(compared) if compared.is_reduced(i)]
-    broken = [
-        *_broken_pixels(compared, reduced),
-        *_broken_forward(compared),
-        *_broken_end_to_end(compared, reduced),
-    ]
+    pixels, end_to_end = compared.pixels, compared.end_to_end
+    # Largest difference of a pixel, with the rounding of the comparison.
+    max_levels = MAX_LEVELS.get(compared.interpolation, 0.0) + 0.01
+
+    # Other limits hold for images that were decoded at a fraction of their size. Those are looked
+    # for among the images whose pixels or rows differ by more than a whole image may.
+    reduced = []
+    if pixels is not None:
+        far = (pixels.largest > max_levels) | (pixels.mean > MEAN_LEVELS)
+        for difference in end_to_end.values():
+            far[: len(difference.cosines)] |= difference.cosines < COSINE[compared.precision]
+        reduced = [i for i in torch.nonzero(far).flatten().tolist() if compared.is_reduced(i)]
+    broken = _broken_promises(compared, reduced, max_levels)
+
+    # What breaks no promise but is worth knowing.
+    notes = []
+    cosines_of_reduced = []
+    for difference in end_to_end.values():
+        num = len(difference.cosines)
+        cosines_of_reduced += [float(difference.cosines[i]) for i in reduced if i < num]
+    if cosines_of_reduced and min(cosines_of_reduced) < COSINE["fp32"]:
+        notes.append(
+            f"{counted(len(reduced), 'large JPEG')} of the {counted(len(compared.keys), 'image')} "
+            "compared with the library's own path, decoded at a fraction of their size, give rows "
+            f"with a cosine of {min(cosines_of_reduced):.4f}; decode=reference decodes every image "
+            "as a whole."
+        )
+
+    parts = []
+    if pixels is not None:
+        parts.append(f"pixels within {float(pixels.largest.max()):.0f} of 255")
+    if compared.forward:
+        error = max(float(x.errors.max()) for x in compared.forward.values())
+        parts.append(f"forward pass within {error:.0e}")
+    if end_to_end:
+        cosine = min(float(x.cosines.min()) for x in end_to_end.values())
+        parts.append(f"cosine {cosine:.5f} end to end")
+    text = ", ".join(parts) or "nothing to compare"
     return Conformance(
         _as_dict(compared, len(reduced)) | ({"broken": broken} if broken else {}),
-        _line(compared),
+        f"{counted(len(compared.keys), 'image')}: {text}",
         tuple(broken),
-        tuple(_notes(compared, reduced)),
+        tuple(notes),
     )
 
 
-def _far_images(compared: Compared) -> list[int]:
-    """Numbers of the images whose pixels or rows differ by more than a whole image may."""
-    pixels, limit = compared.pixels, COSINE[compared.precision]
-    if pixels is None:
-        return []
-    far = (pixels.largest > _max_levels(compared)) | (pixels.mean > MEAN_LEVELS)
-    for difference in compared.end_to_end.values():
-        number = len(difference.cosines)
-        far[:number] |= difference.cosines < limit
-    return [int(i) for i in torch.nonzero(far)]
+def _broken_promises(compared: Compared, reduced: Sequence[int], max_levels: float) -> list[str]:
+    """The broken promises, one sentence each, with other limits for the images in `reduced`."""
+    broken = []
+    pixels, keys = compared.pixels, compared.keys
+    if pixels is not None:
+        sentences = []
+        for i in range(len(keys)):
+            most, mean = max_levels, MEAN_LEVELS
+            promised = f"{most:.0f}"
+            if i in reduced:
+                most, mean, promised = float("inf"), MEAN_LEVELS_REDUCED, "any"
+            if pixels.largest[i] > most or pixels.mean[i] > mean:
+                sentences.append(
+                    f"pixels: those of {keys[i]} differ from the library's own transform by "
+                    f"up to {pixels.largest[i]:.0f} of 255 levels and by {pixels.mean[i]:.2g} on "
+                    f"average; promised are {promised} and {mean:.2g}."
+                )
+        more = f" So do {len(sentences) - 1} more images." if len(sentences) > 1 else ""
+        broken += [sentence + more for sentence in sentences[:1]]
 
-
-def _max_levels(compared: Compared) -> float:
-    """Limit of the largest difference of a pixel; half a level is rounding of the comparison."""
-    return MAX_LEVELS.get(compared.interpolation, 0.0) + 0.01
-
-
-def _broken_pixels(compared: Compared, reduced: Sequence[int]) -> list[str]:
-    pixels = compared.pixels
-    if pixels is None:
-        return []
-    sentences = []
-    for i in range(len(compared.keys)):
-        most, mean = (float("inf"), MEAN_LEVELS_REDUCED) if i in reduced else (
-            _max_levels(compared), MEAN_LEVELS
-        )  # fmt: skip
-        if pixels.largest[i] > most or pixels.mean[i] > mean:
-            sentences.append(
-                f"pixels: those of {compared.keys[i]} differ from the library's own transform by "
-                f"up to {pixels.largest[i]:.0f} of 255 levels and by {pixels.mean[i]:.2g} on "
-                f"average; promised are {'any' if i in reduced else f'{most:.0f}'} and {mean:.2g}."
-            )
-    more = f" So do {len(sentences) - 1} more images." if len(sentences) > 1 else ""
-    return [sentences[0] + more] if sentences else []
-
-
-def _broken_forward(compared: Compared) -> list[str]:
     limit = FORWARD[compared.precision]
     errors = {name: float(x.errors.max()) for name, x in compared.forward.items()}
     far = {name: error for name, error in errors.items() if error > limit}
-    if not far:
-        return []
-    worst = max(far, key=lambda name: far[name])
-    return [
-        f"forward pass: {worst} differs from the library's own forward pass on the same pixels by "
-        f"{far[worst]:.2g} (relative L2 of the worst image); promised are {limit:g} in "
-        f"{compared.precision}. {counted(len(far), 'layer')} of {len(errors)} "
-        f"{'differs' if len(far) == 1 else 'differ'} by more."
-    ]
+    if far:
+        worst = max(far, key=lambda name: far[name])
+        broken.append(
+            f"forward pass: {worst} differs from the library's own forward pass on the same pixels "
+            f"by {far[worst]:.2g} (relative L2 of the worst image); promised are {limit:g} in "
+            f"{compared.precision}. {counted(len(far), 'layer')} of {len(errors)} "
+            f"{'differs' if len(far) == 1 else 'differ'} by more."
+        )
 
-
-def _broken_end_to_end(compared: Compared, reduced: Sequence[int]) -> list[str]:
-    """The broken promise about rows, as a sentence; images decoded reduced are not judged."""
+    # Rows of images that were decoded at a fraction of their size are not judged.
     limit = COSINE[compared.precision]
-    far = {}
+    smallest = {}
     for name, difference in compared.end_to_end.items():
         each = [float(c) for i, c in enumerate(difference.cosines) if i not in reduced]
         if each and min(each) < limit:
-            far[name] = min(each)
-    if not far:
-        return []
-    worst = min(far, key=lambda name: far[name])
-    return [
-        f"end to end: rows of {worst} have a cosine of {far[worst]:.5f} to those of the library's "
-        f"own path, for the worst image; promised are {limit:g} in {compared.precision}."
-    ]
-
-
-def _notes(compared: Compared, reduced: Sequence[int]) -> list[str]:
-    """Return sentences on what breaks no promise but is worth knowing."""
-    cosines = [
-        float(difference.cosines[i])
-        for difference in compared.end_to_end.values()
-        for i in reduced
-        if i < len(difference.cosines)
-    ]
-    if not cosines or min(cosines) >= COSINE["fp32"]:
-        return []
-    return [
-        f"{counted(len(reduced), 'large JPEG')} of the {counted(len(compared.keys), 'image')} "
-        "compared with the library's own path, decoded at a fraction of their size, give rows with "
-        f"a cosine of {min(cosines):.4f}; decode=reference decodes every image as a whole."
-    ]
+            smallest[name] = min(each)
+    if smallest:
+        worst = min(smallest, key=lambda name: smallest[name])
+        broken.append(
+            f"end to end: rows of {worst} have a cosine of {smallest[worst]:.5f} to those of the "
+            f"library's own path, for the worst image; promised are {limit:g} in "
+            f"{compared.precision}."
+        )
+    return broken
 
 
 def _as_dict(compared: Compared, num_reduced: int) -> dict[str, object]:
+    """The differences as JSON types: of each layer the largest error and the smallest cosine."""
     pixels = compared.pixels
     levels = None
     if pixels is not None and compared.keys:
@@ -250,28 +239,20 @@ def _as_dict(compared: Compared, num_reduced: int) -> dict[str, object]:
             "max": _short(float(pixels.largest.max())),
             "mean": _short(float(pixels.mean.max())),
         }
+    worst: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "end_to_end": {}}
+    for path, layers in (("forward", compared.forward), ("end_to_end", compared.end_to_end)):
+        for name, difference in layers.items():
+            worst[path][name] = {
+                "error": _short(float(difference.errors.max())),
+                "cosine": round(float(difference.cosines.min()), 6),
+            }
     return {
         "images": len(compared.keys),
         "levels": levels,
         **({"reduced_images": num_reduced} if num_reduced else {}),
-        "forward": {name: x.worst for name, x in compared.forward.items()},
-        "end_to_end": {name: x.worst for name, x in compared.end_to_end.items()},
+        **worst,
         **({"not_compared": dict(compared.not_compared)} if compared.not_compared else {}),
     }
-
-
-def _line(compared: Compared) -> str:
-    parts = []
-    if compared.pixels is not None:
-        parts.append(f"pixels within {float(compared.pixels.largest.max()):.0f} of 255")
-    if compared.forward:
-        error = max(float(x.errors.max()) for x in compared.forward.values())
-        parts.append(f"forward pass within {error:.0e}")
-    if compared.end_to_end:
-        cosine = min(float(x.cosines.min()) for x in compared.end_to_end.values())
-        parts.append(f"cosine {cosine:.5f} end to end")
-    text = ", ".join(parts) or "nothing to compare"
-    return f"{counted(len(compared.keys), 'image')}: {text}"
 
 
 def _short(value: float) -> float:

@@ -8,7 +8,7 @@ and `embedding.compute`, if the library defines the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ from featx.pipeline.conformance import (
     MEAN_LEVELS,
     Compared,
     Conformance,
-    RowDifferences,
     judge,
     pixel_differences,
     row_differences,
@@ -98,35 +97,32 @@ def take_plain_path(
         if (why := explain_missing_plain_path(point, reduce))
     }
     compared = [pair for pair in chosen if pair[0].name not in why_not]
-    numbers, pixels = _library_pixels(config, loader, trial)
+
+    # Some trial images, at even distances, go through the library's own transform.
+    num_images, num_wanted = len(trial.rows), NUM_COMPARED_IMAGES
+    numbers = sorted({i * num_images // num_wanted for i in range(num_wanted) if num_images})
+    if trial.is_reference:
+        pixels = trial.images[numbers]
+    else:
+        loaded = list(loader.results([trial.rows[i] for i in numbers], by_library=True))
+        images = [x for x in loaded if isinstance(x, torch.Tensor)]
+        numbers = [i for i, x in zip(numbers, loaded, strict=True) if isinstance(x, torch.Tensor)]
+        pixels = torch.stack(images) if images else trial.images[:0].float()
+
     if not compared or not numbers:
         return PlainPath(numbers, pixels, {}, {}, why_not)
-    library_pixels = engine.normalise(pixels[: engine.captures.num_compared])
+    num_compared = engine.captures.num_compared
+    library_pixels = engine.normalise(pixels[:num_compared])
     if trial.is_reference:
         rows = _plain_rows(config, engine, compared, library_pixels)
         return PlainPath(numbers, pixels, rows, rows, why_not)
-    run_pixels = engine.normalise(
-        trial.images[numbers[: min(_FORWARD_IMAGES, engine.captures.num_compared)]]
-    )
+    num_forward = min(_FORWARD_IMAGES, num_compared)
+    run_pixels = engine.normalise(trial.images[numbers[:num_forward]])
     # One pass for both: on a CPU a pass has costs that do not depend on the number of images.
     rows = _plain_rows(config, engine, compared, torch.cat([run_pixels, library_pixels]))
     same = {name: values[: len(run_pixels)] for name, values in rows.items()}
     end_to_end = {name: values[len(run_pixels) :] for name, values in rows.items()}
     return PlainPath(numbers, pixels, same, end_to_end, why_not)
-
-
-def _library_pixels(
-    config: Config, loader: Loader, trial: TrialImages
-) -> tuple[list[int], torch.Tensor]:
-    """Send some trial images, at even distances, through the library's own transform."""
-    num_images, num_wanted = len(trial.rows), NUM_COMPARED_IMAGES
-    numbers = sorted({i * num_images // num_wanted for i in range(num_wanted) if num_images})
-    if trial.is_reference:
-        return numbers, trial.images[numbers]
-    loaded = list(loader.results([trial.rows[i] for i in numbers], by_library=True))
-    numbers = [i for i, x in zip(numbers, loaded, strict=True) if isinstance(x, torch.Tensor)]
-    pixels = [x for x in loaded if isinstance(x, torch.Tensor)]
-    return numbers, torch.stack(pixels) if pixels else trial.images[:0].float()
 
 
 def _plain_rows(
@@ -179,8 +175,17 @@ def _compared(
     specs: Sequence[LayerSpec],
 ) -> Compared:
     rows = _engine_rows(engine, plain, trial, trial_rows)
+    forward = {
+        name: row_differences(rows[name][: len(values)], values)
+        for name, values in plain.on_same_pixels.items()
+    }
     # A class index or a count jumps where pixels hardly differ.
     integer_layers = {spec.name for spec in specs if "int" in spec.compute_dtype}
+    end_to_end = {
+        name: row_differences(rows[name][: len(values)], values)
+        for name, values in plain.end_to_end.items()
+        if name not in integer_layers
+    }
     preprocess = engine.backbone.preprocess
     pixels = None
     if not trial.is_reference:
@@ -204,24 +209,11 @@ def _compared(
         precision=engine.compute.precision,
         interpolation=preprocess.interpolation,
         pixels=pixels,
-        forward=_differences(rows, plain.on_same_pixels),
-        end_to_end=_differences(rows, plain.end_to_end, integer_layers),
+        forward=forward,
+        end_to_end=end_to_end,
         not_compared=plain.not_compared,
         is_reduced=is_reduced,
     )
-
-
-def _differences(
-    rows: Mapping[str, torch.Tensor],
-    plain: Mapping[str, torch.Tensor],
-    excluded: Container[str] = (),
-) -> dict[str, RowDifferences]:
-    """Differences of the rows of each layer, apart from those in `excluded`."""
-    return {
-        name: row_differences(rows[name][: len(values)], values)
-        for name, values in plain.items()
-        if name not in excluded
-    }
 
 
 def _engine_rows(

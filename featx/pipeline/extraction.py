@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,10 @@ from featx.pipeline.executors import EXECUTORS, run_distributed
 from featx.pipeline.feature_output import FeatureOutput, Observe
 from featx.pipeline.finished_run import command_digest
 from featx.pipeline.loop import run_parts
-from featx.pipeline.metrics_file import metrics_of
 from featx.pipeline.output import AnyOutput
 from featx.pipeline.row_failures import exit_code, failures_text
 from featx.pipeline.run_context import EngineSpec, build_run_context
-from featx.pipeline.run_metrics import RunOutcome, peak_memory_mib
+from featx.pipeline.run_metrics import RunOutcome, metrics_of, peak_memory_mib
 from featx.storage import check_writable, is_url, parse_path
 from featx.store import (
     DamagedManifestError,
@@ -137,7 +137,11 @@ def run_output(output: AnyOutput, config_yaml: str, engine_spec: EngineSpec) -> 
     is_marked = config.overwrite and output.source is None
     mark = command_digest(config).encode() if is_marked else None
     with metrics_of(config.log.metrics, config.out) as summary:
-        if mark is not None and _has_mark(output, mark):
+        is_started = False  # by this command, which has not finished
+        if mark is not None:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                is_started = output.marker.read_bytes() == mark
+        if is_started:
             log_message(
                 f"{output.root} was started by this command with overwrite=true and is not "
                 "finished: it is resumed. To start from the first row again, delete the folder."
@@ -155,14 +159,6 @@ def run_output(output: AnyOutput, config_yaml: str, engine_spec: EngineSpec) -> 
                 )
         summary |= _run(output, config_yaml, engine_spec, mark)
         return summary
-
-
-def _has_mark(output: AnyOutput, mark: bytes) -> bool:
-    """Return whether a command has started what the folder holds, and has not finished it."""
-    try:
-        return output.marker.read_bytes() == mark
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def _run(

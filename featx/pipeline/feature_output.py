@@ -7,7 +7,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +16,7 @@ import numpy as np
 from featx.base import log_message, shown_path, size_text
 from featx.config import Config
 from featx.errors import ConfigError, RunError, StorageError
-from featx.pipeline.changed_images import ImageChanges
+from featx.pipeline.changed_images import ImageChanges, row_checksums
 from featx.pipeline.finished_run import FinishedRun, present_rows_text
 from featx.pipeline.loop import RunObserver
 from featx.pipeline.output import Output, seconds_of_part
@@ -27,7 +27,6 @@ from featx.pipeline.row_updates import (
     check_images_before_adding,
     compute_lost_rows,
     has_mixed_rows,
-    keep_image_checksums,
     retry_failed_rows,
 )
 from featx.pipeline.run_context import RunContext
@@ -39,6 +38,7 @@ from featx.store import (
     Manifest,
     PartBuilder,
     StoreSession,
+    add_image_checksums,
     begin_part,
     commit_part,
     layout,
@@ -63,11 +63,11 @@ Observe = Callable[[RunContext, StoreSession], RunObserver]
 """Creates the observer of a run from its context and its open write session."""
 
 
+@dataclass
 class FeaturePart:
-    def __init__(self, builder: PartBuilder) -> None:
-        self.part = builder.part
-        self.builder = builder
-        self.underflow_rows: Counter[str] = Counter()
+    part: Part
+    builder: PartBuilder
+    underflow_rows: Counter[str] = field(default_factory=Counter)
 
     def add(self, batch: Batch, rows: Rows) -> None:
         self.builder.add(batch.start, rows.features, rows.failures, rows.checksums, rows.damaged)
@@ -262,16 +262,12 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
 
     def update_rows(self) -> None:
         """Compute lost rows, rows of changed images, and rows whose images failed."""
-        arguments = self.context, self.write_session
+        context, session = self.context, self.write_session
         before, self._changes = self._changes, None  # large arrays
-        self._num_recomputed += compute_lost_rows(*arguments)
-        self._num_recomputed += check_images(
-            *arguments,
-            only_warn=self._known_rows_only,
-            before=before,
-        )
+        self._num_recomputed += compute_lost_rows(context, session)
+        self._num_recomputed += check_images(context, session, self._known_rows_only, before)
         if self.config.retry_failed:
-            self._num_recomputed += retry_failed_rows(*arguments)
+            self._num_recomputed += retry_failed_rows(context, session)
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         return compute_rows(self.context, engine, batch)
@@ -279,8 +275,8 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
     def begin_part(self, part: Part) -> FeaturePart:
         specs, listing = self.context.specs, self.context.listing
         if self.session is not None:
-            return FeaturePart(self.session.begin_part(part, specs))
-        return FeaturePart(begin_part(self._disk, part, specs, self._manifest, listing))
+            return FeaturePart(part, self.session.begin_part(part, specs))
+        return FeaturePart(part, begin_part(self._disk, part, specs, self._manifest, listing))
 
     def commit(self, rows: FeaturePart) -> Sequence[Failure]:
         self.underflow_rows += rows.underflow_rows
@@ -301,14 +297,17 @@ class FeatureOutput(Output[FeaturePart, StoreSession]):
                 "which the command with these layers computes."
             )
         session.write_failures()
-        keep_image_checksums(session)
+        checksums = row_checksums(self.root, session.manifest)
+        add_image_checksums(session.disk, self.root / layout.IMAGES, checksums)
         request = None
         if session.is_complete and self._finished is not None:
             request = self._finished.digest(session.manifest, session.listing)
+        labels = np.array(session.listing.labels)
+        labels[[failure.row for failure in session.failures]] = -1
         summary = {
             "rows": len(session.listing),
             "failures": len(session.failures),
-            "classes": _num_classes(session),
+            "classes": int(np.count_nonzero(np.bincount(labels[labels >= 0]))),  # with an ok row
             **outcome.metrics.as_dict(),
             "rows_recomputed": self._num_recomputed,
             "underflow_rows": dict(+outcome.underflow_rows),
@@ -376,13 +375,6 @@ def _refuse_another_layer(
         {f"layer {point.name}": {**asdict(before), "fingerprint_entry": line}},
         {f"layer {point.name}": {**asdict(now), "fingerprint_entry": layer_line(now, config)}},
     )
-
-
-def _num_classes(session: StoreSession) -> int:
-    """Return the number of classes that have an ok row."""
-    labels = np.array(session.listing.labels)
-    labels[[failure.row for failure in session.failures]] = -1
-    return int(np.count_nonzero(np.bincount(labels[labels >= 0])))
 
 
 def _pack(context: RunContext, session: StoreSession) -> None:

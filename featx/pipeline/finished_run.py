@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from featx.store import (
     read_packed,
     read_result,
 )
-from featx.types import Json, Listing, Source, Stateful
+from featx.types import Listing, Source, Stateful
 
 
 class FinishedRun:
@@ -45,10 +45,23 @@ class FinishedRun:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        # Path of each file of the weights -> its size, times and inode; None if one does not exist
+        # or the config does not say all that decides the values.
+        self._weights: dict[str, tuple[int, ...]] | None = None
         files = resolve_library(config.model).weight_files(config.model)
         # Statistics of a reduction are a file that may be written again.
         has_statistics = any(reduce.statistics_path for _, reduce in layer_requests(config))
-        self._weights = None if files is None or has_statistics else _states(files)
+        if files is None or has_statistics:
+            return
+        states: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            try:
+                status = file.expanduser().stat()
+            except OSError:
+                return
+            ids = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            states[str(file.expanduser().absolute())] = ids
+        self._weights = states
 
     def digest(self, manifest: Manifest, listing: Listing) -> str | None:
         """Digest by which a later command recognises that its store is complete.
@@ -88,9 +101,14 @@ class FinishedRun:
         if changes_store or writes_more or is_url(out):
             return None
         manifest, is_intact = load_manifest(out)
-        recorded = _recorded(out)
-        is_marked = (out / layout.OVERWRITE_MARKER).exists()
-        if manifest is None or not is_intact or not recorded or is_marked:
+        if manifest is None or not is_intact or (out / layout.OVERWRITE_MARKER).exists():
+            return None
+        try:
+            runs = read_result(out / layout.SUMMARY)["runs"]
+            recorded = {run["request"]: run for run in runs if run.get("request")}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return None  # the summary is for people; without it the run looks at everything
+        if not recorded:
             return None
         source, listing = list_images()
         entry = recorded.get(self.digest(manifest, listing))
@@ -148,15 +166,6 @@ def command_digest(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _recorded(out: Path) -> dict[str | None, Json]:
-    """Digests in the summary of a store, each with the summary of its run."""
-    try:
-        runs = read_result(out / layout.SUMMARY)["runs"]
-        return {run["request"]: run for run in runs if run.get("request")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # the summary is for people; without it the run looks at everything
-
-
 def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Listing) -> bool:
     """Return whether all images are as they were when the store was last compared with them."""
     if not is_listing_of(out / layout.LISTING, listing):
@@ -167,16 +176,3 @@ def _has_same_images(out: Path, manifest: Manifest, source: Source, listing: Lis
     del states  # `image_changes` asks for them again
     changes = image_changes(source, listing.keys, out, manifest)
     return not (len(changes.rows) or len(changes.gone) or changes.num_unknown)
-
-
-def _states(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
-    """Size, times and inode of some files; None if one of them does not exist."""
-    states: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        try:
-            status = file.expanduser().stat()
-        except OSError:
-            return None
-        ids = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-        states[str(file.expanduser().absolute())] = ids
-    return states

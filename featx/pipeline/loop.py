@@ -1,22 +1,26 @@
-"""The loop over the parts of a run: load batches, compute them, commit parts, measure."""
+"""The loop over the parts of a run: load batches, compute them, commit parts, measure.
+
+Forward passes compute one batch at a time, or parallel batches on replicas; order is kept.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import queue
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from featx.base import Progress, log_message
-from featx.errors import counted
-from featx.pipeline.forward_passes import Passes
+from featx.errors import RunError, counted
 from featx.pipeline.row_failures import Rows, refuse_failures
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunMetrics, StepTimer, bottleneck
-from featx.pipeline.stop_signals import stop_signals
+from featx.pipeline.stop_signals import Interrupted, stop_signals
 from featx.pipeline.timeline import Timeline
 from featx.storage import is_url, s3_outage
 from featx.types import Array, Batch, Failure, Part
@@ -25,6 +29,12 @@ if TYPE_CHECKING:
     from featx.engine import Engine
     from featx.storage import AtomicFolder
     from featx.store import Heartbeat
+
+ComputedT = TypeVar("ComputedT")
+"""Result of a forward pass on one batch."""
+
+_LEAVE_S = 1.0
+"""Seconds to wait for running forward passes after an abort; their values are discarded."""
 
 
 class RunObserver:
@@ -148,45 +158,46 @@ def run_parts(
     with (
         s3_outage.waiting_limit(),
         stop_signals() as stop,
-        _Commits(is_url(config.out)) as commits,
+        contextlib.closing(_Commits(sink, heartbeat, is_url(config.out))) as commits,
         trace as timeline,
         progress or contextlib.nullcontext(),
         Passes(context, sink.compute) as passes,
     ):
-        loaded = loader.batches(missing, context.batch_rows)
-        batches = _TimedBatches(loaded, passes.idle_share)
 
         def seconds() -> dict[str, float]:
             return {
                 "read": loader.times.read_s,
                 "decode": loader.times.decode_s,
-                "wait": batches.wait_s,
-                "model": passes.model_seconds,
-                "copy": passes.copy_seconds,
+                **passes.seconds(),
                 "write": commits.seconds,
             }
 
+        batches = loader.batches(missing, context.batch_rows)
         for part, batch, computed in passes.each(batches):
-            if stop:
+            if stop.signum:
                 if num_lost := batch.start - part.start:
                     log_message(
                         "lost, because only complete parts are stored: "
                         f"{counted(num_lost, 'computed row')} of part {part.index}"
                     )
-                raise stop.interrupted()
-            commits.check()
+                raise Interrupted(stop.signum)
+            commits.finish(wait=False)
             if part_rows is None:
                 part_rows = sink.begin_part(part)
                 if heartbeat is not None:
                     heartbeat.begin(part)
             with record_function("batch"):
-                num_failed = _take(part_rows, batch, computed, observer)
+                rows = computed()
+                part_rows.add(batch, rows)
+                observer.batch_computed(batch, rows.features, rows.failures)
+                num_failed = len(rows.failures)
+                del rows  # the next batch takes as much memory
             if not num_computed:
                 timer.end("first batch")
             num_computed += batch.count
             num_batches += 1
             if batch.start + batch.count == part.stop:
-                commits.begin(functools.partial(_commit, sink, part_rows, heartbeat))
+                commits.begin(part_rows)
                 part_rows = None
                 if observer.wants_parts:
                     commits.finish()  # an observer is notified of committed parts only
@@ -196,12 +207,12 @@ def run_parts(
                 remaining_s = (sink.num_rows - done) * seconds_per_row
                 refuse_failures(allowed, sink.num_failed, done, sink.num_rows, remaining_s)
             if progress is not None:
-                progress.step(batch.count, num_failed, batches.last_wait_s)
+                progress.step(batch.count, num_failed, passes.last_wait_s)
             if timeline is not None:
                 timeline.step()
         commits.finish()
-        if stop:
-            raise stop.interrupted()
+        if stop.signum:
+            raise Interrupted(stop.signum)
     elapsed_s = time.perf_counter() - started_at
     num_rows = sink.num_committed - done_before
     busy, sentence = {**seconds(), **sink.seconds}, None
@@ -220,92 +231,164 @@ def run_parts(
     )
 
 
-def _take(
-    part_rows: PartRows, batch: Batch, computed: Callable[[], Rows], observer: RunObserver
-) -> int:
-    rows = computed()
-    part_rows.add(batch, rows)
-    observer.batch_computed(batch, rows.features, rows.failures)
-    return len(rows.failures)
-
-
-def _commit(sink: PartSink[PartRowsT], rows: PartRowsT, heartbeat: Heartbeat | None) -> None:
-    sink.commit(rows)
-    if heartbeat is not None:
-        heartbeat.record_commit(rows.part)
-        heartbeat.set_failures(sink.num_failed)
-
-
-class _TimedBatches:
-    """Iterator over the batches of a run that measures how long engines wait for images."""
-
-    def __init__(
-        self, batches: Iterator[tuple[Part, Batch]], idle_share: Callable[[], float]
-    ) -> None:
-        self.wait_s = self.last_wait_s = 0.0
-        self._batches = batches
-        self._idle_share = idle_share
-
-    def __iter__(self) -> Iterator[tuple[Part, Batch]]:
-        from torch.profiler import record_function
-
-        while True:
-            started_at, idle = time.perf_counter(), self._idle_share()
-            with record_function("wait for images"):
-                next_batch = next(self._batches, None)
-            # Engines may run out of work while the loader is awaited: average before and after.
-            idle = (idle + self._idle_share()) / 2
-            self.last_wait_s = idle * (time.perf_counter() - started_at)
-            self.wait_s += self.last_wait_s
-            if next_batch is None:
-                return
-            yield next_batch
-
-
-class _Commits:
+class _Commits(Generic[PartRowsT]):
     """Commits one part in a thread while the next part is computed; never two at once.
 
     One thread keeps the order of commits, and the memory bound to two parts: the one that is being
     committed and the one that is being filled.
     """
 
-    def __init__(self, is_remote: bool) -> None:
+    def __init__(
+        self, sink: PartSink[PartRowsT], heartbeat: Heartbeat | None, is_remote: bool
+    ) -> None:
         self.seconds = 0.0
+        self._sink, self._heartbeat = sink, heartbeat
         self._is_remote = is_remote
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="featx-commit")
         self._pending: Future[None] | None = None
 
-    def __enter__(self) -> _Commits:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the thread after the commit that it has begun."""
         # A complete part is committed even if the run has failed since. Only an object store, which
         # may not answer for minutes, is not waited for when a run that was told to stop is cut
         # short.
         self._thread.shutdown(wait=not (self._is_remote and s3_outage.is_stopped()))
 
-    def begin(self, commit: Callable[[], object]) -> None:
-        """Wait for the previous commit, then start this one."""
+    def begin(self, rows: PartRowsT) -> None:
+        """Wait for the previous commit, then start that of a part."""
         self.finish()
-        self._pending = self._thread.submit(self._run_commit, commit)
+        self._pending = self._thread.submit(self._commit, rows)
 
-    def check(self) -> None:
-        """Raise the error of the last commit if it has failed already; does not wait."""
-        if self._pending is not None and self._pending.done():
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait until the last part is committed; raise the error of its commit."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
+    def finish(self, wait: bool = True) -> None:
+        """Wait until the last part is committed, and raise the error of its commit; without `wait`
+        only if it has ended already.
+        """
+        pending = self._pending
+        if pending is not None and (wait or pending.done()):
+            self._pending = None
             pending.result()
 
-    def _run_commit(self, commit: Callable[[], object]) -> None:
+    def _commit(self, rows: PartRowsT) -> None:
         from torch.profiler import record_function
 
         started_at = time.perf_counter()
         try:
             with record_function("commit a part"):
-                commit()
+                self._sink.commit(rows)
+                if self._heartbeat is not None:
+                    self._heartbeat.record_commit(rows.part)
+                    self._heartbeat.set_failures(self._sink.num_failed)
         finally:
             self.seconds += time.perf_counter() - started_at
+
+
+class Passes(Generic[ComputedT]):
+    """Forward passes of a run, one at a time or in parallel; a context manager.
+
+    One engine computes a batch from end to end with its own number of threads, so the values of a
+    batch do not depend on the batches that are computed at the same time. `compute` is called with
+    an engine and a batch.
+
+    Attributes:
+        last_wait_s: seconds for which the engines waited for the images of the last batch.
+    """
+
+    def __init__(self, context: RunContext, compute: Callable[[Engine, Batch], ComputedT]) -> None:
+        self._engine, self._parallelism = context.engine, context.parallelism
+        self._compute = compute
+        self._engines: list[Engine] = [context.engine]
+        self._free: queue.SimpleQueue[Engine] = queue.SimpleQueue()  # engines that no thread uses
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: deque[tuple[Part, Batch, Future[ComputedT]]] = deque()
+        self._wait_s = self.last_wait_s = 0.0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._engine.model_seconds = self._engine.copy_seconds = 0.0
+        if self._parallelism.replicas > 1:
+            replicas = self._engine.replicas(self._parallelism.replicas)
+            self._engines = self._stack.enter_context(replicas)
+        for engine in self._engines:
+            self._free.put(engine)
+        if self._parallelism.computes_ahead:
+            self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="featx-model")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._stack:  # ends the replicas last, also after an exception
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+                wait([future for *_, future in self._waiting], _LEAVE_S)
+
+    def each(
+        self, batches: Iterable[tuple[Part, Batch]]
+    ) -> Iterator[tuple[Part, Batch, Callable[[], ComputedT]]]:
+        """Yield each part and batch in order, with a function that returns the result of the batch.
+
+        It computes the batch, or waits for the thread that does. With parallel passes, one batch
+        more than there are engines is submitted, so that no engine is idle while the caller takes a
+        batch.
+        """
+        from torch.profiler import record_function
+
+        batches = iter(batches)
+        while True:
+            started_at, idle = time.perf_counter(), self.idle_share()
+            with record_function("wait for images"):
+                next_batch = next(batches, None)
+            # Engines may run out of work while the loader is awaited: average before and after.
+            idle = (idle + self.idle_share()) / 2
+            self.last_wait_s = idle * (time.perf_counter() - started_at)
+            self._wait_s += self.last_wait_s
+            if next_batch is None:
+                break
+
+            part, batch = next_batch
+            if self._pool is None:
+                yield part, batch, functools.partial(self._compute_with_free_engine, batch)
+                continue
+            future = self._pool.submit(self._compute_with_free_engine, batch)
+            self._waiting.append((part, batch, future))
+            if len(self._waiting) > len(self._engines):
+                part, batch, future = self._waiting.popleft()
+                yield part, batch, future.result
+        while self._waiting:
+            part, batch, future = self._waiting.popleft()
+            yield part, batch, future.result
+
+    def _compute_with_free_engine(self, batch: Batch) -> ComputedT:
+        """Compute a batch on the CUDA stream of a free engine; explain a lack of memory."""
+        import torch
+
+        # OpenMP keeps the number of threads per calling thread, so each pool thread sets its own.
+        threads = self._parallelism.threads
+        if self._pool is not None and threads not in (None, torch.get_num_threads()):
+            torch.set_num_threads(threads)
+        engine = self._free.get()  # there are as many engines as threads
+        try:
+            with engine.own_stream():
+                return self._compute(engine, batch)
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"out of memory on {engine.device} in the middle of the run; there was enough when "
+                "it began. Nothing committed is lost; run the same command again when other "
+                "programs have left the device, or with a smaller batch_size into a new out."
+            ) from error
+        finally:
+            self._free.put(engine)
+
+    def idle_share(self) -> float:
+        """Share of the engines, 0 to 1, that have nothing to compute at this moment."""
+        num_busy = sum(not future.done() for *_, future in self._waiting)
+        return max(0.0, 1 - num_busy / len(self._engines))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far of engines that waited for images, of the model, and of copies from the
+        device, each as the mean over the replicas.
+        """
+        count = len(self._engines)
+        return {
+            "wait": self._wait_s,
+            "model": float(sum(engine.model_seconds for engine in self._engines)) / count,
+            "copy": float(sum(engine.copy_seconds for engine in self._engines)) / count,
+        }

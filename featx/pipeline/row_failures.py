@@ -54,13 +54,19 @@ def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
     """
     from featx.engine import stored_bits
 
-    try:
-        rows = context.compute(engine, batch)
-    except ImageFault as fault:  # with windows, a batch is one image
-        key = bytes(context.listing.keys[batch.start])
-        failure = Failure(batch.start, key, fault.status, fault.error, str(fault))
-        batch = replace(batch, failures=[failure])
-        rows = context.compute(engine, batch)
+    windows = context.windows
+    labels, keys = context.labels_and_keys(batch)
+    if windows is None:
+        rows = engine.rows(batch.images, labels, keys=keys)
+    elif batch.failures:
+        rows = windows.failed_rows()
+    else:
+        try:  # with windows, a batch is one image
+            rows = windows.rows(engine, batch.images[0], keys)
+        except ImageFault as fault:
+            failure = Failure(batch.start, keys[0], fault.status, fault.error, str(fault))
+            batch = replace(batch, failures=[failure])
+            rows = windows.failed_rows()
     failures = failures_of(context, engine, batch, rows.finite)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
@@ -94,8 +100,12 @@ def failures_of(
 
 def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, layer: str) -> Failure:
     """Failure of a row with a NaN, infinite or too large feature."""
-    key = bytes(context.listing.keys[row])
-    reason = context.explain(engine, batch, row - batch.start, layer)
+    key, number = bytes(context.listing.keys[row]), row - batch.start
+    labels, keys = context.labels_and_keys(batch)
+    if context.windows is None:
+        reason = engine.explain(batch.images, labels, number, layer, keys)
+    else:
+        reason = context.windows.explain(engine, batch.images[number], layer, keys)
     if context.config.nonfinite == "error":
         remedies = ["mark such rows and continue: nonfinite=record"]
         if engine.compute.precision != "fp32":

@@ -24,7 +24,6 @@ from featx.pipeline.changed_images import (
     gone_images_text,
     image_changes,
     image_keys,
-    row_checksums,
     rows_of_two_images,
     unknown_images_text,
 )
@@ -35,7 +34,6 @@ from featx.store import (
     PartBuilder,
     Run,
     StoreSession,
-    add_image_checksums,
     layout,
     write_image_states,
 )
@@ -190,12 +188,6 @@ def _changes(
         path = session.root / layout.IMAGES
         write_image_states(session.disk, path, changes.states, changes.checksums)
     return changes
-
-
-def keep_image_checksums(session: StoreSession) -> None:
-    """Add the checksums of the images of all rows to their states, at the end of a run."""
-    checksums = row_checksums(session.root, session.manifest)
-    add_image_checksums(session.disk, session.root / layout.IMAGES, checksums)
 
 
 def compute_lost_rows(context: RunContext, session: StoreSession) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -21,18 +21,22 @@ from featx.errors import DataError, counted
 from featx.images import ImagePolicy
 from featx.layers import token_geometries
 from featx.models import build_backbone, resolve_library
-from featx.pipeline.changed_model import RESPONSE, Response, check_response, response_of
-from featx.pipeline.provenance import fingerprint, header
+from featx.pipeline.provenance import (
+    RESPONSE,
+    Response,
+    check_response,
+    fingerprint,
+    header,
+    response_of,
+)
+from featx.pipeline.run_listing import refuse_missing_images, spread_rows, target_labels
 from featx.pipeline.run_metrics import StepTimer
-from featx.pipeline.target_labels import target_labels
 from featx.store import Grid, Run, codecs
 from featx.types import (
-    NO_STATE,
     Batch,
     Failure,
     LayerSpec,
     Listing,
-    PathSource,
     ResumeState,
     Source,
     StoreHeader,
@@ -41,16 +45,12 @@ from featx.types import (
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine import BatchParallelism, BatchRows, Engine, Windows
+    from featx.engine import BatchParallelism, Engine, Windows
     from featx.images import DecodeSettings, Loader
     from featx.layers import CapturePoint, ChosenLayers, Selection
     from featx.models import Backbone
     from featx.pipeline.conformance import Conformance
     from featx.pipeline.conformance_trial import TrialImages
-
-
-_TRIED_PATHS = 16
-"""Number of images of which one must exist before a model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class RunContext:
             grid=Grid(len(self.listing), self.part_rows),
             codec=self.config.codec,
             resolved={
-                **self.engine.compute.as_dict(),
+                **asdict(self.engine.compute),
                 "jpeg": policy.jpeg,
                 **({} if policy.heif is None else {"heif": policy.heif}),
                 **({} if threads is None else {"threads": threads}),
@@ -200,43 +200,21 @@ class RunContext:
         """Class of the model of every row, (N,) int64; see `target_labels`."""
         return target_labels(self.config.target, self.listing, self.engine.backbone)
 
-    def labels_of(self, batch: Batch) -> torch.Tensor | None:
-        """Class indices of a batch for gradients of `target=label` or `target=loss`.
+    def labels_and_keys(self, batch: Batch) -> tuple[torch.Tensor | None, list[bytes]]:
+        """Class indices of a batch for gradients of `target=label` or `target=loss`, and its keys.
 
-        They are (B,) int64 on the CPU with 0 in padding rows, or None for other targets.
+        The labels are (B,) int64 on the CPU with 0 in padding rows, or None for other targets. The
+        keys are those of the rows, without padding.
         """
+        rows = slice(batch.start, batch.start + batch.count)
+        keys: list[bytes] = self.listing.keys[rows].tolist()
         if self.config.target not in ("label", "loss"):
-            return None
+            return None, keys
         import torch
 
         labels = torch.zeros(len(batch.images), dtype=torch.int64)
-        batch_labels = self.target_labels[batch.start : batch.start + batch.count]
-        labels[: batch.count] = torch.from_numpy(batch_labels.copy())
-        return labels
-
-    def compute(self, engine: Engine, batch: Batch) -> BatchRows:
-        """Compute the rows of a batch, those of padding included; with windows it has one image.
-
-        Raises ImageFault if that does not fit the windows of the run.
-        """
-        keys = self.keys_of(batch)
-        if self.windows is None:
-            return engine.rows(batch.images, self.labels_of(batch), keys=keys)
-        if batch.failures:
-            return self.windows.failed_rows()
-        return self.windows.rows(engine, batch.images[0], keys)
-
-    def explain(self, engine: Engine, batch: Batch, row: int, name: str) -> str:
-        """The reason why a row, given by its position in the batch, is not finite in a layer."""
-        keys = self.keys_of(batch)
-        if self.windows is None:
-            return engine.explain(batch.images, self.labels_of(batch), row, name, keys)
-        return self.windows.explain(engine, batch.images[row], name, keys)
-
-    def keys_of(self, batch: Batch) -> list[bytes]:
-        """Keys of the rows of a batch, without padding."""
-        keys: list[bytes] = self.listing.keys[batch.start : batch.start + batch.count].tolist()
-        return keys
+        labels[: batch.count] = torch.from_numpy(self.target_labels[rows].copy())
+        return labels, keys
 
 
 @contextlib.contextmanager
@@ -258,11 +236,13 @@ def build_run_context(
     codecs.filters(config.codec)
     is_new = target.resume_state(set()) is None
     if is_new and config.allowed_failures(len(listing)) < len(listing):
-        _refuse_missing_images(source, listing)
+        refuse_missing_images(source, listing)
     timer.end("listing")
 
     # From here on torch is needed, which takes seconds to import.
     log_step("importing PyTorch ...")
+    import torch
+
     from featx.base import choose_devices, cpu_threads, explained_memory
     from featx.engine import TRIAL_IMAGES, AutoSettings, attach_windows, batch_parallelism
     from featx.images import FEW_ROWS, DecodeSettings, Loader, check_reference
@@ -285,6 +265,7 @@ def build_run_context(
         backbone = build_backbone(config.model, config.seed)
         stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
         timer.end("weights")
+
         target_labels(config.target, listing, backbone)  # raises before any trial pass
         check_reference(backbone.preprocess)
         memory_before = resident_memory()
@@ -298,9 +279,11 @@ def build_run_context(
         resume_state = target.resume_state({point.name for point, _ in chosen})
         timer.end("trace")
 
-        cpus = batch_parallelism.cpus_that_compute(
-            devices[0], config.cpus_of_worker(num_cpus()), executor.name == "local"
-        )
+        cpus = None  # on which this process computes forward passes
+        if devices[0].type == "cpu":
+            cpus = config.cpus_of_worker(num_cpus())
+            if executor.name == "local":  # in torch's threads at most
+                cpus = min(torch.get_num_threads(), cpus)
         # The trial passes use all threads; the run itself may use fewer per batch.
         stack.enter_context(cpu_threads(batch_parallelism.trial_threads(cpus, resume_state)))
         log_step("trying the settings on some images ...")
@@ -312,12 +295,14 @@ def build_run_context(
         count = min(TRIAL_IMAGES, max(NUM_COMPARED_IMAGES, len(listing) // 4))
         trial = _load_trial_images(loader, source, listing, decoding, count)
         engine.trial_images = trial.images
+
         windows = None
         if has_windows:
             windows = attach_windows(engine, chosen, target.dtype, trial.sizes, resume_state)
             chosen = windows.maps
         else:
             engine.attach_captures(chosen)
+
         # The library's path is taken while the weights are as they were loaded, and judged by rows
         # of the trial at the settings of the run.
         plain = golden = None
@@ -327,6 +312,7 @@ def build_run_context(
                 golden = check_golden(engine, compared, config.model.golden)
             if config.conformance.mode != "off":
                 plain = take_plain_path(config, engine, compared, loader, trial)
+
         per_image = None if windows is None else windows.per_image
         auto_settings = AutoSettings(
             config, engine, trial.images, len(listing), resume_state, per_image
@@ -335,6 +321,7 @@ def build_run_context(
         parallelism = batch_parallelism.decide(
             engine, cpus, resume_state, memory_before, auto_settings.make_batch
         )
+
         specs = engine.specs(chosen)
         if windows is not None:
             specs = windows.set_specs(specs)
@@ -348,6 +335,7 @@ def build_run_context(
             code = config.model.code or config.model.name
             check_response(code, response, settings, resume_state)
         timer.end("trial")
+
         stack.enter_context(cpu_threads(parallelism.threads))
         if len(listing) > FEW_ROWS:
             loader.end_decoders()  # they hold the weights as they were before the trial
@@ -375,29 +363,6 @@ def build_run_context(
         )
 
 
-def _refuse_missing_images(source: Source, listing: Listing) -> None:
-    """Refuse a data set of paths if none of some images, spread evenly over it, exists."""
-    if not isinstance(source, PathSource):
-        return
-    rows = _spread_rows(len(listing), _TRIED_PATHS)
-    try:
-        states = source.states(listing.keys[rows])
-    except (FileNotFoundError, NotADirectoryError):  # of the folder that paths start from
-        states = np.full(len(rows), NO_STATE)
-    if states is not None and (states == NO_STATE).all():
-        tried = f"{counted(len(rows), 'image')} that {'was' if len(rows) == 1 else 'were'} tried"
-        first = bytes(listing.keys[rows[0]])
-        raise DataError(
-            f"none of {tried}, of {len(listing)}, exists. "
-            f"{name_text(first)!r} was looked for at {source.place(first)}."
-        )
-
-
-def _spread_rows(num_rows: int, count: int) -> npt.NDArray[np.int64]:
-    """Return some rows, spread evenly over the data set."""
-    return np.unique(np.linspace(0, num_rows - 1, count).astype(np.int64))
-
-
 def _load_trial_images(
     loader: Loader, source: Source, listing: Listing, decoding: DecodeSettings, count: int
 ) -> TrialImages:
@@ -407,7 +372,7 @@ def _load_trial_images(
     from featx.images import UNFIT, centre_crop
     from featx.pipeline.conformance_trial import TrialImages
 
-    rows = _spread_rows(len(listing), count).tolist()
+    rows = spread_rows(len(listing), count).tolist()
     loaded, sizes, failures = {}, [], []
     for row, result in zip(rows, loader.whole_results(rows), strict=True):
         if isinstance(result, Failure):

@@ -1,15 +1,22 @@
-"""Listing of a run: rows of the store in its order, then new rows of the data set."""
+"""Listing of a run: rows of the store in its order, then new rows of the data set.
+
+For target=label and target=loss, the labels of the rows are given as classes of the model.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.base import log_message, log_step, name_text, printable
 from featx.config import Config
-from featx.errors import ConfigError, StoreMismatchError, counted
+from featx.errors import ConfigError, DataError, StoreMismatchError, counted
 from featx.images import num_heic_without_decoder
 from featx.sources import (
     check_class_names,
@@ -29,10 +36,21 @@ from featx.store import (
     missing_parts,
     read_listing,
 )
-from featx.types import Listing, Source
+from featx.types import NO_STATE, Listing, PathSource, Source
+
+if TYPE_CHECKING:
+    from featx.models import Backbone
+
+_LABELS_HINT = (
+    "Give labels that are numbers of the model's classes, with data=folder by a file such as "
+    'data.classes=FILE.json with {"cat": 281}, or choose target=predicted or target=NUMBER'
+)
 
 _FILE_SUFFIXES = (".csv", ".h5", ".hdf5", ".npy", ".npz", ".parquet", ".pt", ".pth")
 """Endings of files, which nobody expects of a folder."""
+
+_TRIED_PATHS = 16
+"""Number of images of which one must exist before a model is loaded."""
 
 
 def check_out(out: Path) -> None:
@@ -109,6 +127,29 @@ def list_images(
             )
             return source, before
     return source, listing
+
+
+def refuse_missing_images(source: Source, listing: Listing) -> None:
+    """Refuse a data set of paths if none of some images, spread evenly over it, exists."""
+    if not isinstance(source, PathSource):
+        return
+    rows = spread_rows(len(listing), _TRIED_PATHS)
+    try:
+        states = source.states(listing.keys[rows])
+    except (FileNotFoundError, NotADirectoryError):  # of the folder that paths start from
+        states = np.full(len(rows), NO_STATE)
+    if states is not None and (states == NO_STATE).all():
+        tried = f"{counted(len(rows), 'image')} that {'was' if len(rows) == 1 else 'were'} tried"
+        first = bytes(listing.keys[rows[0]])
+        raise DataError(
+            f"none of {tried}, of {len(listing)}, exists. "
+            f"{name_text(first)!r} was looked for at {source.place(first)}."
+        )
+
+
+def spread_rows(num_rows: int, count: int) -> npt.NDArray[np.int64]:
+    """Return some rows, spread evenly over the data set."""
+    return np.unique(np.linspace(0, num_rows - 1, count).astype(np.int64))
 
 
 def _some_rows(listing: Listing, config: Config) -> Listing:
@@ -193,3 +234,67 @@ def _stored_listing(root: Path, stored: Manifest, listed: Listing) -> Listing | 
             "a new store, or overwrite=true to delete this one."
         )
     return None
+
+
+def target_labels(
+    target: str | int | None, listing: Listing, backbone: Backbone
+) -> npt.NDArray[np.int64]:
+    """Return (N,) int64, the model's class of every row, for the targets 'label' and 'loss'.
+
+    Classes whose names are all whole numbers are the model's classes of these numbers. Others are
+    matched by name with the model's classes: in any case, with blanks for underscores, by any of
+    the synonyms between commas, or by the identifier of a class (n01440764). For other targets
+    the labels themselves are returned.
+    """
+    labels = listing.labels
+    if target not in ("label", "loss"):
+        return labels
+    unlabelled = np.flatnonzero(labels < 0)
+    if len(unlabelled):
+        key = name_text(bytes(listing.keys[unlabelled[0]]))
+        num_rows = counted(len(unlabelled), "image has", "images have")
+        raise DataError(f"target={target}: {num_rows} no label, such as {key}. {_LABELS_HINT}.")
+    used = np.unique(labels).tolist()
+    names = [listing.classes[label] for label in used]
+    table = np.full(len(listing.classes), -1, dtype=np.int64)
+    table[used] = _match_classes(f"target={target}", names, backbone)
+    return table[labels]
+
+
+def _match_classes(origin: str, names: Sequence[str], backbone: Backbone) -> list[int]:
+    """Return the class of the model for each name; raises DataError as `target_labels` does."""
+    if all(name.isascii() and name.isdecimal() for name in names):
+        return [int(name) for name in names]
+    if not backbone.classes:
+        raise DataError(
+            f"{origin}: the classes of the data set are {_shown(names)}, and {backbone.name} with "
+            f"weights {backbone.weights} has no names of its classes to compare them with. "
+            f"{_LABELS_HINT}."
+        )
+    known: dict[str, set[int]] = {}
+    for number, name in enumerate(backbone.classes):
+        for text in {name, *name.split(",")}:
+            known.setdefault(_normal(text), set()).add(number)
+    for number, identifier in enumerate(backbone.class_ids):
+        known.setdefault(_normal(identifier), set()).add(number)
+    counts = Counter(backbone.classes)
+    exact = {name: i for i, name in enumerate(backbone.classes) if counts[name] == 1}
+    found = [{exact[n]} if n in exact else known.get(_normal(n), set()) for n in names]
+    wrong = [name for name, numbers in zip(names, found, strict=True) if len(numbers) != 1]
+    if wrong:
+        raise DataError(
+            f"{origin}: {len(wrong)} of {counted(len(names), 'class', 'classes')} of the data set "
+            f"match no single class of {backbone.name}, such as {_shown(wrong)}. The model's "
+            f"{len(backbone.classes)} classes are {_shown(backbone.classes)}. {_LABELS_HINT}."
+        )
+    return [numbers.pop() for numbers in found]
+
+
+def _normal(name: str) -> str:
+    """Return a name in lower case, with single blanks for underscores and blanks."""
+    return " ".join(name.replace("_", " ").casefold().split())
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Return the first names of a list, for a message."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

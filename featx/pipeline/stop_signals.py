@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from featx.base import log_message, signal_handlers
 from featx.errors import ShortTraceback
@@ -22,20 +23,11 @@ class Interrupted(ShortTraceback, KeyboardInterrupt):
         self.signum = signum
 
 
+@dataclass
 class StopRequest:
-    """Whether a signal has asked the run to stop; true in a condition once one has arrived.
+    """The first signal that has asked the run to stop; 0 before one arrives."""
 
-    `signum` is the first signal, 0 before it arrives.
-    """
-
-    signum = 0
-
-    def __bool__(self) -> bool:
-        return self.signum != 0
-
-    def interrupted(self) -> Interrupted:
-        """The exception that ends the run; only valid after a signal."""
-        return Interrupted(self.signum)
+    signum: int = 0
 
 
 @contextlib.contextmanager
@@ -50,7 +42,7 @@ def stop_signals() -> Iterator[StopRequest]:
     alarm = contextlib.ExitStack()
 
     def request_stop(signum: int, frame: object) -> None:
-        if stop:
+        if stop.signum:
             cut_short(signum, frame)
         stop.signum = signum
         alarm.enter_context(signal_handlers({signal.SIGALRM: cut_short}))
@@ -61,7 +53,7 @@ def stop_signals() -> Iterator[StopRequest]:
     def cut_short(signum: int, frame: object) -> None:
         # The end of the run waits for the commit, which may wait for S3.
         s3_outage.stop_waiting()
-        raise stop.interrupted()
+        raise Interrupted(stop.signum)
 
     handlers = {
         signal.SIGINT: request_stop,

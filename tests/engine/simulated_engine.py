@@ -28,9 +28,9 @@ class Simulated:
     time_passes = Engine.time_passes
     backbone = types.SimpleNamespace(preprocess=types.SimpleNamespace(crop=(2, 2)))
     uses_fp32_only = False
-    eager_reason = ""
-    captures = types.SimpleNamespace(follows_data=False)
-    num_folded = 7
+    takes_gradients = False
+    collector = types.SimpleNamespace(needs_keys=False)
+    captures = types.SimpleNamespace(follows_data=False, points=())
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Simulated:
 
     def formats(self, images: torch.Tensor, fold_batchnorm: bool) -> Formats:
         self.asked_to_fold = fold_batchnorm
-        return Formats(True, fold_batchnorm)
+        return Formats(True, fold_batchnorm, num_folded=7)
 
     def bytes_per_image(self, precision: str) -> int:
         return self._image_bytes

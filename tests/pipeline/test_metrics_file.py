@@ -13,7 +13,7 @@ from featx import jobs
 from featx.base import RunProgress
 from featx.config import LogConfig, from_composed, from_keywords, saved_yaml
 from featx.errors import ConfigError, StoreMismatchError
-from featx.pipeline.metrics_file import INTERVAL_S, MetricsFile
+from featx.pipeline.run_metrics import INTERVAL_S, MetricsFile
 
 
 class Clock:

@@ -10,7 +10,7 @@ import pytest
 from timm.data.imagenet_info import ImageNetInfo
 
 from featx.errors import DataError
-from featx.pipeline.target_labels import target_labels
+from featx.pipeline.run_listing import target_labels
 from featx.types import Listing
 
 INFO = ImageNetInfo("imagenet-1k")

@@ -262,7 +262,7 @@ class StatsOutput(Output[StatsPart, StatsSession]):
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the values of a batch, which stay on the device."""
         context = self.context
-        labels, keys = context.labels_of(batch), context.keys_of(batch)
+        labels, keys = context.labels_and_keys(batch)
         rows = engine.rows(batch.images, labels, on_device=True, keys=keys)
         failures = failures_of(context, engine, batch, rows.finite)
         return Rows(rows.features, failures, checksums=batch.checksums)

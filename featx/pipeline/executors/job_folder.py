@@ -85,7 +85,18 @@ def worker_spec(
 ) -> WorkerSpec:
     """Create the worker spec of a run, without what its executor adds."""
     config = context.config
-    source = _picklable_source(context)
+    source: Source | None = context.source
+    try:
+        _SourcePickler(io.BytesIO()).dump(source)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+        # It holds locks or open files, for example.
+        if config.data.name == "python":
+            raise ConfigError(
+                f"the data set given as an object cannot be sent to other processes: {error}. "
+                "Define its class in a module that can be imported, open files in its first read, "
+                "or leave executor and its options out."
+            ) from error
+        source = None
     return WorkerSpec(
         root=session.root.absolute(),
         driver=heartbeat_name(os.getpid()),
@@ -103,25 +114,6 @@ def worker_spec(
         cpus=config.cpus_of_worker(num_cpus()),
         parts=session.missing(),
     )
-
-
-def _picklable_source(context: RunContext) -> Source | None:
-    """Data set if it can be pickled, or None for one that workers can open themselves.
-
-    A data set cannot be pickled if it holds locks or open files, for example.
-    """
-    is_object = context.config.data.name == "python"
-    try:
-        _SourcePickler(io.BytesIO()).dump(context.source)
-        return context.source
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
-        if is_object:
-            raise ConfigError(
-                f"the data set given as an object cannot be sent to other processes: {error}. "
-                "Define its class in a module that can be imported, open files in its first read, "
-                "or leave executor and its options out."
-            ) from error
-        return None
 
 
 class _SourcePickler(pickle.Pickler):

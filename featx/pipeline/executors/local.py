@@ -14,25 +14,9 @@ from featx.pipeline.run_metrics import RunOutcome
 
 def run(options: object, context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     devices = [str(device) for device in context.devices]
-    _warn(context, len(devices))
-    with temporary_worker_folder() as folder:
-        return ProcessPool(spec, session, folder, devices).run()
-
-
-EXECUTORS.register(
-    Executor(
-        name="local",
-        help="The process of the command, or worker processes of this machine.",
-        run=run,
-    )
-)
-
-
-def _warn(context: RunContext, num_workers: int) -> None:
-    """Warn about too many threads, and about GPUs of different models."""
     threads = context.parallelism.threads or 0
-    if threads * num_workers > num_cpus():
-        text = f"{num_workers} workers of {counted(threads, 'thread')} share {num_cpus()} CPUs. "
+    if threads * len(devices) > num_cpus():
+        text = f"{len(devices)} workers of {counted(threads, 'thread')} share {num_cpus()} CPUs. "
         if threads == 1:
             text += f"executor.workers={num_cpus()} is as many as have a CPU of their own."
         else:
@@ -51,3 +35,14 @@ def _warn(context: RunContext, num_workers: int) -> None:
                 "other computes may differ in their last bits.",
                 level="warning",
             )
+    with temporary_worker_folder() as folder:
+        return ProcessPool(spec, session, folder, devices).run()
+
+
+EXECUTORS.register(
+    Executor(
+        name="local",
+        help="The process of the command, or worker processes of this machine.",
+        run=run,
+    )
+)

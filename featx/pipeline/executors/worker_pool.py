@@ -35,7 +35,7 @@ from featx.pipeline.executors.worker import TIME_LIMIT, rows_text
 from featx.pipeline.output import Session
 from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_metrics import RunMetrics, RunOutcome, bottleneck
-from featx.pipeline.stop_signals import GRACE_S, stop_signals
+from featx.pipeline.stop_signals import GRACE_S, Interrupted, stop_signals
 from featx.storage import open_folder, s3_outage
 from featx.store import DRIVER, Heartbeat, clear_heartbeats, read_heartbeats
 from featx.types import Part
@@ -149,8 +149,8 @@ class WorkerPool(ABC):
                     self._start(range(self.spec.num_workers))
                 while self._missing or self._has_reports_due():
                     self._poll()
-                    if stop:
-                        raise stop.interrupted()
+                    if stop.signum:
+                        raise Interrupted(stop.signum)
             except BaseException:
                 self._end_run()
                 raise

@@ -20,7 +20,7 @@ from tiny_model import KEYS, extract
 from torch import nn
 
 from featx.engine import Compute
-from featx.engine.batch_independence import ValueReads
+from featx.engine.attached_captures import ValueReads
 from featx.errors import FeatxError, ModelError, RunError
 
 IMAGES = torch.randint(150, 256, (16, 3, 8, 8), generator=torch.Generator().manual_seed(5)).byte()
@@ -260,7 +260,7 @@ def test_a_call_that_is_asked_for_by_its_number_counts_the_others() -> None:
 def test_a_run_says_why_a_model_that_follows_its_data_is_not_folded(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {**KEYS["model"], "factory": "test_batch_independence:OwnLoop"}
+    model = {**KEYS["model"], "factory": "test_attached_captures:OwnLoop"}
     extract(photos, model=model, layers=["head"])
     assert "fold_batchnorm  false (the control flow of the model may" in capsys.readouterr().err
 
@@ -331,7 +331,7 @@ def test_a_run_is_refused_before_anything_is_written(
     for path in photos.rglob("*.png"):  # bright ones
         pixels = np.asarray(Image.open(path))
         Image.fromarray(200 + pixels // 8).save(path)
-    model = {**KEYS["model"], "factory": f"test_batch_independence:{name}"}
+    model = {**KEYS["model"], "factory": f"test_attached_captures:{name}"}
     with pytest.raises(error):
         extract(photos, model=model, layers=[layer])
     assert not Path("store").exists()

@@ -11,8 +11,11 @@ from .capture_hooks import ANYTHING as ANYTHING
 from .capture_hooks import CaptureHooks as CaptureHooks
 from .capture_hooks import Expected as Expected
 from .capture_hooks import Keep as Keep
+from .capture_hooks import OutputCollector as OutputCollector
 from .capture_hooks import check_calls as check_calls
+from .capture_hooks import check_storable as check_storable
 from .capture_hooks import clone_captured as clone_captured
+from .capture_hooks import largest_magnitudes as largest_magnitudes
 from .edits import edit as edit
 from .embedding import is_exposed as is_exposed
 from .embedding import with_evidence as with_evidence
@@ -23,9 +26,6 @@ from .gradient_target import target_values as target_values
 from .gradient_target import values_of_classes as values_of_classes
 from .layer_hooks import PassRecord as PassRecord
 from .layer_hooks import pick as pick
-from .output_collector import OutputCollector as OutputCollector
-from .output_collector import check_storable as check_storable
-from .output_collector import largest_magnitudes as largest_magnitudes
 from .position_checks import Maps as Maps
 from .position_checks import check_positions as check_positions
 from .position_checks import misplaced_maps as misplaced_maps

@@ -107,11 +107,6 @@ def parse_points(model: nn.Module, layers: Sequence[str]) -> list[CapturePoint]:
     return points
 
 
-def names_of(points: Sequence[CapturePoint]) -> list[str]:
-    """Names of layers and operations as the model has them, with the kind of capture."""
-    return [with_capture(point.layer, point.capture) for point in points]
-
-
 def without_wrappers(name: str) -> str:
     """Dotted name of a module without the parts that DDP, torch.compile and others add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())

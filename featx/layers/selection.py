@@ -70,7 +70,9 @@ def select(
         for point in points:
             if point.name not in seen:
                 seen[point.name] = reduce
-                selection.chosen.append((point, _embedding_reduce(point, reduce, trace)))
+                is_embedding = point.name == "embedding" and reduce.name == "none"
+                own_reduce = _embedding_reduce(point, reduce, trace) if is_embedding else reduce
+                selection.chosen.append((point, own_reduce))
             elif seen[point.name] != reduce:
                 before, now = (
                     " ".join([each.name, *(f"{key}={x}" for key, x in each.args.items())])
@@ -400,8 +402,6 @@ def _embedding_reduce(point: CapturePoint, reduce: ReduceConfig, trace: Trace) -
 
     The input of a convolutional classifier is a map, which is averaged.
     """
-    if point.name != "embedding" or reduce.name != "none":
-        return reduce
     if trace.library_embedding is not None:
         return ReduceConfig(trace.library_embedding[1])
     call = trace.by_module[trace.names.get(point.module, point.module)][0]

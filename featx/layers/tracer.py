@@ -12,7 +12,7 @@ from torch.overrides import resolve_name
 from torch.utils.flop_counter import flop_registry
 
 from featx.base import ModuleHooks, ObservingMode, ProcessSetting, shapes_of
-from featx.layers.attention import hook_weights, shows_weights
+from featx.layers.attention import hook_weights, source_of_weights
 from featx.layers.call_hooks import OpenCall, every_call
 from featx.layers.operations import OperationRecorder
 from featx.layers.trace import Call, Operation, Trace
@@ -54,13 +54,14 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
         last.clear()
         total, inputs = call.data
         weights = attention.pop(id(call.module), ())
+        is_pointwise = isinstance(call.module, nn.Conv2d) and set(call.module.kernel_size) == {1}
         calls.append(
             Call(
                 module=call.name,
                 number=number,
                 type_name=type(call.module).__name__,
                 is_leaf=not any(True for _ in call.module.children()),
-                is_linear=_is_linear(call.module),
+                is_linear=isinstance(call.module, nn.Linear) or is_pointwise,
                 num_parameters=sum(p.numel() for p in call.module.parameters()),
                 outputs=shapes_of(output),
                 inputs=inputs,
@@ -72,8 +73,9 @@ def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
 
     recorder = OperationRecorder(module, add_operation)
     with recorder.attach(), ModuleHooks() as hooks:
-        for each in filter(shows_weights, module.modules()):
-            hook_weights(hooks, "", each, functools.partial(add_weights, each))
+        for each in module.modules():
+            if source_of_weights(each) is not None:
+                hook_weights(hooks, "", each, functools.partial(add_weights, each))
         # Fused attention kernels hide their operations from the FLOP counter.
         with (
             every_call(module, begin, end),
@@ -93,9 +95,7 @@ class FlopCounter(ObservingMode):  # type: ignore[no-untyped-call]
         total: operations so far; a multiplication and an addition are two.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
+    total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,12 +117,6 @@ _OF_MAPS = (
     *(nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
 )
 """Modules whose output is (B, C, H, W)."""
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is nn.Linear or a 1 x 1 convolution."""
-    pointwise = isinstance(module, nn.Conv2d) and set(module.kernel_size) == {1}
-    return isinstance(module, nn.Linear) or pointwise
 
 
 # Switches off the fused kernel of nn.TransformerEncoderLayer, which calls no sub-module.

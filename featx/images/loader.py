@@ -7,7 +7,7 @@ image takes its place.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from featx.base import num_cpus
 from featx.images.decode_settings import PILLOW, DecodeSettings
 from featx.images.decoder_channels import Job, LoaderTimes
 from featx.images.decoder_pool import KEPT_BATCHES, DecoderPool
-from featx.images.decoder_warnings import DecoderWarnings
+from featx.images.decoder_warnings import count_warnings
 from featx.images.preprocess import centre_crop
 from featx.images.row_loader import RowLoader, image_in_place
 from featx.types import Batch, Failure, Listing, Part, Source, ViewSource
@@ -58,7 +58,7 @@ class Loader:
     ) -> None:
         self.num_decoders = decoding.workers or num_cpus()
         self._decoding = decoding
-        self._warnings = DecoderWarnings()
+        self._warnings: Counter[str] = Counter()
         views = isinstance(source, ViewSource)
         # Pillow needs 4 bytes a pixel. An image of several rows may have so many that this
         # decides the memory of the run; that the decoders agree is left to tests there.
@@ -97,9 +97,10 @@ class Loader:
             self._pinned_for,
             self._num_kept,
         )
-        pool.on_warnings = lambda row, messages: self._warnings.add(
-            self._rows.image_key(row), messages
+        pool.on_warnings = lambda row, messages: count_warnings(
+            self._warnings, self._rows.image_key(row), messages
         )
+        self.times = pool.times
         return pool
 
     def end_decoders(self) -> None:
@@ -112,19 +113,14 @@ class Loader:
         self._pool = self._new_pool()
 
     @property
-    def times(self) -> LoaderTimes:
-        """Seconds and bytes of the decoders since `start_counting`."""
-        return self._pool.times
-
-    @property
     def warnings(self) -> dict[str, int]:
         """Reason -> number of images with this warning of their decoder since `start_counting`."""
-        return dict(self._warnings.counts)
+        return dict(self._warnings)
 
     def start_counting(self) -> None:
         """Count seconds, bytes and warnings from zero."""
-        self._pool.times = LoaderTimes()
-        self._warnings = DecoderWarnings()
+        self.times = self._pool.times = LoaderTimes()
+        self._warnings = Counter()
 
     def batches(self, parts: Iterable[Part], batch_size: int) -> Iterator[tuple[Part, Batch]]:
         """Load the batches of some parts in order; a batch never crosses a part.

@@ -26,6 +26,8 @@ from .gradient_target import target_values as target_values
 from .gradient_target import values_of_classes as values_of_classes
 from .layer_hooks import PassRecord as PassRecord
 from .layer_hooks import pick as pick
+from .layer_names import CapturePoint as CapturePoint
+from .layer_names import element_name as element_name
 from .position_checks import Maps as Maps
 from .position_checks import check_positions as check_positions
 from .position_checks import misplaced_maps as misplaced_maps
@@ -64,10 +66,8 @@ from .selection import Selection as Selection
 from .selection import named_point as named_point
 from .selection import select as select
 from .stages import find_stages as find_stages
-from .trace import Call as Call
-from .trace import CapturePoint as CapturePoint
-from .trace import Operation as Operation
-from .trace import Trace as Trace
-from .trace import element_name as element_name
+from .tracer import Call as Call
+from .tracer import Operation as Operation
+from .tracer import Trace as Trace
 from .tracer import no_fast_path as no_fast_path
 from .tracer import trace_forward as trace_forward

@@ -27,9 +27,8 @@ from featx.base import (
 from featx.errors import LayerError
 from featx.layers.attention import plain_attention
 from featx.layers.layer_hooks import LayerHooks, with_element
-from featx.layers.layer_names import with_capture
+from featx.layers.layer_names import CapturePoint, with_capture
 from featx.layers.own_nodes import own_node
-from featx.layers.trace import CapturePoint
 
 
 @dataclass(eq=False)
@@ -275,11 +274,6 @@ class LoopHooks(LayerHooks):
         if not self.threads and has_compiled():
             return f" {COMPILED_UNSEEN}"
         return ""
-
-    @property
-    def may_be_unseen(self) -> bool:
-        """Whether no call was seen, and this process has compiled code, whose calls are not."""
-        return not self.has_run and not self.threads and has_compiled()
 
     def points_of_call(
         self, key: tuple[str, str], points: list[CapturePoint]

@@ -16,9 +16,9 @@ from torch import nn
 
 from featx.errors import LayerError, RunError
 from featx.layers.layer_hooks import LayerHooks, PassRecord, lazy_copy
+from featx.layers.layer_names import CapturePoint
 from featx.layers.reductions import TokenSample
 from featx.layers.row_layout import Reduction, reduced_shape
-from featx.layers.trace import CapturePoint
 
 
 @dataclass(frozen=True)

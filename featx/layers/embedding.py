@@ -24,9 +24,10 @@ from torch import nn
 from featx.base import ElementPath, ModuleHooks, elements
 from featx.errors import LayerError
 from featx.layers.call_hooks import OpenCall, every_call
+from featx.layers.layer_names import CapturePoint, element_name
 from featx.layers.operations import OperationRecorder, hide_operations
 from featx.layers.selection import last_linear
-from featx.layers.trace import CapturePoint, Trace, element_name
+from featx.layers.tracer import Trace
 from featx.models import LibraryEmbedding
 
 _ROUNDING = 1e-6

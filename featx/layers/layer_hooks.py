@@ -17,34 +17,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from featx.base import ElementPath, ModuleHooks, TensorHooks, elements, shapes_of
 from featx.errors import LayerError
 from featx.layers.attention import hook_weights
+from featx.layers.layer_names import CapturePoint, pick_path
 from featx.layers.operations import OperationRecorder, hide_operations
 from featx.layers.own_nodes import SharedOutput, own_node, share_memory
-from featx.layers.trace import CapturePoint, element_name
-
-
-def pick_path(
-    request: str, elements: Mapping[ElementPath, tuple[int, ...]], path: ElementPath
-) -> ElementPath:
-    """Path to the one tensor that is meant; () means the only tensor there is."""
-    if path in elements:
-        return path
-    for element in elements:  # keys may have dots
-        if element_name(element) == element_name(path):
-            return element
-    if path == () and len(elements) == 1:
-        return next(iter(elements))
-    listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
-    name, colon, capture = request.partition(":")
-    plain = name.removesuffix(element_name(path)) or "the model"
-    gives = "takes" if capture in ("input", "grad_input") else "gives"
-    first = element_name(next(iter(elements), ()))
-    example = name.removesuffix(element_name(path)) + first + colon + capture
-    if list(elements) == [()]:
-        raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
-    raise LayerError(
-        f"{plain} {gives} {len(elements)} tensors ({listed or 'none'}); "
-        + (f"name one of them, such as {example!r}." if elements else "choose another layer.")
-    )
 
 
 def path_to(value: object, point: CapturePoint) -> ElementPath:

@@ -21,7 +21,7 @@ from featx.types import LayerSpec, TokenGeometry
 if TYPE_CHECKING:
     import torch
 
-    from featx.layers.trace import Trace
+    from featx.layers.tracer import Trace
     from featx.models import Backbone
 
 Reduction: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"

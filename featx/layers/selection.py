@@ -12,19 +12,21 @@ from dataclasses import dataclass, replace
 from featx.base import ElementPath, glob_to_regex
 from featx.config import PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, counted, nearest
-from featx.layers.layer_hooks import pick_path
 from featx.layers.layer_names import (
+    CapturePoint,
     check_operation_capture,
+    element_name,
     no_layer,
     parse_capture_point,
     parse_operation,
+    pick_path,
     split_capture,
     split_name,
     with_capture,
     without_wrappers,
 )
 from featx.layers.stages import find_stages
-from featx.layers.trace import Call, CapturePoint, Trace, element_name
+from featx.layers.tracer import Call, Trace
 
 
 @dataclass
@@ -125,7 +127,11 @@ def _points(
     elif any(sign in name for sign in "*?"):
         yield from _glob_points(name, capture, trace, left_out)
     elif name.startswith(("output.", "output[")) and "output" not in trace.names:
-        yield _output_element(request, trace)
+        # One tensor of what the model returns, such as 'output.logits'.
+        number, outputs = _returned(request, trace)
+        point = parse_capture_point(request.removeprefix("output"), {"": ""})
+        _check_element(request, outputs, point.path, trace.batch_size)
+        yield replace(point, name=request.removesuffix(":output"), call=number)
     else:
         yield named_point(request, trace)
 
@@ -297,14 +303,6 @@ def _output_points(request: str, trace: Trace, left_out: list[str]) -> Iterator[
     for path in chosen:
         name = "output" if len(chosen) == 1 else f"output{element_name(path)}"
         yield CapturePoint(name, "", "output", number, path)
-
-
-def _output_element(request: str, trace: Trace) -> CapturePoint:
-    """The capture point of one tensor of what the model returns, such as 'output.logits'."""
-    number, outputs = _returned(request, trace)
-    point = parse_capture_point(request.removeprefix("output"), {"": ""})
-    _check_element(request, outputs, point.path, trace.batch_size)
-    return replace(point, name=request.removesuffix(":output"), call=number)
 
 
 def _returned(

@@ -208,7 +208,8 @@ class DecoderPool:
         shape, dtype = self._workers[worker].shape, self._workers[worker].dtype
         layout = SlotLayout(num_places, shape, dtype)
         with self._state:
-            self._start()
+            if not self._num_started:
+                self._start()
 
             # A slot that is free, or a new one at the end of the file.
             name = (worker, num_places)
@@ -350,8 +351,6 @@ class DecoderPool:
 
     def _start(self) -> None:
         """Create the pipes and fork the supervisor, which starts one decoder; the lock is held."""
-        if self._num_started:
-            return
         num_pipes = self._count if self._keeps_images_together else 1
         pipes = [os.pipe() for _ in range(num_pipes)]
         self._tasks = [out for _, out in pipes]

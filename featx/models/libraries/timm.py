@@ -83,7 +83,7 @@ class Timm(ModelLibrary[TimmOptions]):
 
     def build(self, config: TimmOptions, seed: int) -> Backbone:
         """Build a timm model: `name`, `name.tag`, or `hf-hub:owner/model`."""
-        from featx.models.base import Backbone, config_sha256, random_id
+        from featx.models.base import config_sha256, random_id
         from featx.models.preprocessing import change_preprocess
 
         file = config.weights_file
@@ -100,33 +100,17 @@ class Timm(ModelLibrary[TimmOptions]):
         else:
             module = _create_pretrained(name, config, seed)
             origin = f"timm {module.pretrained_cfg.get('tag') or 'default'}"
-        preprocess = preprocess_of(module, config.size, is_rgb=config.transform.scale is None)
-        classes: tuple[str, ...] = ()
-        class_ids: tuple[str, ...] = ()
+        is_rgb = config.transform.scale is None
+        backbone = wrap(module, f"timm/{name}", origin, config.size, is_rgb)
+        backbone.preprocess = change_preprocess(backbone.preprocess, config.transform)
         if file is None and config.weights is not None and module.num_classes:
-            classes, class_ids = timm_classes(module)
-        provenance: dict[str, str | int] = {}
+            backbone.classes, backbone.class_ids = timm_classes(module)
+        backbone.args = dict(config.args)
+        backbone.checkpoint, backbone.missing_heads = loading, missing
         if name.startswith(_LOCAL):
             of_folder = read_json(Path(name.removeprefix(_LOCAL)) / "config.json")
-            provenance["config_sha256"] = config_sha256(of_folder)
-        parameters = [key.rpartition(".")[2] for key, _ in module.named_parameters()]
-        return Backbone(
-            module=module,
-            name=f"timm/{name}",
-            weights=origin,
-            preprocess=change_preprocess(preprocess, config.transform),
-            num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
-            has_class_token="cls_token" in parameters,
-            embedding=embedding_of(module),
-            stages=timm_stages(module),
-            classes=classes,
-            class_ids=class_ids,
-            reentrant=True,
-            args=dict(config.args),
-            checkpoint=loading,
-            missing_heads=missing,
-            provenance=provenance,
-        )
+            backbone.provenance = {"config_sha256": config_sha256(of_folder)}
+        return backbone
 
     def untrained(self, config: TimmOptions, seed: int) -> nn.Module:
         """The architecture with timm's initialisation, and the classes of a file in `weights`."""
@@ -419,7 +403,32 @@ def _check_whole(name: str, module: nn.Module, config: TimmOptions, seed: int) -
         )
 
 
-# The transform and the embedding of a module
+# The backbone of a module
+
+
+def wrap(
+    module: nn.Module,
+    name: str,
+    weights: str,
+    size: tuple[int, int] | None = None,
+    is_rgb: bool = True,
+) -> Backbone:
+    """Make a backbone of a timm model; `size` and `is_rgb` are as for `preprocess_of`."""
+    from featx.models.base import Backbone
+
+    return Backbone(
+        module=module,
+        name=name,
+        weights=weights,
+        preprocess=preprocess_of(module, size, is_rgb),
+        num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+        has_class_token=any(
+            name.rpartition(".")[2] == "cls_token" for name, _ in module.named_parameters()
+        ),
+        embedding=embedding_of(module),
+        stages=timm_stages(module),
+        reentrant=True,
+    )
 
 
 def preprocess_of(

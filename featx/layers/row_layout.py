@@ -65,8 +65,8 @@ def channels_last(option: str, rows: RowLayout) -> bool:
     # input of 224 pixels.
     _, height, width = rows.shape
     prefix, size = rows.num_prefix_tokens, rows.input_size
-    if prefix > 0 and height == width and size[0] % height:
-        is_attention |= token_grid(height, size, prefix) is not None
+    if prefix > 0 and height == width and token_grid(height, size, prefix) is not None:
+        is_attention |= size[0] % height > 0
 
     if rows.is_map and not is_attention:
         return False

@@ -185,7 +185,7 @@ def _create_from_entry(
     readable = object.__new__(type(entry))
     readable.__dict__.update(entry.__dict__, get_state_dict=get_state_dict)
     try:
-        return _call_builder(config, seed, weights=readable)
+        return _call_builder(config, {"weights": readable}, seed)
     except RuntimeError as error:  # from load_state_dict in the builder
         raise WeightsError(f"{file or entry} does not fit this model: {one_line(error)}") from error
 
@@ -254,10 +254,12 @@ def _create_random(
     builder = models.get_model_builder(config.name)
     if "weights_backbone" in inspect.signature(builder).parameters:
         keywords["weights_backbone"] = None
-    return _call_builder(config, seed, **keywords)
+    return _call_builder(config, keywords, seed)
 
 
-def _call_builder(config: TorchvisionOptions, seed: int, **keywords: object) -> torch.nn.Module:
+def _call_builder(
+    config: TorchvisionOptions, more: Mapping[str, object], seed: int
+) -> torch.nn.Module:
     """Call torchvision's builder with a seed, model.args, the input size and further arguments."""
     from torchvision import models
 
@@ -271,7 +273,8 @@ def _call_builder(config: TorchvisionOptions, seed: int, **keywords: object) -> 
         args["input_size"] = (side, side)
     try:
         with seeded(seed):
-            module: torch.nn.Module = models.get_model(config.name, **{**args, **keywords})
+            builder = models.get_model_builder(config.name)
+            module: torch.nn.Module = builder(**{**args, **more})
     except FeatxError:  # about the weights; some are a ValueError as well
         raise
     except (TypeError, ValueError, AssertionError) as error:
